@@ -153,12 +153,11 @@ class PlainBase(Base):
         return self.layout.convert(group, self._tensors(group, start, stop))
 
     def _tensors(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        last = stop if group.unit == "row" else None
-        first = start if last is not None else 0
-        keys, makers = group.part(start, stop), self._makers
-        decodes = makers is not None and any(makers.is_dequantized(key) for key in keys)
+        makers = self._makers
+        decodes = makers is not None and any(map(makers.is_dequantized, group.keys))
         device = self.device if decodes else None  # codes travel, not what they are decoded to
-        return {key: self.checkpoint.read(key, first, last, device) for key in keys}
+        places = group.places(start, stop)
+        return {key: self.checkpoint.read(key, *rows, device) for key, *rows in places}
 
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         parts, read = group.part(start, stop), self._tensors(group, start, stop)

@@ -10,8 +10,7 @@ that it gives back the tensors that were read, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
     Interleave,
     MergeModulelist,
     Transpose,
@@ -57,8 +57,11 @@ class Group:
     swap: tuple[int, int] | None = None  # dimensions to transpose, the whole conversion
     unit: str = "row"
 
-    def slices(self) -> Iterator[tuple[int, int | None]]:
-        """Yield ranges of the first dimension to work on in turn; (0, None) is everything."""
+    def slices(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int | None]]:
+        """Yield ranges of the first dimension to work on in turn; (0, None) is everything.
+
+        They lie within `[first, last)`, but for everything.
+        """
         shapes = list(self.shapes.values())
         if not self.unit or not shapes or not shapes[0] or not all(shapes):
             yield 0, None
@@ -66,18 +69,27 @@ class Group:
         rows = shapes[0][0]
         each = sum(torch.Size(shape).numel() for shape in shapes) // max(rows, 1)
         step = max(SLICE_ELEMENTS // max(each, 1), 1)
-        for start in range(0, rows, step):
-            yield start, min(start + step, rows)
+        last = rows if last is None else last
+        for start in range(first, last, step):
+            yield start, min(start + step, last)
 
     def part(self, start: int, stop: int | None) -> dict[str, str]:
         """Return a slice's keys, each with that of the first experts that it is converted as."""
         if self.unit != "key" or stop is None:
             return {key: key for key in self.keys}
-        return {
-            key: keys[index]
+        rows, count = next(iter(self.shapes.values()))[0], stop - start
+        return {  # a list holds the experts of several weights in turn, mostly of one
+            key: keys[at // rows * count + index]
             for keys in self.sources.values()
-            for index, key in enumerate(keys[start:stop])
+            for at in range(0, len(keys), rows)
+            for index, key in enumerate(keys[at + start : at + stop])
         }
+
+    def places(self, start: int, stop: int | None) -> Iterator[tuple[str, int, int | None]]:
+        """Yield the tensors to read for a slice: key, and first and last row of it."""
+        rows = (start, stop) if self.unit == "row" and stop is not None else (0, None)
+        for key in self.part(start, stop):
+            yield key, *rows
 
 
 Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -129,32 +141,14 @@ class DiskLayout:
         return (*groups, *(self._converted(name, *parts) for name, parts in collected.items()))
 
     def _converted(self, name: str, converter: Any, sources: dict[str, list[str]]) -> Group:
-        keys = tuple(key for keys in sources.values() for key in keys)
         by_pattern = {pattern: tuple(matches) for pattern, matches in sources.items()}
-        group = Group(keys, {}, by_pattern, name, converter, unit="")
-        params = self.convert(group, blank({key: self._disk[key] for key in keys}))
+        disk = {key: self._disk[key] for keys in by_pattern.values() for key in keys}
+        group = Group(tuple(disk), {}, by_pattern, name, converter, unit="")
+        params = self.convert(group, blank(disk))
         shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
-        operation = converter.operations[0]
-        if len(converter.operations) == 1 and getattr(operation, "check_dims", False):
-            # transformers swaps where the shapes ask for it, and never swaps back.
-            swap = (operation.dim0, operation.dim1)
-            same = shapes == {name: self._disk[keys[0]][0]}
-            return Group(keys, shapes, target=name, swap=None if same else swap)
-        return replace(group, shapes=shapes, unit=self._unit(group, shapes))
-
-    def _unit(self, group: Group, shapes: Mapping[str, tuple[int, ...]]) -> str:
-        """Return the group's `unit`; unknown operations are converted as a whole."""
-        operations = list(group.converter.operations)
-        counts = {len(keys) for keys in group.sources.values()}
-        rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
-        stacks = bool(operations) and isinstance(operations[0], MergeModulelist)
-        within = map(_leaves_first_alone, operations[1:] if stacks else operations)
-        if len(counts) != 1 or len(rows) != 1 or 0 in rows or not all(within):
-            return ""
-        if stacks:
-            return "key" if operations[0].dim == 0 and counts == rows else ""
-        first = {self._disk[key][0][0] for key in group.keys if self._disk[key][0]}
-        return "row" if counts == {1} and first == rows else ""
+        return make_group(
+            name, converter, by_pattern, shapes, {key: shape for key, (shape, _) in disk.items()}
+        )
 
     def _check_shapes(self) -> None:
         """Raise where a tensor's shape on disk is not that of the model's parameter.
@@ -174,23 +168,13 @@ class DiskLayout:
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert tensors by key, of a group or a slice (`Group.part`), to parameters by name."""
-        if group.converter is None:
-            # Without a parameter (a layer that the model leaves out), a tensor keeps its key.
-            names = group.shapes or group.keys
-            return dict.fromkeys(names, _swapped(tensors[group.keys[0]], group.swap))
-        converter = deepcopy(group.converter)
-        for pattern, keys in group.sources.items():
-            for key in keys:
-                if key in tensors:
-                    converter.add_tensor(group.target, key, pattern, tensors[key])
         try:
-            params = converter.convert(group.target, model=self._model, config=self._model.config)
+            return convert(group, tensors, self._model)
         except Exception as error:
             raise CheckpointError(
                 f"{group.keys[0]} and {len(group.keys) - 1} other tensors do not make the "
                 f"parameter {group.target}: {error}"
             ) from error
-        return {name: p[0] if isinstance(p, list) else p for name, p in params.items()}
 
     def restore(self, group: Group, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Undo `convert`; of a slice of experts, the keys are those of the first ones."""
@@ -198,6 +182,88 @@ class DiskLayout:
             (value,) = values.values()
             return {group.keys[0]: _swapped(value, group.swap)}
         return revert(self._model, values, group.target)
+
+
+def make_group(
+    target: str,
+    converter: Any,
+    sources: Mapping[str, tuple[str, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    disk: Mapping[str, tuple[int, ...]],
+) -> Group:
+    """Return the group that a converter of transformers, or none, makes these parameters of.
+
+    `disk` has the shapes of tensors by key; none are known where it is empty.
+    """
+    keys = tuple(key for keys in sources.values() for key in keys)
+    if converter is None:
+        lengths = {shape[:1] for shape in disk.values()}
+        unit = "row" if lengths == {shapes[target][:1]} else ""
+        return Group(keys, shapes, target=target, unit=unit)
+    operation = converter.operations[0]
+    if disk and len(converter.operations) == 1 and getattr(operation, "check_dims", False):
+        # transformers swaps where the shapes ask for it, and never swaps back.
+        swap = (operation.dim0, operation.dim1)
+        same = shapes == {target: disk[keys[0]]}
+        unit = "row" if same or min(swap) > 0 else ""
+        return Group(keys, shapes, target=target, swap=None if same else swap, unit=unit)
+    unit = _unit(list(converter.operations), sources, shapes, disk)
+    return Group(keys, shapes, sources, target, converter, unit=unit)
+
+
+def _unit(
+    operations: list[Any],
+    sources: Mapping[str, tuple[str, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    disk: Mapping[str, tuple[int, ...]],
+) -> str:
+    """Return a group's `unit`; unknown operations are converted as a whole."""
+    counts = {len(keys) for keys in sources.values()}
+    rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
+    if len(counts) != 1 or len(rows) != 1 or 0 in rows:
+        return ""
+    first, *others = operations
+    if isinstance(first, ErnieFuseAndSplitTextVisionExperts):
+        apart = not others and first.stack_dim == 0 and first.concat_dim > 0
+        return "key" if apart and counts == {len(shapes) * min(rows)} else ""
+    if isinstance(first, MergeModulelist):
+        apart = first.dim == 0 and all(map(_leaves_first_alone, others))
+        return "key" if apart and counts == rows else ""
+    lengths = {shape[0] for shape in disk.values() if shape}
+    apart = all(map(_leaves_first_alone, operations))
+    return "row" if apart and counts == {1} and lengths == rows else ""
+
+
+def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Convert tensors by key, of a group or a slice (`Group.part`), to parameters by name.
+
+    Whatever transformers' operations raise of tensors that do not fit is passed on.
+    """
+    if group.converter is None:
+        # Without a parameter (a layer that the model leaves out), a tensor keeps its key.
+        names = group.shapes or group.keys
+        return dict.fromkeys(names, _swapped(tensors[group.keys[0]], group.swap))
+    values: dict[str, Any] = {
+        pattern: [tensors[key] for key in keys if key in tensors]
+        for pattern, keys in group.sources.items()
+    }
+    for operation in group.converter.operations:
+        values = operation.convert(
+            values,
+            source_patterns=group.converter.source_patterns,
+            target_patterns=group.converter.target_patterns,
+            full_layer_name=group.target,
+            model=model,
+            config=model.config,
+            missing_keys=None,
+        )
+    # Operations name their results by patterns, of which the group's own name has one.
+    name = group.target.replace("*.", "0.")
+    before, _, after = next((name.partition(p) for p in values if p in name), ("", "", ""))
+    return {
+        f"{before}{p}{after}": value[0] if isinstance(value, list) else value
+        for p, value in values.items()
+    }
 
 
 def revert(model: Any, values: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class LoadSpec:
     layout: ModelLayout
     files: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     manifest: Manifest | None = None  # of a folder that this package packed
+    prefix: str = ""  # `base_model_prefix` of the model: of names within its body
     recasts: bool = False  # such a folder into another dtype than its config.json names
     device_map: Any = None  # as transformers settled it
     # the experts that this rank keeps of a weight, by each of its names; all where it has no entry
@@ -49,12 +50,9 @@ class LoadSpec:
     # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
     unit_nbytes: tuple[float, ...] = ()
     packed: dict[str, PackedWeight] = field(default_factory=dict)
-    unpacked: set[str] = field(default_factory=set)  # that were read, and packed by no converter
     # of Linear layers that bitsandbytes packs: minimum and maximum by name, and what is wrong
     extremes: dict[str, Tensor] = field(default_factory=dict)
     faults: list[CheckpointError] = field(default_factory=list)
-    # converters of the load, each as (own, the stock one that it replaces or None)
-    replaced: list[tuple[Any, Any]] = field(default_factory=list)
     read: set[str] = field(default_factory=set)  # keys on disk that converters of the load have got
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadSpec:
@@ -74,6 +72,11 @@ class LoadSpec:
         """Return the shape of what is kept of a weight."""
         first, last = self.rows(name)
         return (last - first, *self.params[name].shape[1:])
+
+    def cut(self, name: str, weight: Tensor) -> Tensor:
+        """Return the rows that are kept of a whole weight; one of another length as it is."""
+        first, last = self.rows(name)
+        return weight[first:last] if len(weight) == self.params[name].shape[0] else weight
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of what is kept of a weight, packed."""
@@ -108,18 +111,6 @@ class LoadSpec:
         """Note a packed weight under all its names."""
         for alias in self.params[name].names:
             self.packed[alias] = packed
-
-    def leaves(self) -> list[str]:
-        """Return the ends of the weights' names after layer numbers: "experts.gate_up_proj"."""
-        return list(dict.fromkeys(map(_tail, self.params)))
-
-
-def _tail(name: str) -> str:
-    """Return the last two components of a name, or fewer where one before is a number."""
-    *_, before, last = ("", *name.split("."))
-    if last.isdigit():
-        return ""
-    return last if before.isdigit() or not before else f"{before}.{last}"
 
 
 def packing_spec(
@@ -241,10 +232,3 @@ def kept_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.
         by_glob = model._get_dtype_plan(dtype) or {}
     patterns = [(re.compile(glob.replace("*", ".*")), kept) for glob, kept in by_glob.items()]
     return lambda name: next((kept for pattern, kept in patterns if pattern.search(name)), None)
-
-
-def safetensors_files(files: Sequence[str] | None) -> Checkpoint | None:
-    """Return the checkpoint's files to read from; None where they are not safetensors."""
-    if not files or not all(str(file).endswith(".safetensors") for file in files):
-        return None
-    return Checkpoint([Path(file) for file in files])

@@ -15,16 +15,19 @@ The first two are taken only where every operation is known to treat experts apa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
+from copy import copy
+from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+from ..checkpoint.conversion import convert, make_group
 from ..checkpoint.load_spec import LoadSpec
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..errors import CheckpointError, NonFiniteWeightError
@@ -35,7 +38,8 @@ from ..packing.decoders import hold
 from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, problems
 from ..world import absmax_mean
-from .kept import SLICE_BYTES, keep_codes
+from .kept import keep_codes
+from .prequantized import COMPANION
 
 
 class Deferred:
@@ -49,33 +53,69 @@ class Deferred:
         return self.source.result() if isinstance(self.source, Future) else self.source()
 
 
-class PackingConverter(WeightConverter):
+class Collected:
+    """The tensors of one weight: in the load's files, or as transformers reads them."""
+
+    def __init__(self, items: Mapping[str, Deferred], name: str, spec: LoadSpec) -> None:
+        in_files = spec.files is not None and all(key in spec.files for key in items)
+        self._files, self._items = spec.files if in_files else None, items
+        self._name, self._dtype, self._device = name, spec.dtypes[name], spec.device(name)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return shapes by key; none where these are not known before a tensor is read."""
+        files = self._files
+        return {} if files is None else {key: files.info(key).shape for key in self._items}
+
+    def expect(self, places: Iterable[tuple[str, int, int | None]]) -> None:
+        """Read rows of tensors ahead, in this order."""
+        for key, *rows in places if self._files is not None else ():
+            self._files.expect([key], *rows)
+
+    def read(self, key: str, start: int, stop: int | None) -> Tensor:
+        """Return rows of a tensor on the weight's device, in the dtype it would be loaded in.
+
+        Of what lies in no file it is the whole tensor.
+        """
+        files = self._files
+        tensor = self._items[key]() if files is None else files.read(key, start, stop, self._device)
+        if tensor is None:
+            raise CheckpointError(f"{key} is not given to this process: it is sharded.")
+        check_plain(self._name, tensor.dtype)
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+
+class _Converter(WeightConverter):
+    """A converter of one load, which transformers copies for every key.
+
+    It collects tensors in one of the copies for each weight. The class it extends has slots; this
+    one has a `__dict__`.
+    """
+
+    spec: LoadSpec
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = copy(self)
+        new.collected_tensors, new.layer_targets = defaultdict(list), defaultdict(set)
+        return new
+
+
+class FillingConverter(_Converter):
     """A converter of transformers that packs the weights of a spec while it converts.
 
     For parameters that the spec does not name it does what the converter it replaces does.
     """
 
-    # The class it extends has slots; this one has a `__dict__`.
-    spec: LoadSpec
+    stock: Any  # the converter that it replaces, None where it replaces none
 
     @classmethod
-    def replacing(cls, converter: Any, spec: LoadSpec) -> PackingConverter:
+    def replacing(cls, stock: Any, spec: LoadSpec) -> FillingConverter:
         """Return a converter with the patterns, scope and operations of another."""
         new = cls.__new__(cls)
-        for base in type(converter).__mro__:
+        for base in type(stock).__mro__:
             for slot in getattr(base, "__slots__", ()):
-                if hasattr(converter, slot):
-                    object.__setattr__(new, slot, getattr(converter, slot))
-        for name, value in getattr(converter, "__dict__", {}).items():
-            object.__setattr__(new, name, value)
-        new.spec = spec
-        return new
-
-    @classmethod
-    def for_fused(cls, leaf: str, spec: LoadSpec) -> PackingConverter:
-        """Return a converter for weights that lie on disk as the model holds them."""
-        new = cls([_whole_name(leaf)], [leaf], [Keep()])
-        new.spec = spec
+                if hasattr(stock, slot):
+                    object.__setattr__(new, slot, getattr(stock, slot))
+        new.__dict__ |= {**getattr(stock, "__dict__", {}), "spec": spec, "stock": stock}
         return new
 
     def add_tensor(
@@ -94,25 +134,44 @@ class PackingConverter(WeightConverter):
             future = Deferred(source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, future)
 
-    def convert(self, layer_name: str, model: Any = None, config: Any = None, **rest: Any) -> Any:
+    def convert(self, layer_name: str, model: Any = None, **rest: Any) -> Any:
         """Convert as `WeightConverter` does, with packed parameters for the spec's weights."""
-        if layer_name in self.spec.kept:
-            [[item]] = self.collected_tensors.values()
-            self.collected_tensors.clear()
-            return {layer_name: keep_codes(layer_name, item.key, self.spec)}
-        packers = {n: WeightPacker(n, self.spec) for n in self._packed_names(layer_name)}
-        if not packers:
-            return super().convert(layer_name, model=model, config=config, **rest)
+        spec, names = self.spec, self._packed_names(layer_name)
+        if not names:
+            return super().convert(layer_name, model=model, **rest)
+        collected: dict[str, list[Deferred]] = dict(self.collected_tensors)
+        self.collected_tensors.clear()
+        items = {item.key: item for found in collected.values() for item in found}
+        if layer_name in spec.kept:
+            [key] = items
+            return {layer_name: keep_codes(layer_name, key, spec)}
+        tensors = Collected(items, names[0], spec)
+        sources = {
+            pattern: tuple(item.key for item in found) for pattern, found in collected.items()
+        }
+        shapes = {name: tuple(spec.params[name].shape) for name in names}
+        group = make_group(layer_name, self.stock, sources, shapes, tensors.shapes())
+        if len(names) < len(self.target_patterns):
+            group = replace(group, unit="")  # of the others no shape is known
+        packers = {name: WeightPacker(name, spec) for name in names}
         result: dict[str, Any] = {}
-        context = {"full_layer_name": layer_name, "model": model, "config": config}
-        for pieces in self._pieces(layer_name, context, list(packers)):
-            for target, piece in pieces.items():
-                name = self._full_name(layer_name, target)
-                tensor = piece[0] if isinstance(piece, list) else piece
+        slices = list(group.slices(*spec.rows(names[0])))
+        tensors.expect(place for piece in slices for place in group.places(*piece))
+        for start, stop in slices:
+            read = {place[0]: tensors.read(*place) for place in group.places(start, stop)}
+            try:
+                pieces = convert(group, read, model)
+            except (RuntimeError, ValueError, KeyError, IndexError) as error:
+                counts = ", ".join(f"{len(found)} of {p}" for p, found in collected.items())
+                raise CheckpointError(
+                    f"{layer_name}: the checkpoint's tensors ({counts}) do not make this weight: "
+                    f"some are missing, or of another shape ({error})."
+                ) from error
+            for name, piece in pieces.items():
                 if name in packers:
-                    packers[name].add(tensor)
+                    packers[name].add(spec.cut(name, piece) if stop is None else piece)
                 else:
-                    result[name] = tensor
+                    result[name] = piece
         return result | {name: packer.finish() for name, packer in packers.items()}
 
     def _dequantized(self, files: Checkpoint, key: str, target_key: str) -> Tensor:
@@ -121,81 +180,53 @@ class PackingConverter(WeightConverter):
         device = torch.device("cpu") if on_cpu else self.spec.device(target_key)
         return files.read(key, device=device).to(self.spec.dtypes.get(target_key))
 
-    def _full_name(self, layer_name: str, target: str) -> str:
-        """Return the full name of a target, where `layer_name` is that of the first target."""
-        first = self.target_patterns[0]
-        if target == first or target not in self.target_patterns:
-            return layer_name if target == first else target
-        return layer_name.replace(first, target, 1)
-
     def _packed_names(self, layer_name: str) -> list[str]:
         """Return the full names of the weights to pack that this converter makes."""
-        names = (self._full_name(layer_name, target) for target in self.target_patterns)
+        first, *others = self.target_patterns
+        names = [layer_name, *(layer_name.replace(first, target, 1) for target in others)]
         return [name for name in names if name in self.spec.params]
 
-    def _pieces(
-        self, layer_name: str, context: dict[str, Any], packed: list[str]
-    ) -> Iterator[dict[str, Any]]:
-        """Run the operations over the collected tensors, expert by expert where that can be."""
-        collected: dict[str, list[Deferred]] = dict(self.collected_tensors)
-        self.collected_tensors.clear()
-        reader = _Reader(self.spec, packed[0])
-        whole: _Batch = {p: [(item,) for item in items] for p, items in collected.items()}
-        operations, steps = self.operations, None
-        if len(packed) == len(self.target_patterns):
-            shapes = [tuple(self.spec.params[name].shape) for name in packed]
-            rows = self.spec.rows(packed[0])
-            steps = _steps(self.operations, collected, shapes, rows, self.spec.files)
-        operations, batches = steps or (operations, [whole])
-        reader.expect(batches)
-        for batch in batches:
-            tensors: dict[str, Any]
-            tensors = {p: [reader.read(*item) for item in items] for p, items in batch.items()}
-            try:
-                for operation in operations:
-                    tensors = operation.convert(
-                        tensors,
-                        source_patterns=self.source_patterns,
-                        target_patterns=self.target_patterns,
-                        missing_keys=None,
-                        **context,
-                    )
-            except (RuntimeError, ValueError, KeyError, IndexError) as error:
-                counts = ", ".join(f"{len(items)} of {p}" for p, items in collected.items())
-                raise CheckpointError(
-                    f"{layer_name}: the checkpoint's tensors ({counts}) do not make this weight: "
-                    f"some are missing, or of another shape ({error})."
-                ) from error
-            yield tensors if steps else self._kept(layer_name, tensors)
 
-    def _kept(self, layer_name: str, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Cut whole weights down to the rows that are kept of them."""
-        kept = dict(tensors)
-        for target, value in tensors.items():
-            name = self._full_name(layer_name, target)
-            tensor = value[0] if isinstance(value, list) else value
-            # one of another shape is refused by WeightPacker
-            if name in self.spec.shares and len(tensor) == self.spec.params[name].shape[0]:
-                first, last = self.spec.rows(name)
-                kept[target] = tensor[first:last]
-        return kept
+class RestConverter(FillingConverter):
+    """Serves tensors that lie on disk as the model holds them; it comes after all others.
+
+    These are weights to pack, and of a folder that its maker quantized all tensors, of which
+    transformers would read the codes.
+    """
+
+    def __init__(self, spec: LoadSpec) -> None:
+        super().__init__(["any key"], ["parameter"], [Keep()])
+        self.spec, self.stock = spec, None
+        self.names = keys_of(spec)
+
+    def convert(self, layer_name: str, *args: Any, **context: Any) -> Any:
+        """Convert as others do; every model has tensors that come here."""
+        # There is nothing to report: what they belong to was read with them.
+        context["loading_info"].unexpected_keys.discard(COMPANION)
+        return super().convert(layer_name, *args, **context)
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name as it is, and the pattern if the key is served here."""
+        serves = self.spec.prequantized is not None or source_key in self.names
+        return source_key, self.source_patterns[0] if serves else None
 
 
-class PackedConverter(WeightConverter):
-    """Puts a packed weight together from its codes and statistics on disk."""
+class PackedConverter(_Converter):
+    """Puts packed weights together from their codes and statistics on disk; it comes first."""
 
-    spec: LoadSpec
-    parts: dict[str, str]
-    keys: dict[str, str]
-
-    def __init__(self, leaf: str, spec: LoadSpec) -> None:
+    def __init__(self, spec: LoadSpec) -> None:
         ends = (end for how in (spec.settings, *spec.kept.values()) for end in key_ends(how))
-        self.parts = {_whole_name(leaf + end): end for end in dict.fromkeys(ends)}
-        super().__init__(list(self.parts), [leaf], [AsOnDisk()])
-        self.spec, self.keys = spec, {}
+        self.parts = {f"a packed weight{end}": end for end in dict.fromkeys(ends)}
+        super().__init__(list(self.parts), ["weight"], [AsOnDisk()])
+        self.spec, self.names = spec, keys_of(spec)
+        self.keys: dict[str, str] = {}  # of codes on disk, by the weight's name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedConverter:
-        return type(self)(self.target_patterns[0], self.spec)
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name of the packed weight that a key is a part of, and which part."""
+        for pattern, end in self.parts.items():
+            if source_key.endswith(end) and source_key.removesuffix(end) in self.names:
+                return source_key.removesuffix(end), pattern
+        return source_key, None
 
     def add_tensor(
         self, target_key: str, source_key: str, source_pattern: str, future: Any
@@ -216,14 +247,6 @@ class PackedConverter(WeightConverter):
         else:
             tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}
         codes = tensors.pop("", None)
-        if layer_name not in spec.params:
-            shapes = [tuple(p.shape) for p in spec.layout.experts if layer_name in p.names]
-            plain = codes is not None and codes.is_floating_point() and not tensors
-            if codes is not None and plain and tuple(codes.shape) in shapes:
-                return {layer_name: spec.recast(layer_name, codes)}  # one that the user has skipped
-            raise CheckpointError(
-                f"{layer_name} is packed in the checkpoint, but the manifest does not name it."
-            )
         if codes is None:
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
         shape, dtype = spec.kept_shape(layer_name), spec.dtypes[layer_name]
@@ -313,9 +336,9 @@ class Keep(ConversionOps):
     """The operation of a tensor that lies on disk as the model holds it."""
 
     def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
-        """Return the one tensor, under its target's name."""
+        """Return the one tensor, under the parameter's full name."""
         [value] = input_dict.values()
-        return {context["target_patterns"][0]: value[0] if isinstance(value, list) else value}
+        return {context["full_layer_name"]: value[0] if isinstance(value, list) else value}
 
 
 class AsOnDisk(Keep):
@@ -380,113 +403,10 @@ class LinearConverter(WeightConverter):
         return {name: self.spec.recast(name, value) for name, value in made.items()}
 
 
-class _Reader:
-    """Reads tensors of one weight to its device, in the dtype it would be loaded in."""
-
-    def __init__(self, spec: LoadSpec, name: str) -> None:
-        self.files, self.dtype, self.device = spec.files, spec.dtypes[name], spec.device(name)
-
-    def expect(self, batches: Iterable[_Batch]) -> None:
-        """Read the weight ahead, in the order in which its experts are packed."""
-        if self.files is None:
-            return
-        for batch in batches:
-            for items in zip_longest(*batch.values()):
-                for item, *rows in (one for one in items if one is not None):
-                    self.files.expect([item.key], *rows)
-
-    def read(self, item: Deferred, start: int = 0, stop: int | None = None) -> Tensor:
-        if self.files is None or item.key not in self.files:
-            tensor = item()
-            if tensor is None:
-                raise CheckpointError(f"{item.key} is not given to this process: it is sharded.")
-            return tensor
-        tensor = self.files.read(item.key, start, stop, self.device)
-        if not tensor.is_floating_point() or tensor.element_size() == 1:
-            return tensor  # refused by WeightPacker, with the weight's name
-        return tensor.to(device=self.device, dtype=self.dtype)
-
-
-_Batch = dict[str, list[tuple[Any, ...]]]
-
-
-def _steps(
-    operations: Sequence[Any],
-    collected: dict[str, list[Deferred]],
-    shapes: list[tuple[int, ...]],
-    kept: tuple[int, int],
-    files: Any,
-) -> tuple[Sequence[Any], list[_Batch]] | None:
-    """Return operations, and what to read in each step; None if experts cannot be told apart.
-
-    Only the rows `kept` of the weights' first dimension are read.
-    """
-    rows = shapes[0][0]
-    if any(shape[0] != rows for shape in shapes):
-        return None
-    counts = {len(items) for items in collected.values()}
-    if counts == {1} and files is not None:
-        keys = [item.key for [item] in collected.values()]
-        if not all(key in files and files.info(key).shape[:1] == (rows,) for key in keys):
-            return None
-        by_rows = _by_rows(operations, tuple(files.info(keys[0]).shape), shapes[0])
-        step = max(SLICE_BYTES * rows // max(sum(files.info(key).nbytes for key in keys), 1), 1)
-        slices = [
-            {name: [(item, at, min(at + step, kept[1]))] for name, [item] in collected.items()}
-            for at in range(*kept, step)
-        ]
-        return None if by_rows is None else (by_rows, slices)
-    groups = _groups(operations, len(shapes))
-    if groups is None or counts != {rows * groups} or any(len(shape) != 3 for shape in shapes):
-        return None
-    # One expert of each list; of a list that holds several weights in turn, one of each.
-    return operations, [
-        {pattern: [(item,) for item in items[expert::rows]] for pattern, items in collected.items()}
-        for expert in range(*kept)
-    ]
-
-
-def _name(operation: Any) -> str:
-    """Return the operation's class name where transformers or this file defines it, else ""."""
-    cls = type(operation)
-    known = cls is Keep or cls.__module__ == "transformers.core_model_loading"
-    return cls.__name__ if known else ""
-
-
-def _groups(operations: Sequence[Any], targets: int) -> int | None:
-    """Return how many weights one list of per-expert tensors holds; None if it is no such list."""
-    first, *others = operations
-    kind = _name(first)
-    if kind == "MergeModulelist" and first.dim == 0 and all(map(_keeps_rows, others)):
-        return 1
-    if kind == "ErnieFuseAndSplitTextVisionExperts" and not others:
-        return targets if first.stack_dim == 0 and first.concat_dim >= 1 else None
-    return None
-
-
-def _by_rows(
-    operations: Sequence[Any], shape: tuple[int, ...], target: tuple[int, ...]
-) -> Sequence[Any] | None:
-    """Return operations that make a slice of rows of the same slice; None if none do."""
-    if len(operations) == 1 and getattr(operations[0], "check_dims", False):
-        # It asks whether the tensor has the parameter's shape already, which a slice never has.
-        [transpose] = operations
-        if shape == target:
-            return [Keep()]
-        operations = [type(transpose)(transpose.dim0, transpose.dim1)]
-    return operations if all(map(_keeps_rows, operations)) else None
-
-
-def _keeps_rows(operation: Any) -> bool:
-    """Return whether an operation works within the rows of the first dimension."""
-    kind = _name(operation)
-    if kind == "Keep":
-        return True
-    if kind == "Transpose":
-        return min(operation.dim0, operation.dim1) >= 1 and not operation.check_dims
-    if kind in ("Chunk", "Concatenate"):
-        return operation.dim >= 1 and operation.num_shards_attribute is None
-    return kind == "Interleave" and operation.dim >= 1
+def keys_of(spec: LoadSpec) -> set[str]:
+    """Return the keys that weights may have on disk: with and without the prefix of the body."""
+    body = f"{spec.prefix}."
+    return {key for n in spec.params for key in (n, body + n, n.removeprefix(body))}
 
 
 def _cancel(future: Any) -> None:

@@ -9,7 +9,7 @@ every tensor is read through the reader (checkpoint/prequantized/), which dequan
     16 bit      X.weight   (dropped)                             N       (dropped)
                    |                                             |
                    v  the model's converters, and                v
-                      `PlainConverter` for the rest
+                      `RestConverter` for the rest (hf/converters.py)
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from ..checkpoint.prequantized.config import MakerConfig
 from ..checkpoint.quantize import copy_config
 from ..checkpoint.reader import Checkpoint
 from ..errors import CheckpointError
-from .converters import Keep, PackingConverter
 
 _MAKERS_CONFIG = "_makers_quantization_config"
 COMPANION = "read_with_the_codes_that_it_belongs_to"
@@ -116,50 +115,6 @@ class PlainNames(WeightRenaming):
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return the plain name of a key."""
         return self.files.plain_name(source_key) or COMPANION, None
-
-
-class AsNamed(Keep):
-    """The operation of a tensor that is the whole of a parameter."""
-
-    def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
-        """Return the one tensor, under the parameter's full name."""
-        names = {**context, "target_patterns": [context["full_layer_name"]]}
-        return super().convert(input_dict, **names)
-
-
-class PlainConverter(PackingConverter):
-    """Serves the keys that no other converter does; it comes last.
-
-    Without one, transformers reads such a tensor itself: its codes.
-    """
-
-    @classmethod
-    def of(cls, spec: LoadSpec) -> PlainConverter:
-        """Return one for a load."""
-        new = cls(["any key"], ["parameter"], [AsNamed()])
-        new.spec = spec
-        return new
-
-    def convert(self, layer_name: str, *args: Any, **context: Any) -> Any:
-        """Convert as others do; every model has tensors that come here."""
-        # There is nothing to report: what they belong to was read with them.
-        context["loading_info"].unexpected_keys.discard(COMPANION)
-        return super().convert(layer_name, *args, **context)
-
-    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Return the name as it is: every key matches."""
-        return source_key, self.source_patterns[0]
-
-
-def plain_conversions(spec: LoadSpec, conversions: list[Any]) -> list[Any]:
-    """Return conversions of a 16-bit folder as those of the folder that the spec reads.
-
-    A later save does not undo what is added: only conversions that say they were used are noted.
-    """
-    files = spec.prequantized
-    return (
-        conversions if files is None else [PlainNames(files), *conversions, PlainConverter.of(spec)]
-    )
 
 
 def check_read(model: Any, spec: LoadSpec) -> None:

@@ -20,7 +20,7 @@ from transformers.integrations.accelerate import get_max_memory
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.integrity import FolderCheck, model_problems, warn_of_changes
-from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec, safetensors_files
+from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
 from ..checkpoint.prequantized import describe_plain
 from ..checkpoint.reader import Checkpoint, check_plain
@@ -28,12 +28,18 @@ from ..checkpoint.source import file_facts
 from ..errors import CheckpointError, NonFiniteWeightError
 from ..layout import listed
 from ..packing import parametrize
-from ..packing.codec import LARGEST, are_below, pack
+from ..packing.codec import LARGEST, are_below
 from ..packing.codecs import codecs
 from ..packing.decoders import hold
 from ..packing.linear import check_linears
-from ..world import absmax_mean, many_ranks, world
-from .converters import LinearConverter, PackedConverter, PackingConverter
+from ..world import many_ranks, world
+from .converters import (
+    FillingConverter,
+    LinearConverter,
+    PackedConverter,
+    RestConverter,
+    WeightPacker,
+)
 from .kept import refuse_to_shard, weights_to_keep
 from .model import finish_packing
 from .prequantized import (
@@ -41,7 +47,6 @@ from .prequantized import (
     check_read,
     load_dtypes,
     open_files,
-    plain_conversions,
     take_makers_config,
 )
 
@@ -206,11 +211,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             files[:] = [str(folder / name) for name in manifest.shards]
             model.config.__dict__.pop("transformers_weights", None)
             spec = reload_spec(model, self.quantization_config, dtype, manifest, folder)
-        if self.pre_quantized:
-            spec.files = safetensors_files(files)
-        else:
-            spec.files = open_files(files, self._makers_config)
-            prefix = f"{model.base_model_prefix}."
+        spec.files, spec.prefix = open_files(files, self._makers_config), model.base_model_prefix
+        if not self.pre_quantized:
+            prefix = f"{spec.prefix}."
             floating = {n for n, tensor in model.state_dict().items() if tensor.is_floating_point()}
             stored = spec.files or Checkpoint([])
             for key in stored:
@@ -246,17 +249,16 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             return stock if quantized is None else [PlainNames(quantized), *stock]
         if spec.manifest is not None:
             # A packed folder has the model's own names: nothing to rename, nothing to merge.
-            packed = [PackedConverter(leaf, spec) for leaf in spec.leaves()]
             linears = super().update_weight_conversions([], *model)  # type: ignore[misc]
-            return packed + [LinearConverter.of(one, spec) for one in linears]
-        converters = [c for c in weight_conversions if isinstance(c, WeightConverter)]
-        replaced = {id(c): PackingConverter.replacing(c, spec) for c in converters}
-        fused = [PackingConverter.for_fused(leaf, spec) for leaf in spec.leaves()]
-        spec.replaced += [(replaced[id(c)], c) for c in converters]
-        spec.replaced += [(converter, None) for converter in fused]
-        conversions = [replaced.get(id(c), c) for c in weight_conversions]
-        conversions = super().update_weight_conversions(conversions, *model) + fused  # type: ignore[misc]
-        return plain_conversions(spec, conversions)
+            packed = PackedConverter(spec)
+            return [packed, *(LinearConverter.of(one, spec) for one in linears)]
+        conversions = [
+            FillingConverter.replacing(one, spec) if isinstance(one, WeightConverter) else one
+            for one in weight_conversions
+        ]
+        names = [] if spec.prequantized is None else [PlainNames(spec.prequantized)]
+        conversions = super().update_weight_conversions(conversions, *model)  # type: ignore[misc]
+        return [*names, *conversions, RestConverter(spec)]
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether a parameter ends up packed, and so has another shape than the model's."""
@@ -366,14 +368,20 @@ class _PackLinears(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **context: Any) -> Any:
         """Return tensors by name, those of Linear layers packed."""
-        experts = {n: value for n, value in input_dict.items() if n in self.spec.params}
-        self.spec.unpacked |= experts.keys()
+        experts = {n: self._packed(n, v) for n, v in input_dict.items() if n in self.spec.params}
         linears = {
             name: self._checked(name, value[0] if isinstance(value, list) else value, context)
             for name, value in input_dict.items()
             if name not in experts
         }
         return experts | (self.stock.convert(linears, *args, **context) if linears else {})
+
+    def _packed(self, name: str, value: Any) -> nn.Parameter:
+        """Pack a weight that no converter has served: transformers found its name as it is."""
+        weight = value[0] if isinstance(value, list) else value
+        packer = WeightPacker(name, self.spec)
+        packer.add(self.spec.cut(name, weight))
+        return packer.finish()
 
     def _checked(self, name: str, weight: Tensor, context: Mapping[str, Any]) -> Tensor:
         """Note another shape than the model's, and the extremes; return a weight of its shape."""
@@ -401,8 +409,6 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     if not spec.params:
         return
     by_codes = {id(hold(packed)): packed for packed in spec.packed.values()}
-    owners = [parametrize.owner_of(model, name) for name in spec.unpacked]
-    plain = {id(module._parameters.get(leaf)) for module, leaf in owners}
     lost = []
     for name, param in spec.params.items():
         module, leaf = parametrize.owner_of(model, name)
@@ -411,12 +417,8 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
         weight = module._parameters.get(leaf)
         packed = by_codes.get(id(weight))
         if packed is None:
-            if weight is None or spec.manifest is not None or id(weight) not in plain:
-                lost.append(name)
-                continue
-            first, last = spec.rows(name)  # no converter packed it
-            mean = absmax_mean(spec.shares.get(name), name)
-            packed = pack(weight[first:last], spec.settings, mean)
+            lost.append(name)
+            continue
         for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
             if module._parameters.get(leaf) is weight:
                 parametrize.attach(module, leaf, packed)
@@ -454,13 +456,9 @@ def _restore_conversions(model: Any, spec: LoadSpec) -> None:
         # Nothing was renamed on the way in; without a record, the model type's mapping is used.
         model.__dict__.pop("_weight_conversions", None)
         return
-    stock_of = {id(own): stock for own, stock in spec.replaced}
-    kept = []
-    for conversion in model.__dict__.get("_weight_conversions") or []:
-        stock = stock_of.get(id(conversion), conversion)
-        if stock is not None:
-            if stock is not conversion:
-                stock._was_used = conversion._was_used
-            kept.append(stock)
-    if "_weight_conversions" in model.__dict__:
-        model._weight_conversions = kept
+    if "_weight_conversions" not in model.__dict__:
+        return
+    for at, conversion in enumerate(model._weight_conversions):
+        if isinstance(conversion, FillingConverter):
+            model._weight_conversions[at] = conversion.stock
+            conversion.stock._was_used = conversion._was_used

@@ -26,10 +26,10 @@ from transformers import (
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
 import moe_qlora
+from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint
 from moe_qlora.errors import CheckpointError
-from moe_qlora.hf import converters
-from moe_qlora.hf.prequantized import PlainConverter
+from moe_qlora.hf.converters import RestConverter
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_inputs
 from tests.helpers.prequantized import (
@@ -296,7 +296,7 @@ def test_a_method_that_is_not_read_is_refused_before_files_are(
 def test_no_more_than_an_expert_is_decoded_at_a_time(
     kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(converters, "SLICE_BYTES", 1)
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1)
     stock, sizes = PrequantizedCheckpoint.read, []
 
     def read(files: Any, key: str, *rows: Any, **device: Any) -> Tensor:
@@ -317,7 +317,7 @@ def test_no_more_than_an_expert_is_decoded_at_a_time(
 def test_codes_that_transformers_would_read_by_itself_are_refused(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PlainConverter, "rename_source_key", lambda self, key: (key, None))
+    monkeypatch.setattr(RestConverter, "rename_source_key", lambda self, key: (key, None))
     with pytest.raises(CheckpointError, match=r"proj\.weight was read without being dequantized"):
         load(folders(FP8) / "maker")
 

@@ -366,6 +366,20 @@ def test_what_another_tool_packed_is_refused(folder: Path, tmp_path: Path) -> No
         load(bad)
 
 
+def test_one_tensor_of_a_weight_that_another_tool_packed_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Concatenated with its floating-point sibling it would pass for a weight."""
+    tensors = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    half = next(key for key in tensors if key.endswith("experts.1.up_proj.weight"))
+    tensors[half] = tensors[half].to(torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    seen = r"experts\.gate_up_proj is int8 in the checkpoint"
+    with pytest.raises(UnsupportedWeightError, match=seen), moe_qlora.enabled():
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8", "fp8 of Linear layers"])
 def test_packed_by_another_tool_and_its_config_removed(tmp_path: Path, kind: str) -> None:
     """Neither random numbers nor raw codes become packed weights."""
