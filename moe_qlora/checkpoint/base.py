@@ -157,7 +157,7 @@ class PlainBase(Base):
         decodes = makers is not None and any(map(makers.is_dequantized, group.keys))
         device = self.device if decodes else None  # codes travel, not what they are decoded to
         places = group.places(start, stop)
-        return {key: self.checkpoint.read(key, *rows, device) for key, *rows in places}
+        return {key: self.checkpoint.read(key, first, last, device) for key, first, last in places}
 
     def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         parts, read = group.part(start, stop), self._tensors(group, start, stop)

@@ -58,7 +58,8 @@ class Collected:
 
     def __init__(self, items: Mapping[str, Deferred], name: str, spec: LoadSpec) -> None:
         in_files = spec.files is not None and all(key in spec.files for key in items)
-        self._files, self._items = spec.files if in_files else None, items
+        self._files: Any = spec.files if in_files else None
+        self._items = items
         self._name, self._dtype, self._device = name, spec.dtypes[name], spec.device(name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -68,8 +69,8 @@ class Collected:
 
     def expect(self, places: Iterable[tuple[str, int, int | None]]) -> None:
         """Read rows of tensors ahead, in this order."""
-        for key, *rows in places if self._files is not None else ():
-            self._files.expect([key], *rows)
+        for key, first, last in places if self._files is not None else ():
+            self._files.expect([key], first, last)
 
     def read(self, key: str, start: int, stop: int | None) -> Tensor:
         """Return rows of a tensor on the weight's device, in the dtype it would be loaded in.
