@@ -6,7 +6,7 @@ Open switch.py first, which draws the path of one load:
 switch.py         which quantizer class serves bitsandbytes configs, and back
 prequantized.py   folders that their makers quantized: which config wins, names, reading
 quantizer.py      that class: what transformers asks a quantizer while it loads a model
-converters.py     packs the checkpoint's tensors as they are read, one expert at a time
+converters.py     packs the checkpoint's tensors as they are read, some experts at a time
 model.py          the attributes and methods that make a model look to hosts as if bitsandbytes
                   had loaded it
 """

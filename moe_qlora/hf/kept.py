@@ -15,6 +15,7 @@ from torch import nn
 
 from ..checkpoint.integrity import canonical_name
 from ..checkpoint.load_spec import LoadSpec
+from ..checkpoint.prequantized import PrequantizedCheckpoint
 from ..checkpoint.prequantized.config import MXFP4
 from ..checkpoint.prequantized.decode import CODES, SCALE
 from ..errors import CheckpointError, UnsupportedWeightError
@@ -36,7 +37,7 @@ def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
         kept = {
             name: settings
             for name, param in spec.params.items()
-            if any(_is_whole(spec, key, param) for key in _keys(model, name, spec))
+            if (key := canonical_name(model, name, files)) is not None and _is_whole(files, key, param)
         }
     if not kept:
         warnings.warn(
@@ -48,17 +49,9 @@ def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
     return kept
 
 
-def _keys(model: Any, name: str, spec: LoadSpec) -> list[str]:
-    """Return the plain key that a parameter has in the files, if they hold it as a whole."""
-    files = spec.prequantized
-    key = None if files is None else canonical_name(model, name, files)
-    return [] if key is None else [key]
-
-
-def _is_whole(spec: LoadSpec, key: str, param: ExpertParam) -> bool:
+def _is_whole(files: PrequantizedCheckpoint, key: str, param: ExpertParam) -> bool:
     """Whether a plain key's blocks and scales are those of the parameter, stored transposed."""
-    files = spec.prequantized
-    if files is None or files.parts(key).keys() != {CODES, SCALE}:
+    if files.parts(key).keys() != {CODES, SCALE}:
         return False
     blocks = files.stored[files.parts(key)[CODES]].shape
     if len(blocks) != 4 or blocks[3] != MX_BLOCK // 2:

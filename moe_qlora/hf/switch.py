@@ -20,8 +20,8 @@ off puts back exactly what was there. The path of one load:
       |                           is dequantized as it is read (checkpoint/prequantized/)
       v
     update_weight_conversions     replace transformers' converters of those weights:
-      |                             16-bit checkpoint  PackingConverter   reads and packs an expert
-      |                                                                   at a time
+      |                             16-bit checkpoint  FillingConverter   reads and packs some
+      |                                                                   experts at a time
       |                             packed folder      PackedConverter    joins codes, statistics
       |                           and of a maker's folder, rename its keys (hf/prequantized.py)
       v
