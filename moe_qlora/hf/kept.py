@@ -34,10 +34,11 @@ def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
     files, kept = spec.prequantized, {}
     if files is not None and files.method == MXFP4:
         settings = kept_settings(spec.settings)
+        keys = {name: canonical_name(model, name, files) for name in spec.params}
         kept = {
             name: settings
-            for name, param in spec.params.items()
-            if (key := canonical_name(model, name, files)) is not None and _is_whole(files, key, param)
+            for name, key in keys.items()
+            if key is not None and _is_whole(files, key, spec.params[name])
         }
     if not kept:
         warnings.warn(
