@@ -8,17 +8,17 @@ config is never changed.
     model.py        get_peft_model, connect_adapters, and the class of the PEFT model
     config.py       adapt_lora_config: the config that PEFT gets, and its file
     targets.py      resolve_targets: the fields for PEFT; exclude_modules, target_parameters; a
-                    warning of experts in target_modules, where PEFT finds none
+                    warning of experts in target_modules, where PEFT finds none; settings that
+                    packed experts do not support are refused
     names.py        which parameters are packed, how PEFT matches names, and how it rewrites those
                     of transformers v4
-    supported.py    refuses settings that packed experts do not support
     inject.py       puts the wrappers into the model, and logs what got LoRA
     layer.py        the wrapper: one expert parameter and its adapters, merged and unmerged; LoRA
                     on some experts of a weight
     merging.py      PEFT's layers over packed Linear layers, merged exactly; weighted sums of
                     adapters
     load.py         load_adapter, for saved adapters
-    fill.py         the same for an adapter that the model has; checks of adapter folders
-    save.py         save_pretrained of the PEFT model, on one rank or many
+    files.py        save_pretrained and load_adapter of the PEFT model, on one rank or many; checks
+                    of adapter folders
     stock_calls.py  PEFT's and transformers' own calls on a packed model
 """

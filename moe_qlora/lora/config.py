@@ -35,8 +35,14 @@ from .names import (
     packed_parameters,
     rewritten,
 )
-from .supported import check_modules_to_save, check_supported, is_lora
-from .targets import Targets, check_named, resolve_targets
+from .targets import (
+    Targets,
+    check_modules_to_save,
+    check_named,
+    check_supported,
+    is_lora,
+    resolve_targets,
+)
 
 Chosen: TypeAlias = Mapping[str, tuple[int, ...]]
 """The experts with LoRA by the full name of the weight, ascending."""

@@ -45,7 +45,7 @@ from ..packing.decoders import PackedCodes
 from ..packing.parametrize import decoded_by, is_packed, packed_names, read_packed
 from ..packing.settings import CodecSettings
 from ..world import Share, share_of
-from .supported import check_dropout
+from .targets import check_dropout
 
 _ADDS = "_moe_qlora_adds_on_read"
 Product = tuple[Tensor, Tensor, float]

@@ -18,9 +18,9 @@ from torch import nn
 from ..checkpoint import per_expert, training_codec
 from ..checkpoint.adapter import check_adapter_patterns
 from ..errors import AdapterError
-from . import fill
+from . import files
 from .config import adapt, spell_exactly
-from .fill import check_config, check_folder, reading
+from .files import check_config, check_folder, reading
 from .model import connect_adapters, warn_untested, without_false_warning
 from .names import base_model, packed_parameters, rewritten, warn_of_unpacked
 
@@ -68,13 +68,13 @@ def load_adapter(
             f"adapter_name is {adapter_name!r}, which this model has already; give another."
         )
     base = base_model(model)
-    hub = {key: peft_kwargs[key] for key in fill.HUB_KEYS if key in peft_kwargs}
+    hub = {key: peft_kwargs[key] for key in files.HUB_KEYS if key in peft_kwargs}
     check_folder(adapter, hub.get("subfolder"))
     on_disk = Path(adapter) / (hub.get("subfolder") or "")
     if on_disk.is_dir():
         check_adapter_patterns(on_disk, base)
     if not any_base:
-        fill.check_base(base, adapter, hub.get("subfolder"))
+        files.check_base(base, adapter, hub.get("subfolder"))
     if not unpacked_ok:
         warn_of_unpacked(base, on_disk, stacklevel=2)
     with _with_fused_experts(base, adapter, hub.get("subfolder")) as folder:
@@ -110,7 +110,7 @@ def _load(
     if is_trainable:
         peft_model.set_requires_grad(adapter_name)
     peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
-    fill.load_adapter(
+    files.load_adapter(
         peft_model, folder, adapter_name, called=adapter, is_trainable=is_trainable, **peft_kwargs
     )
     return peft_model

@@ -28,7 +28,7 @@ from ..packing.linear import restore_linear
 from ..versions import REQUIRED, installed_version
 from ..world import world
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
-from .fill import load_adapter
+from .files import load_adapter, save_pretrained
 from .inject import check_connected, log_coverage, upgrade_wrappers
 from .layer import ParamWrapper, check_repack
 from .merging import (
@@ -41,7 +41,6 @@ from .merging import (
     summed_config,
 )
 from .names import as_set, check_adapter_names, check_packed, packed_parameters, reached_modules
-from .save import save_pretrained
 
 _OFFLINE = (
     "save the adapter with save_pretrained on all ranks, and go on from its folder in one process, "
@@ -72,7 +71,7 @@ def get_peft_model(
 
         adapt_lora_config          config.py     a new config for PEFT:
         |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, notes)
-        |   check_supported        supported.py  no DoRA, no PiSSA, ...
+        |   check_supported        targets.py    no DoRA, no PiSSA, ...
         |   make_adapted           config.py     the AdaptedLoraConfig
         v
         peft.get_peft_model                      stock PEFT; for each parameter of packed experts:

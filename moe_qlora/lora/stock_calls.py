@@ -31,9 +31,9 @@ from torch import nn
 
 from ..checkpoint.adapter import check_adapter_patterns, check_config_patterns
 from ..world import first_share, world
-from . import fill
+from . import files
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
-from .fill import check_base, check_folder, misfit, reading
+from .files import check_base, check_folder, misfit, reading, save_pretrained
 from .model import LoraModel, warn_untested
 from .names import (
     changed,
@@ -43,7 +43,6 @@ from .names import (
     reached_modules,
     rewritten,
 )
-from .save import save_pretrained
 from .targets import resolve_targets
 
 # Stack frames in between: PEFT, transformers' `get_model_conversion_mapping`, `named_modules`;
@@ -118,12 +117,12 @@ def _caller(frame: FrameType | None, code: CodeType, most: int) -> FrameType | N
 
 
 def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Load as `fill.load_adapter` does, onto the model that the adapter was trained on."""
+    """Load as `files.load_adapter` does, onto the model that the adapter was trained on."""
     model, subfolder = self.get_base_model(), kwargs.get("subfolder")
     if (folder := Path(model_id) / (subfolder or "")).is_dir():
         check_adapter_patterns(folder, model)
     check_base(model, model_id, subfolder)
-    return fill.load_adapter(self, model_id, adapter_name, *args, **kwargs)
+    return files.load_adapter(self, model_id, adapter_name, *args, **kwargs)
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:

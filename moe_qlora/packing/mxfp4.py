@@ -212,11 +212,3 @@ class KeptPacker:
             )
         codes, exponents = self._codes, self._exponents
         return MXFP4.finish(codes, exponents, self.shape, self.dtype, self.settings)
-
-
-def mxfp4_blocks(packed: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Return an MXFP4 weight's blocks and scales as its checkpoint had them."""
-    *lead, rows, cols = packed.stored_shape
-    codes = packed.flat_codes
-    blocks = ((codes << 4) | (codes >> 4)).view(*lead, rows, cols // MX_BLOCK, MX_BLOCK // 2)
-    return blocks, packed.absmax.view(*lead, rows, cols // MX_BLOCK)

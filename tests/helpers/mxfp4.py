@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_qlora.kernels.weights import PackedWeight
+from moe_qlora.kernels.weights import MX_BLOCK, PackedWeight
 from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_model
@@ -87,3 +87,11 @@ def write_gpt_oss(root: Path, **sizes: int) -> None:
     file = root / "maker" / "config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     file.write_text(json.dumps(config))
+
+
+def mxfp4_blocks(packed: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Return an MXFP4 weight's blocks and scales as its checkpoint had them."""
+    *lead, rows, cols = packed.stored_shape
+    codes = packed.flat_codes
+    blocks = ((codes << 4) | (codes >> 4)).view(*lead, rows, cols // MX_BLOCK, MX_BLOCK // 2)
+    return blocks, packed.absmax.view(*lead, rows, cols // MX_BLOCK)

@@ -21,9 +21,8 @@ from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.codecs import codec_of
 from moe_qlora.packing.linear import keep_layout
-from moe_qlora.packing.mxfp4 import mxfp4_blocks
 from moe_qlora.testing import tiny_inputs
-from tests.helpers.mxfp4 import expert_keys, write_gpt_oss
+from tests.helpers.mxfp4 import expert_keys, mxfp4_blocks, write_gpt_oss
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}

@@ -12,10 +12,10 @@ from moe_qlora.distributed.sharding import prepare_sharding
 from moe_qlora.errors import UnsupportedWeightError
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.codecs import codec_of
-from moe_qlora.packing.mxfp4 import KeptPacker, mxfp4_blocks
+from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.parametrize import blank_weight
 from moe_qlora.packing.settings import CodecSettings, packed_nbytes
-from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
+from tests.helpers.mxfp4 import keep, mxfp4_blocks, mxfp4_weight, random_mxfp4, slow_decode
 
 BOTH = pytest.mark.parametrize("transposed", [False, True])
 SHAPE = (3, 7, 96)  # as stored: an odd number of experts, and rows of three blocks
