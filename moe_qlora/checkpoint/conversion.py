@@ -32,8 +32,8 @@ from transformers.core_model_loading import (
 
 from ..errors import CheckpointError
 
-SLICE_ELEMENTS = 2**22
-"""Weights that are converted and summed at a time: 16 MiB in fp32."""
+SLICE_ELEMENTS = 2**21
+"""Weights that are converted and summed at a time: 8 MiB in fp32."""
 
 # Operations that leave the first dimension alone where all their dimensions are later ones.
 _WITHIN = (Concatenate, Chunk, Interleave, Transpose)
