@@ -289,7 +289,7 @@ class _Products:
         """Return `(R, N)`: each expert's rows of x `(R, K)` times its matrix `(K, N)`."""
         kernels = _kernels(x)
         if kernels is None:
-            return F.grouped_mm(x, matrices, offs=self.expert_offsets[1:])
+            return _by_torch(x, matrices, self.expert_offsets[1:])
         grouped_mm, routing = kernels
         experts, count = len(self.expert_offsets) - 1, len(x)
         tile = wide_tile(count, experts, WIDE_TILE)
@@ -303,8 +303,15 @@ class _Products:
         """Return `(E, P, Q)`: a^T b over each expert's rows, of a `(R, P)` and b `(R, Q)`."""
         kernels = _kernels(a)
         if kernels is None:
-            return F.grouped_mm(a.contiguous().t(), b.contiguous(), offs=self.expert_offsets[1:])
+            return _by_torch(a.contiguous().t(), b.contiguous(), self.expert_offsets[1:])
         return kernels[0].outer(_rows(a), _rows(b), self.expert_offsets)
+
+
+def _by_torch(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped matmul: of a's rows `(R, K)`, or of its columns `(P, R)`, before each end."""
+    if a.is_meta and a.dtype != torch.bfloat16:  # which torch 2.13 computes, but not on meta
+        return a.new_empty(*([len(ends)] if b.ndim == 2 else []), a.shape[0], b.shape[-1])
+    return F.grouped_mm(a, b, offs=ends)
 
 
 def _kernels(x: Tensor) -> tuple[Any, Any] | None:
