@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernels.weights import PackedWeight
 from .backend import Call, find_gate, layer_kernels, stored_transposed
+from .kept import keep, take
 from .operands import LoraFactors
 from .projection import first_order, no_autocast
 
@@ -48,9 +49,9 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
         layer = make_layer(packed, gate, transposed, partial, x.dtype)
         work = _Work(layer, scalings, len(biases))
         out = _FusedLayer.apply(work, index, x, routing_weights, *biases, *lora)
-        # A checkpoint's recomputation stops before this line: backward does not need the output.
+        # A checkpoint's recomputation stops before this line, unless the layer needs the output.
         with no_autocast(x):
-            layer_kernels().down_forward(layer, work.state, out)
+            layer_kernels().down_forward(layer, work.state(), out)
     return out if out.dtype == call.x.dtype else out.to(call.x.dtype)
 
 
@@ -91,7 +92,7 @@ class _Work:
 
     def __init__(self, layer: Any, scalings: Sequence[float | None], biases: int) -> None:
         self.layer, self.scalings, self.biases = layer, scalings, biases
-        self.state: Any = None  # the `moe_layer.ForwardState`, until the output is there
+        self.state: Any = None  # returns the `moe_layer.ForwardState`, for the output
 
 
 def _for_backward(layer: Any) -> Any:
@@ -115,13 +116,20 @@ class _FusedLayer(torch.autograd.Function):
         ctx: Any, work: _Work, index: Tensor, x: Tensor, weights: Tensor, *rest: Tensor
     ) -> Tensor:
         n = work.biases
-        with no_autocast(x):
-            operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
-            state = layer_kernels().gate_up_forward(work.layer, index, operands)
-        work.state = state
+        operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
+        saved = take()
+        if saved is None:
+            with no_autocast(x):
+                state = layer_kernels().gate_up_forward(work.layer, index, operands)
+            saved = state.routing.ints, *state.saved
+            keep(saved)
+            work.state = lambda: state
+        else:  # Only a layer that needs the output computes again what the output is made of
+            gate_up, layer = layer_kernels().gate_up_forward, work.layer
+            work.state = lambda: gate_up(layer, index, operands)
         ctx.work, ctx.rest = _Work(_for_backward(work.layer), work.scalings, n), _SavedTensors(rest)
         others = [t for t in rest if not _is_leaf(t)]
-        ctx.save_for_backward(x, weights, *others, state.routing.ints, *state.saved)
+        ctx.save_for_backward(x, weights, *others, *saved)
         return torch.empty_like(x)
 
     @staticmethod

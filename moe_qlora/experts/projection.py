@@ -30,6 +30,7 @@ from ..kernels.projection import (
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from .backend import is_autocast_on, runs_grouped
+from .kept import keep, take
 from .operands import PackedOperand
 
 
@@ -193,7 +194,13 @@ class _PackedProjection(torch.autograd.Function):
     ) -> Tensor:
         ctx.projection, ctx.weight, ctx.n = projection, weight.again or weight, n
         ctx.save_for_backward(*routing, *flat)
-        return projection.run(weight, _inputs(routing, n, flat))
+        kept = None if projection.scatters else take()  # Backward needs no sum to tokens
+        if kept is not None:
+            return kept[0]
+        out = projection.run(weight, _inputs(routing, n, flat))
+        if not projection.scatters:
+            keep([out])
+        return out
 
     @staticmethod
     @first_order

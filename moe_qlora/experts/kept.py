@@ -1,0 +1,58 @@
+"""Tensors of the experts that a checkpoint keeps, so that its recomputation need not make them.
+
+torch's selective checkpointing keeps outputs of operators; what an `autograd.Function` saves, and
+what Triton kernels write, is computed again. Here an experts forward hands its tensors over in the
+first forward, and takes them back in the recomputation:
+
+    first, again = kept_tensors()
+    checkpoint(layer, x, use_reentrant=False, context_fn=lambda: (first, again))
+
+In code of `torch.compile`, tensors are kept by operator instead.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor
+
+_Tensors = tuple[Tensor, ...]
+
+
+class _Active(threading.local):
+    keeps: deque[_Tensors] | None = None  # To hand tensors over to
+    returns: deque[_Tensors] | None = None  # To take tensors from
+
+
+_active = _Active()
+
+
+def kept_tensors() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return contexts for the forward of one checkpoint, and for its recomputation."""
+    held: deque[_Tensors] = deque()
+    return _as_active(held, None), _as_active(None, held)
+
+
+@contextmanager
+def _as_active(keeps: deque[_Tensors] | None, returns: deque[_Tensors] | None) -> Iterator[None]:
+    # Autograd recomputes in a thread of its own, so each thread has its state.
+    before = _active.keeps, _active.returns
+    _active.keeps, _active.returns = keeps, returns
+    try:
+        yield
+    finally:
+        _active.keeps, _active.returns = before
+
+
+def keep(tensors: Sequence[Tensor]) -> None:
+    """Hand tensors over in a checkpoint's forward that keeps them; else do nothing."""
+    if _active.keeps is not None:
+        _active.keeps.append(tuple(tensor.detach() for tensor in tensors))
+
+
+def take() -> _Tensors | None:
+    """Return what the same call handed over, once; None where it has to be computed."""
+    return _active.returns.popleft() if _active.returns else None

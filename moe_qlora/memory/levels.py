@@ -1,0 +1,133 @@
+"""How much a decoder layer keeps between forward and backward: four levels, and how to run each.
+
+    recompute   its input; backward computes the layer again
+    experts     also what the experts save for backward: of all in a layer, what saves most time a
+                byte (8 us of recomputation a MB; Qwen3-30B-A3B, 4,096 tokens, one H200)
+    attention   also attention's output and its log-sum-exp (7 us a MB)
+    keep        all that backward needs; nothing is computed again (the rest: 1 to 3 us a MB)
+
+A layer under "experts" or "attention" is a non-reentrant checkpoint that keeps tensors: attention's
+by torch's selective checkpointing, which keeps outputs of operators, those of the experts by
+`experts/kept.py`, since they come from an `autograd.Function`. In code of torch.compile both are
+operators, and the compiler decides what else is cheaper kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ..experts.kept import kept_tensors
+
+RECOMPUTE, EXPERTS, ATTENTION, KEEP = LEVELS = ("recompute", "experts", "attention", "keep")
+"""Each keeps what those before it keep."""
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_ATTENTION_OPERATORS = (
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_flash_attention_forward",
+    "moe_qlora::planned_attention",
+)
+_EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection")
+_FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
+
+
+def compute(
+    level: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    preserve_rng_state: bool = True,
+    recomputing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Any:
+    """Compute a layer's function so that it keeps what its level keeps.
+
+    Args:
+        level: One of `LEVELS`.
+        function: Called as `function(*args, **kwargs)`.
+        args: Tensors that the layer's gradients flow to are among these.
+        kwargs: Other arguments.
+        preserve_rng_state: Whether a recomputation draws the random numbers of the forward; not
+            where a CUDA graph sees to it.
+        recomputing: Makes a context to recompute in.
+    """
+    if level == KEEP:
+        return function(*args, **kwargs)
+    how: dict[str, Any] = {}
+    if torch.compiler.is_compiling():
+        if level != RECOMPUTE:
+            how["context_fn"] = _compiled_experts if level == EXPERTS else _compiled_attention
+    else:
+        how["context_fn"] = lambda: _contexts(level, recomputing)
+
+    def call(*args: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return checkpoint(
+        call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **how
+    )
+
+
+def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]) -> _Contexts:
+    pairs: list[_Contexts] = [(nullcontext(), recomputing())]
+    if level in (EXPERTS, ATTENTION):
+        pairs.append(kept_tensors())
+    if level == ATTENTION:
+        pairs.append(create_selective_checkpoint_contexts(_keeps_attention))
+    forward, again = zip(*pairs, strict=True)
+    return _all_of(forward), _all_of(again)
+
+
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def _compiled_experts() -> Any:
+    return create_selective_checkpoint_contexts(_keeps_experts)
+
+
+def _compiled_attention() -> Any:
+    return create_selective_checkpoint_contexts(_keeps_both)
+
+
+@cache
+def _is_of(operator: Any, attention: bool, experts: bool) -> bool:
+    name = operator.name()
+    name = name.partition(".")[0]
+    return (attention and (name in _ATTENTION_OPERATORS or name == _FLEX)) or (
+        experts and name in _EXPERTS_OPERATORS
+    )
+
+
+def _keeps_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return _policy(_is_of(operator, True, False))
+
+
+def _keeps_experts(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return _policy(_is_of(operator, False, True))
+
+
+def _keeps_both(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return _policy(_is_of(operator, True, True))
+
+
+def _policy(keeps: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
