@@ -59,14 +59,15 @@ def rename_new(work: Path, destination: Path) -> None:
 
 
 def move_files(work: Path, folder: Path, last: str, added: list[Path] | None = None) -> None:
-    """Move the files of a finished save into a folder, each at once, those named `last` at the end.
+    """Move the files of a finished save into a folder, each at once.
 
+    Files named `last` come at the end, that of the folder itself after those of folders in it.
     Files that are new in the folder are appended to `added`, before each move.
     """
     files = [file for file in work.rglob("*") if file.is_file()]
     for file in files:
         flush(file)
-    for file in sorted(files, key=lambda file: (file.name == last, file)):
+    for file in sorted(files, key=lambda file: (file.name == last, -len(file.parts), file)):
         target = folder / file.relative_to(work)
         if not target.parent.is_dir():
             target.parent.mkdir(parents=True)

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from moe_qlora.checkpoint.staging import (
     check_new,
     left_behind,
+    move_files,
     new_folder,
     replace_file,
     staging,
@@ -47,6 +48,28 @@ def fail_within(goal: Path, **options: Any) -> None:
     with new_folder(goal, **options) as work:
         (work / "x").write_text("1")
         raise KeyError
+
+
+def test_the_root_file_of_the_last_name_is_moved_last(tmp_path, monkeypatch):
+    """It turns the old model into the new one; others of its name follow all other files."""
+    work, folder = tmp_path / "work", tmp_path / "folder"
+    files = ["config.json", "a.bin", "z/config.json", "z/y/config.json", "z/a.bin"]
+    for name in files:
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text(name, encoding="utf-8")
+    folder.mkdir()
+    moved = []
+    real = Path.replace
+
+    def replace(self, target):
+        moved.append(target.relative_to(folder).as_posix())
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    move_files(work, folder, "config.json")
+    assert sorted(moved[:2]) == ["a.bin", "z/a.bin"]
+    assert moved[2:] == ["z/y/config.json", "z/config.json", "config.json"]
+    assert [(folder / name).read_text(encoding="utf-8") for name in files] == files
 
 
 def test_an_exception_leaves_nothing(tmp_path):
