@@ -1,13 +1,21 @@
-"""An experts layer with LoRA on both projections: the factors as leaves, and all gradients."""
+"""An experts layer, packed, with LoRA on both projections: factors as leaves, all gradients."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_qlora.experts import forward, operands
 from moe_qlora.experts.operands import LoraFactors
+from moe_qlora.packing import codec, parametrize
+from moe_qlora.packing.settings import CodecSettings
+from moe_qlora.testing import tiny_config
+
+NAMES = ("gate_up_proj", "down_proj")
+E, H, INNER, K = 3, 64, 64, 2
 
 
 class Provider:
@@ -28,6 +36,34 @@ class Provider:
 
     def leaves(self) -> list[Tensor]:
         return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
+
+
+def packed_host() -> nn.Module:
+    """A model of one experts module of transformers', packed, in fp16: `host.experts`."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = copy.deepcopy(tiny_config("qwen3_moe"))
+    config.hidden_size, config.moe_intermediate_size = H, INNER
+    config.num_experts, config.num_experts_per_tok = E, K
+    config._experts_implementation = "eager"
+    host = nn.Module()
+    host.config, host.experts = config, Qwen3MoeExperts(config).half()
+    host.requires_grad_(False)
+    for name in NAMES:
+        parameter = getattr(host.experts, name)
+        nn.init.normal_(parameter, std=0.1)
+        packed = codec.pack(parameter.data, CodecSettings("nf4", True, torch.uint8))
+        parametrize.attach(host.experts, name, packed)
+    return host
+
+
+def add_lora(host: nn.Module, device: str = "cpu") -> Provider:
+    """Let the packed experts of `packed_host`, or of its copy on this device, compute with LoRA."""
+    forward.activate(host, ["experts"])
+    with torch.device(device):
+        provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
+    operands.set_lora_source(host.experts, provider)
+    return provider
 
 
 def layer_gradients(

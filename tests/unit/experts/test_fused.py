@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import sys
@@ -17,44 +16,26 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from moe_qlora.experts import backend, fused, operands, operators
+from moe_qlora.experts import backend, fused, operators
 from moe_qlora.experts import forward as experts
-from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.settings import CodecSettings
-from moe_qlora.testing import tiny_config
-from tests.helpers.lora_layer import Provider, layer_gradients
+from moe_qlora.packing import parametrize
+from tests.helpers.lora_layer import INNER, E, H, K, add_lora, layer_gradients, packed_host
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-NAMES = ("gate_up_proj", "down_proj")
 PACKAGE = str(Path(backend.__file__).parents[1]) + os.sep
-E, H, INNER, K, T = 3, 64, 64, 2, 11
+T = 11
 
 
 @pytest.fixture
 def case(monkeypatch):
     """A packed module of transformers' in fp16 with LoRA, its provider, and x, index, weights."""
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
     torch.manual_seed(0)
-    config = copy.deepcopy(tiny_config("qwen3_moe"))
-    config.hidden_size, config.moe_intermediate_size = H, INNER
-    config.num_experts, config.num_experts_per_tok = E, K
-    config._experts_implementation = "eager"
-    host = nn.Module()
-    host.config, host.experts = config, Qwen3MoeExperts(config).half()
-    host.requires_grad_(False)
-    for name in NAMES:
-        parameter = getattr(host.experts, name)
-        nn.init.normal_(parameter, std=0.1)
-        packed = codec.pack(parameter.data, CodecSettings("nf4", True, torch.uint8))
-        parametrize.attach(host.experts, name, packed)
-    experts.activate(host, ["experts"])
-    provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
-    operands.set_lora_source(host.experts, provider)
+    host = packed_host()
+    provider = add_lora(host)
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     x = torch.randn(T, H).half().requires_grad_()
     weights = torch.rand(T, K).half().requires_grad_()

@@ -8,50 +8,26 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 
-from moe_qlora.experts import backend, forward, operands
+from moe_qlora.experts import backend, operands
 from moe_qlora.kernels import cards, launch, workspace
 from moe_qlora.kernels.cards import PORTABLE, of_capability
 from moe_qlora.memory import meta_model
 from moe_qlora.memory.plan import plan
 from moe_qlora.memory.tracker import MemoryTracker
-from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.settings import CodecSettings
-from moe_qlora.testing import tiny_config
-from tests.helpers.lora_layer import Provider
-
-NAMES = ("gate_up_proj", "down_proj")
-E, H, INNER, K = 3, 64, 64, 2
+from moe_qlora.packing import parametrize
+from tests.helpers.lora_layer import NAMES, E, H, K, add_lora, packed_host
 
 
 @pytest.fixture
 def host():
-    """A model of one packed experts module."""
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    config = copy.deepcopy(tiny_config("qwen3_moe"))
-    config.hidden_size, config.moe_intermediate_size = H, INNER
-    config.num_experts, config.num_experts_per_tok = E, K
-    config._experts_implementation = "eager"
-    host = nn.Module()
-    host.config, host.experts = config, Qwen3MoeExperts(config).half()
-    host.requires_grad_(False)
-    for name in NAMES:
-        parameter = getattr(host.experts, name)
-        nn.init.normal_(parameter, std=0.1)
-        packed = codec.pack(parameter.data, CodecSettings("nf4", True, torch.uint8))
-        parametrize.attach(host.experts, name, packed)
-    return host
+    return packed_host()
 
 
 def activated(host, device):
     """The experts module of a copy, with LoRA, and its inputs of some tokens."""
     model = meta_model.copy_to_meta(host) if device == "meta" else copy.deepcopy(host)
-    forward.activate(model, ["experts"])
-    with torch.device(device):
-        provider = Provider({NAMES[0]: (2 * INNER, H), NAMES[1]: (H, INNER)}, E, torch.float16)
-    operands.set_lora_source(model.experts, provider)
+    add_lora(model, device)
     return model.experts
 
 
