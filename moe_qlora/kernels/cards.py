@@ -43,8 +43,13 @@ class Card(NamedTuple):
         return self.capability[0] in (9, 10)
 
 
-_SHARED = {(7, 0): 96 << 10, (7, 5): 64 << 10, (8, 0): 163 << 10}
-_SHARED |= {(9, 0): 227 << 10, (10, 0): 227 << 10}
+_SHARED = {
+    (7, 0): 96 << 10,
+    (7, 5): 64 << 10,
+    (8, 0): 163 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+}
 """Bytes of shared memory that a program may take, by compute capability, where not SMALL_SHARED."""
 
 PORTABLE = Card("nvidia", (8, 6), SMALL_SHARED)

@@ -34,6 +34,9 @@ from .meta_model import alike
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
 from .tracker import MemoryTracker, scans_by_size
 
+NO_CAP = 1 << 62
+"""Bytes of a workspace that nothing bounds."""
+
 
 @dataclass
 class _Readings:
@@ -104,7 +107,7 @@ def run_meta_step(
     experts: int = 1,
     groups: Sequence[Sequence[str]] | None = None,
     card: Card = PORTABLE,
-    workspace_cap: int = 1 << 62,
+    workspace_cap: int = NO_CAP,
 ) -> tuple[tuple[Activity, ...], int]:
     """Run one training step on meta, by the kernels that are chosen for a card.
 

@@ -30,8 +30,6 @@ from .meta_model import filled, tells_layers_apart
 from .report import MemoryPlan
 from .source import ModelSource
 
-_NO_CAP = 1 << 62  # bytes
-
 
 class _NeedsWholeError(Exception):
     """A model has to be packed with all of its layers."""
@@ -175,7 +173,7 @@ class Planner:
     def _budget(
         self, batch: int, seq: int, capacities: Sequence[int], loss_part: float
     ) -> StepBudget:
-        cap = min(capacities) // WORKSPACE_PART if capacities else _NO_CAP
+        cap = min(capacities) // WORKSPACE_PART if capacities else meta_step.NO_CAP
         activities, workspace = self._step(batch, seq, cap)
         if activities:
             part, more = (loss_part, 0)

@@ -199,7 +199,7 @@ def test_rows_up_to_which_nothing_is_dequantized(card, rows, dequantizes, kind, 
     config = qwen3_30b(num_hidden_layers=2, vocab_size=4096)
     source = source_of(config, BitsAndBytesConfig(**PACKINGS[kind]), None, False)
     made = Planner(source, Settings(checkpointing=checkpointing), card=card)
-    _, workspace = made._step(1, rows * 128 // 8, 1 << 62)
+    _, workspace = made._step(1, rows * 128 // 8, meta_step.NO_CAP)
     first, second = 128 * 2048 * 1536 * 2, 128 * 2048 * 768 * 2
     if kind == "int8":
         dequantizes |= card == HOPPER

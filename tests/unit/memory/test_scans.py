@@ -21,7 +21,7 @@ def steps_of(seq, checkpointing):
     model = tiny_model("qwen3_next", device="meta", dtype=torch.bfloat16)
     source = source_of(model, None, None, False)
     made = Planner(source, Settings(seq=seq, checkpointing=checkpointing))
-    return made._run_step(1, seq, 1 << 62)
+    return made._run_step(1, seq, meta_step.NO_CAP)
 
 
 @pytest.mark.parametrize(
