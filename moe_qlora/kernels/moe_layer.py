@@ -153,11 +153,6 @@ def _gather_gemm(
     return out, dots
 
 
-def in_backward() -> bool:
-    """Whether the autograd engine runs this forward: a checkpoint's recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardState:
     """Compute what a checkpoint recomputes: the forward without the down projection.
 
@@ -165,7 +160,7 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     """
     x, bias1 = aligned(operands.x), operands.biases[0]
     routing = route(aligned(index.contiguous()), layer.first.experts)
-    count, recomputed = routing.count, in_backward()
+    count, recomputed = routing.count, workspace.in_backward()
     by_rows = not layer.transposed
     # Backward reuses a recomputation's dequantized weights in the workspace, if still there.
     matmul1 = table.choose(layer.first, count, layer.dtype, by_rows=by_rows, reused=recomputed)

@@ -187,3 +187,8 @@ def allocate(
     held = owner is not None and slot.owner == owner
     slot.owner, slot.alive = owner, alive
     return tensor, held
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine runs this forward: a checkpoint's recomputation."""
+    return torch._C._current_graph_task_id() != -1

@@ -4,13 +4,16 @@ A step of few tokens launches some hundred small kernels a layer, and the host c
 fast as the GPU runs them. `graph_layers` records each decoder layer twice and replays it with two
 calls of the driver:
 
-    forward    hidden states, rotary embeddings, mask -> the layer's output; saves only its inputs
+    forward    hidden states, rotary embeddings, mask -> the layer's output
     backward   the same, and the output's gradient -> gradients of the hidden states and of the
-               layer's trained weights; computes the layer again first
+               layer's trained weights; computes again what the layer does not keep
 
-Both record `torch.utils.checkpoint`. All graphs share one memory pool, since inputs and outputs are
-copied and no other tensor outlives a graph; the copies take 3 of 325 ms (48 layers of
-Qwen3-30B-A3B, 4,096 tokens, H200).
+What a layer keeps (`memory/levels.py`) lies in the graphs' memory pool, which all share. Layers are
+recorded in the order in which they run, forwards and then backwards, and are replayed in that
+order: so memory that a layer's backward gives back is used again, as in a step without graphs, and
+nothing that is kept is overwritten. Another forward before the backward of the first would do so,
+and runs without graphs. Inputs and outputs are copied: 3 of 325 ms (48 layers of Qwen3-30B-A3B,
+4,096 tokens, H200).
 
     LayerGraphs        the layers of one model, and their shared buffers
       _GraphedLayer    one layer: its `forward` runs a call eagerly, records it or replays it
@@ -23,16 +26,19 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError, first_line
+from ..kernels.workspace import in_backward
+from ..memory import levels
 from . import recording
+from .fitted import FittedLayer, RunsLevels, fitted, level_of, without_cache
 from .recording import ObstacleError, RecordedCall, end_recording
 
 _log = logging.getLogger(__name__)
@@ -47,7 +53,7 @@ _MOST_KINDS = 4
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-def graph_layers(model: nn.Module, *, compiled: bool = False) -> LayerGraphs:
+def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False) -> LayerGraphs:
     """Record the model's decoder layers as CUDA graphs, and train by replaying them.
 
     This is for training that waits for the host, in batches of a fixed length (packed or padded).
@@ -58,8 +64,10 @@ def graph_layers(model: nn.Module, *, compiled: bool = False) -> LayerGraphs:
     `cache_implementation="static"` is recorded: each layer's call for one new token, instead of
     transformers' compilation.
 
-    Backward computes a layer again, whether gradient checkpointing is on or not. Adapters may be
-    switched, disabled, added and saved at any time. Gradients are those of the same kernels.
+    What layers keep between forward and backward is what `fit_memory` says, called before or
+    after; else backward computes a layer again, whether gradient checkpointing is on or not, or,
+    with `keep`, nothing is computed again. Adapters may be switched, disabled, added and saved at
+    any time. Gradients are those of the same kernels.
 
     Call it when the model is complete: after `get_peft_model`, before the training loop or
     `trainer.train()`.
@@ -88,19 +96,24 @@ def graph_layers(model: nn.Module, *, compiled: bool = False) -> LayerGraphs:
             f"graph_layers: {type(model).__name__} has no decoder layer on a CUDA device; CUDA "
             "graphs record the kernels of a GPU, so move the model there first."
         )
-    return LayerGraphs(model, layers, compiled=compiled)
+    return LayerGraphs(model, layers, compiled=compiled, keep=keep)
 
 
 class LayerGraphs:
     """Decoder layers that run as CUDA graphs."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], *, compiled: bool) -> None:
-        self.model = model
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], *, compiled: bool, keep: bool = False
+    ) -> None:
+        self.model, self.keep = model, keep
         self.pool = torch.cuda.graph_pool_handle()
+        self._passes = _Passes()
         self._buffers: dict[Hashable, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, int]] = {}
         self._warned: set[str] = set()
-        self._layers = [_GraphedLayer(layer, self, compiled) for layer in layers]
+        self._layers = [
+            _GraphedLayer(layer, self, compiled, place) for place, layer in enumerate(layers)
+        ]
         self._generators = [m for m in model.modules() if hasattr(m, _COMPILES)]
         self._criteria = [vars(module).get(_COMPILES) for module in self._generators]
         for module in self._generators:
@@ -160,22 +173,54 @@ class LayerGraphs:
                         (leaf._version),
                     )
 
+    def enters(self, place: int) -> bool:
+        """Note that a layer runs in training; return whether its graphs may run now."""
+        return self._passes.enters(place)
+
+    def pending(self, call: RecordedCall) -> object:
+        """Return an object that lives as long as a backward needs what a recorded call keeps."""
+        return self._passes.pending(call)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a backward still needs what recorded calls keep."""
+        return self._passes.is_pending
+
     def record(self, layer: _GraphedLayer, device: torch.device, make: Callable[[], _T]) -> _T:
         """Record a call of a layer; after a failure, all layers run eagerly."""
+        if self._passes.is_replaying:
+            # To this pool, memory is free that calls recorded in earlier passes keep tensors in.
+            self.pool = torch.cuda.graph_pool_handle()
         try:
-            return make()
+            made = make()
         except ObstacleError:
             layer.remove()
             raise
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
-            _log.debug("recording a decoder layer failed", exc_info=True)
-            reason = f"recording it failed ({type(error).__name__}: {first_line(error)})"
-            # The frames would keep a checkpoint's saved-tensor hooks alive.
-            traceback.clear_frames(error.__traceback__)
-        end_recording(device, self.pool)
+            raise ObstacleError(self._give_up(device, self.pool, error)) from None
+        self._passes.records(made)
+        return made
+
+    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> bool:
+        """Record a call's backward, and return whether that succeeded; likewise."""
+        if not self._layers:  # removed meanwhile
+            return False
+        try:
+            record()
+        except Exception as error:  # noqa: BLE001 - capture may fail with anything
+            self.warn(self._give_up(call.out.device, call.pool, error))
+            return False
+        return True
+
+    def _give_up(self, device: torch.device, pool: Any, error: Exception) -> str:
+        """Let all layers run eagerly after an error in recording; return the reason in words."""
+        _log.debug("recording a decoder layer failed", exc_info=error)
+        # The frames would keep a checkpoint's saved-tensor hooks alive.
+        traceback.clear_frames(error.__traceback__)
+        end_recording(device, pool)
         for each in self._layers:
             each.remove()
-        raise ObstacleError(reason)
+        return f"recording it failed ({type(error).__name__}: {first_line(error)})"
 
     def warn(self, reason: str) -> None:
         """Warn that layers run eagerly, once for each reason."""
@@ -184,9 +229,49 @@ class LayerGraphs:
             _log.warning("graph_layers: a decoder layer runs without CUDA graphs: %s.", reason)
 
 
-class _GraphedLayer:
-    def __init__(self, layer: nn.Module, shared: LayerGraphs, compiled: bool) -> None:
-        self.layer, self.shared = layer, shared
+class _Passes:
+    """The model's forward passes in training: whose kept tensors graphs may not overwrite now."""
+
+    def __init__(self) -> None:
+        self._last = -1  # Place of the layer that ran last
+        self._admits = True
+        self._alive: weakref.WeakSet[_Pending] = weakref.WeakSet()
+        self._recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # Calls, in this pass
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._alive)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a call that was recorded in an earlier pass keeps tensors."""
+        return any(token.call not in self._recorded for token in self._alive)
+
+    def enters(self, place: int) -> bool:
+        if place <= self._last:  # another pass
+            self._admits, self._recorded = not self._alive, weakref.WeakSet()
+        self._last = place
+        return self._admits
+
+    def records(self, call: Any) -> None:
+        self._recorded.add(call)
+
+    def pending(self, call: Any) -> object:
+        token = _Pending(call)
+        self._alive.add(token)
+        return token
+
+
+class _Pending:
+    """Lives as long as a backward needs what a call keeps."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+
+class _GraphedLayer(RunsLevels):
+    def __init__(self, layer: nn.Module, shared: LayerGraphs, compiled: bool, place: int) -> None:
+        self.layer, self.shared, self.place = layer, shared, place
         self.calls: dict[Hashable, RecordedCall | None] = {}
         self.tokens: dict[Hashable, recording.RecordedDecode | None] = {}
         self.cache_index: int | None = None  # Index of its cache layer, once known
@@ -197,7 +282,10 @@ class _GraphedLayer:
         own: Any = type(layer).forward
         own = getattr(own, "__wrapped__", own)  # without transformers' gradient checkpointing
         compiles = compiled or self._compiled is not None
-        self.compute: Callable[..., Any] = torch.compile(own) if compiles else own
+        self.own: Callable[..., Any] = own
+        self.compute: Callable[..., Any] = (
+            torch.compile(levels.compute) if compiles else (levels.compute)
+        )
         reason = self._obstacle()
         self.active = reason is None
         if reason is None:
@@ -211,6 +299,8 @@ class _GraphedLayer:
         if self.active:
             self.active = False
             self.layer.__dict__.pop("forward", None)
+            if (found := fitted(self.layer)) is not None:
+                self.layer.forward = found.forward
             self.layer._compiled_call_impl = self._compiled
         self.calls.clear()
         self.tokens.clear()
@@ -230,7 +320,10 @@ class _GraphedLayer:
         devices = sorted({str(tensor.device) for tensor in tensors.values()})
         if len(devices) > 1:
             return f"it lies on {' and '.join(devices)}"
-        if "forward" in self.layer.__dict__:
+        replaced = self.layer.__dict__.get("forward")
+        if replaced is not None and not isinstance(
+            getattr(replaced, "__self__", None), FittedLayer
+        ):
             return "its forward has been replaced, as offloading replaces it"
         sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")]
         if sharded:
@@ -248,15 +341,24 @@ class _GraphedLayer:
             return type(layer).forward(layer, *args, **kwargs)
         if not trains:
             return self._without_gradients(args, kwargs)
+        given, kwargs = kwargs, self._needed(kwargs)
+        default = levels.KEEP if self.shared.keep else levels.RECOMPUTE
+        level = level_of(layer, args, kwargs, default)
+        # In backward, a checkpoint around the layer computes it again: no new pass.
+        admitted = in_backward() or self.shared.enters(self.place)
         try:
-            leaves, spec, kind = self._describe(args, self._needed(kwargs))
-            call = self._recorded(self.calls, kind, lambda: self._record(leaves, spec))
+            leaves, spec, kind = self._describe(args, kwargs)
+            if admitted:
+                call = self._recorded(
+                    self.calls, (level, kind), lambda: self._record(leaves, spec, level)
+                )
+                if call is not None:
+                    return call.run(leaves)
         except ObstacleError as obstacle:
             self.shared.warn(str(obstacle))
-            return type(layer).forward(layer, *args, **kwargs)
-        if call is None:
-            return self.checkpointed(leaves, spec, preserve_rng_state=True)
-        return call.run(leaves)
+            if fitted(layer) is None and not self.shared.keep:
+                return type(layer).forward(layer, *args, **given)
+        return self._compute(level, args, kwargs, preserve_rng_state=True)
 
     def _without_gradients(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly, or replay one for one new token on a static cache."""
@@ -273,7 +375,8 @@ class _GraphedLayer:
             self.cache_index = written[0] if len(written) == 1 else -1
             return out
         cached = cache.layers[self.cache_index]
-        if self.cache_index < 0 or not recording.is_recordable(cached):
+        overwrites = self.shared.is_pending
+        if self.cache_index < 0 or overwrites or not recording.is_recordable(cached):
             return type(layer).forward(layer, *args, **kwargs)
         try:
             leaves, spec, kind = self._describe(args, kwargs | {"past_key_values": None})
@@ -290,11 +393,13 @@ class _GraphedLayer:
             return type(layer).forward(layer, *args, **kwargs)
         return call.run(leaves, cached)
 
-    def _record(self, leaves: Sequence[Any], spec: TreeSpec) -> RecordedCall:
+    def _record(self, leaves: Sequence[Any], spec: TreeSpec, level: str) -> RecordedCall:
         def compute(arguments: Sequence[Any]) -> Any:
-            return self.checkpointed(arguments, spec, preserve_rng_state=False)
+            args, kwargs = tree_unflatten(arguments, spec)
+            return self._compute(level, args, kwargs, preserve_rng_state=False)
 
-        return RecordedCall(self.layer, compute, self.shared, leaves)
+        keeps = level != levels.RECOMPUTE
+        return RecordedCall(self.layer, compute, self.shared, leaves, keeps=keeps)
 
     def _record_token(
         self, leaves: Sequence[Any], spec: TreeSpec, cache: Any
@@ -333,26 +438,16 @@ class _GraphedLayer:
     def _needed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that a layer uses.
 
-        Trainer's `num_items_in_batch` is for the loss and changes from step to step; checkpointing
-        drops a cache.
+        Trainer's `num_items_in_batch` is for the loss and changes from step to step.
         """
-        unused = ["num_items_in_batch"]
-        if getattr(self.layer, "gradient_checkpointing", False):
-            unused += ["past_key_values", "layer_past"]
-        return kwargs | {name: None for name in unused if name in kwargs}
+        checkpoints = getattr(self.layer, "gradient_checkpointing", False)
+        if checkpoints or fitted(self.layer) is not None:
+            kwargs = without_cache(kwargs)
+        return kwargs | {name: None for name in ("num_items_in_batch",) if name in kwargs}
 
-    def checkpointed(
-        self, leaves: Sequence[Any], spec: TreeSpec, *, preserve_rng_state: bool
-    ) -> Any:
-        """Compute the layer under a checkpoint of its own."""
-        args, kwargs = tree_unflatten(leaves, spec)
-
-        def compute(*args: Any) -> Any:
-            return self.compute(self.layer, *args, **kwargs)
-
-        return checkpoint(
-            compute, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
-        )
+    def _compute(self, level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool) -> Any:
+        inputs = (self.layer, *args)
+        return self.compute(level, self.own, inputs, kwargs, preserve_rng_state=preserve_rng_state)
 
     def _describe(self, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec, Hashable]:
         """Return a call's arguments, and its kind: everything that a graph depends on."""

@@ -2,8 +2,8 @@
 
 graphs.py decides which calls are recorded.
 
-    RecordedCall     training: a checkpointed forward in one graph; its backward, which computes the
-                     layer again, in another
+    RecordedCall     training: forward in one graph; its backward, which computes again what the
+                     layer does not keep, in another
     RecordedDecode   one new token of `generate` on a static cache, in one graph. A token takes some
                      hundred kernels a layer, 2 us each on the GPU and 5 or more on the host;
                      torch.compile, transformers' way, compiles for a minute first and checks some
@@ -18,10 +18,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from ..kernels import workspace
@@ -49,9 +50,15 @@ class Buffers(Protocol):
     def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
         """Copy a call's tensors to their buffers."""
 
+    def pending(self, call: RecordedCall) -> object:
+        """Return an object that lives as long as a backward needs what the call keeps."""
+
+    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> bool:
+        """Record a call's backward, and return whether that succeeded."""
+
 
 Compute = Callable[[Sequence[Any]], Any]
-"""Computes a layer from its arguments, under a checkpoint without random state."""
+"""Computes a layer from its arguments, without random state."""
 
 
 def end_recording(device: torch.device, pool: Any) -> None:
@@ -73,103 +80,124 @@ def check_hooks(layer: nn.Module) -> None:
                 raise ObstacleError(f"{name} has a hook of {home}, which a graph would skip")
 
 
-class _Graphs(NamedTuple):
-    """Two graphs and their buffers."""
-
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
-    arguments: list[Any]  # of the call; tensors are buffers
-    out: Tensor
-    grad: Tensor
-    grad_x: Tensor | None  # None: hidden states without gradient
-    weight_grads: Tensor | None  # bytes; None: no trained weight
-    workspace: tuple[Tensor, ...]  # graphs write to it
-
-
 class RecordedCall:
-    """One kind of call of a layer, as two graphs."""
+    """One kind of call of a layer, as two graphs.
+
+    The forward is recorded when this is made, the backward when it first runs: what the layer keeps
+    is alive in the graphs' memory pool meanwhile, as it is in every later step, so that layers that
+    are recorded in between use other memory, and layers whose backward is over give theirs back.
+    """
 
     def __init__(
-        self, layer: nn.Module, compute: Compute, shared: Buffers, leaves: Sequence[Any]
+        self,
+        layer: nn.Module,
+        compute: Compute,
+        shared: Buffers,
+        leaves: Sequence[Any],
+        *,
+        keeps: bool = False,
     ) -> None:
-        """Record it; `leaves` are the layer's arguments, its hidden states first.
+        """Record the forward.
+
+        Args:
+            layer: The decoder layer.
+            compute: Computes it from its arguments, without random state.
+            shared: The buffers of all graphs.
+            leaves: Its arguments, hidden states first.
+            keeps: Whether it keeps more than its inputs for backward.
 
         Raises:
             ObstacleError: The layer has hooks that a graph would skip, or returns more than hidden
                 states.
         """
         check_hooks(layer)
-        self.shared = shared
+        self.layer, self.compute, self.shared, self.keeps = layer, compute, shared, keeps
+        self.pool = shared.pool  # Which later recordings may not use
         self.trained = [p for p in layer.parameters() if p.requires_grad]
         self.used: list[nn.Parameter] = []  # those with a gradient
-        self.generator = torch.cuda.default_generators[leaves[0].get_device()]
-        self.graphs = self._record(layer, compute, leaves)
-
-    def _record(self, layer: nn.Module, compute: Compute, leaves: Sequence[Any]) -> _Graphs:
-        shared, x = self.shared, leaves[0]
-        arguments = [
+        x = leaves[0]
+        self.generator = torch.cuda.default_generators[x.get_device()]
+        self.weights = [nn.Parameter(weight.detach()) for weight in self.trained]
+        self.arguments = [
             shared.buffer(("argument", position), leaf.shape, leaf)
             if isinstance(leaf, Tensor)
             else leaf
             for position, leaf in enumerate(leaves)
         ]
-        shared.fill(arguments, leaves)
-        hidden_states = arguments[0].detach().requires_grad_(x.requires_grad)
-        weights = [nn.Parameter(weight.detach()) for weight in self.trained]
-        out, grad = (shared.buffer(role, x.shape, x) for role in ("out", "grad"))
-        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-
-        def forward() -> Tensor:
-            computed = compute([hidden_states, *arguments[1:]])
-            if not isinstance(computed, Tensor) or computed.shape != x.shape:
-                raise ObstacleError("it returns more than hidden states")
-            with torch.no_grad():
-                out.copy_(computed)
-            return computed
-
-        with torch.cuda.device(x.device), _exchanged(layer, self.trained, weights):
-            # A run before recording, for one-time work of compilers and libraries.
-            offset = self.generator.get_offset()
-            self._gradients(forward(), hidden_states, weights, grad)
-            self.generator.set_offset(offset)
+        if keeps:  # Its hidden states are kept where no other layer writes
+            self.arguments[0] = torch.empty_like(x, memory_format=torch.contiguous_format)
+        shared.fill(self.arguments, leaves)
+        self.x = self.arguments[0].detach().requires_grad_(x.requires_grad)
+        self.out, self.grad = (shared.buffer(role, x.shape, x) for role in ("out", "grad"))
+        self.grad_x = shared.buffer("grad_x", x.shape, x) if x.requires_grad else None
+        self.weight_grads: Tensor | None = None  # bytes; None: no trained weight
+        self.graph = torch.cuda.CUDAGraph()
+        self.backward_graph: torch.cuda.CUDAGraph | None = None
+        self.workspace: list[Tensor] = []  # graphs write to it
+        self.edge: GradientEdge | None = None  # To the output, until the backward is recorded
+        with torch.cuda.device(x.device), _exchanged(layer, self.trained, self.weights):
+            self._warm_up()
             with workspace.recorded(x.device):
-                with capture(graphs[0], shared.pool):
-                    computed = forward()
-                with capture(graphs[1], shared.pool):
-                    grad_x, weight_grads = self._gradients(computed, hidden_states, weights, grad)
-                buffers = workspace.buffers(x.device)
-        return _Graphs(*graphs, arguments, out, grad, grad_x, weight_grads, buffers)
+                with capture(self.graph, self.pool):
+                    self.edge = self._forward()
+                self.workspace += workspace.buffers(x.device)
 
-    def _gradients(
-        self, computed: Tensor, x: Tensor, weights: Sequence[Tensor], grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _warm_up(self) -> None:
+        """Run both before recording, for one-time work of compilers and libraries.
+
+        In autocast's state of the recording, which compiled code checks.
+        """
+        offset = self.generator.get_offset()
+        with _uncached_autocast():
+            self._gradients(self._forward())
+        self.generator.set_offset(offset)
+
+    def _forward(self) -> GradientEdge:
+        with torch.enable_grad():
+            computed = self.compute([self.x, *self.arguments[1:]])
+        if not isinstance(computed, Tensor) or computed.shape != self.x.shape:
+            raise ObstacleError("it returns more than hidden states")
+        with torch.no_grad():
+            self.out.copy_(computed)
+        return get_gradient_edge(computed)  # The output itself is not kept
+
+    def _gradients(self, edge: GradientEdge) -> None:
         """Compute gradients of x, and of all trained weights as bytes, into shared buffers."""
-        inputs = [*([x] if x.requires_grad else []), *weights]
+        x = self.x
+        inputs = [*([x] if x.requires_grad else []), *self.weights]
         with torch.autocast("cuda", enabled=False):
-            grads = torch.autograd.grad(computed, inputs, grad, allow_unused=True)
-        grad_x = weight_grads = None
-        of_weights = grads[len(inputs) - len(weights) :]
+            grads = torch.autograd.grad(edge, inputs, self.grad, allow_unused=True)
+        of_weights = grads[len(inputs) - len(self.weights) :]
         self.used = [w for w, g in zip(self.trained, of_weights, strict=True) if g is not None]
         with torch.no_grad():
-            if x.requires_grad:
-                grad_x = self.shared.buffer("grad_x", x.shape, x)
-                grad_x.copy_(grads[0])
+            if self.grad_x is not None:
+                self.grad_x.copy_(grads[0])
             if self.used:
                 size = sum(_room(weight) for weight in self.used)
                 like = torch.empty(0, dtype=torch.uint8, device=x.device)
-                weight_grads = self.shared.buffer("weight_grads", (size,), like)
-                into = _parts(weight_grads, self.used)
+                self.weight_grads = self.shared.buffer("weight_grads", (size,), like)
+                into = _parts(self.weight_grads, self.used)
                 torch._foreach_copy_(into, [g for g in of_weights if g is not None])
-        return grad_x, weight_grads
+
+    def _record_backward(self) -> None:
+        edge, self.edge = self.edge, None
+        assert edge is not None
+        device, graph = self.x.device, torch.cuda.CUDAGraph()
+        exchanged = _exchanged(self.layer, self.trained, self.weights)
+        with torch.cuda.device(device), exchanged, workspace.recorded(device):
+            with capture(graph, self.pool):
+                self._gradients(edge)
+            self.workspace += workspace.buffers(device)
+        self.backward_graph = graph
 
     def run(self, leaves: Sequence[Any]) -> Tensor:
         """Return the layer's output."""
         out: Tensor = _Replay.apply(self, leaves[1:], leaves[0], *self.trained)
         # Not reached in the recomputation of an outer checkpoint, which stops at the saved tensors.
         with torch.no_grad():
-            self.shared.fill(self.graphs.arguments, leaves)
-            self.graphs.forward.replay()
-            out.detach().copy_(self.graphs.out)
+            self.shared.fill(self.arguments, leaves)
+            self.graph.replay()
+            out.detach().copy_(self.out)
         workspace.forget(out.device)
         return out
 
@@ -178,21 +206,42 @@ class RecordedCall:
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return the gradients of the hidden states and of the trained weights.
 
+        `leaves` are the call's arguments, whose hidden states are None where they are kept.
         `offset` is the forward's offset of random numbers: dropout draws them again.
         """
-        graphs = self.graphs
-        self.shared.fill(graphs.arguments, leaves)
-        graphs.grad.copy_(grad)
+        leaves = [self.arguments[0] if self.keeps else leaves[0], *leaves[1:]]
+        self.shared.fill(self.arguments, leaves)
+        self.grad.copy_(grad)
         now = self.generator.get_offset()
         self.generator.set_offset(offset)
-        graphs.backward.replay()
-        self.generator.set_offset(now)
+        try:
+            if self.backward_graph is None and not self.shared.record_backward(
+                self, self._record_backward
+            ):
+                return self._again(leaves, grad)
+            assert self.backward_graph is not None
+            self.backward_graph.replay()
+        finally:
+            self.generator.set_offset(now)
         workspace.forget(grad.device)
-        grad_x = None if graphs.grad_x is None else graphs.grad_x.clone()
-        if graphs.weight_grads is None:
+        grad_x = None if self.grad_x is None else self.grad_x.clone()
+        if self.weight_grads is None:
             return grad_x, [None] * len(self.trained)
-        grads = dict(zip(self.used, _parts(graphs.weight_grads.clone(), self.used), strict=True))
+        grads = dict(zip(self.used, _parts(self.weight_grads.clone(), self.used), strict=True))
         return grad_x, [grads.get(weight) for weight in self.trained]
+
+    def _again(
+        self, leaves: Sequence[Any], grad: Tensor
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Compute the layer and its gradients without graphs, since these could not be recorded."""
+        self.edge = None
+        x = leaves[0].detach().requires_grad_(self.x.requires_grad)
+        with torch.enable_grad():
+            computed = self.compute([x, *leaves[1:]])
+        inputs = [*([x] if x.requires_grad else []), *self.trained]
+        grads = torch.autograd.grad(computed, inputs, grad, allow_unused=True)
+        count = len(inputs) - len(self.trained)
+        return (grads[0] if count else None), grads[count:]
 
 
 class _Replay(torch.autograd.Function):
@@ -203,7 +252,8 @@ class _Replay(torch.autograd.Function):
         ctx: Any, call: RecordedCall, others: Sequence[Any], x: Tensor, *trained: Tensor
     ) -> Tensor:
         ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
-        ctx.save_for_backward(x)
+        ctx.pending = call.shared.pending(call) if call.keeps else None
+        ctx.save_for_backward(*(() if call.keeps else (x,)))
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -214,10 +264,10 @@ class _Replay(torch.autograd.Function):
                 "a decoder layer that graph_layers records was differentiated twice: call backward "
                 "once for each forward, without retain_graph=True."
             )
-        (x,) = ctx.saved_tensors
+        x = None if ctx.call.keeps else ctx.saved_tensors[0]
         grad_x, grads = ctx.call.backward([x, *ctx.others], grad, ctx.offset)
         # Autograd nodes may outlive their backward (some of Liger's do); a model must not.
-        ctx.call = ctx.others = None
+        ctx.call = ctx.others = ctx.pending = None
         return None, None, grad_x, *grads
 
 
@@ -264,13 +314,14 @@ def _exchanged(
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record the kernels launched in the block."""
-    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    # A cast weight in autocast's cache would be in the graph's memory.
-    with (
-        torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False),
-        torch.cuda.graph(graph, pool=pool),
-    ):
+    with _uncached_autocast(), torch.cuda.graph(graph, pool=pool):
         yield
+
+
+def _uncached_autocast() -> Any:
+    """Return autocast as it is, without its cache: a cast weight would be in a graph's memory."""
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
 
 
 def decodes(kwargs: dict[str, Any]) -> bool:

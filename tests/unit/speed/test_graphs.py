@@ -17,17 +17,26 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.kernels.workspace import release_workspace
+from moe_qlora.memory import levels
+from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.speed.graphs import LayerGraphs, _GraphedLayer
 from moe_qlora.testing import tiny_model
 
 gpu = pytest.mark.gpu
 compiles = pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+keeps = pytest.mark.parametrize("keep", [False, True])
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")
 
 
-def packed(model_type: str = "qwen3_moe", **lora: Any) -> Any:
+def packed(model_type: str = "qwen3_moe", num_layers: int | None = None, **lora: Any) -> Any:
     """A packed model on CUDA in bf16, with an adapter that changes what it computes."""
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 128}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "intermediate_size": 128,
+    }
+    if num_layers is not None:
+        sizes["num_hidden_layers"] = num_layers
     model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes).to("cuda")
     model.config.use_cache = False
     config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
@@ -90,14 +99,17 @@ def test_what_only_passes_through_a_layer_tells_no_calls_apart(checkpointing: bo
 
 
 @gpu
+@keeps
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_replays_give_the_gradients_of_the_layer(model_type: str, checkpointing: bool) -> None:
+def test_replays_give_the_gradients_of_the_layer(
+    model_type: str, checkpointing: bool, keep: bool
+) -> None:
     model = packed(model_type)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wanted = [gradients(model, batch(step)) for step in range(5)]
-    with moe_qlora.graph_layers(model) as graphs:
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
         for step in range(5):
             assert_near(gradients(model, batch(step)), wanted[step])
         assert graphs.recorded == model.config.num_hidden_layers
@@ -106,9 +118,10 @@ def test_replays_give_the_gradients_of_the_layer(model_type: str, checkpointing:
 
 
 @gpu
+@keeps
 @compiles
 @pytest.mark.parametrize("order", ["compiled before", "asked for"])
-def test_compiled_layers_are_recorded(order: str) -> None:
+def test_compiled_layers_are_recorded(order: str, keep: bool) -> None:
     model = packed()
     layers = model.get_base_model().model.layers
     for layer in layers:
@@ -117,7 +130,7 @@ def test_compiled_layers_are_recorded(order: str) -> None:
     if order == "asked for":
         for layer in layers:
             layer._compiled_call_impl = None
-    with moe_qlora.graph_layers(model, compiled=order == "asked for") as graphs:
+    with moe_qlora.graph_layers(model, compiled=order == "asked for", keep=keep) as graphs:
         for step in range(4):
             assert_near(gradients(model, batch(step)), wanted[step])
         assert graphs.recorded == model.config.num_hidden_layers
@@ -125,11 +138,59 @@ def test_compiled_layers_are_recorded(order: str) -> None:
 
 
 @gpu
-def test_several_forwards_may_come_before_their_backwards() -> None:
+@compiles
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("level", [levels.EXPERTS, levels.ATTENTION])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compiled: bool) -> None:
+    model = packed(model_type)
+    wanted = [gradients(model, batch(step)) for step in range(4)]
+    layers = model.get_base_model().model.layers
+    fitted = [FittedLayer(layer, level, 10_000, set()) for layer in layers]
+    if not compiled:  # The same kernels run
+        assert_near(gradients(model, batch(3)), wanted[3])
+    with moe_qlora.graph_layers(model, compiled=compiled) as graphs:
+        for step in range(4):
+            assert_near(gradients(model, batch(step)), wanted[step])
+        assert graphs.recorded == len(layers)
+    for each in fitted:
+        each.remove()
+    assert "forward" not in layers[0].__dict__
+
+
+@gpu
+def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again() -> None:
+    """Layers of all levels, two lengths in turns, and a layer that is recorded late."""
+    model = packed(num_layers=6)
+    steps = [(0, 64), (1, 64), (2, 32), (3, 32), (4, 64), (5, 32), (6, 64)]
+    wanted = [gradients(model, batch(*step)) for step in steps]
+    layers = model.get_base_model().model.layers
+    order = [levels.KEEP, levels.RECOMPUTE, levels.EXPERTS, levels.KEEP, levels.ATTENTION]
+    for layer, level in zip(layers, [*order, levels.KEEP], strict=True):
+        FittedLayer(layer, level, 10_000, set())
+    with moe_qlora.graph_layers(model) as graphs:
+        for place, step in enumerate(steps):
+            if place == 4:
+                late = next(each for each in graphs._layers if each.layer is layers[4])
+                late.calls.clear()
+            assert_near(gradients(model, batch(*step)), wanted[place])
+        for place, step in enumerate(steps):
+            assert_near(gradients(model, batch(*step)), wanted[place])
+        assert graphs.recorded == 12
+        # A forward whose loss is given up leaves nothing that a later step waits for.
+        model(input_ids=batch(0), labels=batch(0))
+        before = graphs.recorded
+        assert_near(gradients(model, batch(0)), wanted[0])
+        assert graphs.recorded == before
+
+
+@gpu
+@keeps
+def test_several_forwards_may_come_before_their_backwards(keep: bool) -> None:
     model = packed()
     wanted = [gradients(model, batch(step)) for step in (7, 8)]
     both = {n: wanted[0][1][n] + g for n, g in wanted[1][1].items()}
-    with moe_qlora.graph_layers(model):
+    with moe_qlora.graph_layers(model, keep=keep):
         for step in range(3):
             gradients(model, batch(step))
         model.zero_grad()
@@ -168,10 +229,11 @@ def test_what_is_meant_for_the_loss_passes_through_the_layers(kind: str) -> None
 
 
 @gpu
-def test_a_loss_of_an_earlier_step_may_be_alive() -> None:
+@keeps
+def test_a_loss_of_an_earlier_step_may_be_alive(keep: bool) -> None:
     model = packed()
     wanted = [gradients(model, batch(step)) for step in range(4)]
-    with moe_qlora.graph_layers(model) as graphs:
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
         for step in range(4):
             model.zero_grad()
             loss = model(input_ids=batch(step), labels=batch(step)).loss
@@ -182,9 +244,10 @@ def test_a_loss_of_an_earlier_step_may_be_alive() -> None:
 
 
 @gpu
-def test_adapters_are_switched_disabled_and_added() -> None:
+@keeps
+def test_adapters_are_switched_disabled_and_added(keep: bool) -> None:
     model, other = packed(), LoraConfig(r=2, target_modules=["q_proj"])
-    with moe_qlora.graph_layers(model):
+    with moe_qlora.graph_layers(model, keep=keep):
         for step in range(3):
             gradients(model, batch(step))
         model.add_adapter("other", other)
@@ -208,11 +271,14 @@ def test_adapters_are_switched_disabled_and_added() -> None:
 
 
 @gpu
-def test_batches_of_many_lengths_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
+@keeps
+def test_batches_of_many_lengths_run_as_before(
+    caplog: pytest.LogCaptureFixture, keep: bool
+) -> None:
     model = packed()
     lengths = [16, 24, 32, 40, 48, 56, 16, 24]
     wanted = [gradients(model, batch(n, n)) for n in lengths]
-    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
+    with moe_qlora.graph_layers(model, keep=keep) as graphs, caplog.at_level(logging.WARNING):
         for n, want in zip(lengths, wanted, strict=True):
             assert_near(gradients(model, batch(n, n)), want)
         assert graphs.recorded == 2 * model.config.num_hidden_layers
@@ -221,13 +287,14 @@ def test_batches_of_many_lengths_run_as_before(caplog: pytest.LogCaptureFixture)
 
 
 @gpu
-def test_evaluation_is_not_recorded_and_finds_no_stale_weights() -> None:
+@keeps
+def test_evaluation_is_not_recorded_and_finds_no_stale_weights(keep: bool) -> None:
     model = packed()
     ids = batch(0)
     with torch.no_grad():
         wanted = model.eval()(input_ids=ids).logits
     want = gradients(model.train(), ids)
-    with moe_qlora.graph_layers(model) as graphs:
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
         for _ in range(3):
             gradients(model, ids)
             with torch.no_grad():
@@ -239,7 +306,8 @@ def test_evaluation_is_not_recorded_and_finds_no_stale_weights() -> None:
 
 
 @gpu
-def test_dropout_is_drawn_again_in_backward() -> None:
+@keeps
+def test_dropout_is_drawn_again_in_backward(keep: bool) -> None:
     """A small step along the gradient lowers the loss of the very same masks as it says."""
     model = packed(lora_dropout=0.5)
     ids = batch(0)
@@ -249,7 +317,7 @@ def test_dropout_is_drawn_again_in_backward() -> None:
         return gradients(model, ids)
 
     wanted = seeded()
-    with moe_qlora.graph_layers(model) as graphs:
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
         for _ in range(3):
             assert_near(seeded(), wanted)
         assert graphs.recorded == model.config.num_hidden_layers
@@ -259,32 +327,36 @@ def test_dropout_is_drawn_again_in_backward() -> None:
 
 
 @gpu
-def test_a_failed_recording_leaves_everything_as_before(caplog: pytest.LogCaptureFixture) -> None:
+@keeps
+def test_a_failed_recording_leaves_everything_as_before(
+    caplog: pytest.LogCaptureFixture, keep: bool
+) -> None:
     model = packed()
     ids = batch(0)
     want = gradients(model, ids)
     norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
     norm.forward = lambda x, own=norm.forward: own(x) + 0 * x.sum().item()  # waits for the GPU
-    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
+    with moe_qlora.graph_layers(model, keep=keep) as graphs, caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_near(gradients(model, ids), want)
         assert graphs.recorded == 0
     assert "recording it failed" in caplog.text
     torch.rand(3, device="cuda")
     del norm.forward
-    with moe_qlora.graph_layers(model) as graphs:
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
         for _ in range(3):
             assert_near(gradients(model, ids), want)
         assert graphs.recorded == model.config.num_hidden_layers
 
 
 @gpu
-def test_graphs_hold_no_memory_after_they_are_removed() -> None:
+@keeps
+def test_graphs_hold_no_memory_after_they_are_removed(keep: bool) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = packed()
-    with moe_qlora.graph_layers(model) as graphs:
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
         for step in range(3):
             gradients(model, batch(step))
     del model, graphs
@@ -295,9 +367,10 @@ def test_graphs_hold_no_memory_after_they_are_removed() -> None:
 
 
 @gpu
-def test_a_copy_runs_as_its_class_does() -> None:
+@keeps
+def test_a_copy_runs_as_its_class_does(keep: bool) -> None:
     model = packed()
-    with moe_qlora.graph_layers(model):
+    with moe_qlora.graph_layers(model, keep=keep):
         for step in range(3):
             wanted = gradients(model, batch(step))
         duplicate = copy.deepcopy(model)
