@@ -76,6 +76,8 @@ def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False
         model: A transformers model, or a PEFT model around one, on CUDA.
         compiled: Compile each layer by torch.compile before it is recorded. Layers compiled before
             (`layer.compile()`) stay compiled.
+        keep: Keep all that backward needs, in layers that `fit_memory` has not set. Switch gradient
+            checkpointing off, which would keep each layer's input a second time.
 
     Returns:
         The graphs: `remove()`, or the end of a `with` block, removes them.
