@@ -169,7 +169,8 @@ class LayerGraphs:
                 source, version = self._sources.get(id(buffer), (None, 0))
                 # A reference to the source prevents a new tensor at the same address.
                 if source is not leaf or version != leaf._version:
-                    buffer.copy_(leaf)
+                    # By an alias: autograd would refuse what a recorded backward has of it.
+                    buffer.data.copy_(leaf)
                     self._sources[id(buffer)] = (
                         leaf.detach() if leaf.requires_grad else leaf,
                         (leaf._version),
@@ -205,7 +206,7 @@ class LayerGraphs:
 
     def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> bool:
         """Record a call's backward, and return whether that succeeded; likewise."""
-        if not self._layers:  # removed meanwhile
+        if not any(layer.active for layer in self._layers):  # removed meanwhile
             return False
         try:
             record()
