@@ -163,8 +163,12 @@ class LayerGraphs:
         return self._buffers[key]
 
     def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Copy a call's tensors to the graphs' buffers, except unchanged ones."""
-        for buffer, leaf in zip(buffers, leaves, strict=True):
+        """Copy a call's tensors to the graphs' buffers, except unchanged ones.
+
+        Hidden states come first: they always change, and a reference would keep them alive.
+        """
+        buffers[0].data.copy_(leaves[0])
+        for buffer, leaf in zip(buffers[1:], leaves[1:], strict=True):
             if isinstance(leaf, Tensor):
                 source, version = self._sources.get(id(buffer), (None, 0))
                 # A reference to the source prevents a new tensor at the same address.

@@ -48,7 +48,7 @@ class Buffers(Protocol):
         """Return the contiguous tensor for this role and shape, with the dtype of `like`."""
 
     def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Copy a call's tensors to their buffers."""
+        """Copy a call's tensors to their buffers, hidden states first."""
 
     def pending(self, call: RecordedCall) -> object:
         """Return an object that lives as long as a backward needs what the call keeps."""
@@ -209,7 +209,8 @@ class RecordedCall:
         `leaves` are the call's arguments, whose hidden states are None where they are kept.
         `offset` is the forward's offset of random numbers: dropout draws them again.
         """
-        leaves = [self.arguments[0] if self.keeps else leaves[0], *leaves[1:]]
+        if self.keeps:  # Its hidden states are where they were
+            leaves = [self.arguments[0], *leaves[1:]]
         self.shared.fill(self.arguments, leaves)
         self.grad.copy_(grad)
         now = self.generator.get_offset()
