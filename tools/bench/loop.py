@@ -28,7 +28,7 @@ def train(
     device: torch.device,
     rows: Rows,
 ) -> None:
-    """Train on random tokens; records each step's time, tokens/s and memory.
+    """Train on random tokens; records time, tokens/s and memory, and the losses asked for.
 
     Raises:
         RuntimeError: A loss is not finite, or an adapter gets no gradient.
@@ -65,8 +65,11 @@ def train(
     rows.add("throughput", "tokens/s", *(tokens / step for step in seconds))
     rows.add("first loss", "nats", losses[0])
     rows.add("last loss", "nats", losses[-1])
+    for step, value in enumerate(losses[: options.losses]):
+        rows.add(f"loss of step {step}", "nats", value)
     if device.type == "cuda":
         rows.add("peak in training", "bytes", torch.cuda.max_memory_allocated(device))
+        rows.add("reserved in training", "bytes", torch.cuda.max_memory_reserved(device))
         rows.add("resident between steps", "bytes", allocated(device))
 
 

@@ -2,6 +2,8 @@
 
     python tools/bench/model.py                        qwen3-30b-a3b, one GPU with 80 GB or more
     python tools/bench/model.py --liger --graphs --optimizer adamw_fused --peers ours,frozen
+    python tools/bench/model.py --liger --compile --graphs --fit 28GiB --peers ours
+    python tools/bench/model.py --liger --compile --no-checkpointing --peers frozen
     python tools/bench/model.py --liger --generate 1,16 --peers ours
     python tools/bench/model.py --model glm4_moe --layers 12 --no-checkpointing
     python tools/bench/model.py --model path/to/config.json
@@ -18,14 +20,15 @@
     mxfp4       ours, on random experts in MXFP4 as a checkpoint's are kept: `--peers ours,mxfp4`
 
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
-`--liger` (its norms, rotary embedding and loss, not its experts), `--compile` (each decoder layer)
-and `--graphs` (`moe_qlora.graph_layers`) are the same for every peer, as are `--attention`
-(transformers' own switch) and `--chunk-mem-const` (of Liger's loss). `--generate` measures
-decoding with a static cache in place of training; without `--graphs`, transformers compiles it. A
-model is made on the device one module at a time, and an expert stack packed as soon as it is made,
-so that models fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as
-after a stock load. A peer's memory is given back before the next: `allocated before` says what is
-left then.
+`--liger` (its norms, rotary embedding and loss, not its experts), `--compile` (each decoder layer),
+`--graphs` and `--graphs-keep` (`moe_qlora.graph_layers`) are the same for every peer, as are
+`--attention` (transformers' own switch) and `--chunk-mem-const` (of Liger's loss). `--fit` is
+`moe_qlora.fit_memory` for ours; peers then keep all activations. `--losses` records the losses of
+the first steps: the same seed and tokens under every setting. `--generate` measures decoding with a
+static cache in place of training; without `--graphs`, transformers compiles it. A model is made on
+the device one module at a time, and an expert stack packed as soon as it is made, so that models
+fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as after a stock
+load. A peer's memory is given back before the next: `allocated before` says what is left then.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import additions
 import peers
 import torch
 from building import OURS, Packer, build, pack
@@ -95,9 +99,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lora", default="experts,attention", help="experts, attention or both")
-    parser.add_argument("--liger", action="store_true", help="norms, rotary embedding and loss")
-    parser.add_argument("--compile", action="store_true", help="each decoder layer")
-    parser.add_argument("--graphs", action="store_true", help="decoder layers as CUDA graphs")
+    additions.arguments(parser)
     parser.add_argument("--chunk-mem-const", type=int, help="of Liger's loss: larger chunks")
     parser.add_argument("--attention", help="as attn_implementation; default: transformers' choice")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
@@ -108,6 +110,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--pack", choices=["building", "after"], default="building")
+    parser.add_argument("--losses", type=int, default=0, help="record those of the first N steps")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps before those that count")
     parser.add_argument("--device", default="cuda")
@@ -127,8 +130,11 @@ def _options() -> argparse.Namespace:
         )
     if options.warmup < 1 or options.steps < 1:
         parser.error("--warmup and --steps: expected 1 or more")
+    if options.losses > options.warmup + options.steps:
+        parser.error(f"--losses {options.losses}: expected no more than --warmup and --steps")
     if options.chunk_mem_const and not options.liger:
         parser.error("--chunk-mem-const: only with --liger")
+    additions.check(parser, options)
     return options
 
 
@@ -138,16 +144,18 @@ def _lora(peer: str, options: argparse.Namespace) -> list[str]:
 
 
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
-    additions = [name for name in ("liger", "compile", "graphs") if getattr(options, name)]
-    additions += [options.optimizer] if options.optimizer != "adamw" else []
+    fitted = options.fit is not None and peer in OURS
+    added = additions.words(options, fits=peer in OURS)
+    added += [options.optimizer] if options.optimizer != "adamw" else []
+    kept = "fit" if fitted else "non-reentrant" if options.checkpointing else "none"
     packed = {"frozen": "bf16", "peft": "bf16", "mxfp4": "mxfp4", "e4b": "nf4"}
     return (
         f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
         f"seq={options.seq} batch={options.micro_batch} "
-        f"checkpointing={'non-reentrant' if options.checkpointing else 'none'} "
-        f"{packed.get(peer, 'nf4+double')}"
+        f"checkpointing={kept} {packed.get(peer, 'nf4+double')}"
         f"{' liger' if options.loss == 'liger' else ''} peer={peer} adapters={options.adapters}"
-        f"{' with=' + ','.join(additions) if additions else ''}"
+        f"{' with=' + ','.join(added) if added else ''}"
+        f"{f' memory={options.fit}' if fitted and options.fit != additions.DEVICE else ''}"
         f"{f' chunk_mem_const={options.chunk_mem_const}' if options.chunk_mem_const else ''}"
         f"{f' attention={options.attention}' if options.attention else ''}"
         f"{' generate' if options.generate else ''}"
@@ -185,7 +193,7 @@ def run_alone(
     packer = Packer(peer, config) if early else None
     model = build(config, device, None if packer is None else packer.visit)
     synchronize(device)
-    print(f"built {config.model_type} in {time.perf_counter() - start:.1f} s")
+    rows.add("building time", "s", time.perf_counter() - start)
     if packer is not None:
         rows.add("experts before", "bytes", packer.before)
         rows.add("experts packed", "bytes", packer.after)
@@ -203,28 +211,17 @@ def run_alone(
     if device.type == "cuda":
         rows.add("model", "bytes", allocated(device))
     peft_model = adapt(peer, model, options)
-    add(peft_model, options)
+    additions.add(peft_model, options)
     if options.generate:
         for batch in map(int, options.generate.split(",")):
-            with moe_qlora.graph_layers(peft_model) if options.graphs else nullcontext():
+            with additions.prepared(peft_model, options, fits=False):
                 generate(peft_model, batch, device, rows)
         return
-    if not options.checkpointing and device.type == "cuda":
+    eager = not (options.compile or options.graphs or options.fit is not None)
+    if eager and not options.checkpointing and device.type == "cuda":
         record_kept(peft_model, options, device, rows)
-    with moe_qlora.graph_layers(peft_model) if options.graphs else nullcontext():
+    with additions.prepared(peft_model, options, fits=peer in OURS, rows=rows):
         train(peft_model, loss_of, options, device, rows)
-
-
-def add(peft_model: Any, options: argparse.Namespace) -> None:
-    """Switch on Liger and torch.compile, where they are asked for."""
-    model = peft_model.get_base_model()
-    if options.liger:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=model, swiglu=False)
-    if options.compile:
-        for layer in model.base_model.layers:
-            layer.compile()
 
 
 def generate(peft_model: Any, batch: int, device: torch.device, rows: Rows) -> None:

@@ -84,6 +84,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--moe-backend", choices=BACKENDS, help="default: Unsloth's own choice")
     parser.add_argument("--no-compile", action="store_true", help="UNSLOTH_COMPILE_DISABLE")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw_fused")
+    parser.add_argument("--losses", type=int, default=0, help="record those of the first N steps")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps before those that count")
     parser.add_argument("--device", default="cuda")

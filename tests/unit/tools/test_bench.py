@@ -6,6 +6,7 @@ import csv
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from moe_qlora.testing import model_class
 ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "tools/bench"
 MANY_GPUS = ("date", "commit", "gpu", "torch")  # one row a run, figures in columns of their own
+LAYER_KINDS = ("kept", "kept in part", "recomputed")
 REQUIRED = (
     *("date", "commit", "gpu", "torch", "triton", "bitsandbytes", "transformers", "peft"),
     *("p20", "p50", "p80"),
@@ -96,6 +98,96 @@ def test_a_model_packed_after_it_was_built_is_the_one_packed_while(tmp_path, mon
     for metric in ("experts before", "experts packed", "trained weights"):
         assert early[metric]["p50"] == late[metric]["p50"], metric
     assert "checkpointing=none" in late["step"]["setting"]
+
+
+@pytest.fixture
+def additions(monkeypatch):
+    """The benchmarks' additions beside a package that notes what is asked of it, and no GPU."""
+    monkeypatch.syspath_prepend(str(BENCH))
+
+    import moe_qlora
+
+    asked = []
+
+    class Asked:
+        peak, memory, recorded = 3 << 30, 4 << 30, 4
+        layers = [
+            SimpleNamespace(activations=kind) for kind in ("recompute", "part", "keep", "keep")
+        ]
+
+        def __init__(self, what):
+            self.what = what
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            asked.append(f"{self.what} ends")
+
+    def noted(what):
+        def call(model, **how):
+            asked.append((what, how))
+            return Asked(what)
+
+        return call
+
+    for name in ("fit_memory", "graph_layers"):
+        monkeypatch.setattr(moe_qlora, name, noted(name), raising=False)
+    return asked
+
+
+def test_activations_are_fitted_before_layers_are_recorded(tmp_path, monkeypatch, additions):
+    out = tmp_path / "model.csv"
+    asked = ["--compile", "--graphs", "--fit", "28GiB", "--losses", 2, "--steps", 1, "--warmup", 1]
+    called(monkeypatch, "model", *asked, "--peers", "ours,frozen", "--out", out)
+    fit = {"batch_size": 1, "seq_len": 64, "memory": "28GiB"}
+    assert additions == [
+        ("fit_memory", fit),
+        ("graph_layers", {"compiled": True}),
+        "graph_layers ends",
+        "fit_memory ends",
+        ("graph_layers", {"compiled": True, "keep": True}),
+        "graph_layers ends",
+    ]
+    ours, frozen = (of_peer(rows_of(out), peer) for peer in ("ours", "frozen"))
+    setting = ours["step"]["setting"].split()
+    assert {"checkpointing=fit", "with=compile,graphs", "memory=28GiB"} <= {*setting}
+    setting = frozen["step"]["setting"].split()
+    assert {"checkpointing=none", "with=compile,graphs-keep"} <= {*setting}
+    chosen = ("planned peak", "memory to fit", *(f"layers {k}" for k in LAYER_KINDS))
+    assert [float(ours[metric]["p50"]) for metric in chosen] == [
+        pytest.approx(3 << 30, rel=1e-5),
+        pytest.approx(4 << 30, rel=1e-5),
+        *(2, 1, 1),
+    ]
+    assert "planned peak" not in frozen
+    for metrics in (ours, frozen):
+        assert metrics["loss of step 0"]["p50"] == metrics["first loss"]["p50"]
+        assert metrics["loss of step 1"]["p50"] == metrics["last loss"]["p50"]
+
+
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [
+        (["--fit"], [("fit_memory", {"batch_size": 1, "seq_len": 64, "memory": None})]),
+        (["--fit", "5"], [("fit_memory", {"batch_size": 1, "seq_len": 64, "memory": 5})]),
+        (["--graphs"], [("graph_layers", {})]),
+        (["--graphs-keep"], [("graph_layers", {"keep": True})]),
+    ],
+)
+def test_what_is_fitted_and_recorded(tmp_path, monkeypatch, additions, words, how):
+    common = ["--steps", 1, "--warmup", 1, "--peers", "ours", "--out", tmp_path / "model.csv"]
+    called(monkeypatch, "model", *words, *common)
+    assert [call for call in additions if isinstance(call, tuple)] == how
+
+
+@pytest.mark.parametrize(
+    "words", [("--fit", "--graphs-keep"), ("--fit", "--generate", "1"), ("--losses", "16")]
+)
+def test_additions_that_contradict_each_other_are_refused(monkeypatch, capsys, words):
+    with pytest.raises(SystemExit):
+        called(monkeypatch, "model", *words)
+    assert "expected " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", ["model", "layer"])

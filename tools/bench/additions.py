@@ -1,0 +1,133 @@
+"""What `model.py` and `losses.py` add to a model for speed, in the order that it must have.
+
+    Liger, torch.compile of each layer    `add`
+    fit_memory, then graph_layers         `prepared`: graphs keep what was fitted
+
+With graphs, `graph_layers` compiles the layers itself, so that they are recorded as compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from common import Rows
+
+import moe_qlora
+
+DEVICE = "device"
+"""The memory of `--fit` without a figure: all that the device has free."""
+
+KINDS = {"keep": "layers kept", "part": "layers kept in part", "recompute": "layers recomputed"}
+"""The metric that counts the layers of each choice of `fit_memory`."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command line for all of this."""
+    parser.add_argument("--liger", action="store_true", help="norms, rotary embedding and loss")
+    parser.add_argument("--compile", action="store_true", help="each decoder layer")
+    parser.add_argument("--graphs", action="store_true", help="decoder layers as CUDA graphs")
+    parser.add_argument(
+        "--graphs-keep", action="store_true", help="--graphs that compute nothing again"
+    )
+    parser.add_argument(
+        "--fit",
+        nargs="?",
+        const=DEVICE,
+        metavar="MEMORY",
+        help="fit_memory, to bytes or 24GiB; default: what the device has free. Peers keep all",
+    )
+
+
+def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Settle what the options say together; `--fit` and `--graphs-keep` end checkpointing."""
+    if options.fit is not None and options.graphs_keep:
+        parser.error("--fit and --graphs-keep: expected one of them; graphs keep what is fitted")
+    if options.fit is not None and options.generate:
+        parser.error("--fit and --generate: expected one of them; decoding keeps no activations")
+    options.graphs = options.graphs or options.graphs_keep
+    if options.fit is not None or options.graphs_keep:
+        options.checkpointing = False
+
+
+def words(options: argparse.Namespace, *, fits: bool) -> list[str]:
+    """What a row's `with=` says of the additions.
+
+    Args:
+        options: The command line's.
+        fits: Whether this peer takes `fit_memory`.
+    """
+    keeps = options.graphs_keep or (options.fit is not None and not fits)
+    graphs = {"graphs": options.graphs and not keeps, "graphs-keep": options.graphs and keeps}
+    asked = {"liger": options.liger, "compile": options.compile, **graphs}
+    return [name for name, wanted in asked.items() if wanted]
+
+
+def add(peft_model: Any, options: argparse.Namespace) -> None:
+    """Switch on Liger, and torch.compile unless graphs do, where they are asked for."""
+    model = peft_model.get_base_model()
+    if options.liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model, swiglu=False)
+    if options.compile and not options.graphs:
+        for layer in model.base_model.layers:
+            layer.compile()
+
+
+@contextmanager
+def prepared(
+    peft_model: Any, options: argparse.Namespace, *, fits: bool, rows: Rows | None = None
+) -> Iterator[Any]:
+    """Fit the model's activations to memory and record its layers, as far as it is asked for.
+
+    Args:
+        peft_model: After `add`; on the device.
+        options: The command line's.
+        fits: Whether this peer takes `fit_memory`; the others' graphs keep everything instead.
+        rows: Records what was chosen, and afterwards how far its peak was from the one measured.
+
+    Yields:
+        The graphs, or None.
+    """
+    library: Any = moe_qlora
+    with ExitStack() as stack:
+        fit = None
+        if options.fit is not None and fits:
+            memory = None if options.fit == DEVICE else options.fit
+            fit = stack.enter_context(
+                library.fit_memory(
+                    peft_model,
+                    batch_size=options.micro_batch,
+                    seq_len=options.seq,
+                    memory=int(memory) if memory and memory.isdigit() else memory,
+                )
+            )
+            print(fit, flush=True)
+            if rows is not None:
+                _record_choice(fit, rows)
+        graphs = None
+        if options.graphs:
+            how = {"compiled": True} if options.compile else {}
+            if "graphs-keep" in words(options, fits=fits):
+                how["keep"] = True
+            graphs = stack.enter_context(library.graph_layers(peft_model, **how))
+        yield graphs
+        if graphs is not None and rows is not None:
+            rows.add("recorded calls", "calls", graphs.recorded)
+        device = next(peft_model.parameters()).device
+        if fit is not None and rows is not None and device.type == "cuda":
+            measured = torch.cuda.max_memory_allocated(device)
+            rows.add("planned peak, error", "%", 100 * (fit.peak / measured - 1))
+
+
+def _record_choice(fit: Any, rows: Rows) -> None:
+    rows.add("planned peak", "bytes", fit.peak)
+    rows.add("memory to fit", "bytes", fit.memory)
+    count = Counter(layer.activations for layer in fit.layers)
+    for kind, metric in KINDS.items():
+        rows.add(metric, "layers", count[kind])
