@@ -167,7 +167,8 @@ class LayerGraphs:
 
         Hidden states come first: they always change, and a reference would keep them alive.
         """
-        buffers[0].data.copy_(leaves[0])
+        if buffers[0] is not leaves[0]:
+            buffers[0].data.copy_(leaves[0])
         for buffer, leaf in zip(buffers[1:], leaves[1:], strict=True):
             if isinstance(leaf, Tensor):
                 source, version = self._sources.get(id(buffer), (None, 0))
