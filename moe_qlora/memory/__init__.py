@@ -14,6 +14,7 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     tracker.py     counts the bytes of tensors on meta, and of loops of linear attention without
                    their turns
     attention.py   says where attention is eager and need not be, and lets other kinds run on meta
+    choice.py      decides which layers keep what between forward and backward (`levels.py`)
     budget.py      adds up what blocks hold and do, and optimizer states, and spreads blocks over
                    devices (`devices.py`)
     engines.py     what a rank holds under DDP, FSDP2, expert parallelism and ZeRO-3
@@ -21,5 +22,5 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     report.py      `MemoryPlan` and `Hint`, which `plan` returns
     rehearsal.py   bytes by kind, and the step moment by moment, for pages about a model
 
-budget.py, devices.py, engines.py and report.py are plain arithmetic without torch.
+budget.py, choice.py, devices.py, engines.py and report.py are plain arithmetic without torch.
 """

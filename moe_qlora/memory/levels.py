@@ -27,9 +27,9 @@ from torch.utils.checkpoint import (
 )
 
 from ..experts.kept import kept_tensors
+from . import choice
 
-RECOMPUTE, EXPERTS, ATTENTION, KEEP = LEVELS = ("recompute", "experts", "attention", "keep")
-"""Each keeps what those before it keep."""
+RECOMPUTE, EXPERTS, ATTENTION, KEEP = LEVELS = choice.LEVELS
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 

@@ -1,0 +1,124 @@
+"""The choice of what decoder layers keep, against a search through all levels of all layers."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_qlora.errors import ConfigError
+from moe_qlora.memory.budget import Activity
+from moe_qlora.memory.choice import (
+    LEVELS,
+    LayerChoice,
+    choose,
+    counted,
+    gain,
+    levels_at,
+    mixed,
+    order,
+    sentence,
+)
+
+RANK = {level: place for place, level in enumerate(LEVELS)}
+
+
+def model_of(saved):
+    """Activities by level: an embedding, layers that save so much more a level, and a head."""
+    layers = [f"layers.{place}" for place in range(len(saved))]
+    activities = {}
+    for place, level in enumerate(LEVELS):
+        inner = [
+            Activity(name, sum(more[: place + 1]), sum(more) + 7, sum(more) + 9)
+            for name, more in zip(layers, saved, strict=True)
+        ]
+        # What is no layer differs here so that a mistake shows.
+        ends = [Activity(name, 5 + place, 6, 6) for name in ("embed", "head")]
+        activities[level] = (ends[0], *inner, ends[1])
+    return layers, activities
+
+
+def needed(blocks):
+    """The peak of a step without gradients: what is kept before a block, and its own work."""
+    before, peak = 0, 0
+    for block in blocks:
+        peak = max(peak, before + block.forward, before + block.backward)
+        before += block.saved
+    return peak
+
+
+sizes = st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(sizes, st.integers(0, 900), st.integers(0, 900))
+def test_a_choice_is_the_largest_that_fits_and_larger_memory_never_keeps_less(saved, first, second):
+    layers, activities = model_of(saved)
+    least = needed(activities["recompute"])
+    small, large = sorted((least + first, least + second))
+    less, more = (choose(layers, activities, needed, limit) for limit in (small, large))
+    for choice, limit in ((less, small), (more, large)):
+        assert needed(choice.activities) <= limit
+        after = [
+            needed(mixed(activities, levels_at(layers, n)))
+            for n in range(choice.steps + 1, 3 * len(layers) + 1)
+        ]
+        assert all(peak > limit for peak in after)
+    assert all(RANK[less.levels[name]] <= RANK[more.levels[name]] for name in layers)
+
+
+def test_levels_rise_experts_first_and_from_the_last_layer():
+    layers = ["a", "b", "c"]
+    assert list(order(layers)) == [
+        (name, level) for level, name in product(LEVELS[1:], ("c", "b", "a"))
+    ]
+    assert levels_at(layers, 0) == dict.fromkeys(layers, "recompute")
+    assert levels_at(layers, 4) == {"a": "experts", "b": "experts", "c": "attention"}
+    assert levels_at(layers, 9) == dict.fromkeys(layers, "keep")
+
+
+def test_blocks_that_are_no_layers_and_the_order_of_running_stay():
+    _, activities = model_of([(1, 2, 3, 4), (1, 2, 3, 4)])
+    blocks = mixed(activities, {"layers.0": "recompute", "layers.1": "keep"})
+    assert [(block.name, block.saved) for block in blocks] == [
+        ("embed", 5), ("layers.0", 1), ("layers.1", 10), ("head", 5),
+    ]  # fmt: skip
+
+
+def test_where_computing_all_again_does_not_fit_the_missing_bytes_are_said():
+    layers, activities = model_of([(1, 2, 3, 4)])
+    least = needed(activities["recompute"])
+    with pytest.raises(ConfigError, match=r": 3 bytes are missing\."):
+        choose(layers, activities, needed, least - 3)
+    assert needed(choose(layers, activities, needed, least).activities) == least
+
+
+def test_the_gain_weighs_bytes_by_what_they_save():
+    layers, activities = model_of([(10, 100, 40, 200), (10, 0, 40, 200)])
+    every = 100 * 8 + 2 * (40 * 7 + 200 * 2)
+    assert gain(activities, dict.fromkeys(layers, "recompute")) == 1.0
+    assert gain(activities, dict.fromkeys(layers, "keep")) == pytest.approx(1 / 0.74)
+    part = gain(activities, {"layers.0": "attention", "layers.1": "experts"})
+    assert part == pytest.approx(1 / (1 - 0.26 * (100 * 8 + 40 * 7) / every))
+
+
+def test_layers_that_save_the_same_on_every_level_gain_nothing():
+    layers, activities = model_of([(10, 0, 0, 0)])
+    assert gain(activities, dict.fromkeys(layers, "keep")) == 1.0
+
+
+def test_layers_are_counted_and_told_in_one_sentence():
+    layers = [LayerChoice(name, level) for name, level in zip("abcd", LEVELS, strict=True)]
+    layers.append(LayerChoice("e", "keep", "host"))
+    counts = counted(layers)
+    assert counts == {"keep": 2, "part": 2, "recompute": 1, "host": 1}
+    assert sentence(counts, 3 << 29, 80 << 30, 1.2345) == (
+        "2 of 5 layers keep their activations, 2 keep part of them: 1.5 of 80 GiB, about 1.23 "
+        "times as fast as computing all again"
+    )
+    none = {"keep": 0, "part": 0, "recompute": 5, "host": 0}
+    assert sentence(none, 2048, 4096, 1.0) == (
+        "0 of 5 layers keep their activations: 2.0 KiB of 4.0 KiB"
+    )
