@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -397,3 +398,85 @@ def test_each_setting_of_a_whole_model_has_a_bar_of_its_own(monkeypatch):
             settings.setdefault((row["name"], plot.caption(setting)), set()).add(row["setting"])
     assert len(settings) > 20
     assert not {bar: several for bar, several in settings.items() if len(several) > 1}
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """The script of the table of what fits, its cases small programs instead of model.py."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import fit_table
+
+    heading = ",".join((*REQUIRED[:8], "name", "setting", "metric", "unit", "p20", "p50", "p80"))
+    row = ",".join(["x"] * 10)
+    figures = {
+        "throughput": 20300,
+        "peak in training": 3.1e10,
+        "reserved in training": 3.2e10,
+        "memory to fit": 3.3e10,
+        "planned peak, error": -1.25,
+        "layers kept": 40,
+        "layers kept in part": 6,
+        "layers recomputed": 2,
+    }
+    out = tmp_path / "model.csv"
+    out.write_text(f"{heading}\n{row},throughput,x,1,1,1\n")  # of a run before
+    rows = "".join(f"{row},{json.dumps(m)},x,1,{value},9\n" for m, value in figures.items())
+    failed = f"{row},fails: OutOfMemoryError: CUDA out of memory,none,nan,nan,nan\n"
+    programs = {
+        "good": f"open({str(out)!r}, 'a').write({rows!r})",
+        "slow": "import time; time.sleep(60)",
+        "failed": f"open({str(out)!r}, 'a').write({failed!r})",
+        "broken": "raise ValueError('it broke')",
+    }
+    cases = tuple(fit_table.Case(n, "ours", "", limit=4 if n == "slow" else 30) for n in programs)
+    monkeypatch.setattr(fit_table, "CASES", cases)
+    monkeypatch.setattr(
+        fit_table, "command", lambda case, _: [sys.executable, "-c", programs[case.name]]
+    )
+
+    def called(*words):
+        asked = ["fit_table.py", "--out", str(out), "--log", str(tmp_path / "log"), *words]
+        monkeypatch.setattr(sys, "argv", asked)
+        fit_table.main()
+
+    return called
+
+
+def test_a_table_of_what_fits_goes_on_after_cases_that_end_without_a_speed(table, capsys):
+    table("--only", "broken,failed,good,slow")
+    lines = [
+        tuple(cell.strip() for cell in line.split("|")[1:-1])
+        for line in capsys.readouterr().out.splitlines()
+    ]
+    assert {len(line) for line in lines} == {8}
+    said = {line[0]: line[1:7] for line in lines[2:]}
+    sizes = ("31.00 GB", "32.00 GB", "33.00 GB")
+    assert said["good"] == ("20,300", *sizes, "-1.2 %", "40/6/2")
+    assert said["slow"][0] == "not within 4 s"
+    assert said["failed"][0] == "fails: OutOfMemoryError: CUDA out of memory"
+    assert said["broken"][0] == "ValueError: it broke"
+
+
+def test_no_case_starts_when_little_time_is_left(table, capsys):
+    table("--within", "9")
+    assert capsys.readouterr().out.count("no time left") == 4
+
+
+def test_every_case_of_the_table_is_a_setting_of_its_own(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import fit_table
+    import model
+    import plot
+
+    settings, captions = set(), set()
+    options = SimpleNamespace(device="cuda", out="out.csv", tiny=False, layers=None, commit="abc")
+    for case in fit_table.CASES:
+        words = fit_table.command(case, options)
+        assert Path(words[2]).exists()
+        monkeypatch.setattr(sys, "argv", words[2:])
+        asked = model._options()
+        setting = model._setting(case.peer, asked, 48)
+        pairs = (word.partition("=") for word in setting.split())
+        captions.add((asked.model, plot.caption({key: value or key for key, _, value in pairs})))
+        settings.add((asked.model, setting))
+    assert len(settings) == len(captions) == len(fit_table.CASES)

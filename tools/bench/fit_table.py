@@ -1,0 +1,195 @@
+"""Measures what memory gives in speed: Qwen3-30B-A3B fitted to several limits, and bf16; model.csv.
+
+    python tools/bench/fit_table.py                          one H200, within nine minutes
+    python tools/bench/fit_table.py --within 1200 --list     the cases, and what each runs
+    python tools/bench/fit_table.py --only one,one-frozen    some of them
+    python tools/bench/fit_table.py --tiny --device cpu      whether it runs, without a GPU's part
+
+Each case is a process of `model.py`, one after the other, with a time limit; the first that
+compiles leaves its code on disk for the next. The most important come first, so that a case for
+which no time is left costs least. A line is printed as soon as a case has ended. A limit is never
+exceeded where "reserved" is at most "memory"; "plan" is how far the planned peak was off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from additions import KINDS
+from common import RESULTS
+
+GB = 1e9
+HEADER = ("case", "tokens/s", "peak", "reserved", "memory", "plan", "keep/part/again", "seconds")
+STARTS = 10.0
+"""Seconds below which no case is worth a start."""
+
+FAST = "--liger --compile --optimizer adamw_fused"
+FIT = f"{FAST} --graphs --fit"
+RECORDED = "--liger --graphs --optimizer adamw_fused"
+FLEX = f"--attention flex_attention {FIT}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting.
+
+    Attributes:
+        name: Short.
+        peer: As `model.py` calls it.
+        additions: Options of `model.py` that need a GPU.
+        options: Its other options.
+        limit: The most seconds that it may take, imports and compiling included.
+    """
+
+    name: str
+    peer: str
+    additions: str
+    options: str = ""
+    limit: float = 80.0
+
+
+CASES = (
+    Case("one", "ours", FIT, "--losses 14", 120),
+    Case("one-frozen", "frozen", FAST, "--no-checkpointing", 100),
+    Case("four", "ours", FIT, "--micro-batch 4"),
+    Case("one-28GiB", "ours", f"{FIT} 28GiB", "--losses 14"),
+    Case("one-24GiB", "ours", f"{FIT} 24GiB", "--losses 14"),
+    Case("one-recorded", "ours", RECORDED, "--losses 14"),
+    Case("four-recorded", "ours", RECORDED, "--micro-batch 4"),
+    Case("one-attention", "ours", FIT, "--lora attention"),
+    Case("four-76GiB", "ours", f"{FIT} 76GiB", "--micro-batch 4"),
+    Case("four-frozen-recomputed", "frozen", FAST, "--micro-batch 4"),
+    Case("long-80GiB", "ours", f"{FIT} 80GiB", "--seq 32768 --steps 4 --warmup 3", 110),
+    Case("oss-one", "ours", FLEX, "--model gpt-oss-20b", 110),
+    Case("oss-four", "ours", FLEX, "--model gpt-oss-20b --micro-batch 4"),
+    Case("one-frozen-graphs", "frozen", f"{FAST} --graphs-keep"),
+    Case("one-peft", "peft", FAST, "--no-checkpointing"),
+    Case("four-peft-recomputed", "peft", FAST, "--micro-batch 4"),
+)
+"""By importance: what fits, bf16 at its best, the setting of before; then other models."""
+
+
+def main() -> None:
+    """Run the cases that the command line asks for."""
+    options = _options()
+    cases = [case for case in CASES if not options.only or case.name in options.only]
+    if options.list:
+        for case in cases:
+            print(f"{case.name:24s} {case.limit:4.0f} s  {shlex.join(command(case, options))}")
+        return
+    print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER), flush=True)
+    end = time.monotonic() + options.within
+    for case in cases:
+        left = end - time.monotonic()
+        start = time.monotonic()
+        said = "no time left" if left < STARTS else run(case, options, min(left, case.limit))
+        seconds = f"{time.monotonic() - start:.0f}"
+        print(line(case.name, said, seconds), flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--within", type=float, default=540, help="seconds for all cases")
+    parser.add_argument("--only", default="", help="names of cases, by commas; default: all")
+    parser.add_argument("--list", action="store_true", help="say what would be run")
+    parser.add_argument("--layers", type=int, help="default: all")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS / "model.csv")
+    log = Path(tempfile.gettempdir()) / "fit_table.log"
+    parser.add_argument("--log", type=Path, default=log, help=f"default: {log}")
+    parser.add_argument("--commit", help="for a copy of the tree without its history")
+    options = parser.parse_args()
+    options.only = options.only.split(",") if options.only else []
+    unknown = {*options.only} - {case.name for case in CASES}
+    if unknown:
+        parser.error(
+            f"--only {', '.join(sorted(unknown))}: expected some of "
+            f"{', '.join(case.name for case in CASES)}"
+        )
+    return options
+
+
+def command(case: Case, options: argparse.Namespace) -> list[str]:
+    """The call of `model.py` for a case; on a CPU without what needs a GPU."""
+    script = Path(__file__).with_name("model.py")
+    call = [sys.executable, "-u", str(script), "--peers", case.peer, "--steps", "10"]
+    call += ["--warmup", "4", *case.options.split()]
+    call += case.additions.split() if options.device != "cpu" else []
+    call += ["--device", options.device, "--out", str(options.out)]
+    call += ["--tiny"] if options.tiny else []
+    call += ["--layers", str(options.layers)] if options.layers else []
+    return call + (["--commit", options.commit] if options.commit else [])
+
+
+def run(case: Case, options: argparse.Namespace, limit: float) -> dict[str, float] | str:
+    """Run a case in a process of its own, whose output goes to the log.
+
+    Returns:
+        The median of each metric that it recorded, or why there is no speed among them.
+    """
+    before = len(_rows(options.out))
+    with options.log.open("a", encoding="utf-8") as log:
+        log.write(f"\n== {case.name}\n")
+        log.flush()
+        start = log.tell()
+        process = subprocess.Popen(
+            command(case, options), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"not within {limit:.0f} s"
+        finally:
+            if process.poll() is None:  # with compilers that it started
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    found = {row["metric"]: float(row["p50"]) for row in _rows(options.out)[before:]}
+    if process.returncode == 0 and "throughput" in found:
+        return found
+    failed = next((metric for metric in found if metric.startswith("fails: ")), "")
+    with options.log.open("rb") as log_of_case:
+        log_of_case.seek(start)
+        said = log_of_case.read().decode(errors="replace").split("\n")
+    return failed or next((words for words in reversed(said) if words.strip()), "ended silently")
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def line(name: str, found: dict[str, float] | str, seconds: str) -> str:
+    """A case's line of the table."""
+    if isinstance(found, str):
+        blank = [""] * (len(HEADER) - 3)
+        return f"| {' | '.join((name, found.replace('|', '/'), *blank, seconds))} |"
+    sizes = ("peak in training", "reserved in training", "memory to fit")
+    gigabytes = (f"{found[size] / GB:.2f} GB" if size in found else "-" for size in sizes)
+    error = found.get("planned peak, error")
+    layers = [found[metric] for metric in KINDS.values() if metric in found]
+    cells = (
+        name,
+        f"{found['throughput']:,.0f}",
+        *gigabytes,
+        "-" if error is None else f"{error:+.1f} %",
+        "/".join(f"{count:.0f}" for count in layers) or "-",
+        seconds,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
