@@ -3,13 +3,15 @@
     python tools/bench/how_fast.py
 
 A table shows one run: rows of one commit, measured on one machine one after the other. Prose is
-here, figures come from the rows. After new rows, name their commit here and run it again.
+here, figures come from the rows. After new rows, name their commit here and run it again: `WHOLE`
+says which rows, and in which setting, stand for the whole model here and in README.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from additions import KINDS
 from pages import (
     DOCS,
     Run,
@@ -67,26 +69,92 @@ WORDS = """
   loss. The loss over the vocabulary is computed in chunks, which saves gigabytes.
 - **Graphs**: `moe_qlora.graph_layers`. Each decoder layer is recorded as CUDA graphs and replayed,
   so that the GPU need not wait for Python. Layers are computed again in backward, as with
-  checkpointing. Sequences must all have one length.
+  checkpointing, unless a table says otherwise. Sequences must all have one length.
 - **Fused AdamW**: `optim="adamw_torch_fused"`.
 """
 
+WHOLE = ("3d1899a", "recorded")
+"""Commit and setting of the table of all 48 layers."""
+
+SETTINGS = {
+    "recorded": dict.fromkeys(
+        [(peer, batch) for peer in ("ours", "frozen") for batch in (1, 4)],
+        "with=liger,graphs,adamw_fused",
+    ),
+    "fitted": {
+        **{("ours", n): "checkpointing=fit with=liger,compile,graphs,adamw_fused" for n in (1, 4)},
+        ("frozen", 1): "checkpointing=none with=liger,compile,adamw_fused",
+        ("frozen", 4): "checkpointing=non-reentrant with=liger,compile,adamw_fused",
+    },
+}
+"""What the rows of each setting have, by peer and micro-batch: `fit_table.py` measures "fitted"."""
+
+SAID = {
+    "recorded": "Both runs have Liger, CUDA graphs and fused AdamW, and compute layers again in "
+    "backward",
+    "fitted": "Both runs have Liger, torch.compile and fused AdamW; this package's also CUDA "
+    "graphs, and fit_memory decides what is computed again in backward. The bf16 run computes "
+    "nothing again at micro-batch 1, and every layer at micro-batch 4, where keeping all would "
+    "not fit",
+}
+"""What the page and README.md say of each setting."""
+
 CAVEAT = """
-Both rows of a pair have the same additions, and both compute every layer again in backward. A GPU
-with room for the 16-bit model and all its activations need not do that. Without checkpointing and
-with `torch.compile`, frozen bf16 experts came out about as fast as this package at micro-batch 1,
-in more than twice its memory. No rows of that comparison have been recorded yet, so it has no table
-here.
+A GPU with room for the 16-bit model and all its activations need not compute them again. Without
+checkpointing and with `torch.compile`, frozen bf16 experts came out about as fast as this package
+at micro-batch 1, in more than twice its memory. No rows of that comparison have been recorded yet,
+so it has no table here.
 """
 
+LIMITS = ("28GiB", "24GiB")
+"""Memory that micro-batch 1 was fitted to."""
 
-def whole(commit: str, batch: int, seq: int = 4096) -> list[tuple[str, Run]]:
-    """The runs of Qwen3-30B-A3B's 48 layers with all additions."""
-    words = f"layers=48 seq={seq} batch={batch} with=liger,graphs,adamw_fused"
+
+def whole(
+    commit: str, batch: int, seq: int = 4096, kind: str = "recorded"
+) -> list[tuple[str, Run]]:
+    """The runs of Qwen3-30B-A3B's 48 layers with all additions, in a setting of `SETTINGS`."""
     return [
-        (peer, find("model.csv", commit, QWEN, f"{words} peer={peer}", ["generate"]))
+        (peer, _whole(commit, peer, batch, seq, SETTINGS[kind][peer, batch], ["memory"]))
         for peer in ("ours", "frozen")
     ]
+
+
+def _whole(
+    commit: str, peer: str, batch: int, seq: int, words: str, without: Sequence[str] = ()
+) -> Run:
+    lora = "experts,attention" if peer == "ours" else "attention"
+    words += f" layers=48 seq={seq} batch={batch} lora={lora} peer={peer}"
+    return find("model.csv", commit, QWEN, words, ["generate", *without])
+
+
+def of_table(batch: int) -> list[tuple[str, Run]]:
+    """The runs of `WHOLE`."""
+    commit, kind = WHOLE
+    return whole(commit, batch, kind=kind)
+
+
+def fitted() -> Iterator[str]:
+    """The part on memory and speed, where the table's setting is fitted."""
+    commit, kind = WHOLE
+    if kind != "fitted":
+        return
+    yield "Ours at micro-batch 1, by the memory that it was fitted to:"
+    words = SETTINGS[kind]["ours", 1]
+    runs = {"all that is free": dict(of_table(1))["ours"]}
+    runs |= {
+        f"{limit[:-3]} GiB": _whole(commit, "ours", 1, 4096, f"{words} memory={limit}")
+        for limit in LIMITS
+    }
+    rows = [
+        (limit, *(whole_number(run.p50[metric]) for metric in KINDS.values()),
+         *(gigabytes(run.p50[metric]) for metric in ("planned peak", "peak in training")),
+         gigabytes(run.p50["reserved in training"]), run.speed)
+        for limit, run in runs.items()
+    ]  # fmt: skip
+    sizes = ("planned peak", "peak", "reserved")
+    yield table(("memory", *KINDS.values(), *sizes, "tokens/s"), rows)
+    yield source(runs.values())
 
 
 def eight() -> list[tuple[str, Run]]:
@@ -127,11 +195,14 @@ def shown(runs: list[tuple[str, Run]], title: str, note: str = "") -> Iterator[s
 def whole_models() -> Iterator[str]:
     """The part on Qwen3-30B-A3B."""
     yield "## Qwen3-30B-A3B, all 48 layers"
-    yield "With Liger, graphs and fused AdamW."
-    yield from shown(whole("3d1899a", 1), "Micro-batch 1:")
-    yield from shown(whole("3d1899a", 4), "Micro-batch 4:")
-    yield from shown(whole("5f0f82d", 1, 32768), "One sequence of 32,768 tokens:")
-    yield CAVEAT
+    yield f"{SAID[WHOLE[1]]}."
+    yield from shown(of_table(1), "Micro-batch 1:")
+    yield from shown(of_table(4), "Micro-batch 4:")
+    yield from fitted()
+    again = "One sequence of 32,768 tokens, with Liger, graphs and fused AdamW, computed again:"
+    yield from shown(whole("5f0f82d", 1, 32768), again)
+    if WHOLE[1] == "recorded":
+        yield CAVEAT
     yield "### Without Liger, graphs and fused AdamW"
     yield (
         "Stock loss, checkpointing, torch's AdamW. At micro-batch 1 the GPU waits for Python, so "
@@ -338,14 +409,14 @@ def _gpu_row(commit: str, engine: str, layers: str, word: str) -> dict[str, str]
 
 def in_short() -> str:
     """The figures to take away."""
-    (_, ours), (_, frozen) = whole("3d1899a", 1)
+    (_, ours), (_, frozen) = of_table(1)
     runs = dict(eight())
     theirs, packed = runs["unsloth bf16"], runs["unsloth nf4+double"]
     return (
         "On one H200, all of Qwen3-30B-A3B, packed, trains LoRA on attention and experts at "
         f"{ours.speed} tokens/s in {ours.peak}. With frozen bf16 experts and LoRA on attention "
-        f"alone, it makes {frozen.speed} tokens/s in {frozen.peak}. Both compute each layer again "
-        f"in backward. Eight layers of it make {runs['ours'].speed} tokens/s in "
+        f"alone, it makes {frozen.speed} tokens/s in {frozen.peak}. {SAID[WHOLE[1]]}. "
+        f"Eight layers of it make {runs['ours'].speed} tokens/s in "
         f"{runs['ours'].peak}, Unsloth's {packed.speed} in {packed.peak} with 4-bit experts and "
         f"{theirs.speed} in {theirs.peak} with bf16 experts, each with settings of its own."
     )
@@ -367,17 +438,16 @@ def readme_block() -> str:
         "Unsloth, bf16 experts",
     )
     names = (*short, "Unsloth, nf4 experts", "experts4bit-qlora")
-    pairs = zip(names, whole("3d1899a", 1), whole("3d1899a", 4), strict=False)
+    pairs = zip(names, of_table(1), of_table(4), strict=False)
     large = [(name, a.peak, a.speed, b.peak, b.speed) for name, (_, a), (_, b) in pairs]
     small = [(n, run.peak, run.speed) for n, (_, run) in zip(names, eight(), strict=True)]
     header = ("Qwen3-30B-A3B, 48 layers", "peak", "tokens/s", "micro-batch 4: peak", "tokens/s")
-    commits = [runs[0][1].where["commit"] for runs in (whole("3d1899a", 1), eight())]
+    commit = eight()[0][1].where["commit"]
     return page(
-        "One H200, sequence 4,096, LoRA on attention and experts but where a row says less. Both "
-        "rows here have Liger, CUDA graphs and fused AdamW, and compute layers again in backward "
-        f"(commit {commits[0]}):",
+        "One H200, sequence 4,096, LoRA on attention and experts but where a row says less. "
+        f"{SAID[WHOLE[1]]} (commit {WHOLE[0]}):",
         table(header, large, space=""),
-        f"Eight layers, each program with settings of its own (commit {commits[1]}):",
+        f"Eight layers, each program with settings of its own (commit {commit}):",
         table(("8 layers", "peak", "tokens/s"), small, space=""),
         "[How fast](moe_qlora/docs/how-fast.md) names every setting, and has more models.",
     )

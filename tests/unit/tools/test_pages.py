@@ -8,6 +8,7 @@ import json
 import random
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ MODELS = (
     *("gpt-oss-20b", "gpt-oss-120b", "qwen3-30b-a3b", "qwen3-next-80b-a3b", "qwen3-235b-a22b"),
     *("mixtral-8x7b", "glm-4.5-air", "deepseek-v3"),
 )
+PERCENTILES = ("p20", "p50", "p80")
 QUICK = ("mixtral-8x7b", "qwen3-30b-a3b")
 """Models that are planned in the shortest time."""
 
@@ -34,6 +36,41 @@ def script(monkeypatch):
 def test_the_page_of_speed_is_what_its_script_writes(script):
     how_fast = script("how_fast")
     assert how_fast.PAGE.read_text(encoding="utf-8") == how_fast.text(), "run how_fast.py again"
+
+
+def test_the_page_of_speed_can_show_what_the_table_of_what_fits_measures(script, monkeypatch):
+    how_fast, fit_table, pages = map(script, ("how_fast", "fit_table", "pages"))
+    model = script("model")
+    figures = {"model": 1e9, "throughput": 2e4, "peak in training": 3e9, "planned peak": 3.1e9}
+    figures |= {"reserved in training": 3.2e9, **dict.fromkeys(how_fast.KINDS.values(), 16)}
+    start = {"date": "2026-01-02", "commit": "abc", "gpu": "NVIDIA H200", "name": how_fast.QWEN}
+    options = SimpleNamespace(device="cuda", out="x", tiny=False, layers=None, commit=None)
+    rows = []
+    for number, case in enumerate(fit_table.CASES):
+        monkeypatch.setattr("sys.argv", fit_table.command(case, options)[2:])
+        asked = model._options()
+        if asked.model == how_fast.QWEN:
+            setting = model._setting(case.peer, asked, 48)
+            case_figures = figures | {"throughput": 20000 + number}
+            rows += [
+                {**start, "setting": setting, "metric": metric} | dict.fromkeys(PERCENTILES, value)
+                for metric, value in case_figures.items()
+            ]
+    stored = pages.rows_of
+    new = {"model.csv": tuple(rows)}
+    monkeypatch.setattr(pages, "rows_of", lambda file: stored(file) + new.get(file, ()))
+    before = how_fast.text()
+    monkeypatch.setattr(how_fast, "WHOLE", ("abc", "fitted"))
+    text, speeds = (
+        how_fast.text(),
+        {c.name: f"{20000 + n:,}" for n, c in enumerate(fit_table.CASES)},
+    )
+    for name in ("one", "one-frozen", "four", "four-frozen-recomputed", "one-28GiB", "one-24GiB"):
+        assert speeds[name] in text and speeds[name] not in before, name
+    assert f"| 28 GiB | 16 | 16 | 16 | 3.1 GB | 3.0 GB | 3.2 GB | {speeds['one-28GiB']} |" in text
+    block = how_fast.readme_block()
+    assert "torch.compile" in block and "(commit abc)" in block
+    assert f"|3.0 GB|{speeds['one']}|3.0 GB|{speeds['four']}|" in block
 
 
 def test_figures_are_looked_up_by_what_was_run(script, monkeypatch):
