@@ -41,6 +41,8 @@ from .report.write import write_report as write_report
 from .serving.check import ServeReport as ServeReport
 from .serving.check import serve_check as serve_check
 from .serving.export import export_adapter as export_adapter
+from .speed.fit import Fit as Fit
+from .speed.fit import fit_memory as fit_memory
 from .speed.graphs import LayerGraphs as LayerGraphs
 from .speed.graphs import graph_layers as graph_layers
 

@@ -240,7 +240,7 @@ class StepBudget:
     The blocks of a group must share a device; groups come in placing order, activities in running
     order, and the loss belongs to the last. `itemsize` is that of the adapters, `state_itemsize`
     that of the weights that the optimizer is given. `extra` are bytes of an engine's own that are
-    there at any time, by component.
+    there at any time, by component, and `library` those of libraries' workspaces.
     """
 
     def __init__(
@@ -252,10 +252,11 @@ class StepBudget:
         *,
         state_itemsize: int | None = None,
         extra: Mapping[str, int] | None = None,
+        library: int = LIBRARY_BYTES,
     ) -> None:
         self.groups = groups
         self.settings = settings
-        self.extra = dict(extra or {})
+        self.extra, self.library = dict(extra or {}), library
         self.components = COMPONENTS if settings.engine else _ONE_PROCESS
         self.last = activities[-1].name if activities else ""
         size = state_itemsize or itemsize
@@ -337,7 +338,7 @@ class StepBudget:
             "quantization statistics": sum(block.statistics for block in blocks),
             "adapters": sum(self._gradients[first:last]),
             "optimizer states": sum(state.resident for state in self._states[first:last]),
-            "library workspace": LIBRARY_BYTES,
+            "library workspace": self.library,
         }
         if self.settings.workspace:
             fixed["decode scratch"] = self.settings.workspace * any(b.experts for b in blocks)

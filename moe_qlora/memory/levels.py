@@ -41,7 +41,8 @@ _ATTENTION_OPERATORS = (
     "aten::_flash_attention_forward",
     "moe_qlora::planned_attention",
 )
-_EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection")
+_EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection", "aten::topk")
+"""With the top-k: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
 
 
@@ -80,6 +81,22 @@ def compute(
     return checkpoint(
         call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **how
     )
+
+
+def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
+    """Return a function of (level, args, kwargs) that computes `own`, compiled if asked for.
+
+    Under "recompute" the compiled function runs again, and not another: fused in another way, a
+    router may choose other experts.
+    """
+    whole, part = (torch.compile(own), torch.compile(compute)) if compiles else (own, compute)
+
+    def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
+        if level in (RECOMPUTE, KEEP):
+            return compute(level, whole, args, kwargs, preserve_rng_state=preserve_rng_state)
+        return part(level, own, args, kwargs, preserve_rng_state=preserve_rng_state)
+
+    return run
 
 
 def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]) -> _Contexts:

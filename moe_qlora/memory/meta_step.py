@@ -213,7 +213,7 @@ class _Like:
             shape, dtype = item.shape, item.dtype
             if (shape, dtype) == kind:
                 return lambda hidden: Passthrough.apply(hidden, self.grad_anchor)
-            return lambda hidden: torch.empty(shape, dtype=dtype, device="meta")
+            return lambda hidden: hidden.new_empty(shape, dtype=dtype)
 
         if self.makers is None:
             self.makers = tree_map(maker, out)

@@ -52,6 +52,8 @@ class MemoryTracker(TorchDispatchMode):
     The storages of `known`, weights and inputs, are not counted. The model chooses among `experts`.
     """
 
+    grain = GRAIN
+
     def __init__(self, known: Sequence[Tensor], experts: int = 1) -> None:
         super().__init__()
         self.experts = experts
@@ -75,6 +77,10 @@ class MemoryTracker(TorchDispatchMode):
                 product = torch.empty_like(args[0])
                 self._count(product)
             out = func(*args, **(kwargs or {}))
+        return self.counted(out)
+
+    def counted(self, out: Any) -> Any:
+        """Count the tensors that an operation returns, and return them."""
         for tensor in tensors_of(out):
             self._count(tensor)
         return out
@@ -101,7 +107,7 @@ class MemoryTracker(TorchDispatchMode):
             self._known.append(storage)
             self._seen.add(key)
             return
-        size = cdiv(storage.nbytes(), GRAIN) * GRAIN
+        size = cdiv(storage.nbytes(), self.grain) * self.grain
         self._seen.add(key)
         self.live += size
         self.peak = max(self.peak, self.live)

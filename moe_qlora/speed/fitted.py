@@ -29,19 +29,30 @@ class FittedLayer(RunsLevels):
 
     def __init__(self, layer: Any, level: str, tokens: int, warned: set[str]) -> None:
         self.layer, self.level, self.tokens, self.warned = layer, level, tokens, warned
-        self.before = layer.__dict__.get("forward")
+        self.measures = False  # Whether its steps are measured, and not to be recorded
+        self.compiled: Any = None  # What torch.compile had put in the layer's place
+        self._before = layer.__dict__.get("forward")
         layer.__dict__[_FITTED] = self
-        if not isinstance(getattr(self.before, "__self__", None), RunsLevels):
-            layer.forward = self.forward
+        if isinstance(getattr(self._before, "__self__", None), RunsLevels):
+            self._before = None
+        else:
+            self.install()
+
+    def install(self) -> None:
+        """Put `forward` in the place of the layer's own."""
+        layer = self.layer
+        layer.forward = self.forward
+        self.compiled, layer._compiled_call_impl = layer._compiled_call_impl, None
+        own = own_forward(layer) if self._before is None else self._before
+        self._run = levels.runner(own, compiles=self.compiled is not None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; in training, keep what its level says."""
-        own = type(self.layer).forward if self.before is None else self.before
-        inputs = (self.layer, *args) if self.before is None else args
-        if not (self.layer.training and torch.is_grad_enabled()):
-            return own(*inputs, **kwargs)
-        level = level_of(self.layer, args, kwargs, levels.RECOMPUTE)
-        return levels.compute(level, own, inputs, without_cache(kwargs))
+        inputs = (self.layer, *args) if self._before is None else args
+        level = levels.KEEP
+        if self.layer.training and torch.is_grad_enabled():
+            level, kwargs = level_of(self.layer, args, kwargs, level), without_cache(kwargs)
+        return self._run(level, inputs, kwargs)
 
     def remove(self) -> None:
         """Restore the layer's forward."""
@@ -49,13 +60,26 @@ class FittedLayer(RunsLevels):
         held.pop(_FITTED, None)
         if getattr(held.get("forward"), "__self__", None) is self:
             del held["forward"]
-            if self.before is not None:
-                self.layer.forward = self.before
+            if self._before is not None:
+                self.layer.forward = self._before
+            self.layer._compiled_call_impl = self.compiled
+
+
+def own_forward(layer: nn.Module) -> Any:
+    """Return the forward of a layer's class, without transformers' gradient checkpointing."""
+    own: Any = type(layer).forward
+    return getattr(own, "__wrapped__", own)
 
 
 def fitted(layer: nn.Module) -> FittedLayer | None:
     """Return what `fit_memory` has set on a layer."""
     return layer.__dict__.get(_FITTED)
+
+
+def measures(layer: nn.Module) -> bool:
+    """Whether `fit_memory` measures a layer, whose calls are not to be recorded."""
+    found = fitted(layer)
+    return found is not None and found.measures
 
 
 def level_of(layer: nn.Module, args: Any, kwargs: Any, default: str) -> str:

@@ -38,7 +38,7 @@ from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
 from . import recording
-from .fitted import FittedLayer, RunsLevels, fitted, level_of, without_cache
+from .fitted import FittedLayer, RunsLevels, fitted, level_of, measures, own_forward, without_cache
 from .recording import ObstacleError, RecordedCall, end_recording
 
 _log = logging.getLogger(__name__)
@@ -286,14 +286,11 @@ class _GraphedLayer(RunsLevels):
         self.adapters: tuple[str, ...] | None = None
         self.tensors: list[Tensor] = []
         self.tuners: list[Any] = []
-        self._compiled = getattr(layer, "_compiled_call_impl", None)
-        own: Any = type(layer).forward
-        own = getattr(own, "__wrapped__", own)  # without transformers' gradient checkpointing
+        found = fitted(layer)
+        compiled_before = layer._compiled_call_impl or (found.compiled if found else None)
+        self._compiled: Callable[..., Any] | None = compiled_before
         compiles = compiled or self._compiled is not None
-        self.own: Callable[..., Any] = own
-        self.compute: Callable[..., Any] = (
-            torch.compile(levels.compute) if compiles else (levels.compute)
-        )
+        self._run = levels.runner(own_forward(layer), compiles=compiles)
         reason = self._obstacle()
         self.active = reason is None
         if reason is None:
@@ -307,9 +304,9 @@ class _GraphedLayer(RunsLevels):
         if self.active:
             self.active = False
             self.layer.__dict__.pop("forward", None)
-            if (found := fitted(self.layer)) is not None:
-                self.layer.forward = found.forward
             self.layer._compiled_call_impl = self._compiled
+            if (found := fitted(self.layer)) is not None:
+                found.install()
         self.calls.clear()
         self.tokens.clear()
 
@@ -356,7 +353,7 @@ class _GraphedLayer(RunsLevels):
         admitted = in_backward() or self.shared.enters(self.place)
         try:
             leaves, spec, kind = self._describe(args, kwargs)
-            if admitted:
+            if admitted and not measures(layer):
                 call = self._recorded(
                     self.calls, (level, kind), lambda: self._record(leaves, spec, level)
                 )
@@ -454,8 +451,11 @@ class _GraphedLayer(RunsLevels):
         return kwargs | {name: None for name in ("num_items_in_batch",) if name in kwargs}
 
     def _compute(self, level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool) -> Any:
-        inputs = (self.layer, *args)
-        return self.compute(level, self.own, inputs, kwargs, preserve_rng_state=preserve_rng_state)
+        # In autocast's state of a recording, so that compilers need not compile for two.
+        with recording.uncached_autocast():
+            return self._run(
+                level, (self.layer, *args), kwargs, preserve_rng_state=preserve_rng_state
+            )
 
     def _describe(self, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec, Hashable]:
         """Return a call's arguments, and its kind: everything that a graph depends on."""

@@ -148,7 +148,7 @@ class RecordedCall:
         In autocast's state of the recording, which compiled code checks.
         """
         offset = self.generator.get_offset()
-        with _uncached_autocast():
+        with uncached_autocast():
             self._gradients(self._forward())
         self.generator.set_offset(offset)
 
@@ -315,11 +315,11 @@ def _exchanged(
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record the kernels launched in the block."""
-    with _uncached_autocast(), torch.cuda.graph(graph, pool=pool):
+    with uncached_autocast(), torch.cuda.graph(graph, pool=pool):
         yield
 
 
-def _uncached_autocast() -> Any:
+def uncached_autocast() -> Any:
     """Return autocast as it is, without its cache: a cast weight would be in a graph's memory."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)

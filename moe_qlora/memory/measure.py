@@ -1,0 +1,141 @@
+"""One training step of a real model, with what each of its blocks allocates.
+
+As `meta_step.py` on meta, but nothing is faked: on CUDA, torch's allocator says what was allocated,
+compiled code and foreign kernels included; on a CPU, tensors are counted. Of decoder layers that
+differ in nothing but their place only the first and the last run. Gradients, random numbers, and
+the mode of modules stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .blocks import block_modules, blocks_of, packed_parts, trained_tensor
+from .budget import Activity, Block
+from .meta_model import alike
+from .meta_step import BlockRecorder, _activities, _loss, _passthroughs
+from .tracker import MemoryTracker
+
+
+class MeasuredModel:
+    """A model with its blocks, ready for measured steps."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.base = base
+        self.modules = block_modules(base)
+        self.groups = alike(self.modules)
+        parts = tuple(packed_parts(base))
+        experts = tuple(f"{part.module}." for part in parts if not part.linear)
+        self.blocks = tuple(_with_trained(base, block, experts) for block in blocks_of(base, parts))
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.itemsize = max((p.itemsize for p in self.trained), default=4)
+        self.device = next(iter(self.trained), next(model.parameters())).device
+
+    def step(self, batch: int, seq: int) -> tuple[Activity, ...]:
+        """Run one step; return what each block does, in running order."""
+        vocabulary = self.base.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (batch, seq), generator=generator)
+        if self.device.type == "cuda":
+            self._run(ids)  # For what kernels and libraries allocate once
+            return self._run(ids)
+        # What a loop over experts allocates goes by the busiest: equal tokens have all in one.
+        most = zip(self._run(ids), self._run(torch.zeros_like(ids)), strict=True)
+        return tuple(_larger(first, second) for first, second in most)
+
+    def _run(self, ids: Tensor) -> tuple[Activity, ...]:
+        own = {block.name: self.itemsize * sum(block.trained) for block in self.blocks}
+        ids, cuda = ids.to(self.device), self.device.type == "cuda"
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        tracker: Any = _Allocator(self.device) if cuda else _Tensors(self._known(ids, anchor))
+        with ExitStack() as stack:
+            stack.enter_context(_as_before(self.model, self.device))
+            stack.enter_context(_passthroughs(self.modules, self.groups, anchor))
+            stack.enter_context(nullcontext() if cuda else tracker)
+            recorder = BlockRecorder(tracker, self.modules)
+            try:
+                loss = _loss(self.model, ids)
+                recorder.start_backward()
+                # Not `backward`: hooks of DDP wait for the gradients of all layers.
+                grads = torch.autograd.grad(loss, self.trained, allow_unused=True)
+                del grads, loss
+            finally:
+                recorder.close()
+        return _activities(recorder.readings, self.groups, own)
+
+    def _known(self, *inputs: Tensor) -> list[Tensor]:
+        statistics = (t for part in packed_parts(self.base) for t in part.weight.statistics)
+        return [*self.model.parameters(), *self.model.buffers(), *statistics, *inputs]
+
+
+def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Block:
+    """Return a block of an adapted model, with its trained tensors apart from the others."""
+    trained = [
+        trained_tensor(parameter, of_experts=name.startswith(experts))
+        for name, parameter in base.named_parameters()
+        if parameter.requires_grad and f"{name}.".startswith(f"{block.name}.")
+    ]
+    nbytes = sum(tensor.numel * tensor.itemsize for tensor in trained)
+    numels = tuple(tensor.numel for tensor in trained)
+    return replace(block, other=block.other - nbytes, trained=numels)
+
+
+def _larger(first: Activity, second: Activity) -> Activity:
+    sizes = ("saved", "forward", "backward")
+    return replace(
+        first, **{name: max(getattr(first, name), getattr(second, name)) for name in sizes}
+    )
+
+
+class _Tensors(MemoryTracker):
+    """A count of tensors on any device, whose operations are not faked."""
+
+    grain = 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.counted(func(*args, **(kwargs or {})))
+
+
+class _Allocator:
+    """The same readings, of torch's allocator on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.mark()
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def mark(self) -> int:
+        """Start a new section, and return the most that was allocated in the one before."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+
+@contextmanager
+def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """In this block, a model trains without gradients of before; then all is as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = [device.index or 0] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            model.train()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,323 @@
+"""`moe_qlora.fit_memory`: keep as many activations as the memory holds, and compute the rest again.
+
+memory/measure.py   what each block allocates in a step, for each level, on this very model
+memory/choice.py    what each decoder layer keeps: arithmetic, which `plan` prints too
+fitted.py           a layer that keeps what was chosen
+here                measures, chooses, sets it, checks it against the first steps, and undoes it
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import ConfigError
+from ..layout import human_bytes, parse_bytes
+from ..memory import levels
+from ..memory.budget import COMPONENTS, Activity, Settings, StepBudget
+from ..memory.choice import Choice, LayerChoice, choose, counted, gain, levels_at, mixed, sentence
+from ..memory.devices import FRAGMENTATION
+from ..memory.measure import MeasuredModel
+from .fitted import FittedLayer, fitted
+from .overrides import Overrides
+
+_log = logging.getLogger(__name__)
+
+_TOLERANCE = 1.03  # of the peak of the first steps over the planned one
+_STEPS_CHECKED = 3
+
+
+def fit_memory(
+    model: nn.Module, *, batch_size: int, seq_len: int, memory: int | str | None = None
+) -> Fit:
+    """Keep as many activations as the memory holds, and compute the rest again in backward.
+
+    A step then is as fast as this memory allows. For each decoder layer it decides whether to keep
+    all that backward needs, what the experts or also what attention saves, or nothing but the
+    layer's input. It measures a step of this model for that (two layers of each kind run, a few
+    times), so call it when the model is complete: after `get_peft_model`, Liger, and
+    `graph_layers(compiled=True)` or `layer.compile()`, before the training loop. Gradients are
+    those of the same kernels.
+
+    What is fitted wins over `gradient_checkpointing_enable`, which does nothing until `remove`.
+    Batches of more tokens compute their layers again. The optimizer is taken to be AdamW with two
+    states in the trained weights' dtype.
+
+    With torch.distributed running, every rank has to call it, and all ranks decide alike.
+
+    Args:
+        model: A transformers model, or a PEFT model around one, on one device.
+        batch_size: Sequences in a micro-batch, of one rank.
+        seq_len: Tokens in the longest sequence.
+        memory: Bytes that tensors may take on the device, or a text such as "24GiB"; None for what
+            the CUDA device has free, and what torch has reserved there.
+
+    Returns:
+        What was chosen: `str()` is one sentence, and `remove()`, or the end of a `with` block,
+        undoes it.
+
+    Raises:
+        ConfigError: The memory is too small even where every layer is computed again; or it is not
+            given for a model on a CPU; or the model has no decoder layers, or lies on several
+            devices.
+    """
+    layers = _decoder_layers(model)
+    device = _device_of(model)
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
+    limit = _limit(memory, device)
+    if any(fitted(layer) is not None for layer in layers.values()):
+        raise ConfigError(
+            "fit_memory has been called on this model before: call remove() on what it returned."
+        )
+    fit = Fit(model, layers, device, batch_size * seq_len, limit)
+    try:
+        fit._choose(batch_size, seq_len)
+    except BaseException:
+        fit.remove()
+        raise
+    _log.info("fit_memory: %s.", fit)
+    return fit
+
+
+class Fit:
+    """What the decoder layers of a model keep between forward and backward.
+
+    Attributes:
+        layers: For each decoder layer `.name`, `.activations` ("keep", "part" or "recompute") and
+            `.experts` ("device").
+        peak: Bytes of tensors in a step, as planned.
+        memory: Bytes that they may take.
+        gain: How many times as fast a step is as one that computes all layers again, about.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: dict[str, nn.Module],
+        device: torch.device,
+        tokens: int,
+        limit: int,
+    ) -> None:
+        self.memory, self.peak, self.gain = limit, 0, 1.0
+        self.layers: tuple[LayerChoice, ...] = ()
+        self._model, self._modules, self._device = model, layers, device
+        warned: set[str] = set()
+        self._fitted = {
+            name: FittedLayer(layer, levels.RECOMPUTE, tokens, warned)
+            for name, layer in layers.items()
+        }
+        self._overrides = Overrides(model, layers.values())
+        self._hook: Any = None
+        self._activities: dict[str, Sequence[Activity]] = {}
+
+    def _choose(self, batch: int, seq: int) -> None:
+        measured = MeasuredModel(self._model)
+        self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
+        for level in levels.LEVELS:
+            self._activities[level] = self._measure(measured, level, batch, seq)
+        self._resident = _resident(measured, self._device)
+        names = tuple(self._fitted)
+        failed, choice = None, None
+        try:
+            choice = choose(names, self._activities, self._needed, self.memory)
+        except ConfigError as error:
+            failed = error
+        steps = _least(-1 if choice is None else choice.steps, self._device)
+        if failed is not None:
+            raise failed
+        if steps < 0:
+            raise ConfigError(
+                "memory is too small on another rank even where every layer is computed again; "
+                "that rank says how much is missing."
+            )
+        assert choice is not None
+        self._set(choice if steps == choice.steps else self._after(steps))
+        if self._device.type == "cuda":
+            self._hook = self._model.register_forward_pre_hook(_Check(self))
+
+    def _measure(
+        self, measured: MeasuredModel, level: str, batch: int, seq: int
+    ) -> Sequence[Activity]:
+        for layer in self._fitted.values():
+            layer.level, layer.measures = level, True
+        try:
+            return measured.step(batch, seq)
+        except torch.cuda.OutOfMemoryError:
+            if level == levels.RECOMPUTE:
+                raise ConfigError(
+                    f"batch_size={batch} of seq_len={seq} tokens ran out of memory on "
+                    f"{self._device} while two layers of each kind ran. Take a smaller batch_size "
+                    "or seq_len; Liger's loss (use_liger_kernel=True) needs no logits of all."
+                ) from None
+            # As much as no memory holds, so that no layer is on this level
+            below = self._activities[levels.RECOMPUTE]
+            return [Activity(a.name, 1 << 60, 1 << 60, 1 << 60) for a in below]
+        finally:
+            for layer in self._fitted.values():
+                layer.measures = False
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _after(self, steps: int) -> Choice:
+        chosen = levels_at(tuple(self._fitted), steps)
+        return Choice(steps, chosen, mixed(self._activities, chosen))
+
+    def _needed(self, activities: tuple[Activity, ...]) -> int:
+        """Return the bytes that a step needs of the memory."""
+        peak = self._peak_of(activities)
+        return int(peak * (1 + FRAGMENTATION)) if self._device.type == "cuda" else peak
+
+    def _peak_of(self, activities: tuple[Activity, ...]) -> int:
+        return self._resident + self._budget_of(activities)
+
+    def _set(self, choice: Choice) -> None:
+        self._steps, self.layers = choice.steps, choice.layers
+        self.peak = self._peak_of(choice.activities)
+        self.gain = gain(self._activities, choice.levels)
+        for name, level in choice.levels.items():
+            self._fitted[name].level = level
+
+    def _keep_less(self, excess: int) -> None:
+        """Choose anew where steps take so many bytes more than was planned."""
+        planned = self.memory - excess
+        try:
+            choice = choose(tuple(self._fitted), self._activities, self._needed, planned)
+        except ConfigError:
+            choice = self._after(0)
+        if choice.steps < self._steps:
+            self._set(choice)
+
+    def remove(self) -> None:
+        """Let the layers run as before."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        for layer in self._fitted.values():
+            layer.remove()
+        self._overrides.remove()
+
+    def __enter__(self) -> Fit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        return sentence(counted(self.layers), self.peak, self.memory, self.gain)
+
+
+class _Check:
+    """Compares the planned peak with that of the first steps, before each forward."""
+
+    def __init__(self, fit: Fit) -> None:
+        self.fit, self.calls = fit, 0
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        fit = self.fit
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if not self.calls:
+            torch.cuda.reset_peak_memory_stats(fit._device)
+        self.calls += 1
+        if self.calls <= _STEPS_CHECKED:
+            return
+        if fit._hook is not None:
+            fit._hook.remove()
+            fit._hook = None
+        peak = torch.cuda.max_memory_allocated(fit._device)
+        if peak <= _TOLERANCE * fit.peak:
+            return
+        alone = not (dist.is_available() and dist.is_initialized())
+        _log.warning(
+            "fit_memory: the first steps took %s of memory, and %s were planned (an optimizer with "
+            "larger states, other tensors on the device)%s.",
+            human_bytes(peak),
+            human_bytes(fit.peak),
+            "; fewer activations are kept from now on" if alone and peak > fit.memory else "",
+        )
+        if alone and peak > fit.memory:
+            fit._keep_less(peak - fit.peak)
+
+
+def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return a model's decoder layers by name."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    inner: Any = model
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else model
+    found: dict[str, nn.Module] = {
+        name: module
+        for name, module in base.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    }
+    if not found:
+        raise ConfigError(
+            f"fit_memory: {type(base).__name__} has no decoder layers that transformers can "
+            "compute again (GradientCheckpointingLayer), so that there is nothing to decide."
+        )
+    return found
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {str(parameter.device): parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise ConfigError(
+            f"fit_memory: the model lies on {' and '.join(sorted(devices))}; load it on one device "
+            '(device_map={"": 0}), which is where memory is fitted.'
+        )
+    return next(iter(devices.values()))
+
+
+def _limit(memory: int | str | None, device: torch.device) -> int:
+    """Return the bytes that tensors may take on a device."""
+    if memory is None:
+        if device.type != "cuda":
+            raise ConfigError(
+                f'memory is None, and the model is on {device}: give it, as in memory="24GiB".'
+            )
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    try:
+        size = parse_bytes(memory) if isinstance(memory, str) else memory
+    except ValueError as error:
+        raise ConfigError(f"memory is {memory!r}: {error}.") from error
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+        raise ConfigError(f'memory is {memory!r}; give bytes, or a text such as "24GiB".')
+    return size
+
+
+def _resident(measured: MeasuredModel, device: torch.device) -> int:
+    """Return the bytes on a device that `_budget` does not count: other tensors, workspaces."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    budget = StepBudget([measured.blocks], (), Settings(), measured.itemsize, library=0)
+    own = (*COMPONENTS[:4], "adapters")
+    counted_bytes = sum(size for name, size in budget.peak().parts.items() if name in own)
+    return torch.cuda.memory_allocated(device) - counted_bytes
+
+
+def _budget(measured: MeasuredModel, settings: Settings, activities: tuple[Activity, ...]) -> int:
+    """Return the planned bytes of a step: weights, adapters, optimizer, gradients, activations."""
+    budget = StepBudget(
+        [[block] for block in measured.blocks], activities, settings, measured.itemsize, library=0
+    )
+    return budget.peak().nbytes
+
+
+def _least(steps: int, device: torch.device) -> int:
+    """Return the fewest steps that any rank has chosen."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return steps
+    on = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    least = torch.tensor(steps, device=on)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least)
