@@ -148,7 +148,7 @@ def sentence(counts: Mapping[str, int], needed: int, memory: int, times: float) 
     said = [f"{counts[KEEP]} of {every} layers keep their activations"]
     if counts["part"]:
         said.append(f"{counts['part']} keep part of them")
-    if memory < 1 << 30:
+    if needed < 1 << 28:
         of = f"{human_bytes(needed)} of {human_bytes(memory)}"
     else:
         of = f"{needed / 2**30:.1f} of {memory / 2**30:.4g} GiB"

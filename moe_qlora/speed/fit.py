@@ -296,8 +296,8 @@ def _limit(memory: int | str | None, device: torch.device) -> int:
 
 def _resident(measured: MeasuredModel, device: torch.device) -> int:
     """Return the bytes on a device that `_budget` does not count: other tensors, workspaces."""
-    if device.type != "cuda":
-        return 0
+    if device.type != "cuda":  # AdamW counts its steps in a float32 tensor for each weight
+        return torch.float32.itemsize * len(measured.trained)
     torch.cuda.synchronize(device)
     budget = StepBudget([measured.blocks], (), Settings(), measured.itemsize, library=0)
     own = (*COMPONENTS[:4], "adapters")
