@@ -33,7 +33,7 @@ HEADER = ("case", "tokens/s", "peak", "reserved", "memory", "plan", "keep/part/a
 STARTS = 10.0
 """Seconds below which no case is worth a start."""
 
-FAST = "--liger --compile --optimizer adamw_fused"
+FAST = "--liger-loss --chunk-mem-const 8 --compile --optimizer adamw_fused"
 FIT = f"{FAST} --graphs --fit"
 RECORDED = "--liger --graphs --optimizer adamw_fused"
 FLEX = f"--attention flex_attention {FIT}"

@@ -77,7 +77,7 @@ def train(
     settings = argparse.Namespace(
         checkpointing=not {"fit", "graphs-keep"} & {*added}, lora=["experts", "attention"],
         rank=16, adapters="bf16", micro_batch=1, seq=options.seq,
-        liger="liger" in added, compile="compile" in added,
+        liger="liger" in added, liger_loss="liger-loss" in added, compile="compile" in added,
         graphs=bool({"graphs", "graphs-keep"} & {*added}), graphs_keep="graphs-keep" in added,
         fit=additions.DEVICE if "fit" in added else None,
     )  # fmt: skip

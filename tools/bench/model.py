@@ -20,11 +20,11 @@
     mxfp4       ours, on random experts in MXFP4 as a checkpoint's are kept: `--peers ours,mxfp4`
 
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
-`--liger` (its norms, rotary embedding and loss, not its experts), `--compile` (each decoder layer),
-`--graphs` and `--graphs-keep` (`moe_qlora.graph_layers`) are the same for every peer, as are
-`--attention` (transformers' own switch) and `--chunk-mem-const` (of Liger's loss). `--fit` is
-`moe_qlora.fit_memory` for ours; peers then keep all activations. `--losses` records the losses of
-the first steps: the same seed and tokens under every setting. `--generate` measures decoding with a
+`--liger` (its norms, rotary embedding and loss, not its experts), `--liger-loss`, `--compile` (each
+decoder layer), `--graphs` and `--graphs-keep` (`moe_qlora.graph_layers`) are the same for every
+peer, as are `--attention` (transformers' own switch) and `--chunk-mem-const` (of Liger's loss).
+`--fit` is `moe_qlora.fit_memory` for ours; peers then keep all activations. `--losses` records the
+losses of the first steps: the same seed and tokens under every setting. `--generate` measures decoding with a
 static cache in place of training; without `--graphs`, transformers compiles it. A model is made on
 the device one module at a time, and an expert stack packed as soon as it is made, so that models
 fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as after a stock
@@ -132,8 +132,8 @@ def _options() -> argparse.Namespace:
         parser.error("--warmup and --steps: expected 1 or more")
     if options.losses > options.warmup + options.steps:
         parser.error(f"--losses {options.losses}: expected no more than --warmup and --steps")
-    if options.chunk_mem_const and not options.liger:
-        parser.error("--chunk-mem-const: only with --liger")
+    if options.chunk_mem_const and not (options.liger or options.liger_loss):
+        parser.error("--chunk-mem-const: only with --liger or --liger-loss")
     additions.check(parser, options)
     return options
 

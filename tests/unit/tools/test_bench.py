@@ -137,16 +137,16 @@ def additions(monkeypatch):
     return asked
 
 
-def test_activations_are_fitted_before_layers_are_recorded(tmp_path, monkeypatch, additions):
+def test_what_compiled_layers_keep_is_fitted(tmp_path, monkeypatch, additions):
     out = tmp_path / "model.csv"
     asked = ["--compile", "--graphs", "--fit", "28GiB", "--losses", 2, "--steps", 1, "--warmup", 1]
     called(monkeypatch, "model", *asked, "--peers", "ours,frozen", "--out", out)
     fit = {"batch_size": 1, "seq_len": 64, "memory": "28GiB"}
     assert additions == [
-        ("fit_memory", fit),
         ("graph_layers", {"compiled": True}),
-        "graph_layers ends",
+        ("fit_memory", fit),
         "fit_memory ends",
+        "graph_layers ends",
         ("graph_layers", {"compiled": True, "keep": True}),
         "graph_layers ends",
     ]
