@@ -82,9 +82,10 @@ SETTINGS = {
         "with=liger,graphs,adamw_fused",
     ),
     "fitted": {
-        **{("ours", n): "checkpointing=fit with=liger,compile,graphs,adamw_fused" for n in (1, 4)},
-        ("frozen", 1): "checkpointing=none with=liger,compile,adamw_fused",
-        ("frozen", 4): "checkpointing=non-reentrant with=liger,compile,adamw_fused",
+        ("ours", 1): "checkpointing=fit with=liger-loss,compile,graphs,adamw_fused",
+        ("ours", 4): "checkpointing=fit with=liger-loss,compile,graphs,adamw_fused",
+        ("frozen", 1): "checkpointing=none with=liger-loss,compile,adamw_fused",
+        ("frozen", 4): "checkpointing=non-reentrant with=liger-loss,compile,adamw_fused",
     },
 }
 """What the rows of each setting have, by peer and micro-batch: `fit_table.py` measures "fitted"."""
@@ -92,8 +93,8 @@ SETTINGS = {
 SAID = {
     "recorded": "Both runs have Liger, CUDA graphs and fused AdamW, and compute layers again in "
     "backward",
-    "fitted": "Both runs have Liger, torch.compile and fused AdamW; this package's also CUDA "
-    "graphs, and fit_memory decides what is computed again in backward. The bf16 run computes "
+    "fitted": "Both runs have Liger's loss, torch.compile and fused AdamW; this package's also "
+    "CUDA graphs, and fit_memory decides what is computed again in backward. The bf16 run computes "
     "nothing again at micro-batch 1, and every layer at micro-batch 4, where keeping all would "
     "not fit",
 }

@@ -24,11 +24,12 @@ Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains
 decoder layer), `--graphs` and `--graphs-keep` (`moe_qlora.graph_layers`) are the same for every
 peer, as are `--attention` (transformers' own switch) and `--chunk-mem-const` (of Liger's loss).
 `--fit` is `moe_qlora.fit_memory` for ours; peers then keep all activations. `--losses` records the
-losses of the first steps: the same seed and tokens under every setting. `--generate` measures decoding with a
-static cache in place of training; without `--graphs`, transformers compiles it. A model is made on
-the device one module at a time, and an expert stack packed as soon as it is made, so that models
-fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as after a stock
-load. A peer's memory is given back before the next: `allocated before` says what is left then.
+losses of the first steps: the same seed and tokens under every setting. `--generate` measures
+decoding with a static cache in place of training; without `--graphs`, transformers compiles it. A
+model is made on the device one module at a time, and an expert stack packed as soon as it is made,
+so that models fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as
+after a stock load. A peer's memory is given back before the next: `allocated before` says what is
+left then.
 """
 
 from __future__ import annotations
