@@ -24,6 +24,8 @@ from .experts.use import hot_experts as hot_experts
 from .hf.switch import disable as disable
 from .hf.switch import enable as enable
 from .hf.switch import enabled as enabled
+from .integrations.prepare import PreparedTraining as PreparedTraining
+from .integrations.prepare import prepare_training as prepare_training
 from .kernels.workspace import set_workspace_cap as set_workspace_cap
 from .layout import ExpertParam as ExpertParam
 from .layout import ModelLayout as ModelLayout

@@ -1,0 +1,105 @@
+"""Liger's kernels on one model, and off it again.
+
+Liger's own call replaces forwards in the model's modules, and functions and classes in the module
+of transformers that defines them. Classes go back at once, so that the next model is built of
+transformers' own. The rotary embedding is a function that is looked up when it is called: it stays
+replaced, for all models of this type, until the model is as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError, first_line
+
+_MISSING: Any = object()
+
+
+def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
+    """Give a model Liger's loss and, with `in_layers`, its norms and rotary embedding.
+
+    Experts and MLPs stay as they are.
+
+    Args:
+        model: A transformers model, without PEFT's around it.
+        in_layers: False leaves the decoder layers to torch.compile.
+
+    Returns:
+        What puts back all that was replaced, when it is closed.
+
+    Raises:
+        ConfigError: Liger is not installed, does not know this type of model, or fails on it; then
+            the model is as it was.
+    """
+    if find_spec("liger_kernel") is None:
+        raise ConfigError("liger_kernel is not installed (pip install liger-kernel)")
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", type(model).__name__)
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"Liger has no kernels for {kind}")
+    modules = [(vars(module), dict(vars(module))) for module in model.modules()]
+    code = [(vars(module), dict(vars(module))) for module in _modeling(model)]
+    undo = ExitStack()
+    try:
+        _apply_liger_kernel_to_instance(
+            model=model,
+            **dict.fromkeys(("rope", "rms_norm", "layer_norm"), in_layers),
+            **dict.fromkeys(("swiglu", "geglu", "cross_entropy"), False),
+        )
+    except Exception as error:  # noqa: BLE001 - it fails in many ways on other transformers
+        _watch(modules, code, undo)
+        undo.close()
+        raise ConfigError(
+            f"Liger fails on {kind} ({type(error).__name__}: {first_line(error)})"
+        ) from error
+    _watch(modules, code, undo)
+    return undo
+
+
+def _modeling(model: nn.Module) -> list[Any]:
+    """Return the modules of transformers that define the model's classes."""
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
+
+
+_Namespaces = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+def _watch(modules: _Namespaces, code: _Namespaces, undo: ExitStack) -> None:
+    """Put classes back, and note in `undo` everything else that has changed."""
+    for now, before in modules:
+        if "_old_forward" in before and now.get("forward") is not before.get("forward"):
+            # accelerate's hook is around it, and stays there.
+            now["_old_forward"], now["forward"] = now["forward"], before["forward"]
+    for now, before in (*modules, *code):
+        for name in _changed(now, before):
+            old = before.get(name, _MISSING)
+            if isinstance(old, type):
+                now[name] = old
+            else:
+                undo.callback(_put_back, now, name, now[name], old)
+
+
+def _changed(now: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
+    for name, value in list(now.items()):
+        if value is not before.get(name, _MISSING):
+            yield name
+
+
+def _put_back(now: dict[str, Any], name: str, value: Any, old: Any) -> None:
+    """Restore an entry, unless other code has changed it meanwhile."""
+    if now.get(name) is not value:
+        return
+    if old is _MISSING:
+        del now[name]
+    else:
+        now[name] = old

@@ -1,0 +1,223 @@
+"""`prepare_training`: everything that makes a step quicker, set in one call and taken off in one.
+
+    1. Liger         its loss, in chunks; norms and rotary embedding where layers are not compiled
+    2. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
+    3. graph_layers  decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
+
+The order is that of what each one finds: Liger replaces forwards of modules, whose memory
+`fit_memory` counts, and a graph records what the layer's level says. Under FSDP, whose weights are
+gathered anew for each layer, layers are compiled and not recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..errors import ConfigError, first_line
+from ..experts.backend import has_triton
+from ..lora.names import base_model
+from ..speed.fitted import RunsLevels
+from ..world import runs_distributed
+from .liger import apply_liger
+
+if TYPE_CHECKING:
+    from ..speed.graphs import LayerGraphs
+
+_log = logging.getLogger(__name__)
+
+_PREPARED = "_moe_qlora_prepared"
+"""Entry of a model's `__dict__`: its `PreparedTraining`."""
+_COMPILED = "_compiled_call_impl"
+"""Attribute of a module that `compile()` sets."""
+
+
+def prepare_training(
+    model: nn.Module, *, batch_size: int, seq_len: int, memory: int | str | None = None
+) -> PreparedTraining:
+    """Make training steps of a model as fast as its device and memory allow.
+
+    On CUDA this sets Liger's loss, compiles the decoder layers, records them as CUDA graphs and
+    keeps as many activations as fit, each as far as it is installed and works here. A part that is
+    left out is a sentence in the result. On a CPU it calls `fit_memory` if `memory` is given, and
+    else changes nothing. Losses and gradients stay the same up to rounding.
+
+    Call it after `get_peft_model`, before the training loop or `trainer.train()`. A second call
+    replaces what the first one has set.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+        batch_size: Sequences in a micro-batch of one device. Longer or larger batches than promised
+            compute layers again.
+        seq_len: Tokens in a sequence; padding counts. CUDA graphs need batches of one length.
+        memory: Bytes that the step may take on this device, or a string such as "24GiB"; None for
+            what the device has free.
+
+    Returns:
+        What was set: `str()` says it in at most five lines, which are also logged at INFO.
+        `remove()`, or the end of a `with` block, undoes it.
+
+    Raises:
+        ConfigError: Of `fit_memory`: the step does not fit into this memory, or an argument makes
+            no sense. The model is as it was before the call.
+    """
+    base = base_model(model)
+    if (earlier := vars(base).get(_PREPARED)) is not None:
+        earlier.remove()
+    with ExitStack() as undo:
+        if _is_on_cuda(model):
+            prepared = _on_cuda(model, batch_size, seq_len, memory, undo)
+        else:
+            prepared = _on_cpu(model, batch_size, seq_len, memory, undo)
+        vars(base)[_PREPARED] = prepared
+        undo.callback(vars(base).pop, _PREPARED, None)
+        prepared._undo = undo.pop_all()
+    _log.info("%s", prepared)
+    return prepared
+
+
+class PreparedTraining:
+    """What `prepare_training` has set on a model.
+
+    Attributes:
+        fit: What `fit_memory` returned; None where it was not called.
+        graphs: What `graph_layers` returned; None where no layer can be recorded.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        self.fit: Any = None
+        self.graphs: LayerGraphs | None = None
+        self._lines = lines
+        self._undo = ExitStack()
+
+    def remove(self) -> None:
+        """Undo all of it, the last first."""
+        self._undo.close()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+    def __enter__(self) -> PreparedTraining:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedTraining:
+        """Return a result that undoes nothing: a copied model has no graphs."""
+        return PreparedTraining(list(self._lines))
+
+
+def _on_cpu(
+    model: nn.Module, batch_size: int, seq_len: int, memory: int | str | None, undo: ExitStack
+) -> PreparedTraining:
+    where = "prepare_training: this model is not on a CUDA device, where Liger, torch.compile and"
+    where += " CUDA graphs would make it quicker"
+    if memory is None:
+        return PreparedTraining([f"{where}; nothing is changed."])
+    prepared = PreparedTraining([f"{where}."])
+    _fit(prepared, model, batch_size, seq_len, memory, undo)
+    return prepared
+
+
+def _on_cuda(
+    model: nn.Module, batch_size: int, seq_len: int, memory: int | str | None, undo: ExitStack
+) -> PreparedTraining:
+    layers = _decoder_layers(model)
+    obstacle = _obstacle(layers)
+    compiles = obstacle is None and has_triton()
+    prepared = PreparedTraining([f"Prepared for batches of {batch_size} x {seq_len} tokens."])
+    try:
+        undo.enter_context(apply_liger(base_model(model), in_layers=not compiles))
+        rest = "; norms and rotary embedding are compiled" if compiles else ", norms and rotary"
+        prepared._lines.append(f"Liger: loss{rest}.")
+    except ConfigError as error:
+        prepared._lines.append(f"Liger: not used; {error}.")
+    _fit(prepared, model, batch_size, seq_len, memory, undo)
+    prepared._lines += (
+        [f"torch.compile, CUDA graphs: not used; {obstacle}."]
+        if obstacle is not None
+        else _quicken(prepared, model, layers, compiles, undo)
+    )
+    return prepared
+
+
+def _quicken(
+    prepared: PreparedTraining,
+    model: nn.Module,
+    layers: list[Any],
+    compiles: bool,
+    undo: ExitStack,
+) -> list[str]:
+    """Compile layers and record them, and return what was done; only compile those of FSDP."""
+    of_all = f"{len(layers)} layers"
+    compiled = f"torch.compile: {of_all if compiles else 'not used; Triton is not installed'}."
+    sharded = _sharding(model)
+    if sharded is None:
+        from ..speed.graphs import graph_layers
+
+        try:
+            prepared.graphs = graph_layers(model, compiled=compiles)
+        except Exception as error:  # noqa: BLE001 - training works without
+            sharded = f"{type(error).__name__}: {first_line(error)}"
+        else:
+            undo.callback(prepared.graphs.remove)
+            return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
+    for layer in layers if compiles else ():
+        undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
+        layer.compile()
+    return [compiled, f"CUDA graphs: not used; {sharded.rstrip('.')}."]
+
+
+def _fit(
+    prepared: PreparedTraining,
+    model: nn.Module,
+    batch_size: int,
+    seq_len: int,
+    memory: int | str | None,
+    undo: ExitStack,
+) -> None:
+    from ..speed.fit import fit_memory
+
+    prepared.fit = fit_memory(model, batch_size=batch_size, seq_len=seq_len, memory=memory)
+    undo.callback(prepared.fit.remove)
+    prepared._lines.append(f"Memory: {prepared.fit}")
+
+
+def _is_on_cuda(module: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())
+
+
+def _decoder_layers(model: nn.Module) -> list[Any]:
+    """Return the layers that `graph_layers` takes."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    every = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    return [layer for layer in every if _is_on_cuda(layer)]
+
+
+def _obstacle(layers: list[Any]) -> str | None:
+    """Return why layers can be neither compiled nor recorded; None if they can be."""
+    if not layers:
+        return "this model has no decoder layers of transformers' class for checkpointing"
+    for layer in layers:
+        forward = vars(layer).get("forward")
+        if forward is not None and not isinstance(getattr(forward, "__self__", None), RunsLevels):
+            return "other code has replaced the layers' forward, as a device map or offloading does"
+        if any(getattr(module, "_is_expert_parallel", False) for module in layer.modules()):
+            return "experts are divided over ranks"
+    return None
+
+
+def _sharding(model: nn.Module) -> str | None:
+    """Return why weights are, or will be, sharded over ranks; None if they are not."""
+    from transformers.integrations.fsdp import is_fsdp_enabled
+
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return "weights are sharded over ranks"
+    if runs_distributed() and is_fsdp_enabled():
+        return "FSDP will shard the weights"
+    return None

@@ -1,0 +1,315 @@
+"""`prepare_training`: what it sets, in which order, and that nothing of it is left behind.
+
+Without a GPU, tests take the model for one on CUDA; graphs then record nothing, and run no kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from peft import LoraConfig
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.errors import ConfigError
+from moe_qlora.integrations import prepare
+from moe_qlora.integrations.liger import apply_liger
+from moe_qlora.speed import fit as speed_fit
+from moe_qlora.speed import graphs as speed_graphs
+from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
+
+BNB = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+)
+SIZES: dict[str, Any] = {"batch_size": 2, "seq_len": 12}
+
+
+def adapted(model_type: str = "qwen3_moe", **options: Any) -> Any:
+    model = tiny_model(model_type, **options)
+    moe_qlora.quantize_experts(model, BNB)
+    torch.manual_seed(1)
+    config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"])
+    return moe_qlora.get_peft_model(model, config, experts=True).train()
+
+
+def modeling_of(model: Any) -> Any:
+    return importlib.import_module(type(model.get_base_model()).__module__)
+
+
+def state(model: Any) -> Any:
+    """Every attribute of every module, and of the module that defines the model's classes."""
+    ours = {name: dict(vars(module)) for name, module in model.named_modules()}
+    for held in ours.values():
+        if held.get("_compiled_call_impl", 0) is None:  # as the class has it
+            del held["_compiled_call_impl"]
+    return ours, dict(vars(modeling_of(model)))
+
+
+def layers_of(model: Any) -> list[Any]:
+    return list(model.get_base_model().model.layers)
+
+
+def is_ligers(method: Any) -> bool:
+    return getattr(method, "__module__", "").startswith("liger_kernel.")
+
+
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """What was called, with a stand-in of `fit_memory` that counts."""
+    happened: list[str] = []
+
+    class Fit:
+        def __str__(self) -> str:
+            return "2 of 2 layers keep their activations."
+
+        def remove(self) -> None:
+            happened.append("fit removed")
+
+    def fit_memory(model: nn.Module, **sizes: Any) -> Fit:
+        loss = "Liger's" if is_ligers(base_forward(model)) else "stock"
+        happened.append(f"fit of {sizes} with {loss} loss")
+        if sizes["memory"] == "1KiB":
+            raise ConfigError("fit_memory: 7 bytes are missing.")
+        return Fit()
+
+    monkeypatch.setattr(speed_fit, "fit_memory", fit_memory)
+    return happened
+
+
+def base_forward(model: Any) -> Any:
+    return model.get_base_model().forward
+
+
+@pytest.fixture
+def cuda(monkeypatch, events) -> list[str]:
+    """Models are taken for models on CUDA; `graph_layers` replaces forwards and records nothing."""
+
+    def graph_layers(model: nn.Module, *, compiled: bool) -> Any:
+        events.append(f"graphs, compiled={compiled}")
+        layers = layers_of(model)
+        graphs = speed_graphs.LayerGraphs(model, layers, compiled=compiled)
+        remove = graphs.remove
+        graphs.remove = lambda: (events.append("graphs removed"), remove())[1]
+        return graphs
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(speed_graphs, "graph_layers", graph_layers)
+    monkeypatch.setattr(prepare, "_is_on_cuda", lambda module: True)
+    return events
+
+
+def test_on_a_cpu_nothing_changes_without_memory(events, caplog):
+    model = adapted()
+    before = state(model)
+    with caplog.at_level(logging.INFO, "moe_qlora"):
+        prepared = moe_qlora.prepare_training(model, **SIZES)
+    assert "nothing is changed" in str(prepared) and "\n" not in str(prepared)
+    assert [r.getMessage() for r in caplog.records if "prepare" in r.name] == [str(prepared)]
+    vars(model.get_base_model()).pop(prepare._PREPARED)
+    assert state(model) == before and not events
+    prepared.remove()
+
+
+def test_on_a_cpu_memory_is_fitted(events):
+    model = adapted()
+    before = state(model)
+    with moe_qlora.prepare_training(model, **SIZES, memory="1GiB") as prepared:
+        assert len(str(prepared).splitlines()) == 2
+        assert "2 of 2 layers keep" in str(prepared)
+        assert events == [
+            "fit of {'batch_size': 2, 'seq_len': 12, 'memory': '1GiB'} with stock loss"
+        ]
+    assert events[1:] == ["fit removed"] and state(model) == before
+
+
+def test_the_order_is_liger_fit_graphs_and_back(cuda, monkeypatch):
+    pytest.importorskip("liger_kernel")
+    model = adapted()
+    before = state(model)
+    prepared = moe_qlora.prepare_training(model, **SIZES)
+    fit = "fit of {'batch_size': 2, 'seq_len': 12, 'memory': None} with Liger's loss"
+    assert cuda == [fit, "graphs, compiled=True"]
+    assert str(prepared).splitlines() == [
+        "Prepared for batches of 2 x 12 tokens.",
+        "Liger: loss; norms and rotary embedding are compiled.",
+        "Memory: 2 of 2 layers keep their activations.",
+        "torch.compile: 2 layers.",
+        "CUDA graphs: 2 layers, recorded in the second step.",
+    ]
+    assert not any(is_ligers(m.forward) for layer in layers_of(model) for m in layer.modules())
+    prepared.remove()
+    assert cuda[2:] == ["graphs removed", "fit removed"] and state(model) == before
+    prepared.remove()
+    assert len(cuda) == 4
+
+
+def test_a_second_call_replaces_the_first(cuda):
+    model = adapted()
+    before = state(model)
+    first = moe_qlora.prepare_training(model, **SIZES)
+    second = moe_qlora.prepare_training(model, batch_size=1, seq_len=64)
+    assert cuda[2:4] == ["graphs removed", "fit removed"]
+    first.remove()
+    assert len(cuda) == 6
+    second.remove()
+    assert state(model) == before
+
+
+def test_memory_that_is_too_small_leaves_the_model_as_it_was(cuda):
+    model = adapted()
+    before = state(model)
+    with pytest.raises(ConfigError, match="7 bytes are missing"):
+        moe_qlora.prepare_training(model, **SIZES, memory="1KiB")
+    assert state(model) == before
+
+
+def test_without_triton_liger_has_the_norms(cuda, monkeypatch):
+    pytest.importorskip("liger_kernel")
+    monkeypatch.setattr(prepare, "has_triton", lambda: False)
+    model = adapted()
+    before = state(model)
+    with moe_qlora.prepare_training(model, **SIZES) as prepared:
+        assert "Liger: loss, norms and rotary" in str(prepared)
+        assert "torch.compile: not used; Triton is not installed." in str(prepared)
+        assert cuda[1] == "graphs, compiled=False"
+        assert is_ligers(layers_of(model)[0].input_layernorm.forward)
+    assert state(model) == before
+
+
+def test_layers_that_will_be_sharded_are_compiled_alone(cuda, monkeypatch):
+    model = adapted()
+    before = state(model)
+    monkeypatch.setattr(prepare, "_sharding", lambda model: "FSDP will shard the weights")
+    with moe_qlora.prepare_training(model, **SIZES) as prepared:
+        assert prepared.graphs is None and len(cuda) == 1
+        assert "torch.compile: 2 layers.\nCUDA graphs: not used; FSDP will" in str(prepared)
+        assert all(layer._compiled_call_impl is not None for layer in layers_of(model))
+    assert all(layer._compiled_call_impl is None for layer in layers_of(model))
+    assert state(model) == before
+
+
+def test_sharding_is_seen(monkeypatch):
+    model = nn.Linear(2, 2)
+    assert prepare._sharding(model) is None
+    model.weight.device_mesh = SimpleNamespace()
+    assert prepare._sharding(model) == "weights are sharded over ranks"
+
+
+def test_layers_with_a_forward_of_other_code_stay(cuda):
+    model = adapted()
+    for layer in layers_of(model):
+        add_hook_to_module(layer, ModelHook())
+    before = state(model)
+    with moe_qlora.prepare_training(model, **SIZES) as prepared:
+        assert "not used; other code has replaced the layers' forward" in str(prepared)
+        assert len(str(prepared).splitlines()) == 4 and len(cuda) == 1
+    assert state(model) == before
+
+
+def test_graphs_that_fail_are_a_line(cuda, monkeypatch):
+    def fails(model: nn.Module, *, compiled: bool) -> Any:
+        raise RuntimeError("CUDA driver is too old.\nand more")
+
+    monkeypatch.setattr(speed_graphs, "graph_layers", fails)
+    with moe_qlora.prepare_training(adapted(), **SIZES) as prepared:
+        assert "CUDA graphs: not used; RuntimeError: CUDA driver is too old." in str(prepared)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_liger_leaves_nothing_behind(model_type):
+    pytest.importorskip("liger_kernel")
+    model = tiny_model(model_type)
+    moe_qlora.quantize_experts(model, BNB)
+    modeling = importlib.import_module(type(model).__module__)
+
+    def everything() -> Any:
+        return {name: dict(vars(m)) for name, m in model.named_modules()}, dict(vars(modeling))
+
+    before = everything()
+    torch.manual_seed(0)
+    with apply_liger(model, in_layers=True):
+        assert is_ligers(model.forward)
+        norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm")]
+        assert len(norms) > 4 and all(is_ligers(norm.forward) for norm in norms)
+        classes = {n: v for n, v in before[1].items() if isinstance(v, type)}
+        assert classes == {n: v for n, v in vars(modeling).items() if isinstance(v, type)}
+        changed = [n for n, v in vars(modeling).items() if v is not before[1].get(n)]
+        assert changed == [] if model_type == "deepseek_v3" else ["apply_rotary_pos_emb"]
+    assert everything() == before
+
+
+def test_liger_on_types_that_it_does_not_have():
+    pytest.importorskip("liger_kernel")
+    with pytest.raises(ConfigError, match="Liger has no kernels for glm4_moe"):
+        apply_liger(tiny_model("glm4_moe"), in_layers=True)
+
+
+def test_liger_that_fails_half_way(monkeypatch):
+    monkey_patch = pytest.importorskip("liger_kernel.transformers.monkey_patch")
+    model = adapted()
+    before = state(model)
+
+    def fails(model: Any, **_: Any) -> None:
+        model.forward = model.model.forward
+        modeling_of(taken).apply_rotary_pos_emb = None
+        raise ImportError("cannot import name 'Gone'")
+
+    taken = model
+    monkeypatch.setitem(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN, "qwen3_moe", fails)
+    with pytest.raises(ConfigError, match="Liger fails on qwen3_moe"):
+        apply_liger(model.get_base_model(), in_layers=True)
+    assert state(model) == before
+
+
+def test_liger_stays_inside_of_accelerates_hook():
+    pytest.importorskip("liger_kernel")
+    model = tiny_model("qwen3_moe")
+    calls = []
+
+    class Counting(ModelHook):
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append(module)
+            return args, kwargs
+
+    add_hook_to_module(model, Counting())
+    expected = model(**tiny_inputs(model)).logits
+    with apply_liger(model, in_layers=False):
+        assert is_ligers(model._old_forward)
+        torch.testing.assert_close(model(**tiny_inputs(model)).logits, expected)
+    torch.testing.assert_close(model(**tiny_inputs(model)).logits, expected)
+    assert len(calls) == 3
+
+
+@contextmanager
+def nothing(model: Any) -> Any:
+    yield
+
+
+@requires_gpu()
+def test_trains_alike_on_a_gpu():
+    def losses(prepares: Any) -> list[float]:
+        model = adapted(dtype=torch.bfloat16, device="cuda")
+        ids = tiny_inputs(model.get_base_model())["input_ids"]
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        found = []
+        with prepares(model):
+            for _ in range(6):
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    plain = losses(nothing)
+    fast = losses(lambda model: moe_qlora.prepare_training(model, **SIZES))
+    torch.testing.assert_close(fast, plain, rtol=0.02, atol=0.02)
+    assert plain[-1] < plain[0]
