@@ -48,6 +48,7 @@ _WRITTEN = (
     "lora_dropout",
 )
 
+_OF_PAIRS = ("dpo", "ipo", "orpo", "simpo")  # losses whose batches hold two sequences for a row
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 
@@ -171,7 +172,7 @@ class MoeQloraPlugin(BasePlugin):
             self.host.after_peft(model)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Connect adapters that a trainer has made itself (DPO, IPO, KTO)."""
+        """Connect adapters that a trainer has made itself (DPO, IPO, KTO); prepare training."""
         if self.host is None or not is_named(cfg):
             return
         model = self.host.after_peft(trainer.model)
@@ -180,6 +181,11 @@ class MoeQloraPlugin(BasePlugin):
             base: Any = model.get_base_model()
             self._undo.callback(_put_back, vars(base), "save_pretrained", dict(vars(base)))
             base.save_pretrained = model.save_pretrained
+        rows = cfg["micro_batch_size"] * (2 if _loss_of(cfg) in _OF_PAIRS else 1)
+        prepared = self.host.before_training(model, batch_size=rows, seq_len=cfg["sequence_len"])
+        if prepared is not None:
+            LOG.info("%s", prepared)
+            self._undo.callback(prepared.remove)
 
     # The end.
 
@@ -242,7 +248,12 @@ def _replace_once(loader: Any, step: str, instead: Callable[[Callable[[], Any]],
 
 def _config_only(cfg: Any) -> bool:
     """True if axolotl leaves the adapters to the trainer."""
-    return str(cfg.get("rl") or "").rpartition(".")[2].lower() in ("dpo", "ipo", "kto")
+    return _loss_of(cfg) in ("dpo", "ipo", "kto")
+
+
+def _loss_of(cfg: Any) -> str:
+    """Return the `rl` of a configuration, an enumeration or a word; "" without."""
+    return str(cfg.get("rl") or "").rpartition(".")[2].lower()
 
 
 def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:

@@ -7,6 +7,7 @@
     config = host.before_peft(model, lora_config)    # a new LoraConfig; the caller's is untouched
     peft_model = peft.get_peft_model(model, config)
     host.after_peft(peft_model)                      # connected and checked
+    host.before_training(peft_model, batch_size=1, seq_len=4096)    # where the settings ask for it
     ...                                              # train, and save_pretrained as ever
     host.merge(base, adapter, out)                   # a plain checkpoint, as it was trained
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from ..checkpoint.merge import MergeReport
     from ..layout import ModelLayout
     from ..quantize import QuantizationReport
+    from .prepare import PreparedTraining
 
 
 class ExpertsHost:
@@ -201,6 +203,24 @@ class ExpertsHost:
                         "was made without it: make it with the config from ExpertsHost.before_peft."
                     )
         return peft_model
+
+    # Training.
+
+    def before_training(
+        self, model: nn.Module, *, batch_size: int, seq_len: int
+    ) -> PreparedTraining | None:
+        """Call `moe_qlora.prepare_training` if the settings ask for it; return what it set.
+
+        `batch_size` counts sequences of `seq_len` tokens in a forward of one device: two for each
+        pair of a preference loss. A `ConfigError` says where the step does not fit.
+        """
+        asked = self.settings.prepare_training
+        if not asked:
+            return None
+        from .prepare import prepare_training
+
+        memory = None if asked is True else asked
+        return prepare_training(model, batch_size=batch_size, seq_len=seq_len, memory=memory)
 
     # After training.
 

@@ -55,7 +55,7 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
             **dict.fromkeys(("rope", "rms_norm", "layer_norm"), in_layers),
             **dict.fromkeys(("swiglu", "geglu", "cross_entropy"), False),
         )
-    except Exception as error:  # noqa: BLE001 - it fails in many ways on other transformers
+    except Exception as error:
         _watch(modules, code, undo)
         undo.close()
         raise ConfigError(

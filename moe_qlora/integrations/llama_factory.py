@@ -6,10 +6,10 @@
 or, in a program:
 
     from llamafactory.train.tuner import run_exp
-    from moe_qlora.integrations.llama_factory import packed_experts
+    from moe_qlora.integrations.llama_factory import packed_experts, prepares
 
-    with packed_experts({"lora_experts": True}):
-        run_exp(args)
+    with packed_experts({"lora_experts": True}) as host:
+        run_exp(args, callbacks=[prepares(host, args["cutoff_len"])])
 
 LLaMA-Factory has no hook between building a model and adding adapters: within the block, functions
 of this file replace two names of its module `llamafactory.model.adapter`. Everything else is in
@@ -33,8 +33,11 @@ from .host import ExpertsHost
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import nn
+    from transformers import TrainerCallback
 
 BAD_INPUT = 2
+
+_CUTOFF = 2048  # LLaMA-Factory's default of cutoff_len
 
 # Options that build the model or its adapters by other code.
 _ELSEWHERE = ("use_unsloth", "use_kt", "use_mca", "mixture_of_depths")
@@ -86,6 +89,22 @@ class _Steps:
         self.host.before_build()  # a reference or reward model may come after it
 
 
+def prepares(host: ExpertsHost, seq_len: int) -> TrainerCallback:
+    """Return a callback of Trainer that prepares training where the host's settings ask for it.
+
+    It does so when training begins: after the adapters, which LLaMA-Factory casts, are complete.
+    """
+    from transformers import TrainerCallback
+
+    class Prepares(TrainerCallback):
+        def on_train_begin(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
+            host.before_training(
+                model, batch_size=args.per_device_train_batch_size, seq_len=seq_len
+            )
+
+    return Prepares()
+
+
 def check(args: Mapping[str, Any]) -> ExpertsSettings:
     """Check the arguments of a run (a YAML file as it was read); return its settings."""
     settings = ExpertsSettings.read(args.get(BLOCK))
@@ -126,8 +145,8 @@ def train() -> None:
         raise ConfigError("Name a YAML or JSON file with the arguments of the run, first of all.")
     settings = check(args)
     run_args = {key: value for key, value in args.items() if key != BLOCK}
-    with packed_experts(settings):
-        run_exp(run_args)
+    with packed_experts(settings) as host:
+        run_exp(run_args, callbacks=[prepares(host, int(args.get("cutoff_len", _CUTOFF)))])
 
 
 def main() -> int:

@@ -92,7 +92,14 @@ def _tuner(host: ExpertsHost) -> type:
             host.after_build(model, pack=True)
             config: Any = host.before_peft(model, _lora_config(args, model))
             config.lora_dtype = args.lora_dtype  # read by ms-swift's own LoraModel
-            return host.after_peft(Swift.prepare_model(model, config))
+            adapted = host.after_peft(Swift.prepare_model(model, config))
+            if host.settings.prepare_training and args.max_length is None:
+                raise ConfigError(
+                    "prepare_training needs the length of a sequence: set --max_length."
+                )
+            rows = args.per_device_train_batch_size
+            host.before_training(adapted, batch_size=rows, seq_len=args.max_length)
+            return adapted
 
         @staticmethod
         def from_pretrained(model: nn.Module, model_id: str, **kwargs: Any) -> PeftModel:

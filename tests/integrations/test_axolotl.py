@@ -588,6 +588,17 @@ def test_the_subcommand(config, capsys) -> None:
     assert capsys.readouterr().err.strip().endswith("missing.yml does not exist.")
 
 
+def test_training_is_prepared(config, tmp_path) -> None:
+    """On a CPU `memory` alone takes effect; the losses stay what they were."""
+    _, expected = train(ours({**config, "output_dir": str(tmp_path / "without")}))
+    run = ours({**config, "output_dir": str(tmp_path / "with")})
+    run["moe_qlora"] = {**(run.get("moe_qlora") or {}), "prepare_training": "1GiB"}
+    model, losses = train(run)
+    assert losses == expected
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    assert "_moe_qlora_prepared" not in vars(base)  # `post_train_unload` has undone it
+
+
 def test_ligers_plugin_leaves_packed_experts_alone(config, monkeypatch, tmp_path) -> None:
     swiglu = pytest.importorskip("liger_kernel.transformers.swiglu")
     modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,14 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.integrations import prepare
+from moe_qlora.integrations import ExpertsHost, prepare
 from moe_qlora.integrations.liger import apply_liger
+from moe_qlora.integrations.llama_factory import prepares
+from moe_qlora.models.trainer.checks import PLUGIN
 from moe_qlora.speed import fit as speed_fit
 from moe_qlora.speed import graphs as speed_graphs
 from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
@@ -286,6 +289,51 @@ def test_liger_stays_inside_of_accelerates_hook():
         torch.testing.assert_close(model(**tiny_inputs(model)).logits, expected)
     torch.testing.assert_close(model(**tiny_inputs(model)).logits, expected)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("asked", "memory"), [(True, None), ("40GiB", "40GiB")])
+def test_hosts_prepare_what_their_settings_ask_for(asked, memory, cuda):
+    model = adapted()
+    assert ExpertsHost().before_training(model, **SIZES) is None and not cuda
+    prepared = ExpertsHost({"prepare_training": asked}).before_training(model, **SIZES)
+    assert prepared is not None and f"'memory': {memory!r}}}" in cuda[0]
+    prepared.remove()
+
+
+def test_llama_factorys_trainer_prepares_when_training_begins(events, tmp_path):
+    model = adapted()
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(2, 26).view(2, 12)]
+    args = TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    host = ExpertsHost({"prepare_training": "1GiB"})
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[prepares(host, 12)])
+    assert not events
+    trainer.train()
+    assert events == ["fit of {'batch_size': 2, 'seq_len': 12, 'memory': '1GiB'} with stock loss"]
+
+
+@pytest.mark.parametrize(("loss", "rows"), [(None, 3), ("dpo", 6), ("kto", 3)])
+def test_axolotls_plugin_prepares_the_trainers_model(loss, rows, events, monkeypatch):
+    """The hook alone, on stand-ins of the two names that its file takes from axolotl."""
+    base, log = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.utils.logging")
+    base.BasePlugin, log.get_logger = object, logging.getLogger  # type: ignore[attr-defined]
+    for module in (base, log):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("axolotl", "axolotl.integrations", "axolotl.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.delitem(sys.modules, "moe_qlora.integrations.axolotl", raising=False)
+    ours = importlib.import_module("moe_qlora.integrations.axolotl")
+    monkeypatch.delitem(sys.modules, ours.__name__)
+    model, plugin = adapted(), ours.MoeQloraPlugin()
+    plugin.host = ExpertsHost({"prepare_training": "1GiB"})
+    cfg = {"plugins": [PLUGIN], "micro_batch_size": 3, "sequence_len": 64, "rl": loss}
+    plugin.post_trainer_create(cfg, SimpleNamespace(model=model))
+    sizes = {"batch_size": rows, "seq_len": 64, "memory": "1GiB"}
+    assert events == [f"fit of {sizes} with stock loss"]
+    plugin.post_train_unload(cfg)
+    assert events[1:] == ["fit removed"]
 
 
 @contextmanager

@@ -165,6 +165,7 @@ _ALLOWED = {
     "lora_experts": f"true, false and a list of roles ({_ROLES})",
     "lora_router": "true and false",
     "skip_modules": "a list of module names or patterns",
+    "prepare_training": "true, false and memory such as 40GiB",
     "progress": "true and false",
 }
 
@@ -262,6 +263,11 @@ def check(cfg: Mapping[str, Any]) -> None:
         if value is not None and _COLLIDES.get(key, bool)(value):
             seen = "set" if isinstance(value, (Mapping, list)) else shown(value)
             raise ConfigError(f"{key} is {seen} beside the plugin of moe_qlora: {why}.")
+    if settings.prepare_training and cfg.get("torch_compile"):
+        raise ConfigError(
+            f"torch_compile is {shown(cfg.get('torch_compile'))}, and moe_qlora.prepare_training "
+            "compiles the layers itself: take torch_compile out."
+        )
     if settings.lora_experts and cfg.get("peft_use_dora"):
         raise ConfigError(
             "peft_use_dora is true, and moe_qlora.lora_experts asks for LoRA on packed experts, "
@@ -351,6 +357,8 @@ class ExpertsSettings(BaseModel):
         lora_router: Put LoRA on the routers too.
         skip_modules: Modules, as `llm_int8_skip_modules` names them, that stay in 16 bit besides
             those of the host's own config.
+        prepare_training: Call `moe_qlora.prepare_training` before training; a string is its
+            `memory`, such as "40GiB".
         progress: Show a bar while a built model is packed, and while an adapter is merged.
     """
 
@@ -360,6 +368,7 @@ class ExpertsSettings(BaseModel):
     lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = False
     lora_router: StrictBool = False
     skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = ()
+    prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] = False
     progress: StrictBool = True
 
     @classmethod

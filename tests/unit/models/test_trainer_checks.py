@@ -37,6 +37,10 @@ CASES: list[tuple[str, str]] = [
         "peft_use_dora: true\nmoe_qlora: {lora_experts: true}",
         "peft_use_dora is true, and moe_qlora.lora_experts asks for LoRA on packed experts",
     ),
+    (
+        "torch_compile: auto\nmoe_qlora: {prepare_training: 40GiB}",
+        "torch_compile is 'auto', and moe_qlora.prepare_training compiles the layers itself",
+    ),
     ("moe_qlora: {lora_expert: true}", "moe_qlora.lora_expert is no setting (did you mean lora_e"),
     ("moe_qlora: {pack_experts: 4bit}", "moe_qlora.pack_experts is '4bit'; allowed are true and"),
     ("moe_qlora: {lora_experts: [sideways]}", "moe_qlora.lora_experts is ['sideways']; allowed"),
