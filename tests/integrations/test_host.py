@@ -330,7 +330,7 @@ def test_router(folder: Path) -> None:
         ("lora_experts: []", "moe_qlora.lora_experts is []; allowed are true, false and a list"),
         ("skip_modules: lm_head", "moe_qlora.skip_modules is 'lm_head'; allowed are a list of"),
         ("skip_modules: [3]", "moe_qlora.skip_modules is [3]; allowed are a list of module names"),
-        ("prepare_training: 40", "moe_qlora.prepare_training is 40; allowed are true, false and mem"),
+        ("prepare_training: 40", "moe_qlora.prepare_training is 40; allowed are true, false and"),
         ("- pack_experts", "moe_qlora is ['pack_experts']; allowed is a block with the keys pack"),
         (
             "pack_experts: false\nlora_experts: [down]",
