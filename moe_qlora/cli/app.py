@@ -19,6 +19,7 @@ import typer
 
 from .. import __version__
 from ..errors import MoeQloraError, one_line
+from .bench import bench
 from .doctor import doctor
 from .dump import dump
 from .export import export
@@ -42,6 +43,7 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     quantize: "A packed folder from a checkpoint.",
     verify: "Is a folder whole; the error of packing.",
     merge: "A plain checkpoint with an adapter merged.",
+    bench: "How fast a model trains on this card.",
     report: "A page about a model, adapter or run.",
     export: "An adapter in the layout of a server.",
     serve_check: "Does a server serve what was trained?",
