@@ -7,10 +7,10 @@ are in bfloat16, and AdamW trains them on random tokens.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import statistics
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from typing import Any
 import peft
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ..detection.detect import detect
 from ..errors import ConfigError, MoeQloraError, first_line
@@ -35,9 +35,9 @@ from ..memory.plan import plan
 from ..models import named
 from ..models.named import Source
 from ..packing import codec, parametrize
-from ..packing.settings import CodecSettings
 from ..quantize import quantize_experts
 from ..testing import fill_randomly
+from .options import codec_settings
 
 RANK = 16
 _WARMUP = 4  # steps: one that compiles, two that record, one more
@@ -115,7 +115,7 @@ def ours(source: Source, sizes: Sizes, say: Callable[[str], None]) -> Measured:
     if not stacks:
         raise ConfigError(f"{source.label} has no fused expert weights, which bench would pack.")
     _check_room(source, sizes, built)
-    settings = CodecSettings.from_config(_quantization())
+    settings = codec_settings(None, None, None)
 
     def pack(name: str, module: nn.Module) -> None:
         for parameter in stacks.get(name, ()):
@@ -123,12 +123,15 @@ def ours(source: Source, sizes: Sizes, say: Callable[[str], None]) -> Measured:
             parametrize.attach(module, parameter, packed)
 
     model: Any = fill_randomly(built, sizes.device, pack)
-    quantize_experts(model, _quantization(), progress=False)
+    quantize_experts(model, settings.bnb_fields(), progress=False)
     config = lora_config_of(model, (), "attention", RANK)
     adapted = get_peft_model(model, config, experts=True, autocast_adapter_dtype=False)
-    with prepare_training(
-        adapted, batch_size=sizes.micro_batch, seq_len=sizes.seq, memory=sizes.memory
-    ) as prepared:
+    with (
+        _quiet("moe_qlora.lora.inject"),  # says what is packed, as training starts
+        prepare_training(
+            adapted, batch_size=sizes.micro_batch, seq_len=sizes.seq, memory=sizes.memory
+        ) as prepared,
+    ):
         for line in str(prepared).splitlines():
             say(line)
         kept = Counter(layer.activations for layer in getattr(prepared.fit, "layers", ()))
@@ -170,6 +173,16 @@ def frozen(source: Source, sizes: Sizes) -> Measured:
 
 
 @contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
 def _plain() -> Iterator[None]:
     yield
 
@@ -202,16 +215,6 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def _quantization(skip: list[str] | None = None) -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=skip,
-    )
-
-
 def _fits(
     source: Source, sizes: Sizes, built: nn.Module, room: int, *, packed: bool, keeps: bool
 ) -> bool:
@@ -221,7 +224,7 @@ def _fits(
         skip += [param.module_name for param in detect(built)]
     report = plan(
         source,
-        _quantization(skip),
+        replace(codec_settings(None, None, None), skip_modules=tuple(skip)),
         gpus=room,
         batch=sizes.micro_batch,
         seq=sizes.seq,
@@ -259,13 +262,10 @@ def _trained(model: Any, sizes: Sizes, setting: str) -> Measured:
         torch.cuda.reset_peak_memory_stats(sizes.device)
     seconds: list[float] = []
     loss = 0.0
-    for step in range(_WARMUP + sizes.steps):
+    for _ in range(_WARMUP + sizes.steps):
         ids = torch.randint(text.vocab_size, shape, generator=generator).to(sizes.device)
         start = time.perf_counter()
-        with warnings.catch_warnings():
-            if step == 0:  # which says what is packed
-                warnings.filterwarnings("ignore", "The experts of")
-            out = model(input_ids=ids, labels=ids).loss
+        out = model(input_ids=ids, labels=ids).loss
         out.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

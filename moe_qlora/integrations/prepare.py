@@ -1,12 +1,12 @@
 """`prepare_training`: everything that makes a step quicker, set in one call and taken off in one.
 
     1. Liger         its loss, in chunks; norms and rotary embedding where layers are not compiled
-    2. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
-    3. graph_layers  decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
+    2. graph_layers  decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
+    3. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
 
-The order is that of what each one finds: Liger replaces forwards of modules, whose memory
-`fit_memory` counts, and a graph records what the layer's level says. Under FSDP, whose weights are
-gathered anew for each layer, layers are compiled and not recorded.
+The order is that of what each one finds: `fit_memory` measures a step of the model as it will run,
+with Liger's loss and compiled layers. Under FSDP, whose weights are gathered anew for each layer,
+layers are compiled and not recorded.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..world import runs_distributed
 from .liger import apply_liger
 
 if TYPE_CHECKING:
+    from ..speed.fit import Fit
     from ..speed.graphs import LayerGraphs
 
 _log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class PreparedTraining:
     """
 
     def __init__(self, lines: list[str]) -> None:
-        self.fit: Any = None
+        self.fit: Fit | None = None
         self.graphs: LayerGraphs | None = None
         self._lines = lines
         self._undo = ExitStack()
@@ -136,12 +137,11 @@ def _on_cuda(
         prepared._lines.append(f"Liger: loss{rest}.")
     except ConfigError as error:
         prepared._lines.append(f"Liger: not used; {error}.")
+    if obstacle is None:
+        prepared._lines += _quicken(prepared, model, layers, compiles, undo)
+    else:
+        prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
     _fit(prepared, model, batch_size, seq_len, memory, undo)
-    prepared._lines += (
-        [f"torch.compile, CUDA graphs: not used; {obstacle}."]
-        if obstacle is not None
-        else _quicken(prepared, model, layers, compiles, undo)
-    )
     return prepared
 
 
@@ -184,7 +184,7 @@ def _fit(
 
     prepared.fit = fit_memory(model, batch_size=batch_size, seq_len=seq_len, memory=memory)
     undo.callback(prepared.fit.remove)
-    prepared._lines.append(f"Memory: {prepared.fit}")
+    prepared._lines.append(f"Memory: {prepared.fit}.")
 
 
 def _is_on_cuda(module: nn.Module) -> bool:

@@ -71,7 +71,7 @@ def events(monkeypatch) -> list[str]:
 
     class Fit:
         def __str__(self) -> str:
-            return "2 of 2 layers keep their activations."
+            return "2 of 2 layers keep their activations"
 
         def remove(self) -> None:
             happened.append("fit removed")
@@ -121,35 +121,42 @@ def test_on_a_cpu_nothing_changes_without_memory(events, caplog):
     prepared.remove()
 
 
-def test_on_a_cpu_memory_is_fitted(events):
+def test_on_a_cpu_memory_is_fitted():
+    def attributes() -> set[tuple[str, str]]:
+        modules = state(model)[0]
+        return {(name, each) for name, held in modules.items() for each in held}
+
     model = adapted()
-    before = state(model)
+    model(**tiny_inputs(model.get_base_model()))  # which sets some
+    before = attributes()
     with moe_qlora.prepare_training(model, **SIZES, memory="1GiB") as prepared:
-        assert len(str(prepared).splitlines()) == 2
-        assert "2 of 2 layers keep" in str(prepared)
-        assert events == [
-            "fit of {'batch_size': 2, 'seq_len': 12, 'memory': '1GiB'} with stock loss"
-        ]
-    assert events[1:] == ["fit removed"] and state(model) == before
+        assert prepared.fit is not None and prepared.fit.memory == 1 << 30
+        assert str(prepared).splitlines()[1:] == [f"Memory: {prepared.fit}."]
+        assert [layer.activations for layer in prepared.fit.layers] == ["keep", "keep"]
+        assert attributes() != before
+    assert attributes() == before
+    with pytest.raises(ConfigError, match="bytes are missing"):
+        moe_qlora.prepare_training(model, **SIZES, memory="1KiB")
+    assert attributes() == before
 
 
-def test_the_order_is_liger_fit_graphs_and_back(cuda, monkeypatch):
+def test_the_order_is_liger_graphs_fit_and_back(cuda, monkeypatch):
     pytest.importorskip("liger_kernel")
     model = adapted()
     before = state(model)
     prepared = moe_qlora.prepare_training(model, **SIZES)
     fit = "fit of {'batch_size': 2, 'seq_len': 12, 'memory': None} with Liger's loss"
-    assert cuda == [fit, "graphs, compiled=True"]
+    assert cuda == ["graphs, compiled=True", fit]
     assert str(prepared).splitlines() == [
         "Prepared for batches of 2 x 12 tokens.",
         "Liger: loss; norms and rotary embedding are compiled.",
-        "Memory: 2 of 2 layers keep their activations.",
         "torch.compile: 2 layers.",
         "CUDA graphs: 2 layers, recorded in the second step.",
+        "Memory: 2 of 2 layers keep their activations.",
     ]
     assert not any(is_ligers(m.forward) for layer in layers_of(model) for m in layer.modules())
     prepared.remove()
-    assert cuda[2:] == ["graphs removed", "fit removed"] and state(model) == before
+    assert cuda[2:] == ["fit removed", "graphs removed"] and state(model) == before
     prepared.remove()
     assert len(cuda) == 4
 
@@ -159,7 +166,7 @@ def test_a_second_call_replaces_the_first(cuda):
     before = state(model)
     first = moe_qlora.prepare_training(model, **SIZES)
     second = moe_qlora.prepare_training(model, batch_size=1, seq_len=64)
-    assert cuda[2:4] == ["graphs removed", "fit removed"]
+    assert cuda[2:4] == ["fit removed", "graphs removed"]
     first.remove()
     assert len(cuda) == 6
     second.remove()
@@ -182,7 +189,7 @@ def test_without_triton_liger_has_the_norms(cuda, monkeypatch):
     with moe_qlora.prepare_training(model, **SIZES) as prepared:
         assert "Liger: loss, norms and rotary" in str(prepared)
         assert "torch.compile: not used; Triton is not installed." in str(prepared)
-        assert cuda[1] == "graphs, compiled=False"
+        assert cuda[0] == "graphs, compiled=False"
         assert is_ligers(layers_of(model)[0].input_layernorm.forward)
     assert state(model) == before
 
@@ -296,7 +303,7 @@ def test_hosts_prepare_what_their_settings_ask_for(asked, memory, cuda):
     model = adapted()
     assert ExpertsHost().before_training(model, **SIZES) is None and not cuda
     prepared = ExpertsHost({"prepare_training": asked}).before_training(model, **SIZES)
-    assert prepared is not None and f"'memory': {memory!r}}}" in cuda[0]
+    assert prepared is not None and f"'memory': {memory!r}}}" in cuda[1]
     prepared.remove()
 
 
