@@ -21,40 +21,12 @@ Each = Callable[[str, nn.Module], None]
 
 
 def build(config: Any, device: torch.device, each: Each | None = None) -> Any:
-    """The model in bf16 on the device, with transformers' own random initialization.
-
-    Memory is taken for one module at a time.
-
-    Args:
-        config: Of the model.
-        device: Where it is to be.
-        each: Called with a module's name and the module, once its own weights are there.
-    """
-    from transformers import PreTrainedModel
-
-    from moe_qlora.testing import model_class
+    """The model in bf16 on the device, as `moe_qlora.testing.fill_randomly` makes it."""
+    from moe_qlora.testing import fill_randomly, model_class
 
     with torch.device("meta"):
         model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
-    modules = dict(model.named_modules())
-    for name, module in reversed(modules.items()):  # what a module holds comes before it
-        host = name
-        while not isinstance(modules[host], PreTrainedModel):
-            host = host.rpartition(".")[0]
-        _fill(module, device)
-        modules[host]._init_weights(module)
-        if each is not None:
-            each(name, module)
-    model.tie_weights()
-    return model
-
-
-def _fill(module: nn.Module, device: torch.device) -> None:
-    """Memory for what is the module's own, zeros: a class may leave out some in initializing."""
-    module.to_empty(device=device, recurse=False)
-    with torch.no_grad():
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor.zero_()
+    return fill_randomly(model, device, each)
 
 
 class Packer:
