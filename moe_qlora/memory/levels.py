@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -89,14 +90,27 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     Under "recompute" the compiled function runs again, and not another: fused in another way, a
     router may choose other experts.
     """
-    whole, part = (torch.compile(own), torch.compile(compute)) if compiles else (own, compute)
+    whole = torch.compile(own) if compiles else own
 
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
-        if level in (RECOMPUTE, KEEP):
+        if not compiles or level in (RECOMPUTE, KEEP):
             return compute(level, whole, args, kwargs, preserve_rng_state=preserve_rng_state)
+        part = _compiled_part(level)
         return part(level, own, args, kwargs, preserve_rng_state=preserve_rng_state)
 
     return run
+
+
+@cache
+def _compiled_part(level: str) -> Callable[..., Any]:
+    """Return `compute` compiled, with code of its own for each level.
+
+    torch.compile counts its versions of a function by its code, and takes no more than eight.
+    """
+    code = compute.__code__.replace(co_name=f"compute_{level}")
+    copied = FunctionType(code, globals())
+    copied.__kwdefaults__ = compute.__kwdefaults__
+    return torch.compile(copied)
 
 
 def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]) -> _Contexts:

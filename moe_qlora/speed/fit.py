@@ -24,7 +24,7 @@ from ..memory.budget import COMPONENTS, Activity, Settings, StepBudget
 from ..memory.choice import Choice, LayerChoice, choose, counted, gain, levels_at, mixed, sentence
 from ..memory.devices import FRAGMENTATION
 from ..memory.measure import MeasuredModel
-from .fitted import FittedLayer, fitted
+from .fitted import FittedLayer, fitted, runs_recorded
 from .overrides import Overrides
 
 _log = logging.getLogger(__name__)
@@ -123,6 +123,8 @@ class Fit:
         self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
         for level in levels.LEVELS:
             self._activities[level] = self._measure(measured, level, batch, seq)
+            sizes = {a.name: (a.saved, a.forward, a.backward) for a in self._activities[level]}
+            _log.debug("fit_memory: %s: saved, forward, backward: %s", level, sizes)
         self._resident = _resident(measured, self._device)
         names = tuple(self._fitted)
         failed, choice = None, None
@@ -173,7 +175,19 @@ class Fit:
     def _needed(self, activities: tuple[Activity, ...]) -> int:
         """Return the bytes that a step needs of the memory."""
         peak = self._peak_of(activities)
-        return int(peak * (1 + FRAGMENTATION)) if self._device.type == "cuda" else peak
+        if self._device.type != "cuda":
+            return peak
+        if any(map(runs_recorded, self._modules.values())):
+            # Graphs have a memory pool of their own: what layers work with is not shared with what
+            # the loss works with.
+            work = [max(a.forward, a.backward) - a.saved for a in activities]
+            of_layer = [a.name in self._fitted for a in activities]
+            most = (
+                max((size for size, own in zip(work, of_layer, strict=True) if own is which))
+                for which in (True, False)
+            )
+            peak += min(most)
+        return int(peak * (1 + FRAGMENTATION))
 
     def _peak_of(self, activities: tuple[Activity, ...]) -> int:
         return self._resident + self._budget_of(activities)

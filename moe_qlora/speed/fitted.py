@@ -76,6 +76,12 @@ def fitted(layer: nn.Module) -> FittedLayer | None:
     return layer.__dict__.get(_FITTED)
 
 
+def runs_recorded(layer: nn.Module) -> bool:
+    """Whether `graph_layers` records a layer."""
+    runs = getattr(layer.__dict__.get("forward"), "__self__", None)
+    return isinstance(runs, RunsLevels) and not isinstance(runs, FittedLayer)
+
+
 def measures(layer: nn.Module) -> bool:
     """Whether `fit_memory` measures a layer, whose calls are not to be recorded."""
     found = fitted(layer)
