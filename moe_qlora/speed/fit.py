@@ -183,7 +183,7 @@ class Fit:
             work = [max(a.forward, a.backward) - a.saved for a in activities]
             of_layer = [a.name in self._fitted for a in activities]
             most = (
-                max((size for size, own in zip(work, of_layer, strict=True) if own is which))
+                max((w for w, own in zip(work, of_layer, strict=True) if own is which), default=0)
                 for which in (True, False)
             )
             peak += min(most)
