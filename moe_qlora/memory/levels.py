@@ -7,13 +7,14 @@
     keep        all that backward needs; nothing is computed again (the rest: 1 to 3 us a MB)
 
 A layer under "experts" or "attention" is a non-reentrant checkpoint that keeps tensors: attention's
-by torch's selective checkpointing, which keeps outputs of operators, those of the experts by
-`experts/kept.py`, since they come from an `autograd.Function`. In code of torch.compile both are
-operators, and the compiler decides what else is cheaper kept.
+as outputs of operators, those of the experts by `experts/kept.py`, since they come from an
+`autograd.Function`. In code of torch.compile both are operators, and the compiler decides what else
+is cheaper kept.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -21,6 +22,9 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -118,7 +122,8 @@ def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]
     if level in (EXPERTS, ATTENTION):
         pairs.append(kept_tensors())
     if level == ATTENTION:
-        pairs.append(create_selective_checkpoint_contexts(_keeps_attention))
+        held: deque[Any] = deque()
+        pairs.append((_Keeps(held), _Returns(held)))
     forward, again = zip(*pairs, strict=True)
     return _all_of(forward), _all_of(again)
 
@@ -148,8 +153,39 @@ def _is_of(operator: Any, attention: bool, experts: bool) -> bool:
     )
 
 
-def _keeps_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return _policy(_is_of(operator, True, False))
+class _AttentionMode(TorchDispatchMode):
+    """Sees attention's operators in a layer that is not compiled.
+
+    torch's own selective checkpointing refuses a recomputation that calls any operator more often
+    than the forward did, as experts do whose workspace has grown meanwhile.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, held: deque[Any]) -> None:
+        super().__init__()
+        self.held = held
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of the layer run compiled."""
+        return True
+
+
+class _Keeps(_AttentionMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _is_of(func, True, False):
+            # Without autograd's node, which would hold the layer's tensors.
+            self.held.append(tree_map_only(Tensor, Tensor.detach, out))
+        return out
+
+
+class _Returns(_AttentionMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.held and _is_of(func, True, False):
+            return self.held.popleft()
+        return func(*args, **(kwargs or {}))
 
 
 def _keeps_experts(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
