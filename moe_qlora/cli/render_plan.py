@@ -123,6 +123,8 @@ def _devices(report: MemoryPlan, out: Console) -> None:
         say(out, "[red]It would train, but does not fit while it is loaded.[/]")
     else:
         say(out, "[red]It does not fit.[/]")
+    if report.fit is not None and report.fit.fits:
+        say(out, f"With moe_qlora.fit_memory {report.fit}.")
     settings = report.settings
     if report.largest_seq:
         say(

@@ -14,7 +14,8 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     tracker.py     counts the bytes of tensors on meta, and of loops of linear attention without
                    their turns
     attention.py   says where attention is eager and need not be, and lets other kinds run on meta
-    choice.py      decides which layers keep what between forward and backward (`levels.py`)
+    choice.py      decides which layers keep what between forward and backward (`levels.py`);
+                   `fitting.py` asks it for the devices of a plan
     budget.py      adds up what blocks hold and do, and optimizer states, and spreads blocks over
                    devices (`devices.py`)
     engines.py     what a rank holds under DDP, FSDP2, expert parallelism and ZeRO-3

@@ -322,6 +322,19 @@ class StepBudget:
             uses.append(DeviceUse(index, capacity, peak, reserve, names))
         return tuple(uses)
 
+    def peaks_on(self, uses: Sequence[DeviceUse]) -> list[int]:
+        """Return the peak of each device that holds the blocks of an earlier budget, 0 for none."""
+        if self.settings.engine:
+            return [self.nbytes(0, len(self.groups))] * len(uses)
+        peaks, first = [], 0
+        for use in uses:
+            last, names = first, set(use.blocks)
+            while last < len(self.groups) and self.groups[last][0].name in names:
+                last += 1
+            peaks.append(self.nbytes(first, last) if names else 0)
+            first = last
+        return peaks
+
     def on_each(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return all blocks on each of the devices of these bytes, as the ranks of an engine."""
         peak = self.peak()

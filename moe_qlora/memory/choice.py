@@ -84,14 +84,14 @@ def mixed(activities: ActivitiesByLevel, levels: Mapping[str, str]) -> tuple[Act
 def most_kept(
     layers: Sequence[str],
     activities: ActivitiesByLevel,
-    fits: Callable[[tuple[Activity, ...]], bool],
+    fits: Callable[[Choice], bool],
 ) -> Choice | None:
     """Return the choice of the most steps that fits, None where none does."""
     for steps in range((len(LEVELS) - 1) * len(layers), -1, -1):
         levels = levels_at(layers, steps)
-        blocks = mixed(activities, levels)
-        if fits(blocks):
-            return Choice(steps, levels, blocks)
+        choice = Choice(steps, levels, mixed(activities, levels))
+        if fits(choice):
+            return choice
     return None
 
 
@@ -106,7 +106,7 @@ def choose(
     Raises:
         ConfigError: Computing all layers again needs more.
     """
-    choice = most_kept(layers, activities, lambda blocks: needed(blocks) <= limit)
+    choice = most_kept(layers, activities, lambda made: needed(made.activities) <= limit)
     if choice is None:
         least = needed(tuple(activities[RECOMPUTE]))
         raise ConfigError(

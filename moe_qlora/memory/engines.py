@@ -30,7 +30,7 @@ workspace are those of one process. What differs, for N ranks:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -88,11 +88,17 @@ class Sharding:
         return replace(block, trained=tuple(trained), **cast(Any, sizes))
 
     def with_gathered(
-        self, activities: Sequence[Activity], blocks: Mapping[str, Block], *, checkpointing: bool
+        self,
+        activities: Sequence[Activity],
+        blocks: Mapping[str, Block],
+        *,
+        checkpointing: bool,
+        kept: Collection[str] = (),
     ) -> tuple[Activity, ...]:
         """Return activities, in running order, with what is gathered while each goes on.
 
-        `blocks` are those of the whole model, by name.
+        `blocks` are those of the whole model, by name; those in `kept`, and all of them without
+        checkpointing, compute nothing again.
         """
         whole = {
             name: sum(self.whole(tensor) for tensor in block.tensors)
@@ -103,10 +109,9 @@ class Sharding:
         if self.engine.name != "zero3":
             return tuple(activities)
         saved = 0  # by autograd, of all blocks
-        if not checkpointing:
-            every = sum(whole.values())
-            whole = {name: self._packed(block) for name, block in blocks.items()}
-            saved = every - sum(whole.values())
+        for name in kept if checkpointing else blocks:
+            saved += whole[name] - (packed := self._packed(blocks[name]))
+            whole[name] = packed
         return tuple(
             replace(activity, gathered=activity.gathered + saved)
             for activity in _zero3(activities, blocks, whole)

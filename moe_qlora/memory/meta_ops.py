@@ -211,6 +211,24 @@ class Passthrough(torch.autograd.Function):
         return grad, None
 
 
+def _planned_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention's output and its log-sum-exp."""
+    # The kernels lay their output out as (batch, length, heads, size), so that no copy follows.
+    batch, heads, length, _ = query.shape
+    size = value.shape[-1]
+    strides = (length * heads * size, size, heads * size, 1)
+    out = query.new_empty_strided((batch, heads, length, size), strides)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _register_attention() -> None:
+    """Define the attention of plans as an operator, once, so that checkpoints can keep it."""
+    if not hasattr(torch.ops.moe_qlora, "planned_attention"):
+        define: Any = torch.library.custom_op
+        operator = define("moe_qlora::planned_attention", _planned_attention, mutates_args=())
+        operator.register_fake(_planned_attention)
+
+
 class FusedAttentionCall(torch.autograd.Function):
     """Allocates what CUDA's fused attention allocates; saves no scores."""
 
@@ -218,10 +236,8 @@ class FusedAttentionCall(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.new_empty(mask.shape, dtype=query.dtype)
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        # The kernels lay their output out as (batch, length, heads, size), so that no copy follows.
-        batch, heads, length, _ = query.shape
-        out = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+        _register_attention()
+        out, sums = torch.ops.moe_qlora.planned_attention(query, key, value)
         ctx.save_for_backward(query, key, value, mask, sums, out)
         return out
 

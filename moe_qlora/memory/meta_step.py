@@ -27,6 +27,7 @@ from ..detection.trace import tensors_of
 from ..kernels.cards import PORTABLE, Card, planned_for
 from ..kernels.workspace import PlannedWorkspace, planned
 from ..models.named import quiet
+from . import levels
 from .attention import counted_attention
 from .blocks import packed_parts
 from .budget import Activity
@@ -108,11 +109,14 @@ def run_meta_step(
     groups: Sequence[Sequence[str]] | None = None,
     card: Card = PORTABLE,
     workspace_cap: int = NO_CAP,
+    level: str | None = None,
+    layers: Sequence[str] = (),
 ) -> tuple[tuple[Activity, ...], int]:
     """Run one training step on meta, by the kernels that are chosen for a card.
 
     `trained` are the bytes of the blocks' trained parameters; the model chooses among `experts`.
-    `groups` are the blocks that are alike; None looks for them.
+    `groups` are the blocks that are alike; None looks for them. With a `level` of `levels.py`,
+    these decoder `layers` keep what it says, whatever checkpointing the model has.
 
     Returns:
         What each block does, in running order, and the bytes of the workspace, which all blocks of
@@ -127,7 +131,11 @@ def run_meta_step(
     tracker = MemoryTracker(known, experts)
     workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
     passed = _passthroughs(blocks, groups, grad_anchor)
-    kernels = (planned_for(card), planned(workspace), counted_attention(), scans_by_size(model))
+    kernels = [planned_for(card), planned(workspace), counted_attention(), scans_by_size(model)]
+    if level is not None:
+        middle = {name for group in groups for name in group[1:-1]}
+        run = [blocks[name] for name in layers if name not in middle]
+        kernels.append(_on_level(level, model, run))
     with quiet(), ExitStack() as stack, passed, tracker, FusedAttention():
         for each in kernels:
             stack.enter_context(each)
@@ -151,6 +159,36 @@ def enable_checkpointing(model: Any) -> bool:
     except (ValueError, AttributeError):
         return False
     return True
+
+
+@contextmanager
+def _on_level(level: str, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """In this block, layers run on a level, and not under the model's own checkpointing."""
+    flag = "gradient_checkpointing"
+    with ExitStack() as undo:
+        for module in model.modules():
+            if vars(module).get(flag):
+                undo.callback(setattr, module, flag, True)
+                setattr(module, flag, False)
+        for layer in layers:
+            undo.enter_context(_forward_of(layer, partial(_run_on, level, layer.forward)))
+        yield
+
+
+def _run_on(level: str, forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return levels.compute(level, forward, args, kwargs, recomputing=FusedAttention)
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
+    """In this block, a module's forward is a function of (self, ...)."""
+    own = {key: value for key, value in vars(module).items() if key == "forward"}
+    set_forward(module, forward)
+    try:
+        yield
+    finally:
+        vars(module).pop("forward")
+        vars(module).update(own)
 
 
 def _loss(model: Any, ids: Tensor) -> Tensor:
@@ -189,10 +227,7 @@ def _passthroughs(
             like = _Like(grad_anchor)
             undo.enter_context(blocks[first].register_forward_hook(like.remember, with_kwargs=True))
             for module in (blocks[name] for name in middle):
-                own = {key: value for key, value in vars(module).items() if key == "forward"}
-                undo.callback(vars(module).update, own)
-                undo.callback(vars(module).pop, "forward")
-                set_forward(module, like.forward)
+                undo.enter_context(_forward_of(module, like.forward))
         yield
 
 

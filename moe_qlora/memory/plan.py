@@ -17,6 +17,7 @@ from . import meta_model
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings
 from .devices import Capability, parse_gpus
 from .engines import ENGINES
+from .fitting import fit_of
 from .hints import hints_of, notes_of
 from .planner import Planner
 from .report import MemoryPlan
@@ -277,6 +278,8 @@ def _report(planner: Planner, capacities: tuple[int, ...], *, search: bool) -> M
             largest_seq=_largest(by_seq, seq, _LONGEST, _SEQ_STEP),
             largest_batch=_largest(by_batch, batch, _LARGEST_BATCH, 1),
         )
+    if capacities:
+        report = replace(report, fit=fit_of(planner, report.devices))
     if report.fits is False:
         report = replace(report, hints=tuple(hints_of(planner, report, capacities)))
     # The planner has notes once a step has run.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
@@ -173,8 +173,25 @@ class Planner:
     def _budget(
         self, batch: int, seq: int, capacities: Sequence[int], loss_part: float
     ) -> StepBudget:
+        activities, workspace = self.activities(batch, seq, capacities, loss_part=loss_part)
+        settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
+        return self.budget_of(activities, settings)
+
+    def activities(
+        self,
+        batch: int,
+        seq: int,
+        capacities: Sequence[int] = (),
+        *,
+        loss_part: float = 1.0,
+        level: str | None = None,
+    ) -> tuple[tuple[Activity, ...], int]:
+        """Return what each block does in a step, in running order, and the workspace's bytes.
+
+        `level` is that of all decoder layers, None for what the settings say.
+        """
         cap = min(capacities) // WORKSPACE_PART if capacities else meta_step.NO_CAP
-        activities, workspace = self._step(batch, seq, cap)
+        activities, workspace = self._step(batch, seq, cap, level)
         if activities:
             part, more = (loss_part, 0)
             if self.settings.liger:
@@ -182,14 +199,21 @@ class Planner:
             last = activities[-1]
             sizes = [int(s * part) + more for s in (last.saved, last.forward, last.backward)]
             activities = (*activities[:-1], Activity(last.name, *sizes))
-        settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
+        return activities, workspace
+
+    def budget_of(
+        self, activities: Sequence[Activity], settings: Settings, kept: Collection[str] = ()
+    ) -> StepBudget:
+        """Return the budget of a step; layers in `kept` keep all, even under checkpointing."""
         groups = self._groups(activities)
         if self.sharding is None:
             return StepBudget(groups, activities, settings, self.itemsize)
         whole = {block.name: block for block in self.meta.blocks}
         return StepBudget(
             groups,
-            self.sharding.with_gathered(activities, whole, checkpointing=settings.checkpointing),
+            self.sharding.with_gathered(
+                activities, whole, checkpointing=settings.checkpointing, kept=kept
+            ),
             settings,
             self.itemsize,
             # DeepSpeed gives the optimizer float32 copies.
@@ -209,7 +233,9 @@ class Planner:
         itemsize = next(self.meta.base.parameters()).dtype.itemsize
         return min(chunk / tokens, 1.0), tokens * hidden * itemsize
 
-    def _run_step(self, batch: int, seq: int, cap: int) -> tuple[tuple[Activity, ...], int]:
+    def _run_step(
+        self, batch: int, seq: int, cap: int, level: str | None = None
+    ) -> tuple[tuple[Activity, ...], int]:
         """Return what each block does in a step, and the bytes of the workspace of this cap.
 
         Where the step fails, it runs with Linear layers unpacked, then with fake layers.
@@ -227,6 +253,8 @@ class Planner:
                     groups=None if meta.skeleton is None else meta.skeleton.groups,
                     card=self.card,
                     workspace_cap=cap,
+                    level=level,
+                    layers=[block.name for block in meta.blocks if block.layer],
                 )
             except MoeQloraError:
                 raise

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .budget import COMPONENTS, DeviceUse, Peak, Settings
+from .choice import LayerChoice, counted, sentence
 from .devices import CONTEXT_BYTES
 
 
@@ -17,6 +18,30 @@ class Hint:
     setting: str  # The same as an argument
     saves: int  # Bytes less at the peak, with this change alone
     fits: bool  # Whether it alone makes the plan fit the devices
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What decoder layers can keep between forward and backward, as `fit_memory` sets it."""
+
+    layers: tuple[LayerChoice, ...]  # In the model's order
+    peak: int  # Bytes of tensors on the fullest device
+    needed: int  # With the reserve of the process
+    memory: int  # Bytes of that device
+    gain: float  # How many times as fast as computing all again, about
+
+    @property
+    def fits(self) -> bool:
+        """False where not even computing all layers again does."""
+        return self.needed <= self.memory
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Layers that "keep" all, "part" or nothing ("recompute"), and with experts on "host"."""
+        return counted(self.layers)
+
+    def __str__(self) -> str:
+        return sentence(self.counts, self.needed, self.memory, self.gain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +67,10 @@ class MemoryPlan:
         largest_seq: The longest sequence that fits the devices, 0 where none does, None where it
             was not looked for.
         largest_batch: The most sequences of `seq` tokens, likewise.
+        fit: What decoder layers can keep of their activations on `gpus`, where `fit_memory` decides
+            in place of gradient checkpointing; that `settings` have it or not does not matter. All
+            layers are "recompute" where not even that fits; None without `gpus`, and where the
+            model has no decoder layers.
         hints: What to change, where it does not fit; the changes that cost least come first.
         notes: What to know about the figures, a sentence each.
         estimated: Whether the activations of layers are an estimate, since the model's own cannot
@@ -70,6 +99,7 @@ class MemoryPlan:
     device_map: dict[str, int] | None = None
     largest_seq: int | None = None
     largest_batch: int | None = None
+    fit: Fit | None = None
     hints: tuple[Hint, ...] = ()
     notes: tuple[str, ...] = ()
     estimated: bool = False
@@ -115,6 +145,7 @@ class MemoryPlan:
             del plain["on_disk"]
         if plain["origins"] is None:
             del plain["origins"]
+        plain["fit"] = self.fit and self.fit.counts
         devices = [
             {**device, "fits": use.fits, "blocks": list(use.blocks)}
             for device, use in zip(plain["devices"], self.devices, strict=True)
