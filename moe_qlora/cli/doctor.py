@@ -116,6 +116,9 @@ def _show(diagnosis: Diagnosis, out: Console) -> None:
     render.show_table(out, "Devices, and their matrix products", headings, devices)
     if diagnosis.layers:
         _show_layers(diagnosis, out)
+    if diagnosis.fit:
+        render.say(out, escape(diagnosis.fit))
+        out.line()
     colors = {"problem": "red", "warning": "yellow"}
     counts = dict.fromkeys(colors, 0)
     for finding in diagnosis.findings:

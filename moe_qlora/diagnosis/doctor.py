@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..detection.detect import detect
-from ..errors import ConfigError
+from ..errors import ConfigError, MoeQloraError
 from ..experts.backend import (
     FUSED,
     UNPACKED,
@@ -33,6 +33,7 @@ from ..layout import ExpertsModule, ModelLayout, name_pattern, unwrapped_name
 from ..lora.names import base_model
 from ..memory import meta_model
 from ..memory.attention import EagerAttention, eager_attention, set_attention
+from ..memory.plan import plan
 from ..memory.source import ModelSource, source_of
 from ..models import named
 from ..packing import parametrize
@@ -117,7 +118,7 @@ def doctor(
     installed = report.packages()
     kinds: tuple[LayerKind, ...] = ()
     notes: tuple[str, ...] = ()
-    label, model_type = "", None
+    label, model_type, fit = "", None, ""
     eager: EagerAttention | None = None
     if isinstance(model, nn.Module) and hasattr(model, "peft_config"):
         if quantization_config is not None:
@@ -135,6 +136,7 @@ def doctor(
             set_attention(built, asked["attention"])
         eager = eager_attention(built)
         kinds = layer_kinds(built, source, card, rank)
+        fit = _fit(model, quantization_config, device, rank, trust_remote_code)
     if model is not None and not kinds:
         notes = (*notes, "The model has no experts.")
     found = report.findings(installed)
@@ -149,7 +151,25 @@ def doctor(
         kinds,
         tuple(sorted(found, key=lambda finding: finding.severity != PROBLEM)),
         notes,
+        fit,
     )
+
+
+def _fit(model: Any, quantization_config: Any, device: Device, rank: int, remote: bool) -> str:
+    """Say what a plan's layers can keep on a GPU; "" where there is none, or no plan."""
+    if device.nbytes is None:
+        return ""
+    try:
+        made = plan(
+            model, quantization_config, gpus=device.nbytes, rank=rank, search=False,
+            trust_remote_code=remote,
+        )  # fmt: skip
+    except MoeQloraError:
+        return ""  # `plan` says why
+    size = f"{made.settings.batch} x {made.settings.seq:,} tokens, LoRA on {made.settings.targets}"
+    if made.fit is None or not made.fit.fits:
+        return "" if made.fits else f"{device.name} does not hold a training step ({size})."
+    return f"{device.name} ({size}) with moe_qlora.fit_memory: {made.fit}."
 
 
 def known_problems(

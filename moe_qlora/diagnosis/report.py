@@ -86,6 +86,8 @@ class Diagnosis:
         layers: How each kind of the model's expert layers will be computed on `device`.
         findings: Problems first.
         notes: Sentences on the model.
+        fit: What layers can keep of their activations on `device` (a GPU), a sentence; "" where
+            that is not known.
     """
 
     packages: tuple[Package, ...]
@@ -95,6 +97,7 @@ class Diagnosis:
     layers: tuple[LayerKind, ...] = ()
     findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+    fit: str = ""
 
     @property
     def good(self) -> bool:
@@ -109,6 +112,7 @@ class Diagnosis:
         lines = [f"{self.device.name}: {self.device.many_tokens}"]
         lines += [f"{p.name} {p.installed or 'none'}: {p.status}" for p in self.packages]
         lines += [f"{layer.pattern}: {layer.backend}, {layer.reason}" for layer in self.layers]
+        lines += [self.fit] if self.fit else []
         lines += [f"{finding.severity}: {finding.what} {finding.cure}" for finding in self.findings]
         return "\n".join(lines)
 

@@ -279,6 +279,18 @@ def test_no_card(name, message):
     assert str(caught.value).startswith("gpu: ")
 
 
+def test_a_card_says_what_layers_can_keep():
+    """It is the sentence of a plan with its defaults; without a GPU or a model there is none."""
+    plain = config()
+    said = moe_qlora.doctor(plain, BF16, gpu="H100").fit
+    made = moe_qlora.plan(plain, BF16, gpus="H100", search=False)
+    assert (
+        said == f"H100 (1 x 4,096 tokens, LoRA on attention) with moe_qlora.fit_memory: {made.fit}."
+    )
+    assert moe_qlora.doctor(gpu="H100").fit == ""
+    assert said in str(moe_qlora.doctor(plain, BF16, gpu="H100"))
+
+
 def test_no_rank():
     with pytest.raises(moe_qlora.ConfigError, match="rank is 0"):
         moe_qlora.doctor(rank=0)
