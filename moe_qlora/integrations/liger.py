@@ -4,6 +4,9 @@ Liger's own call replaces forwards in the model's modules, and functions and cla
 of transformers that defines them. Classes go back at once, so that the next model is built of
 transformers' own. The rotary embedding is a function that is looked up when it is called: it stays
 replaced, for all models of this type, until the model is as it was.
+
+A forward that other code has bound to the model computes a loss of its own, as TRL's trainers do in
+chunks too, and reads more of the outputs: it stays, and Liger's loss is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,8 +38,8 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
         What puts back all that was replaced, when it is closed.
 
     Raises:
-        ConfigError: Liger is not installed, does not know this type of model, or fails on it; then
-            the model is as it was.
+        ConfigError: Liger is not installed, does not know this type of model, has nothing to do or
+            fails on it; then the model is as it was.
     """
     if find_spec("liger_kernel") is None:
         raise ConfigError("liger_kernel is not installed (pip install liger-kernel)")
@@ -46,12 +50,16 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
     kind = getattr(config, "model_type", type(model).__name__)
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ConfigError(f"Liger has no kernels for {kind}")
+    loss = not has_own_forward(model)
+    if not (loss or in_layers):
+        raise ConfigError("other code, as TRL's, computes the loss by a forward of its own")
     modules = [(vars(module), dict(vars(module))) for module in model.modules()]
     code = [(vars(module), dict(vars(module))) for module in _modeling(model)]
     undo = ExitStack()
     try:
         _apply_liger_kernel_to_instance(
             model=model,
+            fused_linear_cross_entropy=loss,
             **dict.fromkeys(("rope", "rms_norm", "layer_norm"), in_layers),
             **dict.fromkeys(("swiglu", "geglu", "cross_entropy"), False),
         )
@@ -63,6 +71,18 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
         ) from error
     _watch(modules, code, undo)
     return undo
+
+
+def has_own_forward(model: nn.Module) -> bool:
+    """Whether other code than Liger and accelerate's hooks has bound a forward to a model."""
+    forward = vars(model).get("forward")
+    if isinstance(forward, partial):  # of accelerate's hook
+        forward = vars(model).get("_old_forward")
+    if forward is None:
+        return False
+    # Wrappers copy the name and module of what they wrap, but not this.
+    code: Any = getattr(getattr(forward, "__func__", forward), "__globals__", {})
+    return not str(code.get("__name__")).startswith(("liger_kernel.", "transformers."))
 
 
 def _modeling(model: nn.Module) -> list[Any]:

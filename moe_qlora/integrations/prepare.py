@@ -22,7 +22,7 @@ from ..experts.backend import has_triton
 from ..lora.names import base_model
 from ..speed.fitted import RunsLevels
 from ..world import runs_distributed
-from .liger import apply_liger
+from .liger import apply_liger, has_own_forward
 
 if TYPE_CHECKING:
     from ..speed.fit import Fit
@@ -46,8 +46,9 @@ def prepare_training(
     left out is a sentence in the result. On a CPU it calls `fit_memory` if `memory` is given, and
     else changes nothing. Losses and gradients stay the same up to rounding.
 
-    Call it after `get_peft_model`, before the training loop or `trainer.train()`. A second call
-    replaces what the first one has set.
+    Call it after `get_peft_model`, before the training loop or `trainer.train()`; for TRL's
+    trainers before they are made, so that memory is measured with a loss in chunks as theirs is. A
+    second call replaces what the first one has set.
 
     Args:
         model: A transformers model, or a PEFT model around one.
@@ -133,8 +134,9 @@ def _on_cuda(
     prepared = PreparedTraining([f"Prepared for batches of {batch_size} x {seq_len} tokens."])
     try:
         undo.enter_context(apply_liger(base_model(model), in_layers=not compiles))
-        rest = "; norms and rotary embedding are compiled" if compiles else ", norms and rotary"
-        prepared._lines.append(f"Liger: loss{rest}.")
+        parts = [] if has_own_forward(base_model(model)) else ["loss"]
+        parts += [] if compiles else ["norms", "rotary embedding"]
+        prepared._lines.append(f"Liger: {', '.join(parts)}.")
     except ConfigError as error:
         prepared._lines.append(f"Liger: not used; {error}.")
     if obstacle is None:

@@ -149,7 +149,7 @@ def test_the_order_is_liger_graphs_fit_and_back(cuda, monkeypatch):
     assert cuda == ["graphs, compiled=True", fit]
     assert str(prepared).splitlines() == [
         "Prepared for batches of 2 x 12 tokens.",
-        "Liger: loss; norms and rotary embedding are compiled.",
+        "Liger: loss.",
         "torch.compile: 2 layers.",
         "CUDA graphs: 2 layers, recorded in the second step.",
         "Memory: 2 of 2 layers keep their activations.",
@@ -187,7 +187,7 @@ def test_without_triton_liger_has_the_norms(cuda, monkeypatch):
     model = adapted()
     before = state(model)
     with moe_qlora.prepare_training(model, **SIZES) as prepared:
-        assert "Liger: loss, norms and rotary" in str(prepared)
+        assert "Liger: loss, norms, rotary embedding." in str(prepared)
         assert "torch.compile: not used; Triton is not installed." in str(prepared)
         assert cuda[0] == "graphs, compiled=False"
         assert is_ligers(layers_of(model)[0].input_layernorm.forward)
@@ -296,6 +296,28 @@ def test_liger_stays_inside_of_accelerates_hook():
         torch.testing.assert_close(model(**tiny_inputs(model)).logits, expected)
     torch.testing.assert_close(model(**tiny_inputs(model)).logits, expected)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("first", ["trl", "prepare"])
+def test_the_loss_of_trl_stays(first, cuda):
+    """TRL's trainers bind a forward when they are made, before or after this call."""
+    pytest.importorskip("liger_kernel")
+    utils = pytest.importorskip("trl.trainer.utils")
+    model = adapted()
+    base = model.get_base_model()
+    if first == "trl":
+        utils.add_fused_lm_head(base)
+    prepared = moe_qlora.prepare_training(model, **SIZES)
+    assert ("Liger: not used; other code, as TRL's, computes" in str(prepared)) == (first == "trl")
+    if first == "prepare":
+        utils.add_fused_lm_head(base)
+    bound = base.forward
+    assert bound.__func__.__globals__["__name__"].startswith("trl.")
+    again = moe_qlora.prepare_training(model, **SIZES)
+    assert "Liger: not used; other code, as TRL's, computes" in str(again)
+    assert base.forward == bound
+    again.remove()
+    assert base.forward == bound
 
 
 @pytest.mark.parametrize(("asked", "memory"), [(True, None), ("40GiB", "40GiB")])
