@@ -114,7 +114,6 @@ args = SFTConfig(
     optim="adamw_torch_fused",
     bf16=gpu,
     use_cpu=not gpu,
-    use_liger_kernel=gpu and importlib.util.find_spec("liger_kernel") is not None,
     router_aux_loss_coef=0.0,  # routers are frozen, and with router logits no layer is recorded
     eval_strategy="steps",
     eval_on_start=True,
@@ -126,15 +125,16 @@ args = SFTConfig(
     report_to=options.log,
 )
 held_out = max(1, len(chats) // 10)
+model = moe_qlora.get_peft_model(load(), lora_config, experts=True)
+if options.pack:  # rows of one length
+    print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
 trainer = SFTTrainer(
-    model=moe_qlora.get_peft_model(load(), lora_config, experts=True),
+    model=model,
     args=args,
     processing_class=tokenizer,
     train_dataset=rows_of(chats[held_out:]),
     eval_dataset=rows_of(chats[:held_out]),
 )
-if gpu and options.pack:
-    moe_qlora.graph_layers(trainer.model)
 trainer.train(resume_from_checkpoint=options.resume)
 print(f"held-out loss: {trainer.evaluate()['eval_loss']:.3f}")
 trainer.save_model(options.out)

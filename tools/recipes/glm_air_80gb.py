@@ -57,8 +57,7 @@ attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True)
 model.config.use_cache = False
-if gpu:
-    moe_qlora.graph_layers(model)
+print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
 args = TrainingArguments(
     output_dir=options.out,
     max_steps=options.steps,
@@ -67,7 +66,6 @@ args = TrainingArguments(
     gradient_accumulation_steps=8,
     learning_rate=2e-4,
     optim="adamw_torch_fused",
-    gradient_checkpointing=True,  # for what graphs do not record
     logging_steps=1,
     eval_strategy="steps",
     eval_on_start=True,

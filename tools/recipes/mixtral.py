@@ -54,6 +54,7 @@ with moe_qlora.enabled():  # experts are packed while they load
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True)
+print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
 args = TrainingArguments(
     output_dir=options.out,
     max_steps=options.steps,
@@ -62,8 +63,6 @@ args = TrainingArguments(
     gradient_accumulation_steps=8,
     learning_rate=2e-4,
     optim="adamw_torch_fused",
-    gradient_checkpointing=True,
-    use_liger_kernel=gpu,
     logging_steps=1,
     eval_strategy="steps",
     eval_on_start=True,

@@ -6,10 +6,10 @@
 By the plan, weights take 16.7 GB; adapters, their gradients and AdamW's moments 5.1 GB. What is
 left decides the length of a row: 1,728 tokens with the stock loss, 4,096 with Liger's (23.4 GB).
 
-    Liger          norms, rotary embeddings, and the loss in chunks (pip install liger-kernel)
-    CUDA graphs    each decoder layer is replayed; only its input is kept, as with checkpointing
-    packed rows    all texts one after another, cut into rows of one length, which graphs need
-    fused AdamW    updates weights without copies
+    prepare_training   Liger's loss in chunks (pip install liger-kernel), compiled layers as CUDA
+                       graphs, and as many activations as fit; the rest is computed again
+    packed rows        all texts one after another, cut into rows of one length, for graphs
+    fused AdamW        updates weights without copies
 """
 
 import argparse
@@ -59,8 +59,7 @@ attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True)
 model.config.use_cache = False
-if gpu:
-    moe_qlora.graph_layers(model)
+print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
 args = TrainingArguments(
     output_dir=options.out,
     max_steps=options.steps,
@@ -69,8 +68,6 @@ args = TrainingArguments(
     gradient_accumulation_steps=8,
     learning_rate=2e-4,
     optim="adamw_torch_fused",
-    gradient_checkpointing=True,  # for what graphs do not record
-    use_liger_kernel=gpu,
     logging_steps=1,
     eval_strategy="steps",
     eval_on_start=True,
