@@ -121,12 +121,19 @@ class Fit:
     def _choose(self, batch: int, seq: int) -> None:
         measured = MeasuredModel(self._model)
         self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
-        for level in levels.LEVELS:
+        for level in (levels.RECOMPUTE, levels.KEEP):
             self._activities[level] = self._measure(measured, level, batch, seq)
-            sizes = {a.name: (a.saved, a.forward, a.backward) for a in self._activities[level]}
-            _log.debug("fit_memory: %s: saved, forward, backward: %s", level, sizes)
         self._resident = _resident(measured, self._device)
         names = tuple(self._fitted)
+        # Where all can be kept, which torch.compile takes half a minute for, that is all to know.
+        keeps = self._needed(tuple(self._activities[levels.KEEP])) <= self.memory
+        keeps = bool(_least(int(keeps), self._device))
+        for level in (levels.EXPERTS, levels.ATTENTION):
+            self._activities[level] = (
+                self._activities[levels.RECOMPUTE]
+                if keeps
+                else self._measure(measured, level, batch, seq)
+            )
         failed, choice = None, None
         try:
             choice = choose(names, self._activities, self._needed, self.memory)
@@ -151,7 +158,10 @@ class Fit:
         for layer in self._fitted.values():
             layer.level, layer.measures = level, True
         try:
-            return measured.step(batch, seq)
+            done = measured.step(batch, seq)
+            sizes = {a.name: (a.saved, a.forward, a.backward) for a in done}
+            _log.debug("fit_memory: %s: saved, forward, backward: %s", level, sizes)
+            return done
         except torch.cuda.OutOfMemoryError:
             if level == levels.RECOMPUTE:
                 raise ConfigError(
