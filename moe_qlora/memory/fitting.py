@@ -8,16 +8,26 @@ from dataclasses import replace
 from .budget import DeviceUse
 from .choice import KEEP, LEVELS, RECOMPUTE, Choice, gain, levels_at, most_kept
 from .devices import reserve_nbytes
-from .planner import Planner
+from .planner import LevelError, Planner
 from .report import Fit
 
 
 def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> Fit | None:
-    """Return what layers can keep on devices with these blocks; None where none is a layer.
+    """Return what layers can keep on devices with these blocks.
 
-    Blocks stay on their devices. Whether the settings have gradient checkpointing does not matter,
-    since this is in its place.
+    None where the model has no decoder layers, and, with a note of the planner's, where these do
+    not run on a level.
     """
+    try:
+        return _fit_of(planner, uses)
+    except LevelError as error:
+        planner.notes.append(f"What layers can keep of their activations is not known ({error}).")
+        return None
+
+
+def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> Fit | None:
+    # Blocks stay on their devices. Whether the settings have gradient checkpointing does not
+    # matter, since this is in its place.
     batch, seq = planner.settings.batch, planner.settings.seq
     capacities = [use.capacity for use in uses]
     blocks, workspace = planner.activities(batch, seq, capacities, level=RECOMPUTE)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ConfigError, MoeQloraError
+from ..errors import ConfigError, MoeQloraError, first_line
 from ..experts.forward_override import is_ligers
 from ..kernels.cards import PORTABLE, Card
 from ..kernels.limits import WORKSPACE_PART, cdiv
@@ -29,6 +29,10 @@ from .engines import Sharding
 from .meta_model import filled, tells_layers_apart
 from .report import MemoryPlan
 from .source import ModelSource
+
+
+class LevelError(Exception):
+    """A step ran, but not with its layers on a level."""
 
 
 class _NeedsWholeError(Exception):
@@ -259,6 +263,8 @@ class Planner:
             except MoeQloraError:
                 raise
             except Exception as error:
+                if level is not None:  # The step itself has run
+                    raise LevelError(f"{type(error).__name__}: {first_line(error)}") from error
                 if not self._whole:
                     self._whole = True
                     self.__dict__["meta"] = self._ready(self.source)

@@ -10,6 +10,7 @@ import torch
 import moe_qlora
 from moe_qlora.kernels.limits import cdiv
 from moe_qlora.kernels.routing import ints_size
+from moe_qlora.memory import levels
 from moe_qlora.memory.budget import Settings
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.devices import CONTEXT_BYTES
@@ -149,3 +150,14 @@ def test_layers_over_devices_keep_what_the_fullest_holds():
     assert kept["keep"] < 4 and sum(kept.values()) == 4
     assert [use.blocks for use in made.devices] == [use.blocks for use in alone.devices]
     assert made.fit.needed <= made.fit.memory in sizes
+
+
+def test_layers_that_do_not_run_on_a_level_are_a_note(monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no level")
+
+    expected = fit_at("1TiB")
+    monkeypatch.setattr(levels, "compute", fails)
+    made = fit_at("1TiB")
+    assert made.fit is None and made.peak == expected.peak and not made.estimated
+    assert "RuntimeError: no level" in made.notes[-1]
