@@ -9,10 +9,10 @@ from .budget import DeviceUse
 from .choice import KEEP, LEVELS, RECOMPUTE, Choice, gain, levels_at, most_kept
 from .devices import reserve_nbytes
 from .planner import LevelError, Planner
-from .report import Fit
+from .report import PlannedFit
 
 
-def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> Fit | None:
+def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
     """Return what layers can keep on devices with these blocks.
 
     None where the model has no decoder layers, and, with a note of the planner's, where these do
@@ -25,7 +25,7 @@ def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> Fit | None:
         return None
 
 
-def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> Fit | None:
+def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
     # Blocks stay on their devices. Whether the settings have gradient checkpointing does not
     # matter, since this is in its place.
     batch, seq = planner.settings.batch, planner.settings.seq
@@ -56,7 +56,7 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> Fit | None:
         choice = most_kept(layers, activities, fits) or none
     peak, use = fullest(choice)
     times = gain(activities, choice.levels) if choice.steps else 1.0
-    return Fit(choice.layers, peak, _needed(peak), use.capacity, times)
+    return PlannedFit(choice.layers, peak, _needed(peak), use.capacity, times)
 
 
 def _needed(peak: int) -> int:

@@ -21,7 +21,7 @@ class Hint:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class PlannedFit:
     """What decoder layers can keep between forward and backward, as `fit_memory` sets it."""
 
     layers: tuple[LayerChoice, ...]  # In the model's order
@@ -99,7 +99,7 @@ class MemoryPlan:
     device_map: dict[str, int] | None = None
     largest_seq: int | None = None
     largest_batch: int | None = None
-    fit: Fit | None = None
+    fit: PlannedFit | None = None
     hints: tuple[Hint, ...] = ()
     notes: tuple[str, ...] = ()
     estimated: bool = False
