@@ -1,0 +1,58 @@
+"""When graphs of layers may run, so that nothing that is kept for a backward is overwritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moe_qlora.speed.graphs import _Passes
+
+
+class Call:
+    """Stands for a recorded call."""
+
+
+def test_layers_of_one_pass_run_in_order():
+    passes = _Passes()
+    held = []
+    for place in range(4):
+        assert passes.enters(place)
+        held.append(passes.pending(Call()))
+    assert passes.is_pending
+
+
+def test_a_second_pass_waits_for_the_backward_of_the_first():
+    passes = _Passes()
+    held = [passes.pending(Call()) for place in range(2) if passes.enters(place)]
+    assert not passes.enters(0)
+    assert not passes.enters(1)
+    held.pop()
+    # The pass that began before stays without graphs: layers before may have run eagerly.
+    assert not passes.enters(2)
+    held.clear()
+    assert passes.enters(0)
+    assert not passes.is_pending
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_layer_that_runs_twice_begins_a_pass(again: int):
+    passes = _Passes()
+    held = [passes.pending(Call()) for place in range(2) if passes.enters(place)]
+    assert held and not passes.enters(again)
+
+
+def test_calls_of_earlier_passes_are_told_from_those_recorded_now():
+    passes, calls = _Passes(), [Call(), Call()]
+    held: list[Any] = []
+    for place, call in enumerate(calls):  # recorded in this pass
+        passes.enters(place)
+        passes.records(call)
+        held.append(passes.pending(call))
+        assert not passes.is_replaying
+    held.clear()
+    passes.enters(0)
+    held.append(passes.pending(calls[0]))  # replayed
+    assert passes.is_replaying
+    held.clear()
+    assert not passes.is_replaying
