@@ -32,12 +32,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
-from . import recording
+from . import gathered, masks, recording
 from .fitted import FittedLayer, RunsLevels, fitted, level_of, measures, own_forward, without_cache
 from .recording import ObstacleError, RecordedCall, end_recording
 
@@ -50,8 +49,6 @@ _COMPILES = "_valid_auto_compile_criteria"
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-
 
 def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False) -> LayerGraphs:
     """Record the model's decoder layers as CUDA graphs, and train by replaying them.
@@ -59,8 +56,8 @@ def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False
     This is for training that waits for the host, in batches of a fixed length (packed or padded).
     The first call of a layer runs eagerly, the second call of its kind is recorded, and later ones
     are replayed. Calls that cannot be recorded run eagerly, and a warning gives the reason once:
-    more than four shapes, a key-value cache, gathered layer outputs, foreign hooks, layers that are
-    sharded or spread over devices. In evaluation, only `generate` with
+    more than four shapes, a key-value cache, gathered outputs other than router logits, foreign
+    hooks, layers that are sharded or spread over devices. In evaluation, only `generate` with
     `cache_implementation="static"` is recorded: each layer's call for one new token, instead of
     transformers' compilation.
 
@@ -216,7 +213,7 @@ class LayerGraphs:
         try:
             record()
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
-            self.warn(self._give_up(call.out.device, call.pool, error))
+            self.warn(self._give_up(call.x.device, call.pool, error))
             return False
         return True
 
@@ -358,7 +355,9 @@ class _GraphedLayer(RunsLevels):
                     self.calls, (level, kind), lambda: self._record(leaves, spec, level)
                 )
                 if call is not None:
-                    return call.run(leaves)
+                    out, *logits = call.run(leaves)
+                    gathered.append(logits)
+                    return out
         except ObstacleError as obstacle:
             self.shared.warn(str(obstacle))
             if fitted(layer) is None and not self.shared.keep:
@@ -385,6 +384,8 @@ class _GraphedLayer(RunsLevels):
             return type(layer).forward(layer, *args, **kwargs)
         try:
             leaves, spec, kind = self._describe(args, kwargs | {"past_key_values": None})
+            if spec.has_masks:
+                raise ObstacleError("flex attention's BlockMask is recorded in training alone")
             kind = kind, layer.training, cached.keys.shape, cached.keys.dtype
             if kind not in self.tokens and len(self.tokens) >= _MOST_KINDS:
                 del self.tokens[next(iter(self.tokens))]
@@ -398,21 +399,26 @@ class _GraphedLayer(RunsLevels):
             return type(layer).forward(layer, *args, **kwargs)
         return call.run(leaves, cached)
 
-    def _record(self, leaves: Sequence[Any], spec: TreeSpec, level: str) -> RecordedCall:
-        def compute(arguments: Sequence[Any]) -> Any:
-            args, kwargs = tree_unflatten(arguments, spec)
-            return self._compute(level, args, kwargs, preserve_rng_state=False)
+    def _record(self, leaves: Sequence[Any], spec: masks.Spec, level: str) -> RecordedCall:
+        gathers = gathered.asked()
+
+        def compute(arguments: Sequence[Any]) -> tuple[Any, ...]:
+            args, kwargs = masks.unflatten(arguments, spec)
+            with gathered.gathering(gathers) as logits:
+                out = self._compute(level, args, kwargs, preserve_rng_state=False)
+            return out, *logits
 
         keeps = level != levels.RECOMPUTE
-        return RecordedCall(self.layer, compute, self.shared, leaves, keeps=keeps)
+        with gathered.gathering(False):  # A checkpoint's recomputation in warming up
+            return RecordedCall(self.layer, compute, self.shared, leaves, role=spec, keeps=keeps)
 
     def _record_token(
-        self, leaves: Sequence[Any], spec: TreeSpec, cache: Any
+        self, leaves: Sequence[Any], spec: masks.Spec, cache: Any
     ) -> recording.RecordedDecode:
         assert self.cache_index is not None
 
         def compute(arguments: Sequence[Any], cache: Any) -> Any:
-            args, kwargs = tree_unflatten(arguments, spec)
+            args, kwargs = masks.unflatten(arguments, spec)
             return type(self.layer).forward(
                 self.layer, *args, **(kwargs | {"past_key_values": cache})
             )
@@ -457,16 +463,16 @@ class _GraphedLayer(RunsLevels):
                 level, (self.layer, *args), kwargs, preserve_rng_state=preserve_rng_state
             )
 
-    def _describe(self, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec, Hashable]:
+    def _describe(self, args: Any, kwargs: Any) -> tuple[list[Any], masks.Spec, Hashable]:
         """Return a call's arguments, and its kind: everything that a graph depends on."""
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = masks.flatten((args, kwargs))
         shapes: list[Hashable] = []
         for position, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 if leaf.requires_grad and position:
                     raise ObstacleError("it takes gradients to more than its hidden states")
                 shapes.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
-            elif isinstance(leaf, _PLAIN):
+            elif isinstance(leaf, masks.PLAIN):
                 shapes.append((type(leaf), leaf))
             else:
                 raise ObstacleError(
@@ -475,13 +481,8 @@ class _GraphedLayer(RunsLevels):
                 )
         if not leaves or not isinstance(leaves[0], Tensor):
             raise ObstacleError("it is not called with its hidden states first")
-        if _gathers_outputs():
-            raise ObstacleError(
-                "outputs of layers are gathered, such as router logits (TRL asks for these unless "
-                "router_aux_loss_coef=0.0)"
-            )
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        return leaves, spec, (spec, tuple(shapes), autocast, self._state())
+        return leaves, spec, (spec, tuple(shapes), autocast, gathered.asked(), self._state())
 
     def _state(self) -> Hashable:
         """Return addresses of the layer's weights, which are trained, and the active adapters."""
@@ -500,10 +501,3 @@ class _GraphedLayer(RunsLevels):
             for tuner in self.tuners
         )
         return weights, active
-
-
-def _gathers_outputs() -> bool:
-    """True if transformers gathers outputs of modules by hooks, which a graph would skip."""
-    from transformers.utils import output_capturing
-
-    return bool(output_capturing._active_collector.get())

@@ -16,7 +16,7 @@ content is copied to the recorded addresses, and the cache is then given those t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -57,8 +57,8 @@ class Buffers(Protocol):
         """Record a call's backward, and return whether that succeeded."""
 
 
-Compute = Callable[[Sequence[Any]], Any]
-"""Computes a layer from its arguments, without random state."""
+Compute = Callable[[Sequence[Any]], tuple[Any, ...]]
+"""Returns a layer's hidden states and router logits for its arguments, without random state."""
 
 
 def end_recording(device: torch.device, pool: Any) -> None:
@@ -95,15 +95,18 @@ class RecordedCall:
         shared: Buffers,
         leaves: Sequence[Any],
         *,
+        role: Hashable = None,
         keeps: bool = False,
     ) -> None:
         """Record the forward.
 
         Args:
             layer: The decoder layer.
-            compute: Computes it from its arguments, without random state.
+            compute: Computes it, and router logits that are gathered, from its arguments.
             shared: The buffers of all graphs.
             leaves: Its arguments, hidden states first.
+            role: Calls of one role share the buffers of all arguments: layers whose attention is
+                masked alike, so that these are filled once in a step.
             keeps: Whether it keeps more than its inputs for backward.
 
         Raises:
@@ -119,7 +122,7 @@ class RecordedCall:
         self.generator = torch.cuda.default_generators[x.get_device()]
         self.weights = [nn.Parameter(weight.detach()) for weight in self.trained]
         self.arguments = [
-            shared.buffer(("argument", position), leaf.shape, leaf)
+            shared.buffer(("argument", position, role if position else None), leaf.shape, leaf)
             if isinstance(leaf, Tensor)
             else leaf
             for position, leaf in enumerate(leaves)
@@ -128,18 +131,20 @@ class RecordedCall:
             self.arguments[0] = torch.empty_like(x, memory_format=torch.contiguous_format)
         shared.fill(self.arguments, leaves)
         self.x = self.arguments[0].detach().requires_grad_(x.requires_grad)
-        self.out, self.grad = (shared.buffer(role, x.shape, x) for role in ("out", "grad"))
+        self.outs: list[Tensor] = []  # The layer's output, and router logits
+        self.grads: list[Tensor] = []  # Of each
         self.grad_x = shared.buffer("grad_x", x.shape, x) if x.requires_grad else None
         self.weight_grads: Tensor | None = None  # bytes; None: no trained weight
         self.graph = torch.cuda.CUDAGraph()
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.workspace: list[Tensor] = []  # graphs write to it
-        self.edge: GradientEdge | None = None  # To the output, until the backward is recorded
+        # To the outputs, until the backward is recorded
+        self.edges: list[GradientEdge | None] = []
         with torch.cuda.device(x.device), _exchanged(layer, self.trained, self.weights):
             self._warm_up()
             with workspace.recorded(x.device):
                 with capture(self.graph, self.pool):
-                    self.edge = self._forward()
+                    self.edges = self._forward()
                 self.workspace += workspace.buffers(x.device)
 
     def _warm_up(self) -> None:
@@ -152,21 +157,28 @@ class RecordedCall:
             self._gradients(self._forward())
         self.generator.set_offset(offset)
 
-    def _forward(self) -> GradientEdge:
+    def _forward(self) -> list[GradientEdge | None]:
         with torch.enable_grad():
             computed = self.compute([self.x, *self.arguments[1:]])
-        if not isinstance(computed, Tensor) or computed.shape != self.x.shape:
+        if not isinstance(computed[0], Tensor) or computed[0].shape != self.x.shape:
             raise ObstacleError("it returns more than hidden states")
+        likes = [self.x, *computed[1:]]
+        self.outs, self.grads = (
+            [self.shared.buffer((name, place), t.shape, t) for place, t in enumerate(likes)]
+            for name in ("out", "grad")
+        )
         with torch.no_grad():
-            self.out.copy_(computed)
-        return get_gradient_edge(computed)  # The output itself is not kept
+            for buffer, each in zip(self.outs, computed, strict=True):
+                buffer.copy_(each)
+        # The outputs themselves are not kept.
+        return [get_gradient_edge(each) if each.requires_grad else None for each in computed]
 
-    def _gradients(self, edge: GradientEdge) -> None:
+    def _gradients(self, edges: Sequence[GradientEdge | None]) -> None:
         """Compute gradients of x, and of all trained weights as bytes, into shared buffers."""
         x = self.x
         inputs = [*([x] if x.requires_grad else []), *self.weights]
         with torch.autocast("cuda", enabled=False):
-            grads = torch.autograd.grad(edge, inputs, self.grad, allow_unused=True)
+            grads = _grad(edges, inputs, self.grads)
         of_weights = grads[len(inputs) - len(self.weights) :]
         self.used = [w for w, g in zip(self.trained, of_weights, strict=True) if g is not None]
         with torch.no_grad():
@@ -180,29 +192,29 @@ class RecordedCall:
                 torch._foreach_copy_(into, [g for g in of_weights if g is not None])
 
     def _record_backward(self) -> None:
-        edge, self.edge = self.edge, None
-        assert edge is not None
+        edges, self.edges = self.edges, []
         device, graph = self.x.device, torch.cuda.CUDAGraph()
         exchanged = _exchanged(self.layer, self.trained, self.weights)
         with torch.cuda.device(device), exchanged, workspace.recorded(device):
             with capture(graph, self.pool):
-                self._gradients(edge)
+                self._gradients(edges)
             self.workspace += workspace.buffers(device)
         self.backward_graph = graph
 
-    def run(self, leaves: Sequence[Any]) -> Tensor:
-        """Return the layer's output."""
-        out: Tensor = _Replay.apply(self, leaves[1:], leaves[0], *self.trained)
+    def run(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
+        """Return the layer's output, and its router logits if they are gathered."""
+        outs: Sequence[Tensor] = _Replay.apply(self, leaves[1:], leaves[0], *self.trained)
         # Not reached in the recomputation of an outer checkpoint, which stops at the saved tensors.
         with torch.no_grad():
             self.shared.fill(self.arguments, leaves)
             self.graph.replay()
-            out.detach().copy_(self.out)
-        workspace.forget(out.device)
-        return out
+            for out, buffer in zip(outs, self.outs, strict=True):
+                out.detach().copy_(buffer)
+        workspace.forget(self.x.device)
+        return outs
 
     def backward(
-        self, leaves: Sequence[Any], grad: Tensor, offset: int
+        self, leaves: Sequence[Any], grads: Sequence[Tensor], offset: int
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return the gradients of the hidden states and of the trained weights.
 
@@ -212,64 +224,74 @@ class RecordedCall:
         if self.keeps:  # Its hidden states are where they were
             leaves = [self.arguments[0], *leaves[1:]]
         self.shared.fill(self.arguments, leaves)
-        self.grad.copy_(grad)
+        for buffer, grad in zip(self.grads, grads, strict=True):
+            buffer.copy_(grad)
         now = self.generator.get_offset()
         self.generator.set_offset(offset)
         try:
             if self.backward_graph is None and not self.shared.record_backward(
                 self, self._record_backward
             ):
-                return self._again(leaves, grad)
+                return self._again(leaves, grads)
             assert self.backward_graph is not None
             self.backward_graph.replay()
         finally:
             self.generator.set_offset(now)
-        workspace.forget(grad.device)
+        workspace.forget(self.x.device)
         grad_x = None if self.grad_x is None else self.grad_x.clone()
         if self.weight_grads is None:
             return grad_x, [None] * len(self.trained)
-        grads = dict(zip(self.used, _parts(self.weight_grads.clone(), self.used), strict=True))
-        return grad_x, [grads.get(weight) for weight in self.trained]
+        parts = _parts(self.weight_grads.clone(), self.used)
+        of_weights = dict(zip(self.used, parts, strict=True))
+        return grad_x, [of_weights.get(weight) for weight in self.trained]
 
     def _again(
-        self, leaves: Sequence[Any], grad: Tensor
+        self, leaves: Sequence[Any], grads: Sequence[Tensor]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Compute the layer and its gradients without graphs, since these could not be recorded."""
-        self.edge = None
+        self.edges = []
         x = leaves[0].detach().requires_grad_(self.x.requires_grad)
         with torch.enable_grad():
             computed = self.compute([x, *leaves[1:]])
         inputs = [*([x] if x.requires_grad else []), *self.trained]
-        grads = torch.autograd.grad(computed, inputs, grad, allow_unused=True)
+        outs = [out if out.requires_grad else None for out in computed]
+        found = _grad(outs, inputs, grads)
         count = len(inputs) - len(self.trained)
-        return (grads[0] if count else None), grads[count:]
+        return (found[0] if count else None), found[count:]
 
 
 class _Replay(torch.autograd.Function):
-    """Saves the inputs for backward, and allocates the output."""
+    """Saves the inputs for backward, and allocates the outputs."""
 
     @staticmethod
     def forward(
         ctx: Any, call: RecordedCall, others: Sequence[Any], x: Tensor, *trained: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
         ctx.pending = call.shared.pending(call) if call.keeps else None
         ctx.save_for_backward(*(() if call.keeps else (x,)))
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
+        return tuple(torch.empty_like(out) for out in call.outs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.call is None:
             raise RuntimeError(
                 "a decoder layer that graph_layers records was differentiated twice: call backward "
                 "once for each forward, without retain_graph=True."
             )
         x = None if ctx.call.keeps else ctx.saved_tensors[0]
-        grad_x, grads = ctx.call.backward([x, *ctx.others], grad, ctx.offset)
+        grad_x, of_weights = ctx.call.backward([x, *ctx.others], grads, ctx.offset)
         # Autograd nodes may outlive their backward (some of Liger's do); a model must not.
         ctx.call = ctx.others = ctx.pending = None
-        return None, None, grad_x, *grads
+        return None, None, grad_x, *of_weights
+
+
+def _grad(outs: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Any]:
+    """Return gradients of the inputs, from those of the outputs that are not None."""
+    pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out is not None]
+    differentiated, given = zip(*pairs, strict=True)
+    return torch.autograd.grad(differentiated, inputs, given, allow_unused=True)
 
 
 def _room(tensor: Tensor) -> int:
