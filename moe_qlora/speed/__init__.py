@@ -2,4 +2,6 @@
 
 graphs.py      decoder layers as CUDA graphs, for training and `generate`; open it first
 recording.py   one call of a layer as graphs, and their replay
+masks.py       block masks of flex attention as arguments of graphs
+gathered.py    router logits as outputs of graphs
 """

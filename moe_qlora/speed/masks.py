@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
@@ -44,13 +44,12 @@ _TENSOR = "tensor"  # stands for one in a mask
 
 @dataclass(frozen=True)
 class _Parts:
-    """A mask or a function, without its tensors."""
+    """A mask, function, tuple, list or dict, without its tensors."""
 
-    identity: Hashable
-    tree: TreeSpec  # Of what it holds
-    held: tuple[Hashable, ...]  # For each leaf: `_TENSOR`, `_Parts`, or a constant and its type
+    identity: Any  # Hashable: type and keys, or a function's code
+    held: tuple[Hashable, ...]  # `_TENSOR`, `_Parts`, or a constant and its type
     has_tensors: bool = field(compare=False)
-    template: Any = field(compare=False)  # Without tensors: the function itself
+    template: Any = field(compare=False)  # A function, with empty closures if it has tensors
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,6 @@ def _is_mask(value: Any) -> bool:
     return isinstance(value, BlockMask)
 
 
-def _is_function(value: Any) -> bool:
-    return isinstance(value, FunctionType | functools.partial)
-
-
 class _Reader:
     """Takes one mask apart."""
 
@@ -109,18 +104,24 @@ class _Reader:
         self._within: set[int] = set()  # Functions that are being read
 
     def mask(self, mask: BlockMask) -> _Parts:
-        return self._parts(type(mask), vars(mask), mask)
+        return self._mapping(type(mask), vars(mask))
 
-    def _parts(self, identity: Any, holds: Any, whole: Any) -> _Parts:
-        leaves, tree = tree_flatten(holds, is_leaf=_is_function)
+    def _mapping(self, kind: Any, values: dict[str, Any]) -> _Parts:
+        return self._parts((kind, *values), values.values())
+
+    def _parts(self, identity: Any, holds: Iterable[Any], function: Any = None) -> _Parts:
         before = len(self.tensors)
-        held = tuple(self._part(leaf) for leaf in leaves)
+        held = tuple(map(self._part, holds))
         has_tensors = len(self.tensors) > before
         # The kinds of calls are kept: not the tensors of their first call.
-        template = _template(whole) if has_tensors else whole
-        return _Parts(identity, tree, held, has_tensors, template)
+        if has_tensors and isinstance(function, FunctionType):
+            function = _function(function, tuple(CellType() for _ in function.__closure__ or ()))
+        return _Parts(identity, held, has_tensors, function)
 
     def _part(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in PLAIN:
+            return kind, value
         if isinstance(value, Tensor):
             if value.device != self.device:
                 raise ObstacleError(
@@ -128,16 +129,20 @@ class _Reader:
                 )
             self.tensors.append(value)
             return _TENSOR
-        if _is_function(value):
+        if kind in (tuple, list, torch.Size):
+            return self._parts((kind,), value)
+        if kind is dict:
+            return self._mapping(kind, value)
+        if kind in (FunctionType, functools.partial):
             return self._function(value)
         # A method of an object is a built-in function too.
-        bound = getattr(value, "__self__", None) if isinstance(value, BuiltinFunctionType) else None
-        if not isinstance(value, PLAIN + _NAMED) or not isinstance(bound, (*_NAMED, type(None))):
+        bound = getattr(value, "__self__", None) if kind is BuiltinFunctionType else None
+        if not isinstance(value, _NAMED) or not isinstance(bound, (*_NAMED, type(None))):
             raise ObstacleError(
-                f"the function of its attention mask holds a {type(value).__name__}, and a graph "
-                "can take tensors, numbers, strings and functions from it"
+                f"the function of its attention mask holds a {kind.__name__}, and a graph can take "
+                "tensors, numbers, strings and functions from it"
             )
-        return type(value), value
+        return kind, value
 
     def _function(self, function: Any) -> _Parts:
         if id(function) in self._within:
@@ -145,8 +150,8 @@ class _Reader:
         self._within.add(id(function))
         try:
             if isinstance(function, functools.partial):
-                holds: Any = function.func, function.args, function.keywords
-                return self._parts(type(function), holds, function)
+                holds = function.func, function.args, function.keywords
+                return self._parts((type(function),), holds)
             identity = function.__code__, id(function.__globals__), self._globals(function)
             try:
                 cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
@@ -154,8 +159,8 @@ class _Reader:
                 raise ObstacleError(
                     "the function of its attention mask reads a variable that is not set"
                 ) from None
-            holds = function.__defaults__, function.__kwdefaults__, cells
-            return self._parts(identity, holds, function)
+            defaults = function.__defaults__, function.__kwdefaults__
+            return self._parts(identity, (*defaults, *cells), function)
         finally:
             self._within.discard(id(function))
 
@@ -180,13 +185,6 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
     return tuple(sorted(own.union(*(_global_names(const) for const in nested))))
 
 
-def _template(whole: Any) -> Any:
-    """Return the type of a mask or partial function, or a function with empty closures."""
-    if not isinstance(whole, FunctionType):
-        return type(whole)
-    return _function(whole, tuple(CellType() for _ in whole.__closure__ or ()))
-
-
 def _function(like: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
     made = FunctionType(like.__code__, like.__globals__, like.__name__, None, cells)
     made.__qualname__ = like.__qualname__
@@ -195,21 +193,26 @@ def _function(like: FunctionType, cells: tuple[CellType, ...]) -> FunctionType:
 
 
 def _built(parts: _Parts, tensors: Iterator[Any]) -> Any:
-    """Return a mask or function with these tensors."""
-    template = parts.template
-    if not parts.has_tensors:
-        return template
-    holds = tree_unflatten([_leaf(each, tensors) for each in parts.held], parts.tree)
-    if isinstance(template, FunctionType):
-        defaults, keyword_defaults, contents = holds
-        made = _function(template, tuple(CellType(content) for content in contents))
+    """Return a mask, function or container with these tensors."""
+    if parts.template is not None and not parts.has_tensors:
+        return parts.template
+    leaves = [_leaf(each, tensors) for each in parts.held]
+    if parts.template is not None:
+        defaults, keyword_defaults, *contents = leaves
+        made = _function(parts.template, tuple(CellType(content) for content in contents))
         made.__defaults__, made.__kwdefaults__ = defaults, keyword_defaults
         return made
-    if issubclass(template, functools.partial):
-        function, args, keywords = holds
-        return template(function, *args, **keywords)
-    mask = object.__new__(template)
-    mask.__dict__.update(holds)
+    kind, *keys = parts.identity
+    if kind is functools.partial:
+        function, args, keywords = leaves
+        return functools.partial(function, *args, **keywords)
+    if kind in (tuple, list, torch.Size):
+        return kind(leaves)
+    values = dict(zip(keys, leaves, strict=True))
+    if kind is dict:
+        return values
+    mask = object.__new__(kind)
+    mask.__dict__.update(values)
     return mask
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphed import assert_near, batch, gradients, packed
 from peft import LoraConfig
 from torch import Tensor
 from training import NF4
@@ -26,50 +27,6 @@ gpu = pytest.mark.gpu
 compiles = pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
 keeps = pytest.mark.parametrize("keep", [False, True])
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")
-
-
-def packed(model_type: str = "qwen3_moe", num_layers: int | None = None, **lora: Any) -> Any:
-    """A packed model on CUDA in bf16, with an adapter that changes what it computes."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "moe_intermediate_size": 64,
-        "intermediate_size": 128,
-    }
-    if num_layers is not None:
-        sizes["num_hidden_layers"] = num_layers
-    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes).to("cuda")
-    model.config.use_cache = False
-    config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
-    moe_qlora.quantize_experts(model, config)
-    settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **lora)
-    adapted = moe_qlora.get_peft_model(model, settings, experts=True, autocast_adapter_dtype=False)
-    torch.manual_seed(3)
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return adapted.train()
-
-
-def batch(step: int, length: int = 64) -> Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(64, (2, length), generator=generator).cuda()
-
-
-def gradients(model: Any, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
-    """The loss of one batch, and each trained weight's gradient."""
-    model.zero_grad()
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), named
-
-
-def assert_near(got: Any, wanted: Any) -> None:
-    assert got[0] == pytest.approx(wanted[0], rel=2e-3)
-    assert got[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
-        scale = gradient.float().norm()
-        assert (got[1][name].float() - gradient.float()).norm() <= 0.02 * scale + 1e-8, name
 
 
 def test_a_model_on_the_cpu_has_nothing_to_record() -> None:
@@ -161,7 +118,7 @@ def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compi
 @gpu
 def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again() -> None:
     """Layers of all levels, two lengths in turns, and a layer that is recorded late."""
-    model = packed(num_layers=6)
+    model = packed(config={"num_hidden_layers": 6})
     steps = [(0, 64), (1, 64), (2, 32), (3, 32), (4, 64), (5, 32), (6, 64)]
     wanted = [gradients(model, batch(*step)) for step in steps]
     layers = model.get_base_model().model.layers
@@ -395,12 +352,13 @@ def test_what_cannot_be_recorded_is_told(caplog: pytest.LogCaptureFixture) -> No
         assert len(seen) == 5  # one more for the recomputation of the first call
     assert "has a hook of" in caplog.text
     handle.remove()
-    # The router's logits, which transformers gathers by hooks.
-    with moe_qlora.graph_layers(model), caplog.at_level(logging.WARNING):
+    # Hidden states, which transformers gathers by hooks.
+    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
         for _ in range(3):
-            out = model(input_ids=batch(0), labels=batch(0), output_router_logits=True)
-            assert len(out.router_logits) == model.config.num_hidden_layers
-    assert "outputs of layers are gathered" in caplog.text
+            out = model(input_ids=batch(0), labels=batch(0), output_hidden_states=True)
+            assert len(out.hidden_states) == model.config.num_hidden_layers + 1
+        assert graphs.recorded == 0
+    assert "outputs of layers are gathered (hidden_states)" in caplog.text
 
 
 @gpu

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from emulated_graphs import emulate, emulated
+from graphed import assert_near, batch, gradients, packed
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
+import moe_qlora
 from moe_qlora.speed import masks
 from moe_qlora.speed.recording import ObstacleError
 from moe_qlora.testing import tiny_config, tiny_model
@@ -24,7 +26,10 @@ WINDOW = 7
 
 
 @pytest.fixture(autouse=True)
-def masks_are_made_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def masks_are_made_eagerly(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu"):
+        return
+
     def make(*args: Any, _compile: bool, **kwargs: Any) -> BlockMask:
         return create_block_mask(*args, **kwargs, BLOCK_SIZE=16)
 
@@ -35,16 +40,16 @@ def padding(*lengths: int) -> Tensor:
     return (torch.arange(LENGTH) < torch.tensor(lengths)[:, None]).long()
 
 
-def packed(*cuts: int) -> Tensor:
+def positions(*cuts: int) -> Tensor:
     """Positions of sequences that are packed, the first one of each row as long as said."""
-    positions = torch.arange(LENGTH)
-    return torch.stack([torch.where(positions < cut, positions, positions - cut) for cut in cuts])
+    each = torch.arange(LENGTH)
+    return torch.stack([torch.where(each < cut, each, each - cut) for cut in cuts])
 
 
 KINDS: dict[str, list[dict[str, Any]]] = {  # Two batches each
     "causal": [{}, {}],
     "padded": [{"attention_mask": padding(40, 21)}, {"attention_mask": padding(9, 33)}],
-    "packed": [{"position_ids": packed(8, 19)}, {"position_ids": packed(30, 5)}],
+    "packed": [{"position_ids": positions(8, 19)}, {"position_ids": positions(30, 5)}],
 }
 
 
@@ -119,7 +124,7 @@ def test_tensors_of_partial_functions_and_defaults_are_arguments() -> None:
         partial = functools.partial(within, WINDOW, ids)
         return of(lambda b, h, q, k, also=ids: partial(b, h, q, k) & (also[b, q] > 0))
 
-    first, second = (mask(packed(*cuts)) for cuts in ((8, 19), (30, 5)))
+    first, second = (mask(positions(*cuts)) for cuts in ((8, 19), (30, 5)))
     (leaves, spec), (other, other_spec) = masks.flatten(first), masks.flatten(second)
     assert spec == other_spec
     assert torch.equal(dense(masks.unflatten(leaves, spec)), dense(first))
@@ -202,7 +207,9 @@ def test_a_constant_of_the_module_is_part_of_the_kind(monkeypatch: pytest.Monkey
     assert masks.flatten(mask)[1] != before
 
 
-def densely(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any, **_: Any) -> Any:
+def densely(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any, **_: Any
+) -> Any:
     """Attention by all that a block mask says; on a CPU, flex attention has no backward."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
@@ -233,3 +240,37 @@ def test_layers_with_block_masks_are_recorded(monkeypatch: pytest.MonkeyPatch, k
         for each, want in zip(steps, wanted, strict=True):
             torch.testing.assert_close(step(*each), want)
         assert graphs.recorded == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+@pytest.mark.parametrize("keep", [False, True])
+def test_flex_attention_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, keep: bool
+) -> None:
+    # One function is compiled for all kinds of masks and of layers.
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
+    model = packed("gpt_oss", {"head_dim": 32, "sliding_window": 32})
+    model.get_base_model().set_attn_implementation("flex_attention")
+    assert len(set(model.config.layer_types)) == 2
+    length = 160  # More than a block of the mask
+    cuts = [torch.arange(length).repeat(2, 1) for _ in range(2)]
+    cuts[0][:, 50:] -= 50
+    cuts[1][0, 120:] -= 120
+    padded = [torch.ones(2, length, dtype=torch.long) for _ in range(2)]
+    padded[0][0, 100:] = 0
+    padded[1][1, 30:] = 0
+    kinds: list[list[dict[str, Tensor]]] = [
+        [{}, {}],
+        [{"attention_mask": each.cuda()} for each in padded],
+        [{"position_ids": each.cuda()} for each in cuts],
+    ]
+    steps = [(step, kind[step % 2]) for kind in kinds for step in range(4)]
+    wanted = [gradients(model, batch(step, length), **inputs) for step, inputs in steps]
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+        for (step, inputs), want in zip(steps, wanted, strict=True):
+            assert_near(gradients(model, batch(step, length), **inputs), want)
+        assert graphs.recorded == 3 * model.config.num_hidden_layers
+        for (step, inputs), want in zip(steps, wanted, strict=True):  # all replayed, in turns
+            assert_near(gradients(model, batch(step, length), **inputs), want)
+    assert "without CUDA graphs" not in caplog.text

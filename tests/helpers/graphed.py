@@ -1,0 +1,58 @@
+"""Packed models on CUDA whose layers are recorded as graphs, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from training import NF4
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.testing import tiny_model
+
+
+def packed(model_type: str = "qwen3_moe", config: dict[str, Any] | None = None, **lora: Any) -> Any:
+    """A packed model on CUDA in bf16, with an adapter that changes what it computes."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "intermediate_size": 128,
+    }
+    sizes |= config or {}
+    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes).to("cuda")
+    model.config.use_cache = False
+    quantization = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
+    moe_qlora.quantize_experts(model, quantization)
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **lora)
+    adapted = moe_qlora.get_peft_model(model, settings, experts=True, autocast_adapter_dtype=False)
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return adapted.train()
+
+
+def batch(step: int, length: int = 64) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(64, (2, length), generator=generator).cuda()
+
+
+def gradients(model: Any, ids: Tensor, **inputs: Any) -> tuple[float, dict[str, Tensor]]:
+    """The loss of one batch, and each trained weight's gradient."""
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, **inputs).loss
+    loss.backward()
+    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), named
+
+
+def assert_near(got: Any, wanted: Any) -> None:
+    assert got[0] == pytest.approx(wanted[0], rel=2e-3)
+    assert got[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        scale = gradient.float().norm()
+        assert (got[1][name].float() - gradient.float()).norm() <= 0.02 * scale + 1e-8, name
