@@ -2,7 +2,7 @@
 
 During a model's forward with `output_router_logits=True`, hooks on the routers append their logits
 to a list, for the loss that balances experts. A replay calls no hooks. So a layer is recorded under
-a list of its own (`gathering`), and each replay appends copies of what was found (`append`).
+a list of its own (`gathering`), and each replay adds its own to the model's (`delivered`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def gathering(wanted: bool) -> Iterator[list[Tensor]]:
         output_capturing._active_collector.reset(token)
 
 
-def append(logits: Sequence[Tensor]) -> None:
-    """Add a layer's router logits to those of the model's forward."""
+def delivered(outs: Sequence[Tensor]) -> Tensor:
+    """Return a layer's hidden states; add its router logits to those of the model's forward."""
     gathered = output_capturing._active_collector.get()
     if gathered:  # Not in a recomputation
-        gathered[_LOGITS].extend(logits)
+        gathered[_LOGITS].extend(outs[1:])
+    return outs[0]

@@ -173,10 +173,8 @@ class LayerGraphs:
                 if source is not leaf or version != leaf._version:
                     # By an alias: autograd would refuse what a recorded backward has of it.
                     buffer.data.copy_(leaf)
-                    self._sources[id(buffer)] = (
-                        leaf.detach() if leaf.requires_grad else leaf,
-                        (leaf._version),
-                    )
+                    source = leaf.detach() if leaf.requires_grad else leaf
+                    self._sources[id(buffer)] = source, leaf._version
 
     def enters(self, place: int) -> bool:
         """Note that a layer runs in training; return whether its graphs may run now."""
@@ -355,9 +353,7 @@ class _GraphedLayer(RunsLevels):
                     self.calls, (level, kind), lambda: self._record(leaves, spec, level)
                 )
                 if call is not None:
-                    out, *logits = call.run(leaves)
-                    gathered.append(logits)
-                    return out
+                    return gathered.delivered(call.run(leaves))
         except ObstacleError as obstacle:
             self.shared.warn(str(obstacle))
             if fitted(layer) is None and not self.shared.keep:

@@ -258,8 +258,8 @@ def test_flex_attention_is_recorded(
     cuts[0][:, 50:] -= 50
     cuts[1][0, 120:] -= 120
     padded = [torch.ones(2, length, dtype=torch.long) for _ in range(2)]
-    padded[0][0, 100:] = 0
-    padded[1][1, 30:] = 0
+    padded[0][0, 140:] = 0  # Less than the window: each token sees one
+    padded[1][1, 135:] = 0
     kinds: list[list[dict[str, Tensor]]] = [
         [{}, {}],
         [{"attention_mask": each.cuda()} for each in padded],
