@@ -20,6 +20,10 @@ from .budget import Activity
 RECOMPUTE, EXPERTS, ATTENTION, KEEP = LEVELS = ("recompute", "experts", "attention", "keep")
 """Each keeps what those before it keep."""
 
+ALL_KEPT = "all kept"
+"""Entry of `ActivitiesByLevel` that may be there for a step in which every layer keeps all: then
+no layer holds for others what they share, such as masks."""
+
 _VALUES = {EXPERTS: 8.0, ATTENTION: 7.0, KEEP: 2.0}
 """Microseconds that a MB kept saves, by the level that keeps it (Qwen3-30B-A3B, one H200)."""
 
@@ -74,6 +78,8 @@ def levels_at(layers: Sequence[str], steps: int) -> dict[str, str]:
 
 def mixed(activities: ActivitiesByLevel, levels: Mapping[str, str]) -> tuple[Activity, ...]:
     """Return what each block does where each layer is on its level."""
+    if ALL_KEPT in activities and set(levels.values()) == {KEEP}:
+        return tuple(activities[ALL_KEPT])
     by_name = {level: {a.name: a for a in activities[level]} for level in {*levels.values()}}
     return tuple(
         by_name[levels[block.name]][block.name] if block.name in levels else block
@@ -104,15 +110,20 @@ def choose(
     """Return the choice of the most steps of which no more than `limit` bytes are needed.
 
     Raises:
-        ConfigError: Computing all layers again needs more.
+        ConfigError: Every choice needs more.
     """
-    choice = most_kept(layers, activities, lambda made: needed(made.activities) <= limit)
+    least: list[int] = []
+
+    def fits(choice: Choice) -> bool:
+        least[:] = [min((*least, needs := needed(choice.activities)))]
+        return needs <= limit
+
+    choice = most_kept(layers, activities, fits)
     if choice is None:
-        least = needed(tuple(activities[RECOMPUTE]))
         raise ConfigError(
-            f"memory is {limit} bytes ({human_bytes(limit)}), and a step that computes every layer "
-            f"again takes {human_bytes(least)}: {least - limit} bytes are missing. Take a smaller "
-            "batch_size or seq_len, or give more memory."
+            f"memory is {limit} bytes ({human_bytes(limit)}), and a step that computes layers "
+            f"again takes {human_bytes(least[0])}: {least[0] - limit} bytes are missing. Take a "
+            "smaller batch_size or seq_len, or give more memory."
         )
     return choice
 

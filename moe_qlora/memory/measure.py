@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..detection.trace import tensors_of
 from .blocks import block_modules, blocks_of, packed_parts, trained_tensor
 from .budget import Activity, Block
 from .meta_model import alike
 from .meta_step import BlockRecorder, _activities, _loss, _passthroughs
 from .tracker import MemoryTracker
+
+_HIDDEN = "hidden_states"
 
 
 class MeasuredModel:
@@ -39,19 +42,24 @@ class MeasuredModel:
         self.itemsize = max((p.itemsize for p in self.trained), default=4)
         self.device = next(iter(self.trained), next(model.parameters())).device
 
-    def step(self, batch: int, seq: int) -> tuple[Activity, ...]:
-        """Run one step; return what each block does, in running order."""
+    def step(self, batch: int, seq: int, *, holds: bool = False) -> tuple[Activity, ...]:
+        """Run one step; return what each block does, in running order.
+
+        With `holds`, what layers are given is alive in their backward whether they need it or not:
+        layers before them that are computed again hold it.
+        """
         vocabulary = self.base.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (batch, seq), generator=generator)
         if self.device.type == "cuda":
-            self._run(ids)  # For what kernels and libraries allocate once
-            return self._run(ids)
+            self._run(ids, holds)  # For what kernels and libraries allocate once
+            return self._run(ids, holds)
         # What a loop over experts allocates goes by the busiest: equal tokens have all in one.
-        most = zip(self._run(ids), self._run(torch.zeros_like(ids)), strict=True)
+        alike = self._run(torch.zeros_like(ids), holds)
+        most = zip(self._run(ids, holds), alike, strict=True)
         return tuple(_larger(first, second) for first, second in most)
 
-    def _run(self, ids: Tensor) -> tuple[Activity, ...]:
+    def _run(self, ids: Tensor, holds: bool) -> tuple[Activity, ...]:
         own = {block.name: self.itemsize * sum(block.trained) for block in self.blocks}
         ids, cuda = ids.to(self.device), self.device.type == "cuda"
         anchor = torch.zeros((), device=self.device, requires_grad=True)
@@ -60,6 +68,8 @@ class MeasuredModel:
             stack.enter_context(_as_before(self.model, self.device))
             stack.enter_context(_passthroughs(self.modules, self.groups, anchor))
             stack.enter_context(nullcontext() if cuda else tracker)
+            stack.enter_context(self._holding() if holds else nullcontext())
+            start = tracker.live
             recorder = BlockRecorder(tracker, self.modules)
             try:
                 loss = _loss(self.model, ids)
@@ -69,7 +79,29 @@ class MeasuredModel:
                 del grads, loss
             finally:
                 recorder.close()
+        # What the model makes before its first block, such as a cache, counts there.
+        next(iter(recorder.readings.values())).start = start
         return _activities(recorder.readings, self.groups, own)
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Hold what layers are given, as layers do that are computed again.
+
+        That is masks and other arguments; and hidden states, but for those that a layer makes.
+        """
+        layers = [self.modules[block.name] for block in self.blocks if block.layer]
+        held: list[Tensor] = []
+
+        def hold(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            first = layer is layers[0]
+            named = {key: value for key, value in kwargs.items() if first or key != _HIDDEN}
+            held.extend(tensors_of((args if first else args[1:], named)))
+
+        with ExitStack() as hooks:
+            for layer in layers:
+                hook = layer.register_forward_pre_hook(hold, with_kwargs=True)
+                hooks.callback(hook.remove)
+            yield
 
     def _known(self, *inputs: Tensor) -> list[Tensor]:
         statistics = (t for part in packed_parts(self.base) for t in part.weight.statistics)

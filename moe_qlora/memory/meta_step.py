@@ -211,8 +211,9 @@ def _activities(
     later = 0
     for name, block in reversed(readings.items()):
         if name not in stands_for:
-            sizes = (block.end, block.forward, block.backward - later)
-            by_name[name] = Activity(name, *(max(size - block.start, 0) for size in sizes))
+            # Less than none is saved where what the blocks before it share is freed, such as masks.
+            peaks = (max(size - block.start, 0) for size in (block.forward, block.backward - later))
+            by_name[name] = Activity(name, block.end - block.start, *peaks)
             later += trained.get(name, 0)
     return tuple(replace(by_name[stands_for.get(name, name)], name=name) for name in readings)
 

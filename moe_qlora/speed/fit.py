@@ -9,7 +9,7 @@ here                measures, chooses, sets it, checks it against the first step
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,17 @@ from ..errors import ConfigError
 from ..layout import human_bytes, parse_bytes
 from ..memory import levels
 from ..memory.budget import COMPONENTS, Activity, Settings, StepBudget
-from ..memory.choice import Choice, LayerChoice, choose, counted, gain, levels_at, mixed, sentence
+from ..memory.choice import (
+    ALL_KEPT,
+    Choice,
+    LayerChoice,
+    choose,
+    counted,
+    gain,
+    levels_at,
+    mixed,
+    sentence,
+)
 from ..memory.devices import FRAGMENTATION
 from ..memory.measure import MeasuredModel
 from .fitted import FittedLayer, fitted, runs_recorded
@@ -63,23 +73,22 @@ def fit_memory(
         undoes it.
 
     Raises:
-        ConfigError: The memory is too small even where every layer is computed again; or it is not
-            given for a model on a CPU; or the model has no decoder layers, or lies on several
-            devices.
+        ConfigError: The memory is too small even where every layer is computed again, here or on
+            another rank; or it is not given for a model on a CPU; or the model has no decoder
+            layers, or lies on several devices.
     """
     layers = _decoder_layers(model)
     device = _device_of(model)
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
-    limit = _limit(memory, device)
     if any(fitted(layer) is not None for layer in layers.values()):
         raise ConfigError(
             "fit_memory has been called on this model before: call remove() on what it returned."
         )
-    fit = Fit(model, layers, device, batch_size * seq_len, limit)
+    fit = Fit(model, layers, device, batch_size * seq_len)
     try:
-        fit._choose(batch_size, seq_len)
+        fit._choose(batch_size, seq_len, memory)
     except BaseException:
         fit.remove()
         raise
@@ -104,9 +113,8 @@ class Fit:
         layers: dict[str, nn.Module],
         device: torch.device,
         tokens: int,
-        limit: int,
     ) -> None:
-        self.memory, self.peak, self.gain = limit, 0, 1.0
+        self.memory, self.peak, self.gain = 0, 0, 1.0
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._modules, self._device = model, layers, device
         warned: set[str] = set()
@@ -116,52 +124,56 @@ class Fit:
         }
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
-        self._activities: dict[str, Sequence[Activity]] = {}
+        self._activities: dict[str, tuple[Activity, ...]] = {}
 
-    def _choose(self, batch: int, seq: int) -> None:
-        measured = MeasuredModel(self._model)
-        self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
-        for level in (levels.RECOMPUTE, levels.KEEP):
-            self._activities[level] = self._measure(measured, level, batch, seq)
-        self._resident = _resident(measured, self._device)
+    def _choose(self, batch: int, seq: int, memory: int | str | None) -> None:
         names = tuple(self._fitted)
+
+        def keeps_all() -> int:
+            self.memory = _limit(memory, self._device)
+            measured = self._measured = MeasuredModel(self._model)
+            self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
+            self._measure(levels.RECOMPUTE, levels.RECOMPUTE, batch, seq)
+            self._measure(ALL_KEPT, levels.KEEP, batch, seq)
+            self._resident = _resident(measured, self._device)
+            return int(self._needed(tuple(self._activities[ALL_KEPT])) <= self.memory)
+
+        def steps() -> int:
+            for level in levels.LEVELS[1:]:
+                self._measure(level, level, batch, seq)
+            return choose(names, self._activities, self._needed, self.memory).steps
+
         # Where all can be kept, which torch.compile takes half a minute for, that is all to know.
-        keeps = self._needed(tuple(self._activities[levels.KEEP])) <= self.memory
-        keeps = bool(_least(int(keeps), self._device))
-        for level in (levels.EXPERTS, levels.ATTENTION):
-            self._activities[level] = (
-                self._activities[levels.RECOMPUTE]
-                if keeps
-                else self._measure(measured, level, batch, seq)
-            )
-        failed, choice = None, None
-        try:
-            choice = choose(names, self._activities, self._needed, self.memory)
-        except ConfigError as error:
-            failed = error
-        steps = _least(-1 if choice is None else choice.steps, self._device)
-        if failed is not None:
-            raise failed
-        if steps < 0:
-            raise ConfigError(
-                "memory is too small on another rank even where every layer is computed again; "
-                "that rank says how much is missing."
-            )
-        assert choice is not None
-        self._set(choice if steps == choice.steps else self._after(steps))
+        if self._least(keeps_all):
+            below = self._activities[levels.RECOMPUTE]
+            self._activities |= dict.fromkeys((levels.EXPERTS, levels.ATTENTION), below)
+            self._activities[levels.KEEP] = self._activities[ALL_KEPT]
+            self._set(self._after(len(names) * (len(levels.LEVELS) - 1)))
+        else:
+            self._set(self._after(self._least(steps)))
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(_Check(self))
 
-    def _measure(
-        self, measured: MeasuredModel, level: str, batch: int, seq: int
-    ) -> Sequence[Activity]:
+    def _least(self, find: Callable[[], int]) -> int:
+        """Return the least number that any rank finds; where one fails, all do."""
+        found, failed = -1, None
+        try:
+            found = find()
+        except Exception as error:  # noqa: BLE001 - other ranks wait for this one's number
+            failed = error
+        least = _least(found, self._device)
+        if failed is not None:
+            raise failed
+        if least < 0:
+            raise ConfigError("fit_memory failed on another rank, whose error says why.")
+        return least
+
+    def _measure(self, name: str, level: str, batch: int, seq: int) -> None:
+        """Measure a step in which all layers are on a level."""
         for layer in self._fitted.values():
             layer.level, layer.measures = level, True
         try:
-            done = measured.step(batch, seq)
-            sizes = {a.name: (a.saved, a.forward, a.backward) for a in done}
-            _log.debug("fit_memory: %s: saved, forward, backward: %s", level, sizes)
-            return done
+            done = self._measured.step(batch, seq, holds=name == levels.KEEP)
         except torch.cuda.OutOfMemoryError:
             if level == levels.RECOMPUTE:
                 raise ConfigError(
@@ -171,12 +183,15 @@ class Fit:
                 ) from None
             # As much as no memory holds, so that no layer is on this level
             below = self._activities[levels.RECOMPUTE]
-            return [Activity(a.name, 1 << 60, 1 << 60, 1 << 60) for a in below]
+            done = tuple(Activity(a.name, 1 << 60, 1 << 60, 1 << 60) for a in below)
         finally:
             for layer in self._fitted.values():
                 layer.measures = False
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
+        self._activities[name] = done
+        sizes = {a.name: (a.saved, a.forward, a.backward) for a in done}
+        _log.debug("fit_memory: %s: saved, forward, backward: %s", name, sizes)
 
     def _after(self, steps: int) -> Choice:
         chosen = levels_at(tuple(self._fitted), steps)

@@ -1,0 +1,142 @@
+"""Tiny models for `fit_memory`, and a count of the tensors that are alive in their steps."""
+
+from __future__ import annotations
+
+import re
+import weakref
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.memory.blocks import packed_parts
+from moe_qlora.testing import tiny_model
+
+BATCH, SEQ = 2, 48
+ENOUGH = 1 << 40
+_LINEARS = ("q_proj", "v_proj", "o_proj")
+
+
+def adapted(model_type: str = "qwen3_moe", *, kind: str = "4bit", **overrides: Any) -> Any:
+    """A packed model in training, with adapters that change what it computes."""
+    model = tiny_model(model_type, seed=0, **overrides)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**{f"load_in_{kind}": True}))
+    return with_lora(model)
+
+
+def with_lora(model: Any, *, dropout: float = 0.0, **options: Any) -> Any:
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    targets = [name for name in _LINEARS if name in names]
+    config = LoraConfig(r=4, target_modules=targets, lora_dropout=dropout)
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True, **options)
+    fill(peft_model)
+    return peft_model.train()
+
+
+def fill(model: Any) -> None:
+    """Make adapters count, the same in each model: PEFT's second factors are zero at first."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.05
+
+
+def token_ids(model: Any, batch: int = BATCH, seq: int = SEQ, seed: int = 7) -> Tensor:
+    """Random ids, of which special tokens are none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    vocabulary = base.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, vocabulary - 8, (batch, seq), generator=generator)
+
+
+def least_memory(model: Any, batch: int = BATCH, seq: int = SEQ) -> int:
+    """The bytes of a step that computes all again, by what the error says is missing."""
+    with pytest.raises(moe_qlora.ConfigError, match=r"bytes are missing") as error:
+        moe_qlora.fit_memory(model, batch_size=batch, seq_len=seq, memory=1)
+    found = re.search(r"(\d+) bytes are missing", str(error.value))
+    assert found is not None
+    return 1 + int(found[1])
+
+
+def train(model: Any, ids: Tensor, steps: int = 3, seed: int = 3) -> tuple[list[float], Any]:
+    """Losses of steps of AdamW, and the gradients of the last."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return losses, {name: None if p.grad is None else p.grad.clone() for name, p in trained.items()}
+
+
+def equal(first: tuple[list[float], Any], second: tuple[list[float], Any]) -> bool:
+    """Whether losses and gradients are the same, bit by bit."""
+    (losses, gradients), (others, theirs) = first, second
+    return (
+        losses == others
+        and gradients.keys() == theirs.keys()
+        and all(
+            (a is None and b is None) or torch.equal(a, b)
+            for a, b in zip(gradients.values(), theirs.values(), strict=True)
+        )
+    )
+
+
+def measured_peak(model: Any, ids: Tensor, steps: int = 2) -> int:
+    """The most bytes of tensors at once in steps of AdamW, weights and states included."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    statistics = [tensor for part in packed_parts(base) for tensor in part.weight.statistics]
+    live = _Live([*model.parameters(), *model.buffers(), *statistics])
+    with live:
+        for _ in range(steps):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    return live.peak
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of storages from their making until they die."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self.seen: set[int] = set()
+        for tensor in known:
+            self.add(tensor)
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.seen:
+            self.seen.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self.die, key, size).atexit = False
+
+    def die(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.live -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        return out

@@ -1,0 +1,133 @@
+"""`fit_memory` on a CPU: what layers keep, what that takes and computes, and how it is undone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moe_qlora
+from moe_qlora.experts.projection import Projection
+from moe_qlora.memory.choice import LEVELS
+from tests.helpers.fitting import (
+    BATCH,
+    ENOUGH,
+    SEQ,
+    adapted,
+    equal,
+    least_memory,
+    measured_peak,
+    token_ids,
+    train,
+)
+
+
+def fitted(model: Any, memory: Any = ENOUGH, **sizes: int) -> Any:
+    return moe_qlora.fit_memory(
+        model, **{"batch_size": BATCH, "seq_len": SEQ, "memory": memory, **sizes}
+    )
+
+
+def nested(seen: list[list[int]]) -> bool:
+    """Whether no layer keeps less in a later choice."""
+    steps = pairwise(seen)
+    return all(a <= b for few, more in steps for a, b in zip(few, more, strict=True))
+
+
+TYPES = {
+    "qwen3_moe": {"num_hidden_layers": 4},
+    "gpt_oss": {},  # eager attention, with masks of two kinds
+    "deepseek_v3": {},  # a dense layer first
+    "mixtral": {},
+    "qwen3_next": {},  # gated delta nets
+    "afmoe": {},  # a norm behind the experts
+    "gemma4_text": {},
+}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str) -> None:
+    model = adapted(model_type, **TYPES[model_type])
+    ids = token_ids(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = train(model, ids)
+    least = least_memory(model)
+    with fitted(model) as fit:
+        most = fit.peak
+    seen = []
+    for memory in [least + (most - least) * part // 4 for part in range(5)]:
+        model.load_state_dict(weights)
+        with fitted(model, memory) as fit:
+            assert fit.memory == memory
+            measured = measured_peak(model, ids)
+            alike = measured_peak(model, torch.zeros_like(ids))
+            assert fit.peak <= memory
+            # Which experts tokens choose is not known before: at worst all the same.
+            assert max(measured, alike) <= fit.peak <= 1.03 * max(measured, alike)
+            assert equal(train(model, ids), before)
+            seen.append([LEVELS.index(layer.level) for layer in fit.layers])
+    assert nested(seen)
+    assert seen[-1] == [3] * len(seen[0])
+
+
+class _Attentions(TorchDispatchMode):
+    """Counts how often attention is computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        self.count += "scaled_dot_product" in name and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def runs(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """How often layers computed norms, attention, and the experts' two projections in a step."""
+    counted = Counter[Any]()
+    run = Projection.run
+
+    def count(self: Projection, *args: Any) -> Any:
+        counted["second" if self.scatters else "first"] += 1
+        return run(self, *args)
+
+    layers = model.get_base_model().model.layers
+    hooks = [
+        layer.input_layernorm.register_forward_pre_hook(lambda *_: counted.update(["norm"]))
+        for layer in layers
+    ]
+    with monkeypatch.context() as patched, _Attentions() as attentions:
+        patched.setattr(Projection, "run", count)
+        model(input_ids=ids, labels=ids).loss.backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    return counted["norm"], attentions.count, counted["first"], counted["second"]
+
+
+def test_what_is_kept_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(num_hidden_layers=3)
+    ids = token_ids(model)
+    least = least_memory(model)
+    with fitted(model) as fit:
+        assert runs(model, ids, monkeypatch)[:3] == (3, 3, 3)
+        most = fit.peak
+    seen = []
+    for memory in range(least, most + 1, (most - least) // 16):
+        with fitted(model, memory) as fit:
+            kept = [LEVELS.index(layer.level) for layer in fit.layers]
+            if kept in seen:
+                continue
+            seen.append(kept)
+            norms, attentions, firsts, _ = runs(model, ids, monkeypatch)
+            assert norms == 3 + sum(level < 3 for level in kept)
+            assert attentions == 3 + sum(level < 2 for level in kept)
+            assert firsts == 3 + sum(level < 1 for level in kept)
+            activations = ["recompute", "part", "part", "keep"]
+            assert [layer.activations for layer in fit.layers] == [activations[i] for i in kept]
+            assert {layer.experts for layer in fit.layers} == {"device"}
+    assert len(seen) > 5
+    assert nested(seen)
