@@ -75,7 +75,7 @@ def fit_memory(
     Raises:
         ConfigError: The memory is too small even where every layer is computed again, here or on
             another rank; or it is not given for a model on a CPU; or the model has no decoder
-            layers, or lies on several devices.
+            layers, trains nothing, or lies on meta or several devices.
     """
     layers = _decoder_layers(model)
     device = _device_of(model)
@@ -312,7 +312,17 @@ def _device_of(model: nn.Module) -> torch.device:
             f"fit_memory: the model lies on {' and '.join(sorted(devices))}; load it on one device "
             '(device_map={"": 0}), which is where memory is fitted.'
         )
-    return next(iter(devices.values()))
+    device = next(iter(devices.values()))
+    if device.type == "meta":
+        raise ConfigError(
+            "fit_memory: the model is on meta, where nothing can be measured; load its weights "
+            "first, or ask moe_qlora.plan what its layers can keep."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "fit_memory: no weight of the model is trained; call it after get_peft_model."
+        )
+    return device
 
 
 def _limit(memory: int | str | None, device: torch.device) -> int:

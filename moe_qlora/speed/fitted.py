@@ -42,7 +42,7 @@ class FittedLayer(RunsLevels):
         """Put `forward` in the place of the layer's own."""
         layer = self.layer
         layer.forward = self.forward
-        self.compiled, layer._compiled_call_impl = layer._compiled_call_impl, None
+        self.compiled = layer.__dict__.pop("_compiled_call_impl", None)
         own = own_forward(layer) if self._before is None else self._before
         self._run = levels.runner(own, compiles=self.compiled is not None)
 
@@ -62,7 +62,8 @@ class FittedLayer(RunsLevels):
             del held["forward"]
             if self._before is not None:
                 self.layer.forward = self._before
-            self.layer._compiled_call_impl = self.compiled
+            if self.compiled is not None:
+                self.layer._compiled_call_impl = self.compiled
 
 
 def own_forward(layer: nn.Module) -> Any:

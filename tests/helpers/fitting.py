@@ -32,11 +32,11 @@ def adapted(model_type: str = "qwen3_moe", *, kind: str = "4bit", **overrides: A
     return with_lora(model)
 
 
-def with_lora(model: Any, *, dropout: float = 0.0, **options: Any) -> Any:
+def with_lora(model: Any, *, dropout: float = 0.0, experts: bool = True) -> Any:
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     targets = [name for name in _LINEARS if name in names]
     config = LoraConfig(r=4, target_modules=targets, lora_dropout=dropout)
-    peft_model = moe_qlora.get_peft_model(model, config, experts=True, **options)
+    peft_model = moe_qlora.get_peft_model(model, config, experts=experts, unpacked_ok=True)
     fill(peft_model)
     return peft_model.train()
 

@@ -1,0 +1,245 @@
+"""`fit_memory` on a CPU: what it refuses, what it leaves alone, and the calls that models get."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moe_qlora
+from moe_qlora.errors import ConfigError
+from moe_qlora.testing import tiny_model
+from tests.helpers.fitting import (
+    BATCH,
+    ENOUGH,
+    SEQ,
+    adapted,
+    equal,
+    fill,
+    least_memory,
+    measured_peak,
+    token_ids,
+    train,
+    with_lora,
+)
+
+
+def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
+    return moe_qlora.fit_memory(
+        model, **{"batch_size": BATCH, "seq_len": SEQ, "memory": memory, **sizes}
+    )
+
+
+def half(model: Any) -> int:
+    """A memory in which layers keep part of their activations."""
+    with fitted(model) as fit:
+        most = fit.peak
+    return (least_memory(model) + most) // 2
+
+
+def test_what_cannot_be_fitted_is_said() -> None:
+    model = adapted()
+    for memory in (0, "abc", "", True, -5, 1.5, [1], None):
+        with pytest.raises(ConfigError, match="memory is"):
+            fitted(model, memory)
+    for name in ("batch_size", "seq_len"):
+        for size in (0, -1, True, "2", None, 1.0):
+            with pytest.raises(ConfigError, match=f"{name} is"):
+                fitted(model, **{name: size})
+    with pytest.raises(ConfigError, match="Linear has no decoder layers"):
+        fitted(nn.Linear(3, 3))
+    with pytest.raises(ConfigError, match="is on meta"):
+        fitted(tiny_model("qwen3_moe", device="meta"))
+    with pytest.raises(ConfigError, match="no weight of the model is trained"):
+        fitted(tiny_model("qwen3_moe").requires_grad_(False))
+    least = least_memory(model)
+    with pytest.raises(ConfigError, match=r"\b1 bytes are missing"):
+        fitted(model, least - 1)
+    with fitted(model, least), pytest.raises(ConfigError, match=r"call remove\(\)"):
+        fitted(model)
+    fitted(model).remove()
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """The state that `fit_memory` must not change, tensors as copies."""
+    tensors = {**model.state_dict(), **dict(model.named_buffers())}
+    tensors |= {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    tensors["rng"] = torch.get_rng_state()
+    said = {"_moe_qlora_announcement", "_moe_qlora_adapters_seen"}  # by the first forward
+    modules = {
+        name: ({*vars(m)} - said, m.training, vars(m).get("gradient_checkpointing"))
+        for name, m in model.named_modules()
+    }
+    trained = [p.requires_grad for p in model.parameters()]
+    return {
+        "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+        "modules": modules,
+        "trained": trained,
+    }
+
+
+def unchanged(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    tensors, others = before["tensors"], after["tensors"]
+    assert tensors.keys() == others.keys()
+    assert before["modules"] == after["modules"]
+    assert before["trained"] == after["trained"]
+    return all(torch.equal(tensors[name], others[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("end", ["removed", "too small", "interrupted"])
+def test_the_model_is_as_before(end: str) -> None:
+    model = adapted()
+    model.gradient_checkpointing_enable()
+    layers = model.get_base_model().model.layers
+    model.eval()
+    layers[0].train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    before = everything(model)
+    if end == "removed":
+        with fitted(model, half(model)):
+            kept = everything(model)
+            assert unchanged(before, {**kept, "modules": before["modules"]})
+            assert not layers[0].gradient_checkpointing
+    elif end == "too small":
+        with pytest.raises(ConfigError, match="missing"):
+            fitted(model, 1)
+    else:
+        calls = []
+
+        def interrupt(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), layers[-1].register_forward_pre_hook(interrupt):
+            fitted(model)
+    assert unchanged(before, everything(model))
+
+
+def test_longer_batches_are_computed_again_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, longer = adapted(), token_ids(adapted(), seq=SEQ + 16)
+    before = train(adapted(), longer)
+    recomputing = least_memory(model, seq=SEQ + 16)
+    with fitted(model), caplog.at_level(logging.WARNING):
+        assert equal(train(model, longer), before)
+        (said,) = [text for text in caplog.messages if text.startswith("fit_memory")]
+        assert "has 128 tokens, and 96 were promised" in said
+        assert measured_peak(model, longer) <= recomputing
+
+
+def test_evaluation_and_generation_run_as_before() -> None:
+    model, plain = adapted(), adapted()
+    ids = token_ids(model)
+
+    def results(model: Any) -> list[Tensor]:
+        model.get_base_model().config.use_cache = True
+        outs = []
+        for training in (True, False):
+            model.train(training)
+            with torch.no_grad():
+                outs.append(model(input_ids=ids).logits)
+                cache = model(input_ids=ids, use_cache=True).past_key_values
+                assert cache.get_seq_length() == SEQ
+            start = {"input_ids": ids[:, :5], "max_new_tokens": 5, "pad_token_id": 0}
+            outs.append(model.generate(**start, do_sample=False))
+        with model.disable_adapter():
+            outs.append(model(input_ids=ids).logits)
+        model.train()
+        return outs
+
+    with fitted(model, half(model)):
+        pairs = zip(results(model), results(plain), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        assert equal(train(model, ids), train(plain, ids))
+
+
+def accumulated(model: Any) -> None:
+    for seed in range(3):
+        ids = token_ids(model, seed=seed)
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
+def two_forwards(model: Any) -> None:
+    first, second = (token_ids(model, seed=seed) for seed in (0, 1))
+    losses = [model(input_ids=ids, labels=ids).loss for ids in (first, second)]
+    sum(losses).backward()
+
+
+def in_bf16(model: Any) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        accumulated(model)
+
+
+def other_adapter(model: Any) -> None:
+    if "other" not in model.peft_config:
+        model.add_adapter("other", model.peft_config["default"])
+        fill(model)
+    torch.manual_seed(0)
+    model.set_adapter("other")
+    accumulated(model)
+    model.set_adapter("default")
+    accumulated(model)
+
+
+@pytest.mark.parametrize("run", [accumulated, two_forwards, in_bf16, other_adapter])
+def test_gradients_are_those_of_computing_all_again(run: Callable[[Any], None]) -> None:
+    """With dropout, which draws the same numbers again."""
+
+    def model() -> Any:
+        bare = adapted()
+        return with_lora(bare.unload(), dropout=0.2)
+
+    def gradients(model: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model.zero_grad()
+        run(model)
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    checkpointed, ours = model(), model()
+    checkpointed.gradient_checkpointing_enable()
+    expected = gradients(checkpointed)
+    for memory in (least_memory(ours), half(ours), ENOUGH):
+        with fitted(ours, memory):
+            got = gradients(ours)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
+def in_two_dtypes() -> Any:
+    model = adapted(dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "q_proj" in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "bf16": lambda: adapted(dtype=torch.bfloat16),
+    "two dtypes": in_two_dtypes,
+    "int8": lambda: adapted(kind="8bit"),
+    "all trained": lambda: tiny_model("qwen3_moe").train(),
+    "all trained, tied": lambda: tiny_model("qwen3_moe", tie_word_embeddings=True).train(),
+    "unpacked": lambda: with_lora(tiny_model("qwen3_moe"), experts=False),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_of_any_kind_are_counted(kind: str) -> None:
+    make = MODELS[kind]
+    model = make()
+    ids = token_ids(model)
+    before = train(make(), ids)
+    for memory in (least_memory(model), half(model), ENOUGH):
+        model = make()
+        with fitted(model, memory) as fit:
+            measured = max(measured_peak(model, x) for x in (ids, torch.zeros_like(ids)))
+            assert measured <= fit.peak <= min(1.03 * measured, memory)
+            assert equal(train(model, ids), before)
