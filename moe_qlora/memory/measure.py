@@ -1,9 +1,9 @@
 """One training step of a real model, with what each of its blocks allocates.
 
 As `meta_step.py` on meta, but nothing is faked: on CUDA, torch's allocator says what was allocated,
-compiled code and foreign kernels included; on a CPU, tensors are counted. Of decoder layers that
-differ in nothing but their place only the first and the last run. Gradients, random numbers, and
-the mode of modules stay as they were.
+compiled code and foreign kernels included; on a CPU, tensors are counted, and everything runs
+eagerly. Of decoder layers that differ in nothing but their place only the first and the last run.
+Gradients, random numbers, and the mode of modules stay as they were.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class MeasuredModel:
         with ExitStack() as stack:
             stack.enter_context(_as_before(self.model, self.device))
             stack.enter_context(_passthroughs(self.modules, self.groups, anchor))
-            stack.enter_context(nullcontext() if cuda else tracker)
+            if not cuda:
+                # What Dynamo sees first under such a mode, it would never compile.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(tracker)
             stack.enter_context(self._holding() if holds else nullcontext())
             start = tracker.live
             recorder = BlockRecorder(tracker, self.modules)

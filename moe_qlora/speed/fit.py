@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError
 from ..layout import human_bytes, parse_bytes
@@ -75,8 +76,10 @@ def fit_memory(
     Raises:
         ConfigError: The memory is too small even where every layer is computed again, here or on
             another rank; or it is not given for a model on a CPU; or the model has no decoder
-            layers, trains nothing, or lies on meta or several devices.
+            layers, trains nothing, is sharded, or lies on meta or several devices.
     """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     layers = _decoder_layers(model)
     device = _device_of(model)
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
@@ -306,6 +309,12 @@ def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _device_of(model: nn.Module) -> torch.device:
+    sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
+    if sharded:
+        raise ConfigError(
+            f"fit_memory: {sharded[0]} is sharded over ranks, so that no step of one rank alone "
+            "can be measured; call fit_memory before fully_shard or trainer.train()."
+        )
     devices = {str(parameter.device): parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         raise ConfigError(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.testing import tiny_model
+from tests.helpers import training
 from tests.helpers.fitting import (
     BATCH,
     ENOUGH,
@@ -142,8 +145,8 @@ def test_evaluation_and_generation_run_as_before() -> None:
     def results(model: Any) -> list[Tensor]:
         model.get_base_model().config.use_cache = True
         outs = []
-        for training in (True, False):
-            model.train(training)
+        for mode in (True, False):
+            model.train(mode)
             with torch.no_grad():
                 outs.append(model(input_ids=ids).logits)
                 cache = model(input_ids=ids, use_cache=True).past_key_values
@@ -243,3 +246,49 @@ def test_weights_of_any_kind_are_counted(kind: str) -> None:
             measured = max(measured_peak(model, x) for x in (ids, torch.zeros_like(ids)))
             assert measured <= fit.peak <= min(1.03 * measured, memory)
             assert equal(train(model, ids), before)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_compiled_layers_stay_compiled(order: str) -> None:
+    model, plain = adapted(), adapted()
+    ids = token_ids(model)
+    memory = half(model)
+    layers = model.get_base_model().model.layers
+
+    def compile_layers() -> None:
+        for layer in layers:
+            layer.compile()
+
+    if order == "before":
+        compile_layers()
+    with fitted(model, memory):
+        if order == "after":
+            compile_layers()
+        torch._dynamo.reset()
+        counters.clear()
+        losses, _ = train(model, ids)
+        assert counters["stats"]["unique_graphs"] > 0
+    assert losses == pytest.approx(train(plain, ids)[0], rel=1e-5)
+    assert all(layer._compiled_call_impl is not None for layer in layers)
+
+
+def test_what_is_fitted_wins_over_a_trainers_checkpointing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def losses(model: Any) -> list[float]:
+        options = training.four_steps(tmp_path, 1, use_cpu=True, gradient_checkpointing=True)
+        trainer = training.trainer_of(model, options)
+        trainer.train()
+        return training.logged_losses(trainer)
+
+    expected = losses(adapted(vocab_size=256))
+    model = adapted(vocab_size=256)
+    layers = model.get_base_model().model.layers
+    with fitted(model, batch_size=12, seq_len=8), caplog.at_level(logging.WARNING):
+        assert losses(model) == expected
+        assert not any(layer.gradient_checkpointing for layer in layers)
+        said = "gradient_checkpointing_enable() changes nothing"
+        assert sum(said in text for text in caplog.messages) == 1
+    model.gradient_checkpointing_enable()
+    assert all(layer.gradient_checkpointing for layer in layers)

@@ -1,0 +1,91 @@
+"""`fit_memory` on two ranks: one choice, one error, and training as in one process.
+
+Two processes serve every case.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import moe_qlora
+from moe_qlora.testing import run_distributed
+from tests.helpers.fitting import BATCH, ENOUGH, SEQ, adapted, least_memory, token_ids
+from tests.helpers.training import train
+
+
+def fitted(model: Any, memory: Any) -> Any:
+    return moe_qlora.fit_memory(model, batch_size=BATCH, seq_len=SEQ, memory=memory)
+
+
+def batches() -> list[torch.Tensor]:
+    return [token_ids(adapted(), batch=BATCH * 2, seed=seed) for seed in range(3)]
+
+
+def sharded(model: Any) -> Any:
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def ways(rank: int, world: int, memories: tuple[int, int]) -> dict[str, Any]:
+    """What each way of calling gives on this rank: levels and losses, or an error."""
+    results: dict[str, Any] = {}
+
+    def note(name: str, run: Any) -> None:
+        try:
+            results[name] = run()
+        except moe_qlora.ConfigError as error:
+            results[name] = str(error)
+        distributed.barrier()
+
+    def trained(before: Any, after: Any) -> Any:
+        model = adapted()
+        if before is not None:
+            model = before(model)
+        fit = fitted(model, memories[rank])
+        if after is not None:
+            model = after(model)
+        levels = [layer.level for layer in fit.layers]
+        return levels, train(model, batches(), rank, world)
+
+    ddp = DistributedDataParallel
+    note("before DDP", lambda: trained(None, ddp))
+    note("after DDP", lambda: trained(ddp, None))
+    note("before FSDP2", lambda: trained(None, sharded))
+    note("after FSDP2", lambda: trained(sharded, None))
+    note("too small on one", lambda: fitted(adapted(), (ENOUGH, 1)[rank]).remove())
+    note("no size on one", lambda: fitted(adapted(), (ENOUGH, "abc")[rank]).remove())
+    return results
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    model = adapted()
+    least = least_memory(model)
+    with fitted(model, ENOUGH) as fit:
+        most = fit.peak
+    return run_distributed(ways, 2, (most, least + (most - least) // 4))
+
+
+@pytest.mark.parametrize("way", ["before DDP", "after DDP", "before FSDP2"])
+def test_all_ranks_decide_alike_and_train_as_one(ranks: Any, way: str) -> None:
+    expected = train(adapted(), batches())
+    for levels, losses in (rank[way] for rank in ranks):
+        assert levels == ["experts", "attention"]  # what fits the smaller memory
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_error_on_one_rank_is_one_on_all(ranks: Any) -> None:
+    for way, said in {"too small on one": "are missing", "no size on one": "is no size"}.items():
+        assert "failed on another rank" in ranks[0][way]
+        assert said in ranks[1][way]
+
+
+def test_a_sharded_model_is_refused(ranks: Any) -> None:
+    assert all("call fit_memory before fully_shard" in rank["after FSDP2"] for rank in ranks)
