@@ -57,8 +57,9 @@ def fit_memory(
     those of the same kernels.
 
     What is fitted wins over `gradient_checkpointing_enable`, which does nothing until `remove`.
-    Batches of more tokens compute their layers again. The optimizer is taken to be AdamW with two
-    states in the trained weights' dtype.
+    Batches of more tokens compute their layers again, and so do layers that a step of text does not
+    reach, as those of a vision tower, whose memory is not planned. The optimizer is taken to be
+    AdamW with two states in the trained weights' dtype.
 
     With torch.distributed running, every rank has to call it, and all ranks decide alike.
 
@@ -128,15 +129,21 @@ class Fit:
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
         self._activities: dict[str, tuple[Activity, ...]] = {}
+        self._names: tuple[str, ...] = ()  # Of the layers that run in a measured step
 
     def _choose(self, batch: int, seq: int, memory: int | str | None) -> None:
-        names = tuple(self._fitted)
-
         def keeps_all() -> int:
             self.memory = _limit(memory, self._device)
             measured = self._measured = MeasuredModel(self._model)
             self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
             self._measure(levels.RECOMPUTE, levels.RECOMPUTE, batch, seq)
+            ran = {activity.name for activity in self._activities[levels.RECOMPUTE]}
+            self._names = tuple(name for name in self._fitted if name in ran)
+            if not self._names:
+                raise ConfigError(
+                    f"fit_memory: no decoder layer of {type(measured.base).__name__} runs in a "
+                    "step of text, which is what is measured."
+                )
             self._measure(ALL_KEPT, levels.KEEP, batch, seq)
             self._resident = _resident(measured, self._device)
             return int(self._needed(tuple(self._activities[ALL_KEPT])) <= self.memory)
@@ -144,14 +151,14 @@ class Fit:
         def steps() -> int:
             for level in levels.LEVELS[1:]:
                 self._measure(level, level, batch, seq)
-            return choose(names, self._activities, self._needed, self.memory).steps
+            return choose(self._names, self._activities, self._needed, self.memory).steps
 
         # Where all can be kept, which torch.compile takes half a minute for, that is all to know.
         if self._least(keeps_all):
             below = self._activities[levels.RECOMPUTE]
             self._activities |= dict.fromkeys((levels.EXPERTS, levels.ATTENTION), below)
             self._activities[levels.KEEP] = self._activities[ALL_KEPT]
-            self._set(self._after(len(names) * (len(levels.LEVELS) - 1)))
+            self._set(self._after(len(self._names) * (len(levels.LEVELS) - 1)))
         else:
             self._set(self._after(self._least(steps)))
         if self._device.type == "cuda":
@@ -197,7 +204,7 @@ class Fit:
         _log.debug("fit_memory: %s: saved, forward, backward: %s", name, sizes)
 
     def _after(self, steps: int) -> Choice:
-        chosen = levels_at(tuple(self._fitted), steps)
+        chosen = levels_at(self._names, steps)
         return Choice(steps, chosen, mixed(self._activities, chosen))
 
     def _needed(self, activities: tuple[Activity, ...]) -> int:
@@ -224,14 +231,14 @@ class Fit:
         self._steps, self.layers = choice.steps, choice.layers
         self.peak = self._peak_of(choice.activities)
         self.gain = gain(self._activities, choice.levels)
-        for name, level in choice.levels.items():
-            self._fitted[name].level = level
+        for name, layer in self._fitted.items():
+            layer.level = choice.levels.get(name, levels.RECOMPUTE)
 
     def _keep_less(self, excess: int) -> None:
         """Choose anew where steps take so many bytes more than was planned."""
         planned = self.memory - excess
         try:
-            choice = choose(tuple(self._fitted), self._activities, self._needed, planned)
+            choice = choose(self._names, self._activities, self._needed, planned)
         except ConfigError:
             choice = self._after(0)
         if choice.steps < self._steps:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_qlora
 from moe_qlora.experts.projection import Projection
 from moe_qlora.memory.choice import LEVELS
+from moe_qlora.speed.fitted import fitted as fitted_layer
 from tests.helpers.fitting import (
     BATCH,
     ENOUGH,
@@ -131,3 +132,19 @@ def test_what_is_kept_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> 
             assert {layer.experts for layer in fit.layers} == {"device"}
     assert len(seen) > 5
     assert nested(seen)
+
+
+def test_layers_that_text_does_not_reach_are_computed_again() -> None:
+    """Those of a vision tower: how much they allocate for images is not measured."""
+    model = adapted("qwen3_vl_moe")
+    ids = token_ids(model)
+    before = train(model, ids)
+    vision = [m for m in model.modules() if type(m).__name__ == "Qwen3VLMoeVisionBlock"]
+    with fitted(model) as fit:
+        assert vision and {layer.level for layer in map(fitted_layer, vision)} == {"recompute"}
+        assert {layer.activations for layer in fit.layers} == {"keep"}
+        assert all("language_model" in layer.name for layer in fit.layers)
+        assert measured_peak(model, ids) <= fit.peak
+    again = adapted("qwen3_vl_moe")
+    with fitted(again):
+        assert equal(train(again, ids), before)
