@@ -15,12 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import moe_qlora
 from moe_qlora.testing import run_distributed
-from tests.helpers.fitting import BATCH, ENOUGH, SEQ, adapted, least_memory, token_ids
+from tests.helpers.fitting import BATCH, ENOUGH, adapted, fitted, least_memory, token_ids
 from tests.helpers.training import train
-
-
-def fitted(model: Any, memory: Any) -> Any:
-    return moe_qlora.fit_memory(model, batch_size=BATCH, seq_len=SEQ, memory=memory)
 
 
 def batches() -> list[torch.Tensor]:

@@ -57,6 +57,12 @@ def token_ids(model: Any, batch: int = BATCH, seq: int = SEQ, seed: int = 7) -> 
     return torch.randint(5, vocabulary - 8, (batch, seq), generator=generator)
 
 
+def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
+    return moe_qlora.fit_memory(
+        model, **{"batch_size": BATCH, "seq_len": SEQ, "memory": memory, **sizes}
+    )
+
+
 def least_memory(model: Any, batch: int = BATCH, seq: int = SEQ) -> int:
     """The bytes of a step that computes all again, by what the error says is missing."""
     with pytest.raises(moe_qlora.ConfigError, match=r"bytes are missing") as error:

@@ -10,27 +10,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import moe_qlora
 from moe_qlora.experts.projection import Projection
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.speed.fitted import fitted as fitted_layer
 from tests.helpers.fitting import (
-    BATCH,
-    ENOUGH,
-    SEQ,
     adapted,
     equal,
+    fitted,
     least_memory,
     measured_peak,
     token_ids,
     train,
 )
-
-
-def fitted(model: Any, memory: Any = ENOUGH, **sizes: int) -> Any:
-    return moe_qlora.fit_memory(
-        model, **{"batch_size": BATCH, "seq_len": SEQ, "memory": memory, **sizes}
-    )
 
 
 def nested(seen: list[list[int]]) -> bool:

@@ -12,29 +12,22 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.testing import tiny_model
 from tests.helpers import training
 from tests.helpers.fitting import (
-    BATCH,
     ENOUGH,
     SEQ,
     adapted,
     equal,
     fill,
+    fitted,
     least_memory,
     measured_peak,
     token_ids,
     train,
     with_lora,
 )
-
-
-def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
-    return moe_qlora.fit_memory(
-        model, **{"batch_size": BATCH, "seq_len": SEQ, "memory": memory, **sizes}
-    )
 
 
 def half(model: Any) -> int:
