@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ..detection.trace import tensors_of
+from ..lora.names import base_model
 from .blocks import block_modules, blocks_of, packed_parts, trained_tensor
 from .budget import Activity, Block
 from .meta_model import alike
-from .meta_step import BlockRecorder, _activities, _loss, _passthroughs
+from .meta_step import BlockRecorder, activities_of, loss_of, passthroughs
 from .tracker import MemoryTracker
 
 _HIDDEN = "hidden_states"
@@ -31,7 +32,7 @@ class MeasuredModel:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base: Any = base_model(model)
         self.base = base
         self.modules = block_modules(base)
         self.groups = alike(self.modules)
@@ -55,8 +56,8 @@ class MeasuredModel:
             self._run(ids, holds)  # For what kernels and libraries allocate once
             return self._run(ids, holds)
         # What a loop over experts allocates goes by the busiest: equal tokens have all in one.
-        alike = self._run(torch.zeros_like(ids), holds)
-        most = zip(self._run(ids, holds), alike, strict=True)
+        busiest = self._run(torch.zeros_like(ids), holds)
+        most = zip(self._run(ids, holds), busiest, strict=True)
         return tuple(_larger(first, second) for first, second in most)
 
     def _run(self, ids: Tensor, holds: bool) -> tuple[Activity, ...]:
@@ -66,7 +67,7 @@ class MeasuredModel:
         tracker: Any = _Allocator(self.device) if cuda else _Tensors(self._known(ids, anchor))
         with ExitStack() as stack:
             stack.enter_context(_as_before(self.model, self.device))
-            stack.enter_context(_passthroughs(self.modules, self.groups, anchor))
+            stack.enter_context(passthroughs(self.modules, self.groups, anchor))
             if not cuda:
                 # What Dynamo sees first under such a mode, it would never compile.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -75,7 +76,7 @@ class MeasuredModel:
             start = tracker.live
             recorder = BlockRecorder(tracker, self.modules)
             try:
-                loss = _loss(self.model, ids)
+                loss = loss_of(self.model, ids)
                 recorder.start_backward()
                 # Not `backward`: hooks of DDP wait for the gradients of all layers.
                 grads = torch.autograd.grad(loss, self.trained, allow_unused=True)
@@ -84,7 +85,7 @@ class MeasuredModel:
                 recorder.close()
         # What the model makes before its first block, such as a cache, counts there.
         next(iter(recorder.readings.values())).start = start
-        return _activities(recorder.readings, self.groups, own)
+        return activities_of(recorder.readings, self.groups, own)
 
     @contextmanager
     def _holding(self) -> Iterator[None]:

@@ -130,7 +130,7 @@ def run_meta_step(
     known = [*model.parameters(), *model.buffers(), *statistics, ids, grad_anchor]
     tracker = MemoryTracker(known, experts)
     workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
-    passed = _passthroughs(blocks, groups, grad_anchor)
+    passed = passthroughs(blocks, groups, grad_anchor)
     kernels = [planned_for(card), planned(workspace), counted_attention(), scans_by_size(model)]
     if level is not None:
         middle = {name for group in groups for name in group[1:-1]}
@@ -141,13 +141,13 @@ def run_meta_step(
             stack.enter_context(each)
         recorder = BlockRecorder(tracker, blocks)
         try:
-            loss = _loss(model, ids)
+            loss = loss_of(model, ids)
             recorder.start_backward()
             loss.backward()
         finally:
             recorder.close()
     model.zero_grad(set_to_none=True)
-    return _activities(recorder.readings, groups, trained), workspace.nbytes
+    return activities_of(recorder.readings, groups, trained), workspace.nbytes
 
 
 def enable_checkpointing(model: Any) -> bool:
@@ -191,7 +191,8 @@ def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
         vars(module).update(own)
 
 
-def _loss(model: Any, ids: Tensor) -> Tensor:
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    """Return the model's own loss of a batch, or a number made of its first output."""
     try:
         loss = getattr(model(input_ids=ids, labels=ids), "loss", None)
     except TypeError:
@@ -202,7 +203,7 @@ def _loss(model: Any, ids: Tensor) -> Tensor:
     return loss
 
 
-def _activities(
+def activities_of(
     readings: dict[str, _Readings], groups: Sequence[Sequence[str]], trained: dict[str, int]
 ) -> tuple[Activity, ...]:
     """Return the activities of the blocks that ran, and of those that stand for them in a group."""
@@ -219,7 +220,7 @@ def _activities(
 
 
 @contextmanager
-def _passthroughs(
+def passthroughs(
     blocks: dict[str, nn.Module], groups: Sequence[Sequence[str]], grad_anchor: Tensor
 ) -> Iterator[None]:
     """Replace all blocks of a group but the first and the last by a copy of their hidden states."""

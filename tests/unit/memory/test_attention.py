@@ -228,7 +228,7 @@ def test_nothing_is_left_behind_after_an_error(monkeypatch):
     def fails(*args: Any) -> Any:
         raise ConfigError("in the middle")
 
-    monkeypatch.setattr(meta_step, "_loss", fails)
+    monkeypatch.setattr(meta_step, "loss_of", fails)
     with pytest.raises(ConfigError, match="in the middle"):
         moe_qlora.plan(config("gpt_oss", "flex_attention"), **SIZES)
     assert not [name for name in ALL_ATTENTION_FUNCTIONS if "moe_qlora" in name]
