@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import ConfigError, first_line
 from ..experts.backend import has_triton
 from ..lora.names import base_model
-from ..speed.fitted import RunsLevels
+from ..speed.fitted import RunsLevels, decoder_layers
 from ..world import runs_distributed
 from .liger import apply_liger, has_own_forward
 
@@ -128,7 +128,7 @@ def _on_cpu(
 def _on_cuda(
     model: nn.Module, batch_size: int, seq_len: int, memory: int | str | None, undo: ExitStack
 ) -> PreparedTraining:
-    layers = _decoder_layers(model)
+    layers = [layer for layer in decoder_layers(model).values() if _is_on_cuda(layer)]
     obstacle = _obstacle(layers)
     compiles = obstacle is None and has_triton()
     prepared = PreparedTraining([f"Prepared for batches of {batch_size} x {seq_len} tokens."])
@@ -191,14 +191,6 @@ def _fit(
 
 def _is_on_cuda(module: nn.Module) -> bool:
     return any(parameter.is_cuda for parameter in module.parameters())
-
-
-def _decoder_layers(model: nn.Module) -> list[Any]:
-    """Return the layers that `graph_layers` takes."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    every = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
-    return [layer for layer in every if _is_on_cuda(layer)]
 
 
 def _obstacle(layers: list[Any]) -> str | None:

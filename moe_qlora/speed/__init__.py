@@ -1,7 +1,11 @@
 """Speed: a model that trains goes in; the same model, with less waiting in its steps, comes out.
 
-graphs.py      decoder layers as CUDA graphs, for training and `generate`; open it first
+fit.py         what decoder layers keep for backward in so much memory; open it first
+fitted.py      the forward of a layer that keeps what was chosen
+overrides.py   gradient checkpointing, switched off meanwhile
+graphs.py      decoder layers as CUDA graphs, for training and `generate`
 recording.py   one call of a layer as graphs, and their replay
+passes.py      when graphs may run, so that nothing that is kept is overwritten
 masks.py       block masks of flex attention as arguments of graphs
 gathered.py    router logits as outputs of graphs
 """

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError
 from ..layout import human_bytes, parse_bytes
+from ..lora.names import base_model
 from ..memory import levels
 from ..memory.budget import COMPONENTS, Activity, Settings, StepBudget
 from ..memory.choice import (
@@ -35,7 +36,7 @@ from ..memory.choice import (
 )
 from ..memory.devices import FRAGMENTATION
 from ..memory.measure import MeasuredModel
-from .fitted import FittedLayer, fitted, runs_recorded
+from .fitted import FittedLayer, decoder_layers, fitted, runs_recorded
 from .overrides import Overrides
 
 _log = logging.getLogger(__name__)
@@ -298,15 +299,8 @@ class _Check:
 
 def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's decoder layers by name."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    inner: Any = model
-    base = inner.get_base_model() if hasattr(inner, "get_base_model") else model
-    found: dict[str, nn.Module] = {
-        name: module
-        for name, module in base.named_modules()
-        if isinstance(module, GradientCheckpointingLayer)
-    }
+    base = base_model(model)
+    found = decoder_layers(base)
     if not found:
         raise ConfigError(
             f"fit_memory: {type(base).__name__} has no decoder layers that transformers can "

@@ -66,6 +66,17 @@ class FittedLayer(RunsLevels):
                 self.layer._compiled_call_impl = self.compiled
 
 
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that transformers can compute again, by name: none of a foreign class."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    }
+
+
 def own_forward(layer: nn.Module) -> Any:
     """Return the forward of a layer's class, without transformers' gradient checkpointing."""
     own: Any = type(layer).forward

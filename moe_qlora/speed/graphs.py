@@ -26,7 +26,6 @@ from __future__ import annotations
 import copy
 import logging
 import traceback
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -37,7 +36,17 @@ from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
 from . import gathered, masks, recording
-from .fitted import FittedLayer, RunsLevels, fitted, level_of, measures, own_forward, without_cache
+from .fitted import (
+    FittedLayer,
+    RunsLevels,
+    decoder_layers,
+    fitted,
+    level_of,
+    measures,
+    own_forward,
+    without_cache,
+)
+from .passes import Passes
 from .recording import ObstacleError, RecordedCall, end_recording
 
 _log = logging.getLogger(__name__)
@@ -82,13 +91,10 @@ def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False
     Raises:
         ConfigError: The model has no decoder layers on a CUDA device.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer)
-        and any(parameter.is_cuda for parameter in module.parameters())
+        layer
+        for layer in decoder_layers(model).values()
+        if any(parameter.is_cuda for parameter in layer.parameters())
     ]
     if not layers:
         raise ConfigError(
@@ -106,7 +112,7 @@ class LayerGraphs:
     ) -> None:
         self.model, self.keep = model, keep
         self.pool = torch.cuda.graph_pool_handle()
-        self._passes = _Passes()
+        self._passes = Passes()
         self._buffers: dict[Hashable, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, int]] = {}
         self._warned: set[str] = set()
@@ -230,46 +236,6 @@ class LayerGraphs:
         if reason not in self._warned:
             self._warned.add(reason)
             _log.warning("graph_layers: a decoder layer runs without CUDA graphs: %s.", reason)
-
-
-class _Passes:
-    """The model's forward passes in training: whose kept tensors graphs may not overwrite now."""
-
-    def __init__(self) -> None:
-        self._last = -1  # Place of the layer that ran last
-        self._admits = True
-        self._alive: weakref.WeakSet[_Pending] = weakref.WeakSet()
-        self._recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # Calls, in this pass
-
-    @property
-    def is_pending(self) -> bool:
-        return bool(self._alive)
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether a call that was recorded in an earlier pass keeps tensors."""
-        return any(token.call not in self._recorded for token in self._alive)
-
-    def enters(self, place: int) -> bool:
-        if place <= self._last:  # another pass
-            self._admits, self._recorded = not self._alive, weakref.WeakSet()
-        self._last = place
-        return self._admits
-
-    def records(self, call: Any) -> None:
-        self._recorded.add(call)
-
-    def pending(self, call: Any) -> object:
-        token = _Pending(call)
-        self._alive.add(token)
-        return token
-
-
-class _Pending:
-    """Lives as long as a backward needs what a call keeps."""
-
-    def __init__(self, call: Any) -> None:
-        self.call = call
 
 
 class _GraphedLayer(RunsLevels):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_qlora.speed.graphs import _Passes
+from moe_qlora.speed.passes import Passes
 
 
 class Call:
@@ -14,7 +14,7 @@ class Call:
 
 
 def test_layers_of_one_pass_run_in_order():
-    passes = _Passes()
+    passes = Passes()
     held = []
     for place in range(4):
         assert passes.enters(place)
@@ -23,7 +23,7 @@ def test_layers_of_one_pass_run_in_order():
 
 
 def test_a_second_pass_waits_for_the_backward_of_the_first():
-    passes = _Passes()
+    passes = Passes()
     held = [passes.pending(Call()) for place in range(2) if passes.enters(place)]
     assert not passes.enters(0)
     assert not passes.enters(1)
@@ -37,13 +37,13 @@ def test_a_second_pass_waits_for_the_backward_of_the_first():
 
 @pytest.mark.parametrize("again", [0, 1])
 def test_a_layer_that_runs_twice_begins_a_pass(again: int):
-    passes = _Passes()
+    passes = Passes()
     held = [passes.pending(Call()) for place in range(2) if passes.enters(place)]
     assert held and not passes.enters(again)
 
 
 def test_calls_of_earlier_passes_are_told_from_those_recorded_now():
-    passes, calls = _Passes(), [Call(), Call()]
+    passes, calls = Passes(), [Call(), Call()]
     held: list[Any] = []
     for place, call in enumerate(calls):  # recorded in this pass
         passes.enters(place)

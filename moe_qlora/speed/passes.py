@@ -1,0 +1,50 @@
+"""The order of forwards and backwards in training, in which graphs of layers may run."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+
+class Passes:
+    """The model's forward passes in training: whose kept tensors graphs may not overwrite now."""
+
+    def __init__(self) -> None:
+        self._last = -1  # Place of the layer that ran last
+        self._admits = True
+        self._alive: weakref.WeakSet[_Pending] = weakref.WeakSet()
+        self._recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # Calls, in this pass
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a backward still needs what a call keeps."""
+        return bool(self._alive)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a call that was recorded in an earlier pass keeps tensors."""
+        return any(token.call not in self._recorded for token in self._alive)
+
+    def enters(self, place: int) -> bool:
+        """Note that the layer of this place runs; return whether its graphs may run now."""
+        if place <= self._last:  # another pass
+            self._admits, self._recorded = not self._alive, weakref.WeakSet()
+        self._last = place
+        return self._admits
+
+    def records(self, call: Any) -> None:
+        """Note that a call was recorded in this pass."""
+        self._recorded.add(call)
+
+    def pending(self, call: Any) -> object:
+        """Return an object that lives as long as a backward needs what a call keeps."""
+        token = _Pending(call)
+        self._alive.add(token)
+        return token
+
+
+class _Pending:
+    """Lives as long as a backward needs what a call keeps."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
