@@ -6,7 +6,7 @@ r"""Train LoRA on attention and all experts of gpt-oss-20b, on the MXFP4 codes o
 
 The experts keep the codes that OpenAI published, bit for bit, so that the adapter is trained on
 what engines serve; attention is packed to nf4. gpt-oss has no sdpa, and gets eager attention by
-default; flex attention trained 5.6 times as fast on an H200, but its layers are not recorded as
+default; flex attention trained 5.6 times as fast on an H200, before its layers were recorded as
 CUDA graphs. The plan says 19.8 GB at 4,096 tokens with Liger's loss; without, 2,880 fit 24 GB.
 """
 
