@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from moe_qlora.errors import ConfigError
+from moe_qlora.memory.choice import RECOMPUTE
+from moe_qlora.speed.fit import _Check
+from moe_qlora.speed.fitted import RunsLevels
 from moe_qlora.testing import tiny_model
 from tests.helpers import training
 from tests.helpers.fitting import (
@@ -285,3 +288,48 @@ def test_what_is_fitted_wins_over_a_trainers_checkpointing(
         assert sum(said in text for text in caplog.messages) == 1
     model.gradient_checkpointing_enable()
     assert all(layer.gradient_checkpointing for layer in layers)
+
+
+def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs() -> None:
+    """By arithmetic alone: the model itself is on a CPU."""
+    model = adapted()
+    with fitted(model) as fit:
+        activities = fit._activities[RECOMPUTE]
+        peak = fit._needed(activities)
+        fit._device = torch.device("cuda")
+        assert fit._needed(activities) == int(peak * 1.04)
+        for layer in fit._modules.values():
+            layer.forward = _Recorded().forward
+        work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
+        of_layers = max(work[name] for name in fit._modules)
+        of_others = max(size for name, size in work.items() if name not in fit._modules)
+        assert fit._needed(activities) == int((peak + min(of_layers, of_others)) * 1.04)
+        fit._device = torch.device("cpu")
+
+
+class _Recorded(RunsLevels):
+    """Stands for `graph_layers`."""
+
+    def forward(self, *args: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("over", "less"), [(1.02, False), (1.05, False), (2.0, True)], ids=["near", "over", "too much"]
+)
+def test_the_first_steps_are_compared_with_what_was_planned(
+    over: float, less: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted()
+    with fitted(model) as fit:
+        most = fit.peak
+    with fitted(model, int(1.2 * most)) as fit:
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
+        check = _Check(fit)
+        for _ in range(4):
+            check(model, ())
+        levels = {layer.level for layer in fit.layers}
+    assert (levels != {"keep"}) is less
+    said = [text for text in caplog.messages if "the first steps took" in text]
+    assert len(said) == (over > 1.03)
+    assert all(("fewer activations are kept" in text) is less for text in said)
