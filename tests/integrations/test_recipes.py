@@ -54,7 +54,7 @@ def switched_off():
 def one_rank(monkeypatch):
     """The variables that torchrun sets for a single process, and no group afterwards."""
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**variables, "MASTER_PORT": "29517"}.items():
+    for name, value in {**variables, "MASTER_PORT": "0"}.items():
         monkeypatch.setenv(name, value)
     yield
     if torch.distributed.is_initialized():
