@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from types import FunctionType
+from types import FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -83,9 +83,26 @@ def compute(
     def call(*args: Any) -> Any:
         return function(*args, **kwargs)
 
-    return checkpoint(
-        call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **how
-    )
+    how |= {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if torch.compiler.is_compiling():
+        return checkpoint(call, *args, **how)
+    try:
+        return checkpoint(call, *args, **how)
+    except BaseException as error:
+        _end_checkpoint(error.__traceback__, call)
+        raise
+
+
+def _end_checkpoint(trace: TracebackType | None, call: FunctionType) -> None:
+    """Take a failed checkpoint's hooks off the tensors that others save.
+
+    Before torch 2.13 a frame of `checkpoint` holds the generator that does, as long as the error is
+    handled: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/utils/checkpoint.py#L508
+    """
+    frames = trace.tb_next if trace else None
+    while frames and frames.tb_frame.f_code is not call.__code__:
+        frames.tb_frame.clear()
+        frames = frames.tb_next
 
 
 def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -224,8 +223,6 @@ class LayerGraphs:
     def _give_up(self, device: torch.device, pool: Any, error: Exception) -> str:
         """Let all layers run eagerly after an error in recording; return the reason in words."""
         _log.debug("recording a decoder layer failed", exc_info=error)
-        # The frames would keep a checkpoint's saved-tensor hooks alive.
-        traceback.clear_frames(error.__traceback__)
         end_recording(device, pool)
         for each in self._layers:
             each.remove()

@@ -393,6 +393,7 @@ def nothing(model: Any) -> Any:
 
 
 @requires_gpu()
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
 def test_trains_alike_on_a_gpu():
     def losses(prepares: Any) -> list[float]:
         model = adapted(dtype=torch.bfloat16, device="cuda")

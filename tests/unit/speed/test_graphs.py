@@ -101,8 +101,10 @@ def test_compiled_layers_are_recorded(order: str, keep: bool) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
 def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compiled: bool) -> None:
     model = packed(model_type)
-    wanted = [gradients(model, batch(step)) for step in range(4)]
     layers = model.get_base_model().model.layers
+    for layer in layers if compiled else ():  # which rounds in another way, so that routers choose
+        layer.compile()
+    wanted = [gradients(model, batch(step)) for step in range(4)]
     fitted = [FittedLayer(layer, level, 10_000, set()) for layer in layers]
     if not compiled:  # The same kernels run
         assert_near(gradients(model, batch(3)), wanted[3])
@@ -310,6 +312,7 @@ def test_a_failed_recording_leaves_everything_as_before(
 @keeps
 def test_graphs_hold_no_memory_after_they_are_removed(keep: bool) -> None:
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # of each thread and stream, 32 MiB
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = packed()
@@ -319,6 +322,7 @@ def test_graphs_hold_no_memory_after_they_are_removed(keep: bool) -> None:
     del model, graphs
     release_workspace()
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() - before < 1 << 20
 
