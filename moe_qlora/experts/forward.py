@@ -36,6 +36,7 @@ right and saves only its input.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -58,6 +59,7 @@ from .backend import (
     read_call,
     stored_transposed,
 )
+from .kept import in_experts
 from .operators import register_operators
 from .projection import Inputs, Projection
 
@@ -172,9 +174,9 @@ def experts_forward(
     backend = choose_backend(self, call)
     if backend.name == UNPACKED.name:
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
-    if backend.name == FUSED.name:
-        return fused.run(self, call, top_k_index, top_k_weights)
-    return _by_projection(self, call, top_k_index, top_k_weights)
+    compute = fused.run if backend.name == FUSED.name else _by_projection
+    with nullcontext() if torch.compiler.is_compiling() else in_experts():
+        return compute(self, call, top_k_index, top_k_weights)
 
 
 class _Routing(NamedTuple):

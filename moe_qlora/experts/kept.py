@@ -7,7 +7,9 @@ first forward, and takes them back in the recomputation:
     first, again = kept_tensors()
     checkpoint(layer, x, use_reentrant=False, context_fn=lambda: (first, again))
 
-In code of `torch.compile`, tensors are kept by operator instead.
+In code of `torch.compile`, tensors are kept by operator instead. Who keeps outputs of a layer's
+other operators has to leave those of the experts out (`is_in_experts`): the recomputation does not
+call them again.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _Tensors = tuple[Tensor, ...]
 class _Active(threading.local):
     keeps: deque[_Tensors] | None = None  # To hand tensors over to
     returns: deque[_Tensors] | None = None  # To take tensors from
+    in_experts = False
 
 
 _active = _Active()
@@ -56,3 +59,18 @@ def keep(tensors: Sequence[Tensor]) -> None:
 def take() -> _Tensors | None:
     """Return what the same call handed over, once; None where it has to be computed."""
     return _active.returns.popleft() if _active.returns else None
+
+
+@contextmanager
+def in_experts() -> Iterator[None]:
+    """Mark this block as an experts forward, of which `keep` and `take` are called."""
+    before, _active.in_experts = _active.in_experts, True
+    try:
+        yield
+    finally:
+        _active.in_experts = before
+
+
+def is_in_experts() -> bool:
+    """Whether an experts forward runs in this thread."""
+    return _active.in_experts

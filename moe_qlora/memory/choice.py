@@ -2,8 +2,8 @@
 
 Levels and their order are those of `levels.py`. From all layers computed again, steps raise one
 layer by one level: the experts of all layers first, from the last layer to the first, then their
-attention, then the rest, in the same order. What saves most time a byte comes first, and a choice
-is a number of steps, so that more memory never keeps less.
+attention, their projections, and the rest, in the same order. What saves most time a byte comes
+first, and a choice is a number of steps, so that more memory never keeps less.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from ..errors import ConfigError
 from ..layout import human_bytes
 from .budget import Activity
 
-RECOMPUTE, EXPERTS, ATTENTION, KEEP = LEVELS = ("recompute", "experts", "attention", "keep")
+RECOMPUTE, EXPERTS, ATTENTION, PROJECTIONS, KEEP = LEVELS = (
+    "recompute",
+    "experts",
+    "attention",
+    "projections",
+    "keep",
+)
 """Each keeps what those before it keep."""
 
 ALL_KEPT = "all kept"
 """Entry of `ActivitiesByLevel` that may be there for a step in which every layer keeps all: then
 no layer holds for others what they share, such as masks."""
 
-_VALUES = {EXPERTS: 8.0, ATTENTION: 7.0, KEEP: 2.0}
+_VALUES = {EXPERTS: 8.0, ATTENTION: 7.0, PROJECTIONS: 3.0, KEEP: 1.0}
 """Microseconds that a MB kept saves, by the level that keeps it (Qwen3-30B-A3B, one H200)."""
 
 _RECOMPUTED = 0.26
@@ -91,9 +97,10 @@ def most_kept(
     layers: Sequence[str],
     activities: ActivitiesByLevel,
     fits: Callable[[Choice], bool],
+    highest: str = KEEP,
 ) -> Choice | None:
-    """Return the choice of the most steps that fits, None where none does."""
-    for steps in range((len(LEVELS) - 1) * len(layers), -1, -1):
+    """Return the choice of the most steps that fits, up to a level; None where none does."""
+    for steps in range(LEVELS.index(highest) * len(layers), -1, -1):
         levels = levels_at(layers, steps)
         choice = Choice(steps, levels, mixed(activities, levels))
         if fits(choice):
@@ -106,8 +113,9 @@ def choose(
     activities: ActivitiesByLevel,
     needed: Callable[[tuple[Activity, ...]], int],
     limit: int,
+    highest: str = KEEP,
 ) -> Choice:
-    """Return the choice of the most steps of which no more than `limit` bytes are needed.
+    """Return the choice of the most steps, up to a level, that needs no more than `limit` bytes.
 
     Raises:
         ConfigError: Every choice needs more.
@@ -118,7 +126,7 @@ def choose(
         least[:] = [min((*least, needs := needed(choice.activities)))]
         return needs <= limit
 
-    choice = most_kept(layers, activities, fits)
+    choice = most_kept(layers, activities, fits, highest)
     if choice is None:
         raise ConfigError(
             f"memory is {limit} bytes ({human_bytes(limit)}), and a step that computes layers "

@@ -1,14 +1,16 @@
-"""How much a decoder layer keeps between forward and backward: four levels, and how to run each.
+"""How much a decoder layer keeps between forward and backward: five levels, and how to run each.
 
-    recompute   its input; backward computes the layer again
-    experts     also what the experts save for backward: of all in a layer, what saves most time a
-                byte (8 us of recomputation a MB; Qwen3-30B-A3B, 4,096 tokens, one H200)
-    attention   also attention's output and its log-sum-exp (7 us a MB)
-    keep        all that backward needs; nothing is computed again (the rest: 1 to 3 us a MB)
+    recompute     its input; backward computes the layer again
+    experts       also what the experts save for backward: of all in a layer, what saves most time a
+                  byte (8 us of recomputation a MB; Qwen3-30B-A3B, 4,096 tokens, one H200)
+    attention     also attention's output and its log-sum-exp (7 us a MB)
+    projections   also the outputs of Linear layers (3 us a MB)
+    keep          all that backward needs; nothing is computed again (norms, rotary embedding,
+                  casts: 1 us a MB)
 
-A layer under "experts" or "attention" is a non-reentrant checkpoint that keeps tensors: attention's
-as outputs of operators, those of the experts by `experts/kept.py`, since they come from an
-`autograd.Function`. In code of torch.compile both are operators, and the compiler decides what else
+A layer on one of the three in between is a non-reentrant checkpoint that keeps tensors: as outputs
+of operators, but those of the experts by `experts/kept.py`, since they come from an
+`autograd.Function`. In code of torch.compile all are operators, and the compiler decides what else
 is cheaper kept.
 """
 
@@ -31,10 +33,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..experts.kept import kept_tensors
+from ..experts.kept import is_in_experts, kept_tensors
 from . import choice
 
-RECOMPUTE, EXPERTS, ATTENTION, KEEP = LEVELS = choice.LEVELS
+RECOMPUTE, EXPERTS, ATTENTION, PROJECTIONS, KEEP = LEVELS = choice.LEVELS
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -49,6 +51,11 @@ _ATTENTION_OPERATORS = (
 _EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection", "aten::topk")
 """With the top-k: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}
+"""Operators of Linear layers, and the place of their input among the arguments."""
+_LEAST_INNER = 256
+"""Least inner dimension of a product that is kept: an element takes two operations for each, so
+those of LoRA's second factor are quicker computed than read."""
 
 
 def compute(
@@ -76,7 +83,7 @@ def compute(
     how: dict[str, Any] = {}
     if torch.compiler.is_compiling():
         if level != RECOMPUTE:
-            how["context_fn"] = _compiled_experts if level == EXPERTS else _compiled_attention
+            how["context_fn"] = _COMPILED[level]
     else:
         how["context_fn"] = lambda: _contexts(level, recomputing)
 
@@ -136,11 +143,11 @@ def _compiled_part(level: str) -> Callable[..., Any]:
 
 def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]) -> _Contexts:
     pairs: list[_Contexts] = [(nullcontext(), recomputing())]
-    if level in (EXPERTS, ATTENTION):
+    if level != RECOMPUTE:
         pairs.append(kept_tensors())
-    if level == ATTENTION:
+    if level in (ATTENTION, PROJECTIONS):
         held: deque[Any] = deque()
-        pairs.append((_Keeps(held), _Returns(held)))
+        pairs.append((_Keeps(level, held), _Returns(level, held)))
     forward, again = zip(*pairs, strict=True)
     return _all_of(forward), _all_of(again)
 
@@ -153,25 +160,24 @@ def _all_of(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
         yield
 
 
-def _compiled_experts() -> Any:
-    return create_selective_checkpoint_contexts(_keeps_experts)
-
-
-def _compiled_attention() -> Any:
-    return create_selective_checkpoint_contexts(_keeps_both)
+def _keeps(level: str, operator: Any, args: Sequence[Any]) -> bool:
+    """Whether a level keeps an operator's output, that of the experts apart."""
+    name = _name(operator)
+    if name in _ATTENTION_OPERATORS or name == _FLEX:
+        return level != EXPERTS
+    if level != PROJECTIONS or name not in _PRODUCTS:
+        return False
+    return bool(args[_PRODUCTS[name]].shape[-1] >= _LEAST_INNER)
 
 
 @cache
-def _is_of(operator: Any, attention: bool, experts: bool) -> bool:
-    name = operator.name()
-    name = name.partition(".")[0]
-    return (attention and (name in _ATTENTION_OPERATORS or name == _FLEX)) or (
-        experts and name in _EXPERTS_OPERATORS
-    )
+def _name(operator: Any) -> str:
+    name: str = operator.name()
+    return name.partition(".")[0]
 
 
-class _AttentionMode(TorchDispatchMode):
-    """Sees attention's operators in a layer that is not compiled.
+class _LayerMode(TorchDispatchMode):
+    """Sees the operators of a layer that is not compiled, apart from those of its experts.
 
     torch's own selective checkpointing refuses a recomputation that calls any operator more often
     than the forward did, as experts do whose workspace has grown meanwhile.
@@ -179,39 +185,44 @@ class _AttentionMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, held: deque[Any]) -> None:
+    def __init__(self, level: str, held: deque[Any]) -> None:
         super().__init__()
-        self.held = held
+        self.level, self.held = level, held
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled parts of the layer run compiled."""
         return True
 
+    def is_kept(self, func: Any, args: Any) -> bool:
+        """Whether this operator's output is kept."""
+        return not is_in_experts() and _keeps(self.level, func, args)
 
-class _Keeps(_AttentionMode):
+
+class _Keeps(_LayerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _is_of(func, True, False):
+        if self.is_kept(func, args):
             # Without autograd's node, which would hold the layer's tensors.
             self.held.append(tree_map_only(Tensor, Tensor.detach, out))
         return out
 
 
-class _Returns(_AttentionMode):
+class _Returns(_LayerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.held and _is_of(func, True, False):
+        if self.held and self.is_kept(func, args):
             return self.held.popleft()
         return func(*args, **(kwargs or {}))
 
 
-def _keeps_experts(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return _policy(_is_of(operator, False, True))
+def _compiled(level: str) -> Callable[[], Any]:
+    """Return what makes a checkpoint's contexts for a level in compiled code."""
+
+    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keeps = _name(operator) in _EXPERTS_OPERATORS or _keeps(level, operator, args)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return lambda: create_selective_checkpoint_contexts(policy)
 
 
-def _keeps_both(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return _policy(_is_of(operator, True, True))
-
-
-def _policy(keeps: bool) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+_COMPILED = {level: _compiled(level) for level in (EXPERTS, ATTENTION, PROJECTIONS)}

@@ -131,13 +131,15 @@ class Fit:
         self._hook: Any = None
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._names: tuple[str, ...] = ()  # Of the layers that run in a measured step
+        self._sizes = 0, 0  # Sequences, and tokens in each
 
     def _choose(self, batch: int, seq: int, memory: int | str | None) -> None:
         def keeps_all() -> int:
             self.memory = _limit(memory, self._device)
             measured = self._measured = MeasuredModel(self._model)
             self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
-            self._measure(levels.RECOMPUTE, levels.RECOMPUTE, batch, seq)
+            self._sizes = batch, seq
+            self._measure_once(levels.RECOMPUTE)
             ran = {activity.name for activity in self._activities[levels.RECOMPUTE]}
             self._names = tuple(name for name in self._fitted if name in ran)
             if not self._names:
@@ -145,25 +147,51 @@ class Fit:
                     f"fit_memory: no decoder layer of {type(measured.base).__name__} runs in a "
                     "step of text, which is what is measured."
                 )
-            self._measure(ALL_KEPT, levels.KEEP, batch, seq)
+            self._measure_once(ALL_KEPT)
             self._resident = _resident(measured, self._device)
-            return int(self._needed(tuple(self._activities[ALL_KEPT])) <= self.memory)
+            return int(self._fits(ALL_KEPT, self.memory))
 
         def steps() -> int:
-            for level in levels.LEVELS[1:]:
-                self._measure(level, level, batch, seq)
-            return choose(self._names, self._activities, self._needed, self.memory).steps
+            return self._chosen(self.memory).steps
 
         # Where all can be kept, which torch.compile takes half a minute for, that is all to know.
         if self._least(keeps_all):
-            below = self._activities[levels.RECOMPUTE]
-            self._activities |= dict.fromkeys((levels.EXPERTS, levels.ATTENTION), below)
-            self._activities[levels.KEEP] = self._activities[ALL_KEPT]
             self._set(self._after(len(self._names) * (len(levels.LEVELS) - 1)))
         else:
             self._set(self._after(self._least(steps)))
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(_Check(self))
+
+    def _chosen(self, memory: int) -> Choice:
+        """Choose what so many bytes can hold, of the levels that layers may be on.
+
+        torch.compile takes long for each level: where all layers can be on one, those below it
+        need no measurement, and where they cannot, those above it.
+        """
+        lowest, highest = 0, len(levels.LEVELS) - 1
+        if self._fits(levels.RECOMPUTE, memory):
+            self._measure_once(levels.KEEP)
+        else:
+            highest = 0
+        while highest - lowest > 1:
+            middle = (lowest + highest) // 2
+            self._measure_once(levels.LEVELS[middle])
+            if self._fits(levels.LEVELS[middle], memory):
+                lowest = middle
+            else:
+                highest = middle
+        return choose(self._names, self._known, self._needed, memory, levels.LEVELS[highest])
+
+    def _fits(self, level: str, memory: int) -> bool:
+        return self._needed(tuple(self._activities[level])) <= memory
+
+    @property
+    def _known(self) -> dict[str, tuple[Activity, ...]]:
+        """What blocks do on each level: on one that was not measured, as on the one above."""
+        known, above = dict(self._activities), self._activities[ALL_KEPT]
+        for level in reversed(levels.LEVELS):
+            above = known.setdefault(level, above)
+        return known
 
     def _least(self, find: Callable[[], int]) -> int:
         """Return the least number that any rank finds; where one fails, all do."""
@@ -179,8 +207,11 @@ class Fit:
             raise ConfigError("fit_memory failed on another rank, whose error says why.")
         return least
 
-    def _measure(self, name: str, level: str, batch: int, seq: int) -> None:
-        """Measure a step in which all layers are on a level."""
+    def _measure_once(self, name: str) -> None:
+        """Measure a step in which all layers are on a level, or keep all, unless it is known."""
+        if name in self._activities:
+            return
+        (batch, seq), level = self._sizes, levels.KEEP if name == ALL_KEPT else name
         for layer in self._fitted.values():
             layer.level, layer.measures = level, True
         try:
@@ -206,7 +237,7 @@ class Fit:
 
     def _after(self, steps: int) -> Choice:
         chosen = levels_at(self._names, steps)
-        return Choice(steps, chosen, mixed(self._activities, chosen))
+        return Choice(steps, chosen, mixed(self._known, chosen))
 
     def _needed(self, activities: tuple[Activity, ...]) -> int:
         """Return the bytes that a step needs of the memory."""
@@ -231,7 +262,7 @@ class Fit:
     def _set(self, choice: Choice) -> None:
         self._steps, self.layers = choice.steps, choice.layers
         self.peak = self._peak_of(choice.activities)
-        self.gain = gain(self._activities, choice.levels)
+        self.gain = gain(self._known, choice.levels)
         for name, layer in self._fitted.items():
             layer.level = choice.levels.get(name, levels.RECOMPUTE)
 
@@ -239,11 +270,10 @@ class Fit:
         """Choose anew where steps take so many bytes more than was planned."""
         planned = self.memory - excess
         try:
-            choice = choose(self._names, self._activities, self._needed, planned)
+            steps = self._chosen(planned).steps
         except ConfigError:
-            choice = self._after(0)
-        if choice.steps < self._steps:
-            self._set(choice)
+            steps = 0
+        self._set(self._after(min(steps, self._steps)))
 
     def remove(self) -> None:
         """Let the layers run as before."""

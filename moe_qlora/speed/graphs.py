@@ -194,6 +194,10 @@ class LayerGraphs:
         """Whether a backward still needs what recorded calls keep."""
         return self._passes.is_pending
 
+    def is_outdated(self, call: RecordedCall) -> bool:
+        """Whether a call may not be replayed in this pass, and has to be recorded anew."""
+        return self._passes.is_outdated(call)
+
     def record(self, layer: _GraphedLayer, device: torch.device, make: Callable[[], _T]) -> _T:
         """Record a call of a layer; after a failure, all layers run eagerly."""
         if self._passes.is_replaying:
@@ -312,9 +316,7 @@ class _GraphedLayer(RunsLevels):
         try:
             leaves, spec, kind = self._describe(args, kwargs)
             if admitted and not measures(layer):
-                call = self._recorded(
-                    self.calls, (level, kind), lambda: self._record(leaves, spec, level)
-                )
+                call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))
                 if call is not None:
                     return gathered.delivered(call.run(leaves))
         except ObstacleError as obstacle:
@@ -322,6 +324,18 @@ class _GraphedLayer(RunsLevels):
             if fitted(layer) is None and not self.shared.keep:
                 return type(layer).forward(layer, *args, **given)
         return self._compute(level, args, kwargs, preserve_rng_state=True)
+
+    def _replayable(
+        self, level: str, kind: Hashable, make: Callable[[], RecordedCall]
+    ) -> RecordedCall | None:
+        """Return a call's graphs if it may run them now; after a change of level, others."""
+        for other in levels.LEVELS:
+            if other != level:
+                self.calls.pop((other, kind), None)
+        call = self.calls.get((level, kind))
+        if call is not None and self.shared.is_outdated(call):
+            self.calls[level, kind] = None
+        return self._recorded(self.calls, (level, kind), make)
 
     def _without_gradients(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly, or replay one for one new token on a static cache."""

@@ -25,6 +25,15 @@ class Passes:
         """Whether a call that was recorded in an earlier pass keeps tensors."""
         return any(token.call not in self._recorded for token in self._alive)
 
+    def is_outdated(self, call: Any) -> bool:
+        """Whether a call writes to memory in which calls that this pass recorded keep tensors.
+
+        When these were recorded, an earlier call's memory was free to them.
+        """
+        return call not in self._recorded and any(
+            other.keeps and other.pool == call.pool for other in self._recorded
+        )
+
     def enters(self, place: int) -> bool:
         """Note that the layer of this place runs; return whether its graphs may run now."""
         if place <= self._last:  # another pass

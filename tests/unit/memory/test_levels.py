@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from moe_qlora.experts.kept import in_experts, keep, take
 from moe_qlora.memory import levels
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.levels import compute
@@ -46,8 +47,48 @@ def test_attention_runs_once_where_it_is_kept_and_gradients_are_the_same(level):
     found, runs = gradient(level, attention, x)
     assert torch.equal(found, expected)
     attentions = runs["_scaled_dot_product_flash_attention_for_cpu"]
-    assert attentions == (1 if level in ("attention", "keep") else 2)
+    assert attentions == (2 if level in ("recompute", "experts") else 1)
     assert runs["tanh"] == (1 if level == "keep" else 2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_outputs_of_linear_layers_are_kept_but_those_of_loras_second_factor(level, bias):
+    torch.manual_seed(0)
+    base, first = torch.nn.Linear(256, 300, bias=bias), torch.nn.Linear(256, 8, bias=False)
+    second = torch.nn.Linear(8, 300, bias=False)
+
+    def layer(x):
+        inner = torch.tanh(x).view(5, 256)
+        return torch.sin(base(inner) + second(first(inner)) * torch.cos(inner).sum()).flatten()
+
+    x = torch.randn(5 * 256)
+    expected, _ = gradient("keep", layer, x)
+    found, runs = gradient(level, layer, x)
+    assert torch.equal(found, expected)
+    _, once = gradient("keep", layer, x)
+    again = {"recompute": 3, "experts": 3, "attention": 3, "projections": 1, "keep": 0}[level]
+    assert sum(runs[name] - once[name] for name in ("mm", "addmm")) == again
+
+
+def test_what_experts_compute_is_not_kept_as_an_output_of_a_linear_layer():
+    """A recomputation does not call it again: its place is another product's."""
+    weight = torch.randn(256, 256)
+    again = []
+
+    def layer(x):
+        x = torch.tanh(x).view(5, 256)
+        with in_experts():
+            saved = take()
+            again.append(saved is not None)
+            if saved is None:
+                keep(saved := [x.detach() @ weight])
+        return torch.sin(torch.sin(x + saved[0]) @ weight.t()).flatten()
+
+    x = torch.randn(5 * 256)
+    found = [gradient(level, layer, x)[0] for level in ("projections", "recompute")]
+    assert again == [False, True, False, False]
+    assert torch.equal(*found)
 
 
 def test_a_recomputation_may_call_operators_that_the_forward_did_not():

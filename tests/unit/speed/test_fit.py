@@ -63,7 +63,7 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str) -> None
             assert equal(train(model, ids), before)
             seen.append([LEVELS.index(layer.level) for layer in fit.layers])
     assert nested(seen)
-    assert seen[-1] == [3] * len(seen[0])
+    assert seen[-1] == [len(LEVELS) - 1] * len(seen[0])
 
 
 class _Attentions(TorchDispatchMode):
@@ -115,10 +115,10 @@ def test_what_is_kept_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> 
                 continue
             seen.append(kept)
             norms, attentions, firsts, _ = runs(model, ids, monkeypatch)
-            assert norms == 3 + sum(level < 3 for level in kept)
+            assert norms == 3 + sum(level < 4 for level in kept)
             assert attentions == 3 + sum(level < 2 for level in kept)
             assert firsts == 3 + sum(level < 1 for level in kept)
-            activations = ["recompute", "part", "part", "keep"]
+            activations = ["recompute", "part", "part", "part", "keep"]
             assert [layer.activations for layer in fit.layers] == [activations[i] for i in kept]
             assert {layer.experts for layer in fit.layers} == {"device"}
     assert len(seen) > 5

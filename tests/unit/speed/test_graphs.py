@@ -97,7 +97,7 @@ def test_compiled_layers_are_recorded(order: str, keep: bool) -> None:
 @gpu
 @compiles
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", [levels.EXPERTS, levels.ATTENTION])
+@pytest.mark.parametrize("level", levels.LEVELS[1:-1])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
 def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compiled: bool) -> None:
     model = packed(model_type)
@@ -115,6 +115,23 @@ def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compi
     for each in fitted:
         each.remove()
     assert "forward" not in layers[0].__dict__
+
+
+@gpu
+@pytest.mark.parametrize("changed", [[0], [2], [0, 2], [3], [0, 1, 2, 3]])
+def test_layers_whose_level_changes_are_recorded_anew(changed: list[int]) -> None:
+    """And so are those whose graphs write where the others keep tensors now."""
+    model = packed(config={"num_hidden_layers": 4})
+    wanted = [gradients(model, batch(step)) for step in range(9)]
+    layers = model.get_base_model().model.layers
+    fitted = [FittedLayer(layer, levels.KEEP, 10_000, set()) for layer in layers]
+    with moe_qlora.graph_layers(model) as graphs:
+        for step in range(9):
+            if step == 4:
+                for place in changed:
+                    fitted[place].level = levels.EXPERTS
+            assert_near(gradients(model, batch(step)), wanted[step])
+        assert graphs.recorded == len(layers)
 
 
 @gpu

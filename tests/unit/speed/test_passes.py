@@ -12,6 +12,9 @@ from moe_qlora.speed.passes import Passes
 class Call:
     """Stands for a recorded call."""
 
+    def __init__(self, pool: int = 0, keeps: bool = True):
+        self.pool, self.keeps = pool, keeps
+
 
 def test_layers_of_one_pass_run_in_order():
     passes = Passes()
@@ -56,3 +59,23 @@ def test_calls_of_earlier_passes_are_told_from_those_recorded_now():
     assert passes.is_replaying
     held.clear()
     assert not passes.is_replaying
+
+
+@pytest.mark.parametrize(
+    ("pool", "keeps", "outdated"), [(0, True, True), (1, True, False), (0, False, False)]
+)
+def test_calls_of_earlier_passes_may_not_write_where_calls_recorded_now_keep_tensors(
+    pool: int, keeps: bool, outdated: bool
+):
+    passes, earlier = Passes(), Call(0)
+    passes.enters(0)
+    passes.records(earlier)
+    assert not passes.is_outdated(earlier)
+    passes.enters(0)
+    assert not passes.is_outdated(earlier)
+    now = Call(pool, keeps)
+    passes.records(now)
+    assert passes.is_outdated(earlier) is outdated
+    assert not passes.is_outdated(now)
+    passes.enters(0)  # the next pass: all are replayed
+    assert not passes.is_outdated(earlier)
