@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
-from types import FunctionType, TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -96,18 +96,18 @@ def compute(
     try:
         return checkpoint(call, *args, **how)
     except BaseException as error:
-        _end_checkpoint(error.__traceback__, call)
+        _end_checkpoint(error.__traceback__, call.__code__)
         raise
 
 
-def _end_checkpoint(trace: TracebackType | None, call: FunctionType) -> None:
+def _end_checkpoint(trace: TracebackType | None, call: CodeType) -> None:
     """Take a failed checkpoint's hooks off the tensors that others save.
 
     Before torch 2.13 a frame of `checkpoint` holds the generator that does, as long as the error is
     handled: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/utils/checkpoint.py#L508
     """
     frames = trace.tb_next if trace else None
-    while frames and frames.tb_frame.f_code is not call.__code__:
+    while frames and frames.tb_frame.f_code is not call:
         frames.tb_frame.clear()
         frames = frames.tb_next
 
