@@ -133,8 +133,8 @@ class RecordedCall:
         self.x = self.arguments[0].detach().requires_grad_(x.requires_grad)
         self.outs: list[Tensor] = []  # The layer's output, and router logits
         self.grads: list[Tensor] = []  # Of each
-        self.grad_x = shared.buffer("grad_x", x.shape, x) if x.requires_grad else None
-        self.weight_grads: Tensor | None = None  # bytes; None: no trained weight
+        self.grad_x: Tensor | None = None
+        self.weight_grads: list[Tensor] = []  # Of those used
         self.graph = torch.cuda.CUDAGraph()
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.workspace: list[Tensor] = []  # graphs write to it
@@ -145,6 +145,7 @@ class RecordedCall:
             with workspace.recorded(x.device):
                 with capture(self.graph, self.pool):
                     self.edges = self._forward()
+                self.outs = [_unowned(out) for out in self.outs]
                 self.workspace += workspace.buffers(x.device)
 
     def _warm_up(self) -> None:
@@ -155,6 +156,7 @@ class RecordedCall:
         offset = self.generator.get_offset()
         with uncached_autocast():
             self._gradients(self._forward())
+        self.outs, self.weight_grads, self.grad_x = [], [], None
         self.generator.set_offset(offset)
 
     def _forward(self) -> list[GradientEdge | None]:
@@ -162,34 +164,23 @@ class RecordedCall:
             computed = self.compute([self.x, *self.arguments[1:]])
         if not isinstance(computed[0], Tensor) or computed[0].shape != self.x.shape:
             raise ObstacleError("it returns more than hidden states")
-        likes = [self.x, *computed[1:]]
-        self.outs, self.grads = (
-            [self.shared.buffer((name, place), t.shape, t) for place, t in enumerate(likes)]
-            for name in ("out", "grad")
-        )
-        with torch.no_grad():
-            for buffer, each in zip(self.outs, computed, strict=True):
-                buffer.copy_(each)
-        # The outputs themselves are not kept.
+        self.outs = [each.detach() for each in computed]
+        self.grads = [
+            self.shared.buffer(("grad", place), out.shape, out)
+            for place, out in enumerate(self.outs)
+        ]
         return [get_gradient_edge(each) if each.requires_grad else None for each in computed]
 
     def _gradients(self, edges: Sequence[GradientEdge | None]) -> None:
-        """Compute gradients of x, and of all trained weights as bytes, into shared buffers."""
+        """Compute gradients of x, and of all trained weights."""
         x = self.x
         inputs = [*([x] if x.requires_grad else []), *self.weights]
         with torch.autocast("cuda", enabled=False):
             grads = _grad(edges, inputs, self.grads)
         of_weights = grads[len(inputs) - len(self.weights) :]
         self.used = [w for w, g in zip(self.trained, of_weights, strict=True) if g is not None]
-        with torch.no_grad():
-            if self.grad_x is not None:
-                self.grad_x.copy_(grads[0])
-            if self.used:
-                size = sum(_room(weight) for weight in self.used)
-                like = torch.empty(0, dtype=torch.uint8, device=x.device)
-                self.weight_grads = self.shared.buffer("weight_grads", (size,), like)
-                into = _parts(self.weight_grads, self.used)
-                torch._foreach_copy_(into, [g for g in of_weights if g is not None])
+        self.weight_grads = [grad for grad in of_weights if grad is not None]
+        self.grad_x = grads[0] if x.requires_grad else None
 
     def _record_backward(self) -> None:
         edges, self.edges = self.edges, []
@@ -198,6 +189,8 @@ class RecordedCall:
         with torch.cuda.device(device), exchanged, workspace.recorded(device):
             with capture(graph, self.pool):
                 self._gradients(edges)
+            self.weight_grads = [_unowned(grad) for grad in self.weight_grads]
+            self.grad_x = None if self.grad_x is None else _unowned(self.grad_x)
             self.workspace += workspace.buffers(device)
         self.backward_graph = graph
 
@@ -239,9 +232,11 @@ class RecordedCall:
             self.generator.set_offset(now)
         workspace.forget(self.x.device)
         grad_x = None if self.grad_x is None else self.grad_x.clone()
-        if self.weight_grads is None:
+        if not self.used:
             return grad_x, [None] * len(self.trained)
-        parts = _parts(self.weight_grads.clone(), self.used)
+        size = sum(map(_room, self.used))
+        parts = _parts(torch.empty(size, dtype=torch.uint8, device=self.x.device), self.used)
+        torch._foreach_copy_(parts, self.weight_grads)
         of_weights = dict(zip(self.used, parts, strict=True))
         return grad_x, [of_weights.get(weight) for weight in self.trained]
 
@@ -270,7 +265,8 @@ class _Replay(torch.autograd.Function):
         ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
         ctx.pending = call.shared.pending(call) if call.keeps else None
         ctx.save_for_backward(*(() if call.keeps else (x,)))
-        return tuple(torch.empty_like(out) for out in call.outs)
+        contiguous = torch.contiguous_format
+        return tuple(torch.empty_like(out, memory_format=contiguous) for out in call.outs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -292,6 +288,30 @@ def _grad(outs: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
     pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out is not None]
     differentiated, given = zip(*pairs, strict=True)
     return torch.autograd.grad(differentiated, inputs, given, allow_unused=True)
+
+
+class _Address:
+    """Bytes of a device, by the interface that tensors are made of."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        end = sum(stride * (n - 1) for stride, n in zip(tensor.stride(), tensor.shape, strict=True))
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": ((end + 1) * tensor.itemsize,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """Return a tensor at the same address that does not keep its memory from being used again.
+
+    What a graph returns is there until another one runs, which is when it has been copied.
+    """
+    if not tensor.is_cuda:
+        return tensor.detach()
+    flat = torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())
 
 
 def _room(tensor: Tensor) -> int:
