@@ -59,12 +59,12 @@ class Case:
 
 
 CASES = (
-    Case("one", "ours", FIT, "--losses 14", 120),
+    Case("one", "ours", FIT, "--losses 30 --steps 26", 120),
     Case("one-frozen", "frozen", FAST, "--no-checkpointing", 100),
     Case("four", "ours", FIT, "--micro-batch 4"),
-    Case("one-28GiB", "ours", f"{FIT} 28GiB", "--losses 14"),
-    Case("one-24GiB", "ours", f"{FIT} 24GiB", "--losses 14"),
-    Case("one-recorded", "ours", RECORDED, "--losses 14"),
+    Case("one-28GiB", "ours", f"{FIT} 28GiB", "--losses 30 --steps 26"),
+    Case("one-24GiB", "ours", f"{FIT} 24GiB", "--losses 30 --steps 26"),
+    Case("one-recorded", "ours", RECORDED, "--losses 30 --steps 26"),
     Case("four-recorded", "ours", RECORDED, "--micro-batch 4"),
     Case("one-attention", "ours", FIT, "--lora attention"),
     Case("four-76GiB", "ours", f"{FIT} 76GiB", "--micro-batch 4"),
