@@ -1,12 +1,13 @@
 """`prepare_training`: everything that makes a step quicker, set in one call and taken off in one.
 
     1. Liger         its loss, in chunks; norms and rotary embedding where layers are not compiled
-    2. graph_layers  decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
-    3. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
+    2. join_lora     LoRA layers with the same input as one product (speed/joined_lora.py)
+    3. graph_layers  decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
+    4. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
 
 The order is that of what each one finds: `fit_memory` measures a step of the model as it will run,
 with Liger's loss and compiled layers. Under FSDP, whose weights are gathered anew for each layer,
-layers are compiled and not recorded.
+layers are compiled, and neither joined nor recorded.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ def prepare_training(
 ) -> PreparedTraining:
     """Make training steps of a model as fast as its device and memory allow.
 
-    On CUDA this sets Liger's loss, compiles the decoder layers, records them as CUDA graphs and
-    keeps as many activations as fit, each as far as it is installed and works here. A part that is
-    left out is a sentence in the result. On a CPU it calls `fit_memory` if `memory` is given, and
-    else changes nothing. Losses and gradients stay the same up to rounding.
+    On CUDA this sets Liger's loss, joins LoRA layers with the same input, compiles the decoder
+    layers, records them as CUDA graphs and keeps as many activations as fit, each as far as it is
+    installed and works here. A part that is left out is a sentence in the result. On a CPU it calls
+    `fit_memory` if `memory` is given, and else changes nothing. Losses and gradients stay the same
+    up to rounding.
 
     Call it after `get_peft_model`, before the training loop or `trainer.train()`; for TRL's
     trainers before they are made, so that memory is measured with a loss in chunks as theirs is. A
@@ -59,7 +61,7 @@ def prepare_training(
             what the device has free.
 
     Returns:
-        What was set: `str()` says it in at most five lines, which are also logged at INFO.
+        What was set: `str()` says it in at most six lines, which are also logged at INFO.
         `remove()`, or the end of a `with` block, undoes it.
 
     Raises:
@@ -161,6 +163,7 @@ def _quicken(
     if sharded is None:
         from ..speed.graphs import graph_layers
 
+        prepared._lines += _join(model, undo)
         try:
             prepared.graphs = graph_layers(model, compiled=compiles)
         except Exception as error:  # noqa: BLE001 - training works without
@@ -172,6 +175,21 @@ def _quicken(
         undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
         layer.compile()
     return [compiled, f"CUDA graphs: not used; {sharded.rstrip('.')}."]
+
+
+def _join(model: nn.Module, undo: ExitStack) -> list[str]:
+    """Join LoRA layers with the same input, and return what was done; no line without any."""
+    from ..speed.joined_lora import join_lora
+
+    try:
+        joined = join_lora(model)
+    except Exception as error:  # noqa: BLE001 - training works without
+        return [f"LoRA: each layer by itself; {type(error).__name__}: {first_line(error)}."]
+    if not joined.products:
+        joined.remove()
+        return []
+    undo.callback(joined.remove)
+    return [f"LoRA: {joined.layers} layers with the same inputs in {joined.products} products."]
 
 
 def _fit(

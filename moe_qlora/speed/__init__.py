@@ -3,6 +3,7 @@
 fit.py         what decoder layers keep for backward in so much memory; open it first
 fitted.py      the forward of a layer that keeps what was chosen
 overrides.py   gradient checkpointing, switched off meanwhile
+joined_lora.py LoRA layers with the same input, as one product
 graphs.py      decoder layers as CUDA graphs, for training and `generate`
 recording.py   one call of a layer as graphs, and their replay
 passes.py      when graphs may run, so that nothing that is kept is overwritten

@@ -140,7 +140,7 @@ def test_on_a_cpu_memory_is_fitted():
     assert attributes() == before
 
 
-def test_the_order_is_liger_graphs_fit_and_back(cuda, monkeypatch):
+def test_the_order_is_liger_lora_graphs_fit_and_back(cuda, monkeypatch):
     pytest.importorskip("liger_kernel")
     model = adapted()
     before = state(model)
@@ -150,6 +150,7 @@ def test_the_order_is_liger_graphs_fit_and_back(cuda, monkeypatch):
     assert str(prepared).splitlines() == [
         "Prepared for batches of 2 x 12 tokens.",
         "Liger: loss.",
+        "LoRA: 4 layers with the same inputs in 2 products.",
         "torch.compile: 2 layers.",
         "CUDA graphs: 2 layers, recorded in the second step.",
         "Memory: 2 of 2 layers keep their activations.",
@@ -211,6 +212,28 @@ def test_sharding_is_seen(monkeypatch):
     assert prepare._sharding(model) is None
     model.weight.device_mesh = SimpleNamespace()
     assert prepare._sharding(model) == "weights are sharded over ranks"
+
+
+def test_lora_is_joined_where_there_is_something_to_join(cuda, monkeypatch):
+    model = adapted()
+    inner = model.get_base_model()
+    one = LoraConfig(r=3, target_modules=["q_proj", "o_proj"])
+    alone = moe_qlora.get_peft_model(tiny_model("qwen3_moe"), one, unpacked_ok=True)
+    before = state(alone)
+    with moe_qlora.prepare_training(alone, **SIZES) as prepared:
+        assert "LoRA" not in str(prepared)
+        assert "forward" not in vars(layers_of(alone)[0].self_attn.q_proj)
+    assert state(alone) == before
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("give pixels.\nand more")
+
+    monkeypatch.setattr(type(inner.model), "forward", fails)
+    before = state(model)
+    with moe_qlora.prepare_training(model, **SIZES) as prepared:
+        assert "LoRA: each layer by itself; ValueError: give pixels." in str(prepared)
+        assert "forward" not in vars(layers_of(model)[0].self_attn.q_proj)
+    assert state(model) == before
 
 
 def test_layers_with_a_forward_of_other_code_stay(cuda):

@@ -1,7 +1,8 @@
 """What `model.py` and `losses.py` add to a model for speed, in the order that it must have.
 
     Liger, torch.compile of each layer    `add`
-    graph_layers, then fit_memory         `prepared`: what compiled layers keep is measured
+    join_lora (--merge-lora), graph_layers, then fit_memory
+                                          `prepared`: what compiled layers keep is measured
 
 With graphs, `graph_layers` compiles the layers itself, so that they are recorded as compiled. The
 compiler's own norms and rotary embedding are quicker than Liger's: `--liger-loss` beside it.
@@ -31,6 +32,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command line for all of this."""
     parser.add_argument("--liger", action="store_true", help="norms, rotary embedding and loss")
     parser.add_argument("--liger-loss", action="store_true", help="Liger's loss alone")
+    parser.add_argument(
+        "--merge-lora", action="store_true", help="LoRA on one input as one product; ours only"
+    )
     parser.add_argument("--compile", action="store_true", help="each decoder layer")
     parser.add_argument("--graphs", action="store_true", help="decoder layers as CUDA graphs")
     parser.add_argument(
@@ -61,12 +65,13 @@ def words(options: argparse.Namespace, *, fits: bool) -> list[str]:
 
     Args:
         options: The command line's.
-        fits: Whether this peer takes `fit_memory`.
+        fits: Whether this peer takes `fit_memory` and `join_lora`.
     """
     keeps = options.graphs_keep or (options.fit is not None and not fits)
     graphs = {"graphs": options.graphs and not keeps, "graphs-keep": options.graphs and keeps}
     liger = {"liger": options.liger, "liger-loss": options.liger_loss}
-    asked = {**liger, "compile": options.compile, **graphs}
+    lora = {"merge-lora": options.merge_lora and fits}
+    asked = {**liger, **lora, "compile": options.compile, **graphs}
     return [name for name, wanted in asked.items() if wanted]
 
 
@@ -92,7 +97,8 @@ def prepared(
     Args:
         peft_model: After `add`; on the device.
         options: The command line's.
-        fits: Whether this peer takes `fit_memory`; the others' graphs keep everything instead.
+        fits: Whether this peer takes `fit_memory` and `join_lora`; the others' graphs keep
+            everything instead.
         rows: Records what was chosen, and afterwards how far its peak was from the one measured.
 
     Yields:
@@ -101,6 +107,10 @@ def prepared(
     library: Any = moe_qlora
     with ExitStack() as stack:
         graphs, fit = None, None
+        if options.merge_lora and fits:
+            from moe_qlora.speed.joined_lora import join_lora
+
+            stack.enter_context(join_lora(peft_model))
         if options.graphs:
             how = {"compiled": True} if options.compile else {}
             if "graphs-keep" in words(options, fits=fits):

@@ -78,6 +78,7 @@ def train(
         checkpointing=not {"fit", "graphs-keep"} & {*added}, lora=["experts", "attention"],
         rank=16, adapters="bf16", micro_batch=1, seq=options.seq,
         liger="liger" in added, liger_loss="liger-loss" in added, compile="compile" in added,
+        merge_lora="merge-lora" in added,
         graphs=bool({"graphs", "graphs-keep"} & {*added}), graphs_keep="graphs-keep" in added,
         fit=additions.DEVICE if "fit" in added else None,
     )  # fmt: skip

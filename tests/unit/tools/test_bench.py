@@ -182,6 +182,21 @@ def test_what_is_fitted_and_recorded(tmp_path, monkeypatch, additions, words, ho
     assert [call for call in additions if isinstance(call, tuple)] == how
 
 
+def test_lora_of_ours_is_joined(tmp_path, monkeypatch, additions):
+    from moe_qlora.speed import joined_lora
+
+    join, joined = joined_lora.join_lora, []
+    monkeypatch.setattr(
+        joined_lora, "join_lora", lambda model: joined.append(join(model)) or joined[0]
+    )
+    out = tmp_path / "model.csv"
+    asked = ["--merge-lora", "--steps", 1, "--warmup", 1, "--peers", "ours,frozen", "--out", out]
+    called(monkeypatch, "model", *asked)
+    ours, frozen = (of_peer(rows_of(out), peer)["step"] for peer in ("ours", "frozen"))
+    assert len(joined) == 1 and joined[0].layers == 3 * joined[0].products > 0
+    assert "with=merge-lora" in ours["setting"] and "with=" not in frozen["setting"]
+
+
 @pytest.mark.parametrize(
     "words", [("--fit", "--graphs-keep"), ("--fit", "--generate", "1"), ("--losses", "16")]
 )

@@ -1,0 +1,205 @@
+"""LoRA of Linear layers that are given the same input, such as q, k and v: one product A x for all.
+
+PEFT computes `y = W x + s B (A x)` for each layer by itself: x is read once for each A, and again
+for each dA, and as many gradients of x are added. Here, with n layers of one parent:
+
+    first of them    z = s [A_1; ...; A_n] x, for its input x of this call
+    each             y_i = W_i x + B_i z_i, if it is given that very tensor; else PEFT's forward
+
+A forward of a few tokens shows which layers these are. In the order of their calls, the first puts
+z into the model's `_Shared`, and the last one empties it. Dynamo sees both in one frame, and the
+same guards in each decoder layer. What an exception in between leaves, the first layers of the next
+forward replace. The parent's forward stays: to find x in it, its code would have to be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear
+from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..lora.names import base_model
+
+_MEMBER = "_moe_qlora_joined"
+"""Entry of a layer's `__dict__`: its `_Member`."""
+_KINDS = (Linear, Linear4bit, Linear8bitLt)  # A subclass may compute something else
+_TOKENS = 8
+
+
+def join_lora(model: nn.Module) -> JoinedLora:
+    """Compute the A products of LoRA layers with the same parent and the same input as one.
+
+    Results and gradients are PEFT's up to rounding. A layer in evaluation, or whose active adapters
+    have dropout, a bias or a variant such as DoRA, or are disabled or merged, runs PEFT's forward.
+    Adapters may be added, switched and deleted; state dicts and module names stay the same.
+
+    Call it after `get_peft_model`, before layers are compiled or recorded. The model runs once, on
+    a few tokens without gradients.
+
+    Args:
+        model: A transformers model with LoRA; on any device.
+
+    Returns:
+        What was joined, which `remove()` or the end of a `with` block undoes.
+
+    Raises:
+        Exception: The model's own, where it does not run on `input_ids` alone. It is as it was.
+    """
+    shared, members = _Shared(), []
+    for layers in _groups(model):
+        for place, layer in enumerate(layers):
+            vars(layer)[_MEMBER] = _Member(layers, place, shared)
+            layer.forward = MethodType(_forward, layer)
+            members.append(layer)
+    return JoinedLora(members)
+
+
+class JoinedLora:
+    """What was joined: `products` A x are those of `layers` LoRA layers, two or more each."""
+
+    def __init__(self, members: list[nn.Module]) -> None:
+        self._members = members
+        groups = {vars(layer)[_MEMBER].layers for layer in members}
+        sizes = [len(group) for group in groups if len(group) > 1]
+        self.layers, self.products = sum(sizes), len(sizes)
+
+    def remove(self) -> None:
+        """Restore PEFT's forwards, except where other code has replaced ours since."""
+        for layer in self._members:
+            vars(layer).pop(_MEMBER, None)
+            if getattr(vars(layer).get("forward"), "__func__", None) is _forward:
+                del layer.forward
+        self._members = []
+
+    def __enter__(self) -> JoinedLora:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Shared:
+    """The group that is being computed: what `_products` returns of it."""
+
+    held: tuple[Any, Tensor, bool, list[Any]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        memo[id(self)] = copied = _Shared()
+        return copied
+
+
+class _Member:
+    """A layer's place among those that have its input, in the order of their calls."""
+
+    def __init__(self, layers: tuple[Any, ...], place: int, shared: _Shared) -> None:
+        self.layers, self.place, self.shared = layers, place, shared
+
+
+def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute a layer from its group's product, or as PEFT does."""
+    member: _Member | None = getattr(layer, _MEMBER, None)
+    pairs = None if member is None else _pairs(member, x, not args and not kwargs)
+    if not pairs:
+        own: Callable[..., Tensor] = type(layer).forward
+        return own(layer, x, *args, **kwargs)
+    result = total = layer.base_layer(x)
+    for z, b in pairs:
+        total = total + b(z)
+    return total.to(result.dtype)
+
+
+def _pairs(member: _Member, x: Tensor, alone: bool) -> Any:
+    """Return (s A x, B) of a layer's active adapters; None where PEFT's forward has to run.
+
+    `alone` is whether x is the only argument: others, as `adapter_names`, are PEFT's to read.
+    """
+    layers, place, shared = member.layers, member.place, member.shared
+    if place == 0:
+        held = _products(layers, x) if alone else None
+        if len(layers) > 1:
+            shared.held = held
+    else:
+        held = shared.held
+        if place == len(layers) - 1:
+            shared.held = None
+    if not alone or held is None or held[0] is not layers[0] or held[1] is not x:
+        return None
+    return held[3][place] if held[2] is torch.is_grad_enabled() else None
+
+
+def _products(layers: tuple[Any, ...], x: Tensor) -> tuple[Any, Tensor, bool, list[Any]] | None:
+    """Return a group's first layer, its input, whether gradients are on, and all layers' pairs.
+
+    None where PEFT's forward has to run.
+    """
+    adapters = [_active(layer) for layer in layers]
+    flat = [each for found in adapters for each in found or ()]
+    factors, scalings = [a.weight for a, _, _ in flat], [scaling for _, _, scaling in flat]
+    if None in adapters or len({(factor.dtype, factor.device) for factor in factors}) != 1:
+        return None
+    given = x
+    # As PEFT: bitsandbytes' layers leave the cast to autocast.
+    if type(layers[0]) is Linear or not torch.is_autocast_enabled():
+        given = layers[0]._cast_input_dtype(x, factors[0].dtype)
+    z = linear(given, torch.cat(factors) if len(factors) > 1 else factors[0])
+    alike = all(scaling == scalings[0] for scaling in scalings)
+    parts = (z * scalings[0] if alike else z).split([len(factor) for factor in factors], -1)
+    rest = iter(parts if alike else [p * s for p, s in zip(parts, scalings, strict=True)])
+    pairs = [[(next(rest), b) for _, b, _ in found or ()] for found in adapters]
+    return layers[0], x, torch.is_grad_enabled(), pairs
+
+
+def _active(layer: Any) -> list[tuple[Any, Any, float]] | None:
+    """Return (A, B, s) of a layer's active adapters; None where they are more than s B A x."""
+    if not layer.training or layer.disable_adapters or layer.merged:
+        return None
+    found = []
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+        # A's forward is not called: what other code has put around it would be left out.
+        plain = type(a) is nn.Linear and "forward" not in a.__dict__ and a.bias is None
+        if not plain or len(a._forward_pre_hooks) or len(a._forward_hooks):
+            return None
+        if type(dropout) is not nn.Identity or b.bias is not None or name in layer.lora_variant:
+            return None
+        found.append((a, b, layer.scaling[name]))
+    return found
+
+
+def _groups(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Return LoRA layers by parent and input, in the order of their first calls."""
+    base: Any = base_model(model)
+    parents = {
+        child: parent
+        for parent in base.modules()
+        for child in parent.children()
+        if type(child) in _KINDS and "forward" not in vars(child)
+    }
+    groups: dict[tuple[nn.Module, int], list[nn.Module]] = {}
+    inputs: dict[nn.Module, Any] = {}  # alive, so that no other tensor has its identity
+
+    def note(layer: nn.Module, args: Any) -> None:
+        if args and layer not in inputs:
+            inputs[layer] = args[0]
+            groups.setdefault((parents[layer], id(args[0])), []).append(layer)
+
+    weight = next(base.parameters())
+    devices = [weight.get_device()] if weight.is_cuda else []
+    with ExitStack() as stack:
+        for layer in parents:
+            stack.callback(layer.register_forward_pre_hook(note).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        trunk = getattr(base, "base_model", base)
+        trunk(input_ids=torch.arange(_TOKENS, device=weight.device)[None])
+    return [tuple(layers) for layers in groups.values()]
