@@ -52,9 +52,9 @@ def fit_memory(
 
     A step then is as fast as this memory allows. For each decoder layer it decides whether to keep
     all that backward needs, what the experts save, also what attention or Linear layers save, or
-    nothing but the layer's input. It measures a step of this model for that (two layers of each kind run, a few
-    times), so call it when the model is complete: after `get_peft_model`, Liger, and
-    `graph_layers(compiled=True)` or `layer.compile()`, before the training loop. Gradients are
+    nothing but the layer's input. It measures a step of this model for that (two layers of each
+    kind run, a few times), so call it when the model is complete: after `get_peft_model`, Liger,
+    and `graph_layers(compiled=True)` or `layer.compile()`, before the training loop. Gradients are
     those of the same kernels.
 
     What is fitted wins over `gradient_checkpointing_enable`, which does nothing until `remove`.
