@@ -200,8 +200,9 @@ class LayerGraphs:
 
     def record(self, layer: _GraphedLayer, device: torch.device, make: Callable[[], _T]) -> _T:
         """Record a call of a layer; after a failure, all layers run eagerly."""
-        if self._passes.is_replaying:
-            # To this pool, memory is free that calls recorded in earlier passes keep tensors in.
+        if self._passes.is_replaying or not self.recorded:
+            # To this pool, memory is free that calls recorded in earlier passes keep tensors in; or
+            # torch has given it up, as it does when a pool's last graph is gone.
             self.pool = torch.cuda.graph_pool_handle()
         try:
             made = make()
