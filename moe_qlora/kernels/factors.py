@@ -100,14 +100,12 @@ def _with_room(lora: Lora, b: Tensor | None, experts: int, dtype: torch.dtype) -
 
 def factor_grad(
     like: Tensor, small: Tensor, stride: int, big: Tensor, routing: Routing, size: int, *,
-    rank: int | None = None, weights: Tensor | None = None, gathers: bool = False,
-    over: bool = False,
+    rank: int | None = None, gathers: bool = False, over: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of a factor, like `like`, from `(R, r)` rows and `(R, size)` ones.
 
     small: rows `stride` apart, their first `rank` columns (None: all); big: sorted rows, or
-    tokens' where `gathers`; weights: the routing weights, by which rows are weighted, or None;
-    over: the factor is B, expert fastest.
+    tokens' where `gathers`; over: the factor is B, expert fastest.
     """
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     real = (like.shape[1] if over else like.shape[0]) // routing.experts
@@ -115,9 +113,8 @@ def factor_grad(
     first = torch.empty_like(out) if over else out
     _launch_grad(
         (size, rank or stride, stride, big.stride(0), real, routing.experts, routing.top_k,
-         gathers, over, weights is not None),
-        small, big, big if weights is None else weights, routing.order, routing.expert_offsets,
-        first,
+         gathers, over),
+        small, big, routing.order, routing.expert_offsets, first,
     )  # fmt: skip
     if over:
         total = out.numel() // routing.experts
@@ -157,12 +154,12 @@ def _expert_major(
 
 @triton.jit
 def factor_grad_kernel(
-    small, big, weights, order, expert_offsets, out,
+    small, big, order, expert_offsets, out,
     SMALL: tl.constexpr, BIG: tl.constexpr, SE: tl.constexpr, SN: tl.constexpr, SJ: tl.constexpr,
     N: tl.constexpr, RANK: tl.constexpr, REAL: tl.constexpr, TOP_K: tl.constexpr,
-    GATHERS: tl.constexpr, WEIGHTED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    GATHERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """out[e, n, j] = sum over e's rows i of big[i, n] small[i, j] (w_i).
+    """out[e, n, j] = sum over e's rows i of big[i, n] small[i, j].
 
     big is (R, N) rows, or rows of tokens (GATHERS). SMALL and BIG are strides of rows, SE, SN and
     SJ those of out; only j < REAL is written.
@@ -181,10 +178,6 @@ def factor_grad_kernel(
         if GATHERS:
             source = (tl.load(order + rows, mask=live, other=0) // TOP_K).to(tl.int64)
         value = tl.load(big + source[:, None] * BIG + n[None, :], mask=ok, other=0.0)
-        if WEIGHTED:
-            assignment = tl.load(order + rows, mask=live, other=0)
-            w = tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)
-            s = (s.to(tl.float32) * w[:, None]).to(value.dtype)
         total = tl.dot(tl.trans(value), s, total, input_precision="ieee")
     to = out + expert.to(tl.int64) * SE + n[:, None].to(tl.int64) * SN + j[None, :] * SJ
     ok = (n < N)[:, None] & (j < REAL)[None, :]
@@ -217,14 +210,13 @@ def _launch_expert_major(
 @launcher(factor_grad_kernel)
 def _launch_grad(
     size: int, rank: int, small: int, big: int, real: int, experts: int, top_k: int,
-    gathers: bool, over: bool, weighted: bool,
+    gathers: bool, over: bool,
 ) -> Geometry:  # fmt: skip
     cut = _GRAD if rank <= 32 else _GRAD_HIGH_RANK
     strides = (real, 1) if over else (1, size)
     return (cdiv(size, cut["BN"]), experts), {
         "SMALL": small, "BIG": big, "SE": real * size, "SN": strides[0], "SJ": strides[1],
-        "N": size, "RANK": rank, "REAL": real, "TOP_K": top_k, "GATHERS": gathers,
-        "WEIGHTED": weighted, **cut,
+        "N": size, "RANK": rank, "REAL": real, "TOP_K": top_k, "GATHERS": gathers, **cut,
     }  # fmt: skip
 
 

@@ -179,7 +179,7 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     bias = None if bias1 is None else aligned(bias1)
     launch_gate(
         (layer.gate, inner_size, inner.stride(0), matmul2.rank, routing.tile, routing.counts[0],
-         matmul2.kernel.order, bias is not None),
+         matmul2.kernel.order, bias is not None, layer.first.spec.device),
         pre, pre if bias is None else bias, x if f2 is None else f2.a, routing.tiles,
         routing.expert_offsets, inner, product2, 1.0 if f2 is None else f2.scaling,
         *layer.gate.numbers,
@@ -262,17 +262,16 @@ def backward(
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
     factor = None if f2 is None else f2.b
     u, dots = _gather_gemm(routing, grad, matmul2, factor, name, product_g, bias2)
-    keeps = f2 is not None
-    d_pre, d_weights = _gate_backward(
-        layer, routing, saved.pre, u, dots, weights, bias1, bias2, matmul1, keeps
-    )
     sizes = count * matmul1.rank, count * matmul2.rank
     product1, product2 = saved.products.split_with_sizes(sizes)
+    d_pre, d_weights, weighted2 = _gate_backward(
+        layer, routing, saved.pre, u, dots, weights, bias1, bias2, matmul1, product_g, product2
+    )
     a1 = b1 = a2 = b2 = None
     if f2 is not None and lora2 is not None:
-        a2 = factor_grad(lora2.a, product_g, f2.rank, u, routing, inner_size, weights=weights)
-        b2 = factor_grad(lora2.b, product2, f2.rank, grad, routing, hidden, weights=weights,
-                    gathers=True, over=True)  # fmt: skip
+        a2 = factor_grad(lora2.a, product_g, f2.rank, u, routing, inner_size)
+        b2 = factor_grad(lora2.b, weighted2, f2.rank, grad, routing, hidden, gathers=True,
+                    over=True)  # fmt: skip
     del u
     if f1 is not None and lora1 is not None:
         a1 = factor_grad(lora1.a, d_pre[:, width:], d_pre.stride(0), x, routing, hidden,
@@ -284,25 +283,31 @@ def backward(
 
 def _gate_backward(
     layer: Layer, routing: Routing, pre: Tensor, u: Tensor, dots: Tensor, weights: Tensor,
-    bias1: Tensor | None, bias2: Tensor | None, matmul: ExpertMatmul, keeps: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    bias1: Tensor | None, bias2: Tensor | None, matmul: ExpertMatmul,
+    product_g: Tensor, product2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the pre-activation, with LoRA's columns, and of the routing weights.
 
+    Also product2 `(R, r2)`, each row times its routing weight, as `product_g` becomes in its place.
     u `(R, I)` is the gate's gradient before the routing weights, `dots` those of `_gather_gemm`.
-    Where `keeps`, h, the gate's output, is written over u: a factor's gradient needs it.
+    With LoRA on the second projection, h, the gate's output, is written over u: a factor's gradient
+    needs it.
     """
     factors, size = matmul.factors, layer.sizes[-1]
     d_pre = _strip(routing.count, pre.shape[1] + matmul.rank, u, matmul)
     empty = torch.zeros_like if layer.partial else torch.empty_like
     d_weights = empty(weights)
+    weighted2 = torch.empty_like(product2)
     launch_gate_backward(
-        (layer.gate, size, d_pre.stride(0), matmul.rank, routing.tile, routing.counts[0], keeps,
-         bias1 is not None, bias2 is not None),
+        (layer.gate, size, d_pre.stride(0), matmul.rank, product_g.numel() // routing.count,
+         routing.tile, routing.counts[0], bias1 is not None, bias2 is not None,
+         layer.first.spec.device),
         u, pre, u if bias1 is None else bias1, weights, routing.order, dots,
         u if factors is None else factors.b, routing.tiles, routing.expert_offsets, d_pre,
-        d_weights, 1.0 if factors is None else factors.scaling, *layer.gate.numbers,
+        d_weights, product_g, product2, weighted2, 1.0 if factors is None else factors.scaling,
+        *layer.gate.numbers,
     )  # fmt: skip
-    return d_pre, d_weights
+    return d_pre, d_weights, weighted2
 
 
 def _backward_matmuls(

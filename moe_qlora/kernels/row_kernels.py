@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from . import cards
 from .lang import tl, triton
 from .launch import Geometry, launcher
 from .limits import ColumnOrder, cdiv
@@ -46,8 +47,21 @@ _PRODUCTS = {"BK": 64, "num_warps": 4, "num_stages": 2}
 """For whole tiles that are not copied, only multiplied: 0.02 ms at 4,096 tokens, 0.28 for
 DeepSeek-V3 at 16,384, where 16 rows a program take 0.05 and 0.53."""
 _GATE = {"BM": _ROWS, "BI": 128, "num_warps": 4, "num_stages": 1}
+_GATE_ORDERED = {"BM": _ROWS, "num_warps": 4, "num_stages": 1}
+"""For columns in a `ColumnOrder`, whose width is a step's."""
 _GATE_BACKWARD = {"BM": 32, "BI": 64, "num_warps": 4, "num_stages": 1}
 _GATE_BACKWARD_FEW = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
+
+
+_SIGMOID = tl.constexpr("""{
+    .reg .f32 t;
+    mul.f32 t, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 $0, t;
+}""")
+"""1 / (1 + 2^(-z log2 e)) in 4 instructions; Triton's, right for denormals too, takes 14, and the
+gate's kernels are bound by their instructions as much as by the memory."""
 
 
 class Gate(NamedTuple):
@@ -73,6 +87,7 @@ class Gate(NamedTuple):
             "GATED": self.gated,
             "INTERLEAVED": self.gated and self.interleaved,
             "LIMITED": self.limit is not None,
+            "PLAIN": self.alpha == 1 and self.shift == 0,
         }
 
 
@@ -93,14 +108,25 @@ def _tile(tiles, expert_offsets, BM: tl.constexpr):
 
 
 @triton.jit
-def _act(z, alpha, ACT: tl.constexpr):
+def _sigmoid(z, PTX: tl.constexpr):
+    """The logistic function; by PTX it is 0 below 2^-126, and else the same to the bit."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            _SIGMOID, "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.sigmoid(z)
+
+
+@triton.jit
+def _act(z, alpha, ACT: tl.constexpr, PLAIN: tl.constexpr, PTX: tl.constexpr):
     """The activation, by its number in `ACTS`, and its derivative, in fp32."""
     if ACT == 0:
-        s = tl.sigmoid(z * alpha)
-        return z * s, s * (1.0 + alpha * z * (1.0 - s))
+        scaled = z if PLAIN else z * alpha
+        s = _sigmoid(scaled, PTX)
+        return z * s, s * (1.0 + scaled * (1.0 - s))
     if ACT == 1:
         inner = 1.5957691216057308 * (z + 0.044715 * z * z * z)
-        s = tl.sigmoid(inner)
+        s = _sigmoid(inner, PTX)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * z * z)
         return z * s, s + z * s * (1.0 - s) * slope
     if ACT == 2:
@@ -155,22 +181,32 @@ def _factor_rows(factor, k, j, K: tl.constexpr, RANK: tl.constexpr, OVER: tl.con
 @triton.jit
 def _gate(
     gate, up, limit, alpha, shift,
-    ACT: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr,
+    ACT: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr, PLAIN: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """h, dh/dgate and dh/dup."""
     z, v = gate, up
     if LIMITED:
         z = tl.minimum(gate, limit)
         v = tl.minimum(tl.maximum(up, -limit), limit)
-    value, slope = _act(z, alpha, ACT)
+    value, slope = _act(z, alpha, ACT, PLAIN, PTX)
     if not GATED:
         return value, slope, slope
-    v += shift
+    if not PLAIN:
+        v += shift
     d_gate, d_up = v * slope, value
     if LIMITED:
         d_gate = tl.where(gate <= limit, d_gate, 0.0)
         d_up = tl.where((up >= -limit) & (up <= limit), d_up, 0.0)
     return v * value, d_gate, d_up
+
+
+@triton.jit
+def _weigh(products, out, rows, live, w, RANK: tl.constexpr):
+    """Rows of `out` (R, RANK) become w times those of `products`."""
+    spots = rows[:, None] * RANK + tl.arange(0, RANK)[None, :]
+    product = tl.load(products + spots, mask=live[:, None], other=0.0).to(tl.float32)
+    tl.store(out + spots, (product * w[:, None]).to(out.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
@@ -236,8 +272,8 @@ def gate_kernel(
     pre, bias, factor, tiles, expert_offsets, out, small, scaling, limit, alpha, shift,
     I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
     RUNS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    LIMITED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr,
-    BI: tl.constexpr,
+    LIMITED: tl.constexpr, PLAIN: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr,
+    STEPS: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product.
 
@@ -271,7 +307,7 @@ def gate_kernel(
             gate, up = _load_pre(
                 pre, bias, expert, rows, i, live, I, BI, GATED, INTERLEAVED, BIASED
             )  # fmt: skip
-        h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
+        h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED, PLAIN, PTX)
         h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
         ok = live[:, None] & (i < I)[None, :]
         ordered = h
@@ -292,12 +328,17 @@ def gate_kernel(
 @triton.jit
 def gate_backward_kernel(
     u, pre, bias, weights, order, dots, factor, tiles, expert_offsets, out, grad_weights,
-    scaling, limit, alpha, shift,
+    product_g, product2, weighted2, scaling, limit, alpha, shift,
     I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, ACT: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, LIMITED: tl.constexpr, BIASED: tl.constexpr,
-    DOTS: tl.constexpr, KEEPS: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
+    PLAIN: tl.constexpr, DOTS: tl.constexpr, RANK2: tl.constexpr, PTX: tl.constexpr,
+    BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the pre-activation and of the routing weights; h in the place of u if KEEPS.
+    """Gradients of the pre-activation and of the routing weights.
+
+    Where the second projection has LoRA, of rank RANK2: h in the place of u, and what its factors'
+    gradients weight by w, w product_g (R, RANK2) in its place and w product2 (R, RANK2) in
+    weighted2.
 
     u (R, I): gradient of h before the routing weight w. out[i] = (d, scaling d F_e) with
     d = w u dh/dpre, out (R, width + RANK) in rows STRIDE apart, F (E, width, RANK);
@@ -312,6 +353,9 @@ def gate_backward_kernel(
     dot = tl.zeros([BM], tl.float32)
     assignment = tl.load(order + rows, mask=live, other=0)
     w = tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)
+    if RANK2 > 0:
+        _weigh(product_g, product_g, rows, live, w, RANK2)
+        _weigh(product2, weighted2, rows, live, w, RANK2)
     factor += expert.to(tl.int64) * (WIDTH * RANK)
     dtype = out.dtype.element_ty
     for start in range(0, I, BI):
@@ -323,9 +367,9 @@ def gate_backward_kernel(
         )  # fmt: skip
         spots_u = u + rows[:, None] * I + i[None, :]
         d = tl.load(spots_u, mask=ok, other=0.0).to(tl.float32)
-        h, d_gate, d_up = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED)
+        h, d_gate, d_up = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED, PLAIN, PTX)
         dot += tl.sum(d * h, 1)
-        if KEEPS:
+        if RANK2 > 0:
             tl.store(spots_u, h.to(dtype), mask=ok)
         d *= w[:, None]
         d_gate = tl.where(inside[None, :], d * d_gate, 0.0).to(dtype)
@@ -401,6 +445,11 @@ def _unrolled(size: int, block: int, tile: int) -> int:
     return steps if tile == _ROWS and steps <= _STEPS else 1
 
 
+def _takes_ptx(device: int) -> bool:
+    """Whether kernels on a device, by its index or -1 for the CPU, may contain PTX."""
+    return not triton.knobs.runtime.interpret and cards.takes_ptx(cards.device_of(device))
+
+
 @launcher(permute_kernel)
 def launch_permute(
     size: int, stride: int, rank: int, over_rows: bool, top_k: int, tile: int, tiles: int,
@@ -423,29 +472,29 @@ def launch_permute(
 @launcher(gate_kernel)
 def launch_gate(
     gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int,
-    order: ColumnOrder | None, biased: bool,
+    order: ColumnOrder | None, biased: bool, device: int = -1,
 ) -> Geometry:  # fmt: skip
     """The gate with the second factor's product; `order`: of the columns, or None."""
-    cut = _GATE if order is None else {**_GATE, "BI": order.width}
+    cut = _GATE if order is None else {**_GATE_ORDERED, "BI": order.width}
     if tile == _ROWS:
         cut = {"BI": min(256, _FACTOR_PART // max(rank, 16)), **_GATE_FEW}
     return (tiles, tile // cut["BM"]), {
         "I": size, "STRIDE": stride, "RANK": rank, "GROUPS": order.groups if order else 0,
         "RUNS": order.runs if order else 0, "BIASED": biased,
-        "STEPS": _unrolled(size, cut["BI"], tile), **gate.flags, **cut,
+        "STEPS": _unrolled(size, cut["BI"], tile), "PTX": _takes_ptx(device), **gate.flags, **cut,
     }  # fmt: skip
 
 
 @launcher(gate_backward_kernel)
 def launch_gate_backward(
-    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int, keeps: bool,
-    biased: bool, dots: bool,
+    gate: Gate, size: int, stride: int, rank: int, rank2: int, tile: int, tiles: int,
+    biased: bool, dots: bool, device: int = -1,
 ) -> Geometry:  # fmt: skip
     """Back through the gate."""
     cut = _GATE_BACKWARD_FEW if tile == _ROWS else _GATE_BACKWARD
     return (tiles, tile // cut["BM"]), {
-        "I": size, "STRIDE": stride, "RANK": rank, "BIASED": biased, "DOTS": dots, "KEEPS": keeps,
-        **gate.flags, **cut,
+        "I": size, "STRIDE": stride, "RANK": rank, "BIASED": biased, "DOTS": dots, "RANK2": rank2,
+        "PTX": _takes_ptx(device), **gate.flags, **cut,
     }  # fmt: skip
 
 
