@@ -265,14 +265,15 @@ def backward(
     sizes = count * matmul1.rank, count * matmul2.rank
     product1, product2 = saved.products.split_with_sizes(sizes)
     d_pre, d_weights, weighted2 = _gate_backward(
-        layer, routing, saved.pre, u, dots, weights, bias1, bias2, matmul1, product_g, product2
-    )
+        layer, routing, saved.pre, u, dots, weights, bias1, bias2, matmul1, product_g, product2,
+        matmul2.rank,
+    )  # fmt: skip
     a1 = b1 = a2 = b2 = None
     if f2 is not None and lora2 is not None:
         a2 = factor_grad(lora2.a, product_g, f2.rank, u, routing, inner_size)
         b2 = factor_grad(lora2.b, weighted2, f2.rank, grad, routing, hidden, gathers=True,
                     over=True)  # fmt: skip
-    del u
+    del u, weighted2
     if f1 is not None and lora1 is not None:
         a1 = factor_grad(lora1.a, d_pre[:, width:], d_pre.stride(0), x, routing, hidden,
                     gathers=True, rank=f1.rank)  # fmt: skip
@@ -284,7 +285,7 @@ def backward(
 def _gate_backward(
     layer: Layer, routing: Routing, pre: Tensor, u: Tensor, dots: Tensor, weights: Tensor,
     bias1: Tensor | None, bias2: Tensor | None, matmul: ExpertMatmul,
-    product_g: Tensor, product2: Tensor,
+    product_g: Tensor, product2: Tensor, rank2: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of the pre-activation, with LoRA's columns, and of the routing weights.
 
@@ -299,9 +300,8 @@ def _gate_backward(
     d_weights = empty(weights)
     weighted2 = torch.empty_like(product2)
     launch_gate_backward(
-        (layer.gate, size, d_pre.stride(0), matmul.rank, product_g.numel() // routing.count,
-         routing.tile, routing.counts[0], bias1 is not None, bias2 is not None,
-         layer.first.spec.device),
+        (layer.gate, size, d_pre.stride(0), matmul.rank, rank2, routing.tile, routing.counts[0],
+         bias1 is not None, bias2 is not None, layer.first.spec.device),
         u, pre, u if bias1 is None else bias1, weights, routing.order, dots,
         u if factors is None else factors.b, routing.tiles, routing.expert_offsets, d_pre,
         d_weights, product_g, product2, weighted2, 1.0 if factors is None else factors.scaling,
