@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -228,6 +229,10 @@ class LayerGraphs:
     def _give_up(self, device: torch.device, pool: Any, error: Exception) -> str:
         """Let all layers run eagerly after an error in recording; return the reason in words."""
         _log.debug("recording a decoder layer failed", exc_info=error)
+        failed: BaseException | None = error
+        while failed is not None:  # Frames hold tensors of a recording that is no more
+            traceback.clear_frames(failed.__traceback__)
+            failed = failed.__context__
         end_recording(device, pool)
         for each in self._layers:
             each.remove()

@@ -357,8 +357,14 @@ def _exchanged(
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record the kernels launched in the block."""
-    with uncached_autocast(), torch.cuda.graph(graph, pool=pool):
-        yield
+    stream = torch.cuda.current_stream()
+    try:
+        with uncached_autocast(), torch.cuda.graph(graph, pool=pool):
+            yield
+    except BaseException:
+        # torch stays on the stream of a recording that it cannot end.
+        torch.cuda.set_stream(stream)
+        raise
 
 
 def uncached_autocast() -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphed import assert_near, batch, gradients, packed
+from graphed import COMPILED, assert_near, batch, gradients, packed
 from peft import LoraConfig
 from torch import Tensor
 from training import NF4
@@ -112,7 +112,8 @@ def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compi
         assert_near(gradients(model, batch(3)), wanted[3])
     with moe_qlora.graph_layers(model, compiled=compiled) as graphs:
         for step in range(4):
-            assert_near(gradients(model, batch(step)), wanted[step])
+            within = COMPILED if compiled else 0.02
+            assert_near(gradients(model, batch(step)), wanted[step], within)
         assert graphs.recorded == len(layers)
     for each in fitted:
         each.remove()
@@ -314,11 +315,13 @@ def test_a_failed_recording_leaves_everything_as_before(
     want = gradients(model, ids)
     norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
     norm.forward = lambda x, own=norm.forward: own(x) + 0 * x.sum().item()  # waits for the GPU
+    stream = torch.cuda.current_stream()
     with moe_qlora.graph_layers(model, keep=keep) as graphs, caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_near(gradients(model, ids), want)
         assert graphs.recorded == 0
     assert "recording it failed" in caplog.text
+    assert torch.cuda.current_stream() == stream
     torch.rand(3, device="cuda")
     del norm.forward
     with moe_qlora.graph_layers(model, keep=keep) as graphs:
