@@ -9,7 +9,9 @@ here                measures, chooses, sets it, checks it against the first step
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,12 +38,16 @@ from ..memory.choice import (
 )
 from ..memory.devices import FRAGMENTATION
 from ..memory.measure import MeasuredModel
-from .fitted import FittedLayer, decoder_layers, fitted, runs_recorded
+from .fitted import FittedLayer, RunsLevels, decoder_layers, fitted, runs_recorded
 from .overrides import Overrides
 
 _log = logging.getLogger(__name__)
 
 _TOLERANCE = 1.03  # of the peak of the first steps over the planned one
+_OF_GRAPHS = 256 << 20
+"""Bytes of libraries' workspaces on the stream of recordings, and of buffers that graphs share."""
+_GAPS_OF_EXPANDABLE = 0.02
+"""`FRAGMENTATION` where torch's allocator has expandable segments."""
 _STEPS_CHECKED = 3
 
 
@@ -244,17 +250,26 @@ class Fit:
         peak = self._peak_of(activities)
         if self._device.type != "cuda":
             return peak
-        if any(map(runs_recorded, self._modules.values())):
-            # Graphs have a memory pool of their own: what layers work with is not shared with what
-            # the loss works with.
-            work = [max(a.forward, a.backward) - a.saved for a in activities]
-            of_layer = [a.name in self._fitted for a in activities]
-            most = (
-                max((w for w, own in zip(work, of_layer, strict=True) if own is which), default=0)
-                for which in (True, False)
-            )
-            peak += min(most)
-        return int(peak * (1 + FRAGMENTATION))
+        if self._is_recorded:
+            peak += self._apart(activities)
+        return int(peak * (1 + _gaps(os.environ)))
+
+    @property
+    def _is_recorded(self) -> bool:
+        return any(map(runs_recorded, self._modules.values()))
+
+    def _apart(self, activities: tuple[Activity, ...]) -> int:
+        """Return the bytes that graphs add, whose memory pool shares nothing with other tensors.
+
+        What layers work with is not shared with what the loss works with, nor with gradients.
+        """
+        work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
+        layers, others = (
+            max((size for name, size in work.items() if (name in self._fitted) is own), default=0)
+            for own in (True, False)
+        )
+        gradients = sum(parameter.nbytes for parameter in self._measured.trained)
+        return layers + max(others, gradients) - max(layers, others) + _OF_GRAPHS
 
     def _peak_of(self, activities: tuple[Activity, ...]) -> int:
         return self._resident + self._budget_of(activities)
@@ -262,12 +277,16 @@ class Fit:
     def _set(self, choice: Choice) -> None:
         self._steps, self.layers = choice.steps, choice.layers
         self.peak = self._peak_of(choice.activities)
+        self._needs = self._needed(choice.activities)
         self.gain = gain(self._known, choice.levels)
         for name, layer in self._fitted.items():
             layer.level = choice.levels.get(name, levels.RECOMPUTE)
 
     def _keep_less(self, excess: int) -> None:
         """Choose anew where steps take so many bytes more than was planned."""
+        for layer in self._modules.values():
+            if isinstance(runs := getattr(layer.forward, "__self__", None), RunsLevels):
+                runs.forget()
         planned = self.memory - excess
         try:
             steps = self._chosen(planned).steps
@@ -306,6 +325,8 @@ class _Check:
             return
         if not self.calls:
             torch.cuda.reset_peak_memory_stats(fit._device)
+            if fit._is_recorded:
+                _give_back_once(fit._modules[fit._names[0]])
         self.calls += 1
         if self.calls <= _STEPS_CHECKED:
             return
@@ -313,18 +334,48 @@ class _Check:
             fit._hook.remove()
             fit._hook = None
         peak = torch.cuda.max_memory_allocated(fit._device)
-        if peak <= _TOLERANCE * fit.peak:
+        reserved = torch.cuda.max_memory_reserved(fit._device)
+        if peak <= _TOLERANCE * fit.peak and reserved <= fit.memory:
             return
         alone = not (dist.is_available() and dist.is_initialized())
+        less = alone and max(peak, reserved) > fit.memory
         _log.warning(
-            "fit_memory: the first steps took %s of memory, and %s were planned (an optimizer with "
-            "larger states, other tensors on the device)%s.",
+            "fit_memory: the first steps took %s of memory (%s with what torch's allocator holds "
+            "in reserve), and %s were planned (an optimizer with larger states, other tensors on "
+            "the device, gaps between tensors)%s.",
             human_bytes(peak),
+            human_bytes(reserved),
             human_bytes(fit.peak),
-            "; fewer activations are kept from now on" if alone and peak > fit.memory else "",
+            "; fewer activations are kept from now on" if less else "",
         )
-        if alone and peak > fit.memory:
-            fit._keep_less(peak - fit.peak)
+        if less:
+            fit._keep_less(max(peak - fit.peak, reserved - fit._needs))
+
+
+def _give_back_once(layer: nn.Module) -> None:
+    """Give back the memory of the first backward, once a layer's gradients are there.
+
+    That step ran without graphs. An optimizer makes its states next, and in gaps between them
+    would be memory that graphs cannot use.
+    """
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            break
+    else:
+        return
+
+    def give_back(_: Any) -> None:
+        handle.remove()
+        torch.cuda.empty_cache()
+
+    handle = parameter.register_post_accumulate_grad_hook(give_back)
+
+
+def _gaps(environ: Mapping[str, str]) -> float:
+    """Return the part of the peak that gaps between tensors take, by the allocator's settings."""
+    said = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    expandable = re.search(r"expandable_segments:\s*true", said, re.IGNORECASE)
+    return _GAPS_OF_EXPANDABLE if expandable else FRAGMENTATION
 
 
 def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -23,6 +23,9 @@ _FITTED = "_moe_qlora_fitted"
 class RunsLevels:
     """A forward of a layer that asks `level_of` itself."""
 
+    def forget(self) -> None:
+        """Give back what was recorded of earlier calls."""
+
 
 class FittedLayer(RunsLevels):
     """The forward of one decoder layer, in place of its own."""

@@ -278,6 +278,10 @@ class _GraphedLayer(RunsLevels):
         self.calls.clear()
         self.tokens.clear()
 
+    def forget(self) -> None:
+        """Give back the graphs; calls are recorded anew."""
+        self.calls.clear()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _GraphedLayer:
         """Return a copy without graphs."""
         ungraphed = copy.copy(self)

@@ -11,6 +11,7 @@ compiler's own norms and rotary embedding are quicker than Liger's: `--liger-los
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from common import Rows
 
 import moe_qlora
 
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
 DEVICE = "device"
 """The memory of `--fit` without a figure: all that the device has free."""
 
@@ -72,6 +74,7 @@ def words(options: argparse.Namespace, *, fits: bool) -> list[str]:
     liger = {"liger": options.liger, "liger-loss": options.liger_loss}
     lora = {"merge-lora": options.merge_lora and fits}
     asked = {**liger, **lora, "compile": options.compile, **graphs}
+    asked["expandable-segments"] = "expandable_segments:True" in os.environ.get(ALLOCATOR, "")
     return [name for name, wanted in asked.items() if wanted]
 
 

@@ -290,7 +290,9 @@ def test_what_is_fitted_wins_over_a_trainers_checkpointing(
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
-def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs() -> None:
+def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By arithmetic alone: the model itself is on a CPU."""
     model = adapted()
     with fitted(model) as fit:
@@ -303,7 +305,11 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs() -> None:
         work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
         of_layers = max(work[name] for name in fit._modules)
         of_others = max(size for name, size in work.items() if name not in fit._modules)
-        assert fit._needed(activities) == int((peak + min(of_layers, of_others)) * 1.04)
+        gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        apart = of_layers + max(of_others, gradients) - max(of_layers, of_others) + (256 << 20)
+        assert fit._needed(activities) == int((peak + apart) * 1.04)
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,backend:native")
+        assert fit._needed(activities) == int((peak + apart) * 1.02)
         fit._device = torch.device("cpu")
 
 
@@ -314,10 +320,16 @@ class _Recorded(RunsLevels):
 
 
 @pytest.mark.parametrize(
-    ("over", "less"), [(1.02, False), (1.05, False), (2.0, True)], ids=["near", "over", "too much"]
+    ("over", "reserved", "less"),
+    [(1.02, 1.1, False), (1.05, 1.1, False), (2.0, 2.1, True), (1.0, 1.3, True)],
+    ids=["near", "over", "too much", "gaps"],
 )
 def test_the_first_steps_are_compared_with_what_was_planned(
-    over: float, less: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    over: float,
+    reserved: float,
+    less: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = adapted()
     with fitted(model) as fit:
@@ -325,11 +337,12 @@ def test_the_first_steps_are_compared_with_what_was_planned(
     with fitted(model, int(1.2 * most)) as fit:
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(reserved * most))
         check = _Check(fit)
         for _ in range(4):
             check(model, ())
         levels = {layer.level for layer in fit.layers}
     assert (levels != {"keep"}) is less
     said = [text for text in caplog.messages if "the first steps took" in text]
-    assert len(said) == (over > 1.03)
+    assert len(said) == (over > 1.03 or less)
     assert all(("fewer activations are kept" in text) is less for text in said)
