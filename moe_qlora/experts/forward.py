@@ -36,7 +36,6 @@ right and saves only its input.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from functools import cache
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -175,7 +174,9 @@ def experts_forward(
     if backend.name == UNPACKED.name:
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
     compute = fused.run if backend.name == FUSED.name else _by_projection
-    with nullcontext() if torch.compiler.is_compiling() else in_experts():
+    if torch.compiler.is_compiling():
+        return compute(self, call, top_k_index, top_k_weights)
+    with in_experts():
         return compute(self, call, top_k_index, top_k_weights)
 
 

@@ -9,9 +9,7 @@ here                measures, chooses, sets it, checks it against the first step
 from __future__ import annotations
 
 import logging
-import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -252,7 +250,7 @@ class Fit:
             return peak
         if self._is_recorded:
             peak += self._apart(activities)
-        return int(peak * (1 + _gaps(os.environ)))
+        return int(peak * (1 + _gaps()))
 
     @property
     def _is_recorded(self) -> bool:
@@ -371,10 +369,9 @@ def _give_back_once(layer: nn.Module) -> None:
     handle = parameter.register_post_accumulate_grad_hook(give_back)
 
 
-def _gaps(environ: Mapping[str, str]) -> float:
-    """Return the part of the peak that gaps between tensors take, by the allocator's settings."""
-    said = environ.get("PYTORCH_ALLOC_CONF") or environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    expandable = re.search(r"expandable_segments:\s*true", said, re.IGNORECASE)
+def _gaps() -> float:
+    """Return the part of the peak that gaps between tensors take, by the allocator's segments."""
+    expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
     return _GAPS_OF_EXPANDABLE if expandable else FRAGMENTATION
 
 
