@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..layout import human_bytes, parse_bytes
 from ..lora.names import base_model
 from ..memory import levels
-from ..memory.budget import COMPONENTS, Activity, Settings, StepBudget
+from ..memory.budget import COMPONENTS, Activity, Peak, Settings, StepBudget
 from ..memory.choice import (
     ALL_KEPT,
     Choice,
@@ -249,28 +249,32 @@ class Fit:
         if self._device.type != "cuda":
             return peak
         if self._is_recorded:
-            peak += self._apart(activities)
+            peak = max(peak, self._with_graphs(activities))
         return int(peak * (1 + _gaps()))
 
     @property
     def _is_recorded(self) -> bool:
         return any(map(runs_recorded, self._modules.values()))
 
-    def _apart(self, activities: tuple[Activity, ...]) -> int:
-        """Return the bytes that graphs add, whose memory pool shares nothing with other tensors.
+    def _with_graphs(self, activities: tuple[Activity, ...]) -> int:
+        """Return the bytes of a step whose layers have a memory pool of their own.
 
-        What layers work with is not shared with what the loss works with, nor with gradients.
+        What layers keep and work with is not shared with what the loss works with, nor with
+        gradients, which come as activations go.
         """
+        parts = self._budget_of(activities).parts
+        always = sum(parts[name] for name in COMPONENTS[: COMPONENTS.index("gradients")])
         work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
         layers, others = (
             max((size for name, size in work.items() if (name in self._fitted) is own), default=0)
             for own in (True, False)
         )
         gradients = sum(parameter.nbytes for parameter in self._measured.trained)
-        return layers + max(others, gradients) - max(layers, others) + _OF_GRAPHS
+        pool = sum(a.saved for a in activities) + layers
+        return self._resident + always + pool + max(others, gradients) + _OF_GRAPHS
 
     def _peak_of(self, activities: tuple[Activity, ...]) -> int:
-        return self._resident + self._budget_of(activities)
+        return self._resident + self._budget_of(activities).nbytes
 
     def _set(self, choice: Choice) -> None:
         self._steps, self.layers = choice.steps, choice.layers
@@ -442,12 +446,12 @@ def _resident(measured: MeasuredModel, device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) - counted_bytes
 
 
-def _budget(measured: MeasuredModel, settings: Settings, activities: tuple[Activity, ...]) -> int:
-    """Return the planned bytes of a step: weights, adapters, optimizer, gradients, activations."""
+def _budget(measured: MeasuredModel, settings: Settings, activities: tuple[Activity, ...]) -> Peak:
+    """Return the planned peak of a step, of what `_resident` does not count."""
     budget = StepBudget(
         [[block] for block in measured.blocks], activities, settings, measured.itemsize, library=0
     )
-    return budget.peak().nbytes
+    return budget.peak()
 
 
 def _least(steps: int, device: torch.device) -> int:
