@@ -138,7 +138,15 @@ def _compiled_part(level: str) -> Callable[..., Any]:
     code = compute.__code__.replace(co_name=f"compute_{level}")
     copied = FunctionType(code, globals())
     copied.__kwdefaults__ = compute.__kwdefaults__
-    return torch.compile(copied)
+    compiled = torch.compile(copied)
+
+    def part(*args: Any, **kwargs: Any) -> Any:
+        # Joined LoRA (speed/joined_lora.py) holds a product on an object for the next layers, which
+        # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+            return compiled(*args, **kwargs)
+
+    return part
 
 
 def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]) -> _Contexts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import bitsandbytes as bnb
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
 
@@ -410,6 +412,29 @@ def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
     assert products == [9, 3] * (2 if level == levels.KEEP else 4)
     first = vars(model.get_base_model().model.layers[0].self_attn.q_proj)["_moe_qlora_joined"]
     assert first.shared.held is None
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+@pytest.mark.parametrize("level", levels.LEVELS[1:-1])
+def test_compiled_layers_that_keep_a_part(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one graph: else Dynamo would run all of a layer eagerly, and keep what it does then."""
+    compiles = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compiles)
+    levels._compiled_part.cache_clear()
+    torch._dynamo.reset()
+    model, step = packed(hidden_size=256)
+    wanted = step()
+    join_lora(model)
+    for layer in model.get_base_model().model.layers:
+        layer.compile()
+        FittedLayer(layer, level, 10_000, set())
+    counters.clear()
+    try:
+        assert distance(step(), wanted) < 1e-4
+        assert not counters["graph_break"]
+        assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
+    finally:
+        levels._compiled_part.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
