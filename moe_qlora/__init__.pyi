@@ -47,5 +47,7 @@ from .speed.fit import Fit as Fit
 from .speed.fit import fit_memory as fit_memory
 from .speed.graphs import LayerGraphs as LayerGraphs
 from .speed.graphs import graph_layers as graph_layers
+from .speed.offload import Offload as Offload
+from .speed.offload import offload_experts as offload_experts
 
 __version__: str

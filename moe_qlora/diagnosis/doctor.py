@@ -363,7 +363,7 @@ def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int | No
         first, second = (_factors(weight, rank) for weight in call.weights)
         call = call._replace(lora=(first, second))
     packed = next(name for name in names if parametrize.is_packed(module, name))
-    device = parametrize.read_packed(module, packed).device
+    device = parametrize.device_of(module, packed)
     return choose_backend(host, call._replace(x=_hidden_states(entry, device), card=card))
 
 

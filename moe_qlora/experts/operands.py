@@ -55,7 +55,7 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     if not parametrize.is_packed(module, name):
         return None
     if not torch.compiler.is_compiling():
-        return parametrize.read_packed(module, name)
+        return parametrize.read_for_compute(module, name)
     # Attribute reads that Dynamo can follow.
     chain = module.parametrizations[name]
     first, codes = chain[0], chain.original

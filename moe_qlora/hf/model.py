@@ -26,6 +26,7 @@ from ..packing import parametrize
 from ..packing.codecs import codec_of
 from ..packing.decoders import PackedCodes, PackedScales, is_shardable, state_tensors
 from ..packing.linear import keep_layout
+from ..packing.packed_list import cross_meta
 from ..packing.settings import CodecSettings
 from ..world import world
 
@@ -164,7 +165,7 @@ def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """Do what `nn.Module._apply` does, for bitsandbytes' Linear layers to and from meta as well."""
     for module in self.modules():
-        parametrize.cross_meta(module, "weight", fn)
+        cross_meta(module, "weight", fn)
     return type(self)._apply(self, fn, recurse)
 
 

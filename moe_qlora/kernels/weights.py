@@ -114,9 +114,12 @@ class PackedWeight:
     serial: int | None = field(default=None, repr=False)
     # Full name in the model, for messages, where it is known
     name: str = ""
-    # Reads the weight anew where an engine frees its tensors after the forward: ZeRO-3, which
-    # gathers them into other memory for backward
+    # Reads the weight anew where its tensors are freed after the forward: under ZeRO-3, which
+    # gathers them into other memory for backward, and where it lies in host memory
     again: Callable[[], PackedWeight] | None = field(default=None, repr=False)
+    # Reserves the tensors, where they are a copy of what lies in host memory, for as long as this
+    # object, or another one with the same tensors, is referenced
+    lease: object | None = field(default=None, repr=False)
     # Whether codes and blocks run along the decoded weight's columns: its last two dimensions are
     # stored the other way round, as `stored_shape` has them
     stored_transposed: bool = False

@@ -42,7 +42,13 @@ from ..packing import codec, parametrize
 from ..packing.codec import first_nonfinite, require_whole
 from ..packing.codecs import codec_of
 from ..packing.decoders import PackedCodes
-from ..packing.parametrize import decoded_by, is_packed, packed_names, read_packed
+from ..packing.parametrize import (
+    decoded_by,
+    device_of,
+    is_packed,
+    packed_names,
+    read_packed,
+)
 from ..packing.settings import CodecSettings
 from ..world import Share, share_of
 from .targets import check_dropout
@@ -247,7 +253,8 @@ class ParamWrapper(StockParamWrapper):
             return cast(Tensor, super().get_param())
         packed, share = read_packed(base, self.parameter_name), share_of(base)
         shape = packed.shape if share is None else (share.experts, *packed.shape[1:])
-        return torch.empty((), dtype=packed.dtype, device=packed.device).expand(shape)
+        device = device_of(base, self.parameter_name)
+        return torch.empty((), dtype=packed.dtype, device=device).expand(shape)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return s B A in the parameter's shape, in fp32 or finer."""

@@ -25,6 +25,7 @@ from ..errors import AdapterError, ConfigError
 from ..experts import forward
 from ..layout import unwrapped, unwrapped_name
 from ..packing.linear import restore_linear
+from ..packing.parametrize import check_resident
 from ..versions import REQUIRED, installed_version
 from ..world import world
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
@@ -261,6 +262,7 @@ class LoraModel(StockLoraModel):
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
         world().check_undivided(self.model, "Merging")
         world().check_unsharded(self.model, "Merging", _OFFLINE)
+        check_resident(self.model)
         if repack:
             check_repack(self.model)
         layers = list(self.model.modules())

@@ -37,74 +37,30 @@ from torch import Tensor, nn
 
 from ..errors import QuantizationError
 from ..kernels.weights import PackedWeight
-from ..layout import ExpertParam, human_bytes
+from ..layout import ExpertParam
 from .codec import unpack
 from .codecs import codec_of
 from .decoders import (
     OWN_DECODERS,
     Packed4bit,
     PackedScales,
-    Params4bit,
     as_bits,
     bnb,
-    from_quant_state,
     hold,
     is_shardable,
     params4bit,
     read,
     to_quant_state,
 )
+from .packed_list import PackedList, refuse_hosted
 from .settings import CodecSettings, packed_tensors
 from .state_dict import is_shardable_entry, pop_packed, pop_shardable, put_shardable
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
 _RECORD = "_moe_qlora_storage"
 _SHARED = "_moe_qlora_scales"
-_MOVED = "_moe_qlora_moved"
 _MEMBERS = "_moe_qlora_class_members"
 _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
-
-
-class _PackedList(P.ParametrizationList):
-    """A ParametrizationList whose codes can go to the meta device and come back empty."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        cross_meta(self, "original", fn)
-        decoder = self._modules["0"]
-        if isinstance(decoder, Packed4bit):
-            decoder._codes = weakref.ref(cast(nn.Parameter, self._parameters["original"]))
-        return super()._apply(fn, recurse)
-
-    def __repr__(self) -> str:
-        """Return one line for `print(model)`: codec, shape and dtype of the weight, its bytes."""
-        try:
-            packed = read(self.original, self._modules["0"])
-        except QuantizationError:  # codes that were cast
-            return super().__repr__()
-        dtype = str(packed.dtype).removeprefix("torch.")
-        codec = CodecSettings.of(packed).describe()
-        return f"Packed({codec}, {tuple(packed.shape)} {dtype}, {human_bytes(packed.nbytes)})"
-
-
-def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
-    """Replace a `Params4bit` that `fn` would move to or from meta, which torch cannot do.
-
-    Codes and statistics have no values afterwards.
-    """
-    old: Any = module._parameters.get(name)
-    if not isinstance(old, Params4bit) or old.quant_state is None:
-        return
-    device = fn(torch.empty(0, dtype=old.dtype, device=old.device)).device
-    if old.is_meta == (device.type == "meta"):
-        return
-    moved = old.__dict__.get(_MOVED)  # by another module with the same parameter
-    if moved is None or moved.device != device:
-        packed = from_quant_state(old.data, old.quant_state)
-        state = to_quant_state(packed.map(partial(torch.empty_like, device=device)))
-        old.quant_state.__dict__.update(state.__dict__)
-        moved = params4bit(torch.empty_like(old.data, device=device), old.quant_state)
-        old.__dict__[_MOVED] = moved
-    module._parameters[name] = moved
 
 
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
@@ -138,7 +94,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         module._parameters.pop(name, None)
         module.register_parameter(name, owner)
         _register(module, name, parametrization)
-        cast(Any, module.parametrizations)._modules[name].__class__ = _PackedList
+        cast(Any, module.parametrizations)._modules[name].__class__ = PackedList
         _share_class(module)
     except BaseException:
         if not is_packed(module, name):
@@ -174,6 +130,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     """
     if not is_packed(module, name):
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
+    refuse_hosted(parametrization_list(module, name), f"{type(module).__name__}.{name}")
     if weight is None:
         weight = unpack(read_packed(module, name))
     _unshare_class(module)
@@ -265,6 +222,35 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
     if hasattr(codes, "ds_id"):
         packed.again = partial(read_packed, module, name)
     return packed
+
+
+def read_for_compute(module: nn.Module, name: str) -> PackedWeight:
+    """Return the packed weight on the device that computes with it, for one forward or backward.
+
+    A weight that lies in host memory is fetched; nobody may save its tensors for a backward.
+    """
+    chain = parametrization_list(module, name)
+    host = getattr(chain, "host", None)
+    return read_packed(module, name) if host is None else host.fetch(cast(PackedList, chain))
+
+
+def device_of(module: nn.Module, name: str) -> torch.device:
+    """Return the device that computes with a packed weight: where the codes are, or are fetched."""
+    host = getattr(parametrization_list(module, name), "host", None)
+    return original_of(module, name).device if host is None else cast(torch.device, host.device)
+
+
+def is_hosted(module: Any) -> bool:
+    """Whether packed parameters of this module lie in host memory."""
+    lists = module._modules.get("parametrizations")
+    every = () if lists is None else lists._modules.values()
+    return any(getattr(each, "host", None) is not None for each in every)
+
+
+def check_resident(model: nn.Module) -> None:
+    """Raise a `ConfigError` where packed weights lie in host memory, by `offload_experts`."""
+    for owner, module, name in iter_packed(model):
+        refuse_hosted(parametrization_list(module, name), f"{owner}.{name}")
 
 
 def original_of(module: nn.Module, name: str) -> nn.Parameter:

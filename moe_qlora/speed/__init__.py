@@ -8,5 +8,8 @@ graphs.py      decoder layers as CUDA graphs, for training and `generate`
 recording.py   one call of a layer as graphs, and their replay
 passes.py      when graphs may run, so that nothing that is kept is overwritten
 masks.py       block masks of flex attention as arguments of graphs
+offload.py     packed experts in host memory
+host_memory.py page-locked memory
+slots.py       memory on the device that they are copied to ahead of use
 gathered.py    router logits as outputs of graphs
 """

@@ -36,6 +36,7 @@ from ..memory.choice import (
 )
 from ..memory.devices import FRAGMENTATION
 from ..memory.measure import MeasuredModel
+from ..packing.parametrize import is_hosted
 from .fitted import FittedLayer, RunsLevels, decoder_layers, fitted, runs_recorded
 from .overrides import Overrides
 
@@ -87,6 +88,11 @@ def fit_memory(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     layers = _decoder_layers(model)
+    if any(map(is_hosted, model.modules())):
+        raise ConfigError(
+            "fit_memory: experts of this model lie in host memory, which it cannot plan with yet: "
+            "call it before offload_experts, or without."
+        )
     device = _device_of(model)
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

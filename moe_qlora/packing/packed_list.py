@@ -1,0 +1,145 @@
+"""torch's `ParametrizationList` of a packed weight, and the seam for weights in host memory.
+
+A list's `host`, where it has one, knows the weight's codes and statistics in host memory, where the
+module's own tensors are views of it: all that saves, merges or copies reads these. A forward or
+backward reads by `host.fetch`, which returns the weight on the device that computes.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.utils.parametrize as P
+from torch import Tensor, nn
+
+from ..errors import ConfigError, QuantizationError
+from ..kernels.weights import PackedWeight
+from ..layout import human_bytes
+from .codec import unpack
+from .decoders import (
+    Packed4bit,
+    PackedScales,
+    Params4bit,
+    as_bits,
+    from_quant_state,
+    params4bit,
+    read,
+    to_quant_state,
+)
+from .settings import CodecSettings
+
+_MOVED = "_moe_qlora_moved"
+
+
+class Host(Protocol):
+    """Where a packed weight lies that is not on the device that computes with it."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+
+    def fetch(self, packed_list: PackedList) -> PackedWeight:
+        """Return the weight on the device, valid as long as the returned object is referenced."""
+
+    def move(self, device: torch.device) -> None:
+        """Compute on another device from now on."""
+
+
+class PackedList(P.ParametrizationList):
+    """A ParametrizationList whose codes can go to the meta device and come back empty."""
+
+    host: Host | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if self.host is not None:
+            self.host.move(fn(torch.empty(0, dtype=torch.uint8, device=self.host.device)).device)
+            return self
+        cross_meta(self, "original", fn)
+        decoder = self._modules["0"]
+        if isinstance(decoder, Packed4bit):
+            decoder._codes = weakref.ref(cast(nn.Parameter, self._parameters["original"]))
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedList:
+        """Return a copy, of what lies in host memory one on the device that computes."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        held = {key: value for key, value in self.__dict__.items() if key != "host"}
+        new.__dict__.update(copy.deepcopy(held, memo))
+        if self.host is not None:
+            codes, decoder = new._parameters["original"], new._modules["0"]
+            put(codes, decoder, read(cast(Tensor, codes), decoder).to(self.host.device))
+        return new
+
+    def forward(self) -> Tensor:
+        """Return the dequantized weight, on the device that computes."""
+        return super().forward() if self.host is None else _fetched(self)
+
+    def __repr__(self) -> str:
+        """Return one line for `print(model)`: codec, shape and dtype of the weight, its bytes."""
+        try:
+            packed = read(self.original, self._modules["0"])
+        except QuantizationError:  # codes that were cast
+            return super().__repr__()
+        dtype = str(packed.dtype).removeprefix("torch.")
+        codec, where = CodecSettings.of(packed).describe(), "" if self.host is None else ", on host"
+        nbytes = human_bytes(packed.nbytes)
+        return f"Packed({codec}, {tuple(packed.shape)} {dtype}, {nbytes}{where})"
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def _fetched(chain: PackedList) -> Tensor:
+    """Return what `ParametrizationList.forward` does of a weight in host memory."""
+    assert chain.host is not None
+    with torch.no_grad():
+        weight = unpack(chain.host.fetch(chain))
+    for key in range(1, len(chain)):
+        weight = chain[key](weight)
+    return weight
+
+
+def put(codes: Any, decoder: Any, packed: PackedWeight) -> None:
+    """Let codes and decoder (of the compact layout) have this weight's tensors; undo with `read`.
+
+    The parameter stays the same object, and so does the `QuantState`: tied weights follow.
+    """
+    codes.data = packed.codes
+    if isinstance(decoder, PackedScales):
+        decoder.scale_bits = as_bits(packed.absmax)
+    else:
+        decoder.quant_state.__dict__.update(to_quant_state(packed).__dict__)
+
+
+def refuse_hosted(packed_list: Any, name: str) -> None:
+    """Raise where a weight that would be replaced lies in host memory."""
+    if getattr(packed_list, "host", None) is not None:
+        raise ConfigError(
+            f"{name} lies in host memory, by offload_experts, and cannot be replaced, merged or "
+            "sharded there: call remove() on what offload_experts returned first."
+        )
+
+
+def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+    """Replace a `Params4bit` that `fn` would move to or from meta, which torch cannot do.
+
+    Codes and statistics have no values afterwards.
+    """
+    old: Any = module._parameters.get(name)
+    if not isinstance(old, Params4bit) or old.quant_state is None:
+        return
+    device = fn(torch.empty(0, dtype=old.dtype, device=old.device)).device
+    if old.is_meta == (device.type == "meta"):
+        return
+    moved = old.__dict__.get(_MOVED)  # by another module with the same parameter
+    if moved is None or moved.device != device:
+        packed = from_quant_state(old.data, old.quant_state)
+        state = to_quant_state(packed.map(partial(torch.empty_like, device=device)))
+        old.quant_state.__dict__.update(state.__dict__)
+        moved = params4bit(torch.empty_like(old.data, device=device), old.quant_state)
+        old.__dict__[_MOVED] = moved
+    module._parameters[name] = moved

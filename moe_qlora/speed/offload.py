@@ -1,0 +1,389 @@
+"""Packed experts in host memory, copied to the device ahead of their use.
+
+    offload_experts     moves the experts of decoder layers to host memory, and back
+      HostMemory        host_memory.py: one decoder layer's codes and statistics
+      Slots             slots.py: two slots on the device, a copy stream, events
+      _Hosted           one packed weight, as `packing/packed_list.py` asks for it
+
+The modules' own tensors are views of the host memory, so that saving, copying and exporting read
+it. A forward, a recomputation and a backward each fetch the weight that they read, and nothing of a
+slot is saved between them: autograd keeps a function that fetches (`PackedWeight.again`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..kernels.limits import cdiv
+from ..kernels.weights import PackedWeight
+from ..kernels.workspace import in_backward
+from ..layout import human_bytes, unwrapped_name
+from ..packing.decoders import is_shardable, read
+from ..packing.packed_list import PackedList, put
+from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
+from ..world import share_of, world
+from .fitted import decoder_layers, runs_recorded
+from .host_memory import HostMemory
+from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
+
+_ALIGNMENT = 256  # Bytes: of each tensor's address, as torch's allocator has it
+_SLOTS = 2  # One is read while the other is filled; an end of use is known at once
+
+
+def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
+    """Move packed experts to host memory, from where they are copied to the device ahead of use.
+
+    On the device are two slots, each as large as one layer's packed experts. While a layer runs,
+    the next one's are copied, in the order of the layers: forwards, then backwards. Losses and
+    gradients are the same, bit by bit. On CUDA the host memory is page-locked.
+
+    State dicts, `save_pretrained` and exports read the host memory. `copy.deepcopy` returns a model
+    with all experts on the device. Merging into the weights is refused until `remove()`. Layers
+    recorded by `graph_layers` are refused; called afterwards, it does not record these. Experts
+    forwards in code of torch.compile run uncompiled.
+
+    Args:
+        model: A transformers model with packed experts, or a PEFT model around one, in one process,
+            on CUDA or a CPU.
+        layers: How many decoder layers, from the last one; None for all that have packed experts.
+
+    Returns:
+        What was moved: `remove()`, or the end of a `with` block, moves it back.
+
+    Raises:
+        ConfigError: No experts are packed, or fewer decoder layers than `layers` have such; they
+            are in host memory already, sharded, divided over ranks, or on meta; the layers lie on
+            several devices, or are recorded; or host memory cannot be page-locked.
+    """
+    if world().several:
+        raise ConfigError(
+            "offload_experts: torch.distributed is running, and experts in host memory are for one "
+            "process: start it without torchrun, or shard the experts over the ranks' devices."
+        )
+    groups = _groups(model)
+    if not groups:
+        raise ConfigError(
+            f"offload_experts: {type(model).__name__} has no packed experts; load it under "
+            "moe_qlora.enabled(), or call quantize_experts first."
+        )
+    count = len(groups) if layers is None else layers
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= len(groups):
+        raise ConfigError(
+            f"layers is {layers!r}; give a whole number from 1 to {len(groups)}, of the decoder "
+            "layers with packed experts, or None for all of them."
+        )
+    chosen = dict(list(groups.items())[-count:])
+    return Offload(chosen, _check(model, groups, chosen))
+
+
+class Offload:
+    """Packed experts that lie in host memory.
+
+    Attributes:
+        layers: Names of the decoder layers whose experts these are.
+        device: The device that computes.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[PackedList]], device: torch.device) -> None:
+        self.layers, self.device = tuple(groups), device
+        self._slots: Slots | None = None
+        self._copies = 0  # To slots that are gone
+        self._lock = threading.Lock()
+        self._blocks: list[_Layer] = []
+        try:
+            for lists in groups.values():
+                self._blocks.append(_Layer(lists, self))
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the experts in host memory."""
+        return sum(block.memory.nbytes for block in self._blocks)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots on the device, each as large as the largest layer's packed experts."""
+        return min(_SLOTS, len(self._blocks))
+
+    @property
+    def copies(self) -> int:
+        """How often a layer's experts have been copied to the device so far."""
+        return self._copies + (0 if self._slots is None else self._slots.copies)
+
+    def remove(self) -> None:
+        """Move the experts back to the device, and free the host memory and the slots."""
+        self._drop_slots()
+        while self._blocks:  # One that does not fit on the device stays where it is
+            self._blocks[-1].leave()
+            self._blocks.pop()
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        return (
+            f"packed experts of {len(self._blocks)} decoder layers lie in "
+            f"{human_bytes(self.host_nbytes)} of host memory, and {self.slots} slots on "
+            f"{self.device}"
+        )
+
+    def fetch(self, block: _Layer, training: bool) -> tuple[Slot, object]:
+        """Return the slot with a layer's experts, and what reserves it."""
+        with self._lock:
+            if block.is_outdated():  # by load_state_dict
+                if self._slots is not None:
+                    self._slots.forget(block)
+                block.write()
+            if self._slots is None:
+                most = max(each.memory.nbytes for each in self._blocks)
+                self._slots = Slots(self.slots, most, copier_of(self.device))
+            slots = self._slots
+        return slots.fetch(block, self._following(block, training))
+
+    def move(self, device: torch.device) -> None:
+        """Compute on another device from now on."""
+        if device == self.device:
+            return
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"the model was moved to {device}, but experts that offload_experts has put in "
+                "host memory are computed on CUDA or the CPU: call remove() on what it returned "
+                "first."
+            )
+        self._drop_slots()
+        self.device = device
+        for block in self._blocks:
+            block.host.lock(device)
+
+    def _following(self, block: _Layer, training: bool) -> _Layer | None:
+        """Return the layer that is read next: forwards, in training then backwards."""
+        at, last = self._blocks.index(block), len(self._blocks) - 1
+        if last == 0:
+            return None
+        if in_backward():
+            return self._blocks[at - 1 if at else 1]
+        if at < last:
+            return self._blocks[at + 1]
+        return self._blocks[last - 1 if training else 0]
+
+    def _drop_slots(self) -> None:
+        with self._lock:
+            if self._slots is not None:
+                self._slots.finish()
+                self._copies += self._slots.copies
+                self._slots = None
+
+
+class _Layer(Block):
+    """One decoder layer's packed experts in host memory."""
+
+    def __init__(self, lists: Sequence[PackedList], offload: Offload) -> None:
+        tied: dict[int, list[PackedList]] = {}
+        for each in lists:
+            tied.setdefault(id(each.original), []).append(each)
+        self.offload, self._records, end = offload, list[_Hosted](), 0
+        for same in tied.values():
+            record = _Hosted(self, same, end)
+            self._records.append(record)
+            end = record.end
+        self.host = HostMemory(end, offload.device)
+        super().__init__(self.host.tensor(0, end))
+        self.write()
+        for record in self._records:
+            record.settle(record)
+
+    def is_outdated(self) -> bool:
+        """Whether the modules have other weights than the host memory."""
+        return any(record.is_outdated() for record in self._records)
+
+    def write(self) -> None:
+        """Copy what the modules have to host memory, and let them have that."""
+        for record in self._records:
+            record.write(self.host)
+
+    def leave(self) -> None:
+        """Move the weights back to the device, and free the host memory."""
+        for record in self._records:
+            record.leave(self.offload.device)
+            record.settle(None)
+        # Backwards that come later have the records
+        self._records.clear()
+        del self.host, self.memory
+
+
+class _Hosted:
+    """One packed weight in host memory: the `Host` of the lists that have it."""
+
+    def __init__(self, layer: _Layer, lists: Sequence[PackedList], first: int) -> None:
+        self.layer, self.lists = layer, lists
+        self._parts: list[tuple[int, int]] = []  # Of each tensor: its first byte, and bytes
+        self.end = first
+        for tensor in tensors_of(self._read()):
+            self._parts.append((self.end, tensor.nbytes))
+            self.end += cdiv(tensor.nbytes, _ALIGNMENT) * _ALIGNMENT
+        self._weight: PackedWeight  # In host memory
+        # In each slot; a slot that is gone is not kept by its memory
+        self._views: WeakKeyDictionary[Slot, PackedWeight] = WeakKeyDictionary()
+        self._seen: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.offload.device
+
+    def fetch(self, packed_list: PackedList) -> PackedWeight:
+        if packed_list.host is not self:  # a backward after `remove`
+            return read(packed_list.original, packed_list[0])
+        slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
+        packed = self._views.get(slot)
+        if packed is None:
+            packed = self._weight.map(partial(_in_slot, slot.memory, iter(self._parts)))
+            self._views[slot] = packed
+        return replace(packed, again=partial(self.fetch, packed_list), lease=lease)
+
+    def move(self, device: torch.device) -> None:
+        self.layer.offload.move(device)
+
+    def settle(self, host: _Hosted | None) -> None:
+        """Be the lists' host, or let them have none."""
+        for each in self.lists:
+            if host is None:
+                each.__dict__.pop("host", None)
+            else:
+                each.host = host
+
+    @torch.no_grad()
+    def write(self, host: HostMemory) -> None:
+        packed, parts = self._read(), iter(self._parts)
+
+        def written(tensor: Tensor) -> Tensor:
+            first, nbytes = next(parts)
+            if nbytes != tensor.nbytes:
+                raise ConfigError(
+                    f"a packed weight of shape {tuple(packed.shape)} in host memory was replaced "
+                    "by one in another format: call remove() on what offload_experts returned "
+                    "before loading it."
+                )
+            there = host.tensor(first, nbytes).view(tensor.dtype).view(tensor.shape)
+            if there.data_ptr() != tensor.data_ptr():
+                there.copy_(tensor)
+            return there
+
+        with torch.inference_mode(False):
+            self._put(packed.map(written))
+        self._weight, self._seen = self._read(), self._state()
+        self._views.clear()
+
+    @torch.no_grad()
+    def leave(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self._put(self._read().map(lambda tensor: tensor.to(device, copy=True)))
+        del self._weight
+
+    def is_outdated(self) -> bool:
+        return self._state() != self._seen
+
+    def _read(self) -> PackedWeight:
+        return read(self.lists[0].original, self.lists[0][0])
+
+    def _put(self, packed: PackedWeight) -> None:
+        for each in self.lists:
+            put(each.original, each[0], packed)
+
+    def _state(self) -> Any:
+        tensors = [self.lists[0].original, *tensors_of(self._read())]
+        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+
+
+def tensors_of(packed: PackedWeight) -> list[Tensor]:
+    """Return all tensors of a weight, in the order in which `map` changes them."""
+    tensors: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    packed.map(add)
+    return tensors
+
+
+def _in_slot(memory: Tensor, parts: Iterator[tuple[int, int]], like: Tensor) -> Tensor:
+    first, nbytes = next(parts)
+    return memory[first : first + nbytes].view(like.dtype).view(like.shape)
+
+
+def copier_of(device: torch.device) -> Copier:
+    """Return what copies to a device."""
+    return CudaCopier(device) if device.type == "cuda" else HostCopier()
+
+
+def _groups(model: nn.Module) -> dict[str, list[PackedList]]:
+    """Return packed weights by the name of their decoder layer, in the layers' order.
+
+    Experts outside of any decoder layer are a layer of their own; tied ones are the first layer's.
+    """
+    names = decoder_layers(model)
+    groups: dict[str, list[PackedList]] = {}
+    homes: dict[int, str] = {}
+    for owner, module, name in iter_packed(model):
+        packed_list, full = parametrization_list(module, name), unwrapped_name(f"{owner}.{name}")
+        if not isinstance(packed_list, PackedList) or is_foreign(module, name):
+            raise ConfigError(f"offload_experts: {full} was not packed by this package.")
+        if is_shardable(packed_list[0]):
+            raise ConfigError(
+                f"offload_experts: {full} is laid out for sharding, which has offloading of its "
+                "own (FSDP2's CPUOffloadPolicy)."
+            )
+        if share_of(module) is not None:
+            raise ConfigError(f"offload_experts: the experts of {full} are divided over ranks.")
+        if packed_list.host is not None:
+            raise ConfigError(
+                f"offload_experts: {full} is in host memory already; call remove() on what the "
+                "first call returned."
+            )
+        if packed_list.original.is_meta:
+            raise ConfigError(f"offload_experts: {full} is on meta, without values: load it first.")
+        around = [each for each in names if owner == each or owner.startswith(f"{each}.")]
+        home = homes.setdefault(id(packed_list.original), max(around, key=len, default=owner))
+        groups.setdefault(home, []).append(packed_list)
+    return groups
+
+
+def _check(
+    model: nn.Module, groups: dict[str, list[PackedList]], chosen: dict[str, Any]
+) -> torch.device:
+    """Return the one device that computes these layers; raise where they cannot be offloaded."""
+    devices = set()
+    for name in chosen:
+        layer = model.get_submodule(name)
+        if runs_recorded(layer):
+            raise ConfigError(
+                f"offload_experts: {unwrapped_name(name)} is recorded by graph_layers, whose "
+                "graphs read the experts where they are: call remove() on what it returned."
+            )
+        packed = {id(each.original) for each in groups[name]}
+        plain = {p.device for p in layer.parameters() if id(p) not in packed and not p.is_meta}
+        devices |= plain or {groups[name][0].original.device}
+    if len(devices) > 1:
+        found = " and ".join(sorted(map(str, devices)))
+        raise ConfigError(
+            f"offload_experts: the layers lie on {found}; experts in host memory are for one "
+            "device."
+        )
+    device: torch.device = devices.pop()
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"offload_experts copies to CUDA, and the layers lie on {device}.")
+    return device

@@ -1,0 +1,109 @@
+"""A device whose copies come as late as they may: `moe_qlora.speed.slots.Copier` for tests.
+
+What a slot held is gone as soon as a copy to it is ordered, and the copy is carried out when the
+computing stream waits for it. So a wait that is missing, a slot that is exchanged, or one that is
+given away too early leaves garbage, which no codec decodes to the right numbers. Kernels run at
+once here: that a copy waits for them is checked by the times of marks, of waits and, in a block of
+`Reads`, of each operation that reads a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_qlora.speed import offload, slots
+
+GARBAGE = 0xFF  # NaN as fp32 statistics
+
+
+class Delayed:
+    """Copies wait in a queue until a stream waits for them."""
+
+    def __init__(self) -> None:
+        self.time = 0
+        self.queue: list[tuple[int, Tensor, Tensor]] = []
+        self.faults: list[str] = []  # An exception would be lost where a lease ends
+        self.read: dict[int, int] = {}  # By address: when a stream was last given what reads it
+        self.targets: dict[int, int] = {}  # By event: the address that it copies to
+        self.made: list[Tensor] = []
+        self.missed = 0
+
+    def tick(self) -> int:
+        self.time += 1
+        return self.time
+
+    def empty(self, nbytes: int) -> Tensor:
+        self.made.append(torch.full((nbytes,), GARBAGE, dtype=torch.uint8))
+        return self.made[-1]
+
+    def here(self) -> Any:
+        return "computing"
+
+    def mark(self, stream: Any) -> int:
+        assert stream == "computing"
+        return self.tick()
+
+    def copy(self, to: Tensor, source: Tensor, after: Iterable[int]) -> int:
+        event = self.tick()
+        if max(after, default=0) < self.read.get(to.data_ptr(), 1):
+            self.faults.append("a copy does not wait for what reads the slot, or read it before")
+        self.read[to.data_ptr()] = 0  # The next copy comes after this one
+        to.copy_(torch.full(to.shape, GARBAGE, dtype=torch.uint8))
+        self.queue.append((event, to, source))
+        self.targets[event] = to.data_ptr()
+        return event
+
+    def wait(self, stream: Any, event: int) -> None:
+        self.missed += event == self.time  # The copy was ordered for this wait, and not ahead
+        self.finish(event)
+        self.read[self.targets[event]] = self.tick()
+
+    def finish(self, event: int) -> None:
+        while self.queue and self.queue[0][0] <= event:
+            _, to, source = self.queue.pop(0)
+            to.copy_(source)
+
+
+class Reads(TorchDispatchMode):
+    """Notes when operations read slots."""
+
+    def __init__(self, devices: list[Delayed]) -> None:
+        super().__init__()
+        self.devices, self.count = devices, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and "copy_" not in func.name():
+                address = leaf.untyped_storage().data_ptr()
+                for device in self.devices:
+                    if address in device.read and not func.is_view:
+                        self.count += 1
+                        device.read[address] = device.tick()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def delayed(monkeypatch: Any) -> Any:
+    """Within the block, slots are on such a device, of which the list has one for each `Slots`."""
+    made: list[Delayed] = []
+
+    def make(_: torch.device) -> Delayed:
+        made.append(Delayed())
+        return made[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(offload, "copier_of", make)
+        yield made
+    assert not [fault for each in made for fault in each.faults]
+
+
+def blocks(count: int, nbytes: int = 8) -> list[slots.Block]:
+    """Blocks whose bytes are their number."""
+    return [slots.Block(torch.full((nbytes,), i, dtype=torch.uint8)) for i in range(count)]

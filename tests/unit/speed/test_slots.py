@@ -1,0 +1,213 @@
+"""Slots that are filled ahead of use, on a device whose copies come as late as they may."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from moe_qlora.speed import slots
+from moe_qlora.speed.slots import CudaCopier, HostCopier, Slots
+from tests.helpers.delayed import Delayed, blocks
+
+
+def value(slot: Any) -> int:
+    """The byte that a whole slot holds."""
+    first = int(slot.memory[0])
+    assert bool((slot.memory == first).all())
+    return first
+
+
+def test_the_next_block_is_copied_while_one_is_read() -> None:
+    device, every = Delayed(), blocks(3)
+    made = Slots(2, 8, device)
+    slot, lease = made.fetch(every[0], every[1])
+    assert value(slot) == 0 and made.copies == 2 and len(device.queue) == 1
+    second, other = made.fetch(every[1], every[2])
+    assert value(second) == 1 and value(slot) == 0
+    assert made.copies == 2  # The first slot is still read
+    del lease
+    assert made.copies == 3  # It is filled again as soon as it is not
+    assert value(second) == 1
+    del other
+    third, _ = made.fetch(every[2], None)
+    assert value(third) == 2 and made.copies == 3 and not device.faults
+
+
+def test_a_block_that_nobody_expected_is_copied_at_once() -> None:
+    device, every = Delayed(), blocks(4)
+    made = Slots(2, 8, device)
+    made.fetch(every[0], every[1])
+    slot, lease = made.fetch(every[3], every[2])
+    assert value(slot) == 3 and made.copies == 4
+    del lease
+    slot, _ = made.fetch(every[3], every[2])
+    assert value(slot) == 3 and made.copies == 4
+
+
+def test_without_a_free_slot_a_block_gets_memory_of_its_own() -> None:
+    device, every = Delayed(), blocks(4)
+    made = Slots(2, 8, device)
+    held = [made.fetch(block, None) for block in every]
+    assert [value(slot) for slot, _ in held] == [0, 1, 2, 3] and len(device.made) == 4
+    del held[:]
+    for _ in range(3):
+        for number, block in enumerate(every):
+            slot, _ = made.fetch(block, None)
+            assert value(slot) == number
+            del _
+    assert len(device.made) == 4 and not device.faults
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_fetches_read_what_they_ask_for(seed: int) -> None:
+    draw, device, every = random.Random(seed), Delayed(), blocks(6)
+    made, held = Slots(draw.choice([1, 2, 3]), 8, device), list[Any]()
+    for _ in range(400):
+        number = draw.randrange(6)
+        slot, lease = made.fetch(every[number], draw.choice([None, *every]))
+        held.append((number, slot, lease))
+        del slot, lease
+        while held and draw.random() < 0.6:
+            held.pop(draw.randrange(len(held)))
+        if draw.random() < 0.05:
+            made.forget(every[number])
+        assert all(value(slot) == number for number, slot, _ in held)
+    assert not device.faults
+
+
+def test_a_lease_may_end_in_the_middle_of_a_fetch() -> None:
+    """The garbage collector may run anywhere: it finds the lock taken, by this same thread."""
+    every = blocks(3)
+    held: list[Any] = []
+
+    class Collects(Delayed):
+        def copy(self, *args: Any) -> int:
+            held.clear()
+            return super().copy(*args)
+
+    device = Collects()
+    made = Slots(2, 8, device)
+    for number in [0, 1, 2, 1, 0, 2]:
+        slot, lease = made.fetch(every[number], every[(number + 1) % 3])
+        assert value(slot) == number
+        held.append(lease)
+        del lease
+    held.clear()
+    assert not made._ended and not device.faults
+
+
+def test_what_was_rewritten_is_copied_again() -> None:
+    device, every = Delayed(), blocks(2)
+    made = Slots(2, 8, device)
+    made.fetch(every[0], every[1])
+    made.forget(every[1])
+    assert not device.queue  # Nothing reads the memory any more
+    every[1].memory.fill_(7)
+    assert value(made.fetch(every[1], None)[0]) == 7
+
+
+def test_threads_share_slots() -> None:
+    """Copies that are done at once: each thread checks what it holds while others fetch."""
+    every, wrong = blocks(5, 512), list[Any]()
+    made = Slots(2, 512, HostCopier())
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(300):
+            number = draw.randrange(5)
+            slot, lease = made.fetch(every[number], every[draw.randrange(5)])
+            if not bool((slot.memory == number).all()):
+                wrong.append(number)
+            del slot, lease
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    gc.collect()
+    assert not made._ended and all(slot.leases == 0 for slot in made._slots)
+
+
+def test_a_block_stays_for_its_backward_where_no_other_slot_is_free() -> None:
+    device, every = Delayed(), blocks(2)
+    made = Slots(1, 8, device)
+    for _ in range(3):
+        slot, lease = made.fetch(every[0], every[1])
+        assert value(slot) == 0
+        del lease
+    assert made.copies == 1
+
+
+def test_slots_that_are_never_filled_again_keep_one_mark() -> None:
+    device, every = Delayed(), blocks(2)
+    made = Slots(2, 8, device)
+    for _ in range(20):
+        for block in every:
+            made.fetch(block, None)
+    assert made.copies == 2 and all(len(slot.marks) == 1 for slot in made._slots)
+
+
+def test_cuda_orders_copies_behind_marks_and_uses_behind_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The calls of torch's streams, without a GPU."""
+    said: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: Any = None) -> None:
+            self.name = name if isinstance(name, str) else "copies"
+
+        def wait_event(self, event: Any) -> None:
+            said.append((self.name, "waits", event))
+
+        def __enter__(self) -> None:
+            said.append((self.name, "enters"))
+
+        def __exit__(self, *_: object) -> None:
+            said.append((self.name, "leaves"))
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            said.append((stream.name, "records", self))
+
+        def synchronize(self) -> None:
+            said.append(("host", "waits", self))
+
+    cuda = slots.torch.cuda
+    monkeypatch.setattr(cuda, "Stream", Stream)
+    monkeypatch.setattr(cuda, "Event", Event)
+    monkeypatch.setattr(cuda, "current_stream", lambda device: Stream("computes"))
+    monkeypatch.setattr(cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda _, s: said.append(("frees", s.name)), raising=False
+    )
+    copier = CudaCopier(torch.device("cpu"))
+    memory, source = copier.empty(4), torch.arange(4, dtype=torch.uint8)
+    mark = copier.mark(copier.here())
+    done = copier.copy(memory, source, [mark])
+    copier.wait(copier.here(), done)
+    copier.finish(done)
+    assert torch.equal(memory, source)
+    assert said == [
+        ("frees", "copies"),
+        ("computes", "records", mark),
+        ("copies", "enters"),
+        ("copies", "waits", mark),
+        ("copies", "records", done),
+        ("copies", "leaves"),
+        ("computes", "waits", done),
+        ("host", "waits", done),
+    ]
