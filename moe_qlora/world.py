@@ -160,12 +160,25 @@ class World:
 _SINGLE = World()
 _make: Callable[[], World] | None = None
 _several: World | None = None
+_offloading: Callable[[], Callable[[nn.Module], Any]] | None = None
 
 
 def provide(make: Callable[[], World]) -> None:
     """Set the constructor of the `World` of several ranks, called on first use."""
     global _make
     _make = make
+
+
+def provide_offloading(make: Callable[[], Callable[[nn.Module], Any]]) -> None:
+    """Set what returns `offload_experts`, for loads into host memory."""
+    global _offloading
+    _offloading = make
+
+
+def offload(model: nn.Module) -> None:
+    """Move a model's packed experts to host memory."""
+    assert _offloading is not None
+    _offloading()(model)
 
 
 def many_ranks() -> Any:

@@ -19,6 +19,7 @@ from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, ModelLayout
 from ..models.files import check_patterns
+from ..packing.decoders import hold
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
 from ..world import Share
@@ -49,7 +50,9 @@ class LoadSpec:
     kept: dict[str, CodecSettings] = field(default_factory=dict)
     # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
     unit_nbytes: tuple[float, ...] = ()
-    packed: dict[str, PackedWeight] = field(default_factory=dict)
+    # what was packed, and the parameter that the model gets for it meanwhile
+    packed: dict[str, tuple[nn.Parameter, PackedWeight]] = field(default_factory=dict)
+    offloads: bool = False  # into host memory, whatever device a weight is packed on
     # of Linear layers that bitsandbytes packs: minimum and maximum by name, and what is wrong
     extremes: dict[str, Tensor] = field(default_factory=dict)
     faults: list[CheckpointError] = field(default_factory=list)
@@ -107,10 +110,19 @@ class LoadSpec:
             return tensor.to(self.dtypes[name])
         return loaded
 
-    def keep(self, name: str, packed: PackedWeight) -> None:
-        """Note a packed weight under all its names."""
+    def keep(self, name: str, packed: PackedWeight) -> nn.Parameter:
+        """Note a packed weight under all its names; return the parameter to load for it.
+
+        Of a weight in host memory it is an empty one, which is on the device already.
+        """
+        if self.offloads:
+            empty = torch.empty(0, dtype=packed.codes.dtype, device=self.device(name))
+            parameter, packed = nn.Parameter(empty, requires_grad=False), packed.to("cpu")
+        else:
+            parameter = hold(packed)
         for alias in self.params[name].names:
-            self.packed[alias] = packed
+            self.packed[alias] = parameter, packed
+        return parameter
 
 
 def packing_spec(

@@ -36,7 +36,6 @@ from ..errors import CheckpointError, NonFiniteWeightError
 from ..kernels.weights import PackedWeight
 from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below, restore
-from ..packing.decoders import hold
 from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, problems
 from ..world import absmax_mean
@@ -237,7 +236,7 @@ class PackedConverter(_Converter):
         """Note the key of the codes, and keep transformers from reading what is not kept."""
         if self.parts[source_pattern] == "":
             self.keys[target_key] = source_key
-        if target_key in self.spec.shares:
+        if target_key in self.spec.shares or self.spec.offloads:
             _cancel(future)
             future = Deferred(source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, future)
@@ -247,6 +246,10 @@ class PackedConverter(_Converter):
         spec = self.spec
         if layer_name in spec.shares:
             tensors = self._read_share(layer_name)
+        elif spec.offloads and spec.files is not None:
+            collected: dict[str, list[Deferred]] = self.collected_tensors
+            tensors = {self.parts[p]: spec.files.read(one.key) for p, [one] in collected.items()}
+            self.collected_tensors.clear()
         else:
             tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}
         codes = tensors.pop("", None)
@@ -268,8 +271,7 @@ class PackedConverter(_Converter):
         except ValueError as error:
             raise CheckpointError(f"{layer_name} {error}.") from error
         packed.dtype = dtype
-        spec.keep(layer_name, packed)
-        return {layer_name: hold(packed)}
+        return {layer_name: spec.keep(layer_name, packed)}
 
     def _read_share(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a weight's experts that are kept, by the ends of their keys."""
@@ -333,8 +335,7 @@ class WeightPacker:
                 f"(or {LARGEST:.0e} and more), and cannot be packed: repair the checkpoint."
             )
         packed: PackedWeight = self.packer.finish()
-        self.spec.keep(self.name, packed)
-        return hold(packed)
+        return self.spec.keep(self.name, packed)
 
 
 class Keep(ConversionOps):

@@ -21,7 +21,6 @@ from ..checkpoint.prequantized.decode import CODES, SCALE
 from ..errors import CheckpointError, UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK
 from ..layout import ExpertParam
-from ..packing.decoders import hold
 from ..packing.mxfp4 import KeptPacker, kept_settings
 from ..packing.settings import CodecSettings
 
@@ -100,5 +99,4 @@ def keep_codes(name: str, key: str, spec: LoadSpec) -> nn.Parameter:
         packed = packer.finish()
     except UnsupportedWeightError as error:
         raise CheckpointError(f"{name}: {error} Copy the files again.") from error
-    spec.keep(name, packed)
-    return hold(packed)
+    return spec.keep(name, packed)

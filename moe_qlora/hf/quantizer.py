@@ -25,14 +25,13 @@ from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, pars
 from ..checkpoint.prequantized import describe_plain
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.source import file_facts
-from ..errors import CheckpointError, NonFiniteWeightError
+from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
 from ..layout import listed
 from ..packing import parametrize
 from ..packing.codec import LARGEST, are_below
 from ..packing.codecs import codecs
-from ..packing.decoders import hold
 from ..packing.linear import check_linears
-from ..world import many_ranks, world
+from ..world import many_ranks, offload, world
 from .converters import (
     FillingConverter,
     LinearConverter,
@@ -57,6 +56,7 @@ def packing_quantizer(
     extra_skip_modules: Callable[[], Sequence[str]],
     expert_mesh: Callable[[], Any] = lambda: None,
     keeps_codes: Callable[[], bool] = lambda: False,
+    offloads: Callable[[], bool] = lambda: False,
 ) -> type:
     """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
     members = {
@@ -64,6 +64,7 @@ def packing_quantizer(
         "_extra_skip_modules": staticmethod(extra_skip_modules),
         "_expert_mesh": staticmethod(expert_mesh),
         "_keeps_codes": staticmethod(keeps_codes),
+        "_offloads": staticmethod(offloads),
     }
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
@@ -76,6 +77,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _extra_skip_modules: Callable[[], Sequence[str]]
     _expert_mesh: Callable[[], Any]
     _keeps_codes: Callable[[], bool]
+    _offloads: Callable[[], bool]
     _spec: LoadSpec | None = None
     _device_map: Any = None
     _checked: FolderCheck | None = None
@@ -129,11 +131,16 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         """Decide what is packed, while the model is still as it was built."""
         files, config = kwargs.get("checkpoint_files"), model.config
         ranks = self._several(config)
+        if self._offloads() and (ranks is not None or world().several):
+            raise ConfigError(
+                "enabled(offload=True): torch.distributed is running, and experts in host memory "
+                "are for one process: start it without torchrun, or shard the experts."
+            )
         if ranks is not None:
             ranks.begin(model, lambda: self._facts(files, dtype))
         self._add_skips(model)
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
-        self._spec.device_map = self._device_map
+        self._spec.device_map, self._spec.offloads = self._device_map, self._offloads()
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         check_linears(model, self._spec.settings)
         if self._checked is not None:
@@ -269,6 +276,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes of an element once loaded, a packed weight's statistics included."""
         if self._spec is not None and param_name in self._spec.params:
+            if self._spec.offloads:  # transformers reserves and divides memory of devices by it
+                return 0.0
             return self._spec.nbytes(param_name) / param.numel()
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
 
@@ -408,7 +417,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     _check_linears(spec)
     if not spec.params:
         return
-    by_codes = {id(hold(packed)): packed for packed in spec.packed.values()}
+    by_codes = {id(parameter): packed for parameter, packed in spec.packed.values()}
     lost = []
     for name, param in spec.params.items():
         module, leaf = parametrize.owner_of(model, name)
@@ -429,6 +438,8 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
             "packed keeps its weights under other names."
         )
     finish_packing(model, spec.layout, config, spec.settings)
+    if spec.offloads:
+        offload(model)
     if spec.shares:
         many_ranks().divide(model, spec.layout, next(iter(spec.shares.values())))
 

@@ -53,6 +53,7 @@ class Block(NamedTuple):
     skip_modules: tuple[str, ...]  # patterns of what stays unpacked
     expert_mesh: Any  # a `DeviceMesh` that divides experts, or None
     keep_codes: bool  # whether experts keep codes of their checkpoint that can be computed with
+    offload: bool  # whether packed experts are loaded into host memory
 
 
 _lock = threading.RLock()
@@ -94,6 +95,7 @@ def enabled(
     skip_modules: Sequence[str] = (),
     expert_mesh: DeviceMesh | None = None,
     keep_codes: bool = False,
+    offload: bool = False,
 ) -> Iterator[None]:
     """Pack experts while loading, within the block.
 
@@ -110,8 +112,12 @@ def enabled(
             computes with these: gpt-oss's MXFP4, with 4.25 bits a weight and no error beside the
             maker's. All else is dequantized and packed by the caller's config, Linear layers and
             experts in another form.
+        offload: Load packed experts into host memory, as `offload_experts(model)` would move them
+            there. Weights are packed on the device, which never holds more than one of them; of a
+            packed folder they are read to the host. `offload_experts(model)` returns the `Offload`.
+            In one process only, else a `ConfigError`.
     """
-    block = Block(tuple(skip_modules), expert_mesh, keep_codes)
+    block = Block(tuple(skip_modules), expert_mesh, keep_codes, offload)
     with _lock:
         _install()
         _blocks.append(block)
@@ -142,6 +148,12 @@ def keeps_codes() -> bool:
         return any(block.keep_codes for block in _blocks)
 
 
+def offloads() -> bool:
+    """Whether an open block asks to load experts into host memory."""
+    with _lock:
+        return any(block.offload for block in _blocks)
+
+
 def _install() -> None:
     global _merge
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
@@ -153,7 +165,7 @@ def _install() -> None:
         return
     packing = {
         method: packing_quantizer(
-            AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, expert_mesh, keeps_codes
+            AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, expert_mesh, keeps_codes, offloads
         )
         for method in _METHODS
     }

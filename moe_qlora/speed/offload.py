@@ -57,7 +57,8 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
         layers: How many decoder layers, from the last one; None for all that have packed experts.
 
     Returns:
-        What was moved: `remove()`, or the end of a `with` block, moves it back.
+        What was moved: `remove()`, or the end of a `with` block, moves it back. Where all experts
+        are in host memory already, as after `enabled(offload=True)`, what moved them.
 
     Raises:
         ConfigError: No experts are packed, or fewer decoder layers than `layers` have such; they
@@ -75,6 +76,16 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
             f"offload_experts: {type(model).__name__} has no packed experts; load it under "
             "moe_qlora.enabled(), or call quantize_experts first."
         )
+    found = {id(each.host): each.host for lists in groups.values() for each in lists}
+    owners = {host.layer.offload for host in found.values() if isinstance(host, _Hosted)}
+    if layers is None and None not in found.values() and len(owners) == 1:
+        return owners.pop()
+    for name, lists in groups.items():
+        if any(each.host is not None for each in lists):
+            raise ConfigError(
+                f"offload_experts: experts of {unwrapped_name(name)} are in host memory already; "
+                "call remove() on what the first call returned."
+            )
     count = len(groups) if layers is None else layers
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= len(groups):
         raise ConfigError(
@@ -349,11 +360,6 @@ def _groups(model: nn.Module) -> dict[str, list[PackedList]]:
             )
         if share_of(module) is not None:
             raise ConfigError(f"offload_experts: the experts of {full} are divided over ranks.")
-        if packed_list.host is not None:
-            raise ConfigError(
-                f"offload_experts: {full} is in host memory already; call remove() on what the "
-                "first call returned."
-            )
         if packed_list.original.is_meta:
             raise ConfigError(f"offload_experts: {full} is on meta, without values: load it first.")
         around = [each for each in names if owner == each or owner.startswith(f"{each}.")]

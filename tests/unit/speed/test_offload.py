@@ -497,7 +497,7 @@ def test_what_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     model = packed()
     with (
         moe_qlora.offload_experts(model, layers=2),
-        pytest.raises(ConfigError, match=r"layers\.2\..* in host memory already"),
+        pytest.raises(ConfigError, match=r"layers\.2 are in host memory already"),
     ):
         moe_qlora.offload_experts(model)
     with pytest.raises(ConfigError, match="on meta"):

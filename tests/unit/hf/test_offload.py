@@ -1,0 +1,129 @@
+"""`enabled(offload=True)`: experts are loaded into host memory, and are those of any other load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.checkpoint.load_spec import LoadSpec
+from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_model
+from tests.helpers.delayed import Delayed, delayed
+from tests.helpers.fitting import equal, token_ids, train, with_lora
+from tests.helpers.mxfp4 import write_gpt_oss
+
+CONFIG = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+INT8 = {"load_in_8bit": True}
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
+    with delayed(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`plain` and `packed`, and `maker` with MXFP4 experts."""
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
+    write_gpt_oss(root / "gpt_oss", **sizes)
+    (root / "gpt_oss" / "maker").rename(root / "maker")
+    model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
+    model.save_pretrained(root / "plain")
+    load(root / "plain", CONFIG).save_pretrained(root / "packed")
+    return root
+
+
+def load(folder: Path, config: dict[str, Any] | None, **block: bool) -> Any:
+    given = {} if config is None else {"quantization_config": BitsAndBytesConfig(**config)}
+    with moe_qlora.enabled(**block):
+        return AutoModelForCausalLM.from_pretrained(folder, **given, device_map={"": "cpu"})
+
+
+def bits(model: Any) -> dict[str, Tensor]:
+    return {
+        name: tensor.contiguous().view(-1).view(torch.uint8).clone()
+        for name, tensor in model.state_dict().items()
+    }
+
+
+CASES: dict[str, Any] = {
+    "plain": ("plain", CONFIG, False),
+    "int8": ("plain", INT8, False),
+    "packed": ("packed", None, False),
+    "kept": ("maker", CONFIG, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_load_into_host_memory(
+    case: str, folders: Path, devices: list[Delayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, config, keeps = CASES[case]
+    expected = load(folders / folder, config, keep_codes=keeps)
+    on_device: list[int] = []
+    keep = LoadSpec.keep
+
+    def kept(self: LoadSpec, name: str, packed: Any) -> Any:
+        parameter = keep(self, name, packed)
+        on_device.append(parameter.numel())
+        return parameter
+
+    monkeypatch.setattr(LoadSpec, "keep", kept)
+    model = load(folders / folder, config, keep_codes=keeps, offload=True)
+    off = moe_qlora.offload_experts(model)
+    packed = list(parametrize.iter_packed(model))
+    assert on_device == [0] * len(packed) and off.copies == 0
+    assert len(off.layers) == len(packed) // 2 and "on host" in repr(model)
+    whole = sum(parametrize.read_packed(module, name).nbytes for _, module, name in packed)
+    assert off.host_nbytes >= whole
+    found, known = bits(model), bits(expected)
+    assert found.keys() == known.keys()
+    assert all(torch.equal(tensor, known[name]) for name, tensor in found.items())
+    first, second = with_lora(expected), with_lora(model)
+    ids = token_ids(first, seq=12)
+    assert equal(train(first, ids), train(second, ids)) and off.copies > 0
+    off.remove()
+    assert "on host" not in repr(model) and equal(train(first, ids), train(second, ids))
+
+
+def test_the_block_alone_asks_for_it(folders: Path) -> None:
+    with moe_qlora.enabled(offload=True), moe_qlora.enabled():
+        assert "on host" in repr(load(folders / "plain", CONFIG))
+    assert "on host" not in repr(load(folders / "plain", CONFIG))
+
+
+def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=48, hidden_size=24, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    load(tmp_path, CONFIG, offload=True)
+
+
+def test_several_ranks_are_refused_before_anything_is_read(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moe_qlora.hf import quantizer
+
+    class Several:
+        several = True
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(world, name)
+
+    world = quantizer.world()
+    monkeypatch.setattr(quantizer, "world", Several)
+    with pytest.raises(moe_qlora.ConfigError, match=r"enabled\(offload=True\): torch.distributed"):
+        load(folders / "plain", CONFIG, offload=True)
