@@ -1,0 +1,183 @@
+"""Experts in host memory on CUDA: copies beside kernels change nothing, however slow either is."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphed import assert_near, batch, gradients, packed
+from torch import Tensor
+from training import NF4
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.packing import parametrize
+from moe_qlora.speed.offload import Offload
+from moe_qlora.speed.slots import CudaCopier
+from moe_qlora.testing import tiny_model
+
+pytestmark = pytest.mark.gpu
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+SLOW = 5_000_000  # Cycles, some milliseconds
+LAYERS = {"num_hidden_layers": 5}
+
+Steps = list[tuple[float, dict[str, Tensor]]]
+
+
+def steps(model: Any, count: int = 4) -> Steps:
+    return [gradients(model, batch(step)) for step in range(count)]
+
+
+def assert_alike(found: Steps, resident: Steps, again: Steps) -> None:
+    """Equal, bit by bit, where the resident model's own steps are; else as near as these."""
+    for one, other, repeated in zip(found, resident, again, strict=True):
+        pairs = zip(other[1].values(), repeated[1].values(), strict=True)
+        exact = other[0] == repeated[0] and all(torch.equal(a, b) for a, b in pairs)
+        if exact:
+            assert one[0] == other[0]
+            assert all(torch.equal(grad, other[1][name]) for name, grad in one[1].items())
+        else:
+            assert_near(one, other)
+
+
+@pytest.mark.parametrize("way", ["kept", "recomputed", "reentrant"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_steps_are_those_of_the_resident_model(model_type: str, way: str) -> None:
+    model = packed(model_type, LAYERS)
+    if way != "kept":
+        model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
+        model.enable_input_require_grads()
+    resident, again = steps(model), steps(model)
+    with moe_qlora.offload_experts(model) as off:
+        assert_alike(steps(model), resident, again)
+        assert off.copies == 2 + 4 * 2 * (len(off.layers) - 2)
+    assert_alike(steps(model), resident, again)
+
+
+@pytest.mark.parametrize("slow", ["copies", "kernels"])
+def test_nobody_overtakes(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed("qwen3_moe", LAYERS)
+    resident, again = steps(model), steps(model)
+    copy = CudaCopier.copy
+
+    def slowly(self: CudaCopier, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
+        if slow == "copies":
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(SLOW)
+        return copy(self, to, source, after)
+
+    monkeypatch.setattr(CudaCopier, "copy", slowly)
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLOW))
+        for layer in model.get_base_model().model.layers
+        if slow == "kernels"
+    ]
+    with moe_qlora.offload_experts(model):
+        assert_alike(steps(model), resident, again)
+    for hook in hooks:
+        hook.remove()
+
+
+def pinned(model: Any) -> list[bool]:
+    return [
+        parametrize.read_packed(module, name).codes.is_pinned()
+        for _, module, name in parametrize.iter_packed(model)
+    ]
+
+
+def test_memory_of_the_device_and_of_the_host() -> None:
+    model = packed("qwen3_moe", {**LAYERS, "moe_intermediate_size": 512})
+    ids = batch(0)
+    gradients(model, ids)
+    model.zero_grad()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    off = moe_qlora.offload_experts(model)
+    gc.collect()
+    held, all_bytes = torch.cuda.memory_allocated(), off.host_nbytes
+    assert before - held > 0.9 * all_bytes and all(pinned(model))
+    gradients(model, ids)
+    model.zero_grad()
+    gc.collect()
+    slots = off.slots * all_bytes / len(off.layers)
+    assert torch.cuda.memory_allocated() - held < 1.1 * slots + 2**20
+    off.remove()
+    gc.collect()
+    assert abs(torch.cuda.memory_allocated() - before) < 2**20 and not any(pinned(model))
+
+
+def test_a_model_that_is_forgotten_unlocks_its_memory() -> None:
+    model = packed("qwen3_moe", LAYERS)
+    moe_qlora.offload_experts(model)
+    gradients(model, batch(0))
+    del model
+    gc.collect()
+    again = packed("qwen3_moe", LAYERS)
+    with moe_qlora.offload_experts(again):
+        gradients(again, batch(0))
+
+
+def test_generation_and_evaluation() -> None:
+    model = packed("qwen3_moe", LAYERS).eval()
+    ids = batch(0)
+    tokens = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    with moe_qlora.offload_experts(model):
+        assert torch.equal(model.generate(input_ids=ids, max_new_tokens=8, do_sample=False), tokens)
+
+
+def test_packing_on_a_cpu_and_moving_there() -> None:
+    model = packed("qwen3_moe", LAYERS)
+    resident, again = steps(model), steps(model)
+    model.cpu()
+    with moe_qlora.offload_experts(model) as off:
+        model.cuda()
+        assert off.device.type == "cuda" and all(pinned(model))
+        assert_alike(steps(model), resident, again)
+
+
+def test_layers_are_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    model = packed("qwen3_moe", LAYERS)
+    resident, again = steps(model), steps(model)
+    with (
+        moe_qlora.offload_experts(model),
+        caplog.at_level(logging.WARNING),
+        moe_qlora.graph_layers(model) as graphs,
+    ):
+        assert_alike(steps(model), resident, again)
+        assert graphs.recorded == 0
+    assert "without CUDA graphs" in caplog.text
+    with (
+        moe_qlora.graph_layers(model),
+        pytest.raises(moe_qlora.ConfigError, match="recorded by graph_layers"),
+    ):
+        moe_qlora.offload_experts(model)
+
+
+def test_loading_holds_one_weight_on_the_device(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "moe_intermediate_size": 512}
+    model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes)
+    model.save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
+
+    def load(**block: bool) -> tuple[Any, int]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        with moe_qlora.enabled(**block):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                tmp_path, quantization_config=config, device_map={"": 0}, dtype=torch.bfloat16
+            )
+        return loaded, torch.cuda.memory_allocated() - before
+
+    resident, taken = load()
+    offloaded, less = load(offload=True)
+    off: Offload = moe_qlora.offload_experts(offloaded)
+    assert off.device.type == "cuda" and all(pinned(offloaded)) and off.copies == 0
+    assert taken - less > 0.9 * off.host_nbytes
+    ids = batch(0) % 60
+    assert torch.equal(offloaded(input_ids=ids).logits, resident(input_ids=ids).logits)
