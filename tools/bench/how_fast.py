@@ -76,14 +76,16 @@ WORDS = """
 WHOLE = ("3d1899a", "recorded")
 """Commit and setting of the table of all 48 layers."""
 
+FITTED = "checkpointing=fit with=liger-loss,merge-lora,compile,graphs{},adamw_fused"
+
 SETTINGS = {
     "recorded": dict.fromkeys(
         [(peer, batch) for peer in ("ours", "frozen") for batch in (1, 4)],
         "with=liger,graphs,adamw_fused",
     ),
     "fitted": {
-        ("ours", 1): "checkpointing=fit with=liger-loss,compile,graphs,adamw_fused",
-        ("ours", 4): "checkpointing=fit with=liger-loss,compile,graphs,adamw_fused",
+        ("ours", 1): FITTED.format(""),
+        ("ours", 4): FITTED.format(""),
         ("frozen", 1): "checkpointing=none with=liger-loss,compile,adamw_fused",
         ("frozen", 4): "checkpointing=non-reentrant with=liger-loss,compile,adamw_fused",
     },
@@ -141,7 +143,7 @@ def fitted() -> Iterator[str]:
     if kind != "fitted":
         return
     yield "Ours at micro-batch 1, by the memory that it was fitted to:"
-    words = SETTINGS[kind]["ours", 1]
+    words = FITTED.format(",expandable-segments")
     runs = {"all that is free": dict(of_table(1))["ours"]}
     runs |= {
         f"{limit[:-3]} GiB": _whole(commit, "ours", 1, 4096, f"{words} memory={limit}")

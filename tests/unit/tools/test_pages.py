@@ -50,7 +50,10 @@ def test_the_page_of_speed_can_show_what_the_table_of_what_fits_measures(script,
         monkeypatch.setattr("sys.argv", fit_table.command(case, options)[2:])
         asked = model._options()
         if asked.model == how_fast.QWEN:
-            setting = model._setting(case.peer, asked, 48)
+            with monkeypatch.context() as environment:
+                for key, value in (fit_table.EXPANDABLE if case.expandable else {}).items():
+                    environment.setenv(key, value)
+                setting = model._setting(case.peer, asked, 48)
             case_figures = figures | {"throughput": 20000 + number}
             rows += [
                 {**start, "setting": setting, "metric": metric} | dict.fromkeys(PERCENTILES, value)
