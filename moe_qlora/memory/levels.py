@@ -80,21 +80,17 @@ def compute(
     """
     if level == KEEP:
         return function(*args, **kwargs)
-    how: dict[str, Any] = {}
-    if torch.compiler.is_compiling():
-        if level != RECOMPUTE:
-            how["context_fn"] = _COMPILED[level]
-    else:
-        how["context_fn"] = lambda: _contexts(level, recomputing)
 
     def call(*args: Any) -> Any:
         return function(*args, **kwargs)
 
-    how |= {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
     if torch.compiler.is_compiling():
+        if level != RECOMPUTE:
+            how["context_fn"] = _COMPILED[level]
         return checkpoint(call, *args, **how)
     try:
-        return checkpoint(call, *args, **how)
+        return checkpoint(call, *args, context_fn=lambda: _contexts(level, recomputing), **how)
     except BaseException as error:
         _end_checkpoint(error.__traceback__, call.__code__)
         raise

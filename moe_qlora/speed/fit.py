@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -139,6 +139,7 @@ class Fit:
         }
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
+        self._given_back: Any = None  # The hook of `_give_back_once`
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._names: tuple[str, ...] = ()  # Of the layers that run in a measured step
         self._sizes = 0, 0  # Sequences, and tokens in each
@@ -251,25 +252,31 @@ class Fit:
 
     def _needed(self, activities: tuple[Activity, ...]) -> int:
         """Return the bytes that a step needs of the memory."""
-        peak = self._peak_of(activities)
+        planned = self._budget_of(activities)
+        peak = self._resident + planned.nbytes
         if self._device.type != "cuda":
             return peak
         if self._is_recorded:
-            peak = max(peak, self._with_graphs(activities))
-        return int(peak * (1 + _gaps()))
+            peak = max(peak, self._with_graphs(activities, planned))
+        return int(peak * (1 + self._gaps))
+
+    @cached_property
+    def _gaps(self) -> float:
+        """The part of the peak that gaps between tensors take, by the allocator's segments."""
+        expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
+        return _GAPS_OF_EXPANDABLE if expandable else FRAGMENTATION
 
     @property
     def _is_recorded(self) -> bool:
         return any(map(runs_recorded, self._modules.values()))
 
-    def _with_graphs(self, activities: tuple[Activity, ...]) -> int:
+    def _with_graphs(self, activities: tuple[Activity, ...], planned: Peak) -> int:
         """Return the bytes of a step whose layers have a memory pool of their own.
 
         What layers keep and work with is not shared with what the loss works with, nor with
         gradients, which come as activations go.
         """
-        parts = self._budget_of(activities).parts
-        always = sum(parts[name] for name in COMPONENTS[: COMPONENTS.index("gradients")])
+        always = sum(planned.parts[name] for name in COMPONENTS[: COMPONENTS.index("gradients")])
         work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
         layers, others = (
             max((size for name, size in work.items() if (name in self._fitted) is own), default=0)
@@ -307,6 +314,9 @@ class Fit:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        if self._given_back is not None:
+            self._given_back.remove()
+            self._given_back = None
         for layer in self._fitted.values():
             layer.remove()
         self._overrides.remove()
@@ -334,7 +344,7 @@ class _Check:
         if not self.calls:
             torch.cuda.reset_peak_memory_stats(fit._device)
             if fit._is_recorded:
-                _give_back_once(fit._modules[fit._names[0]])
+                fit._given_back = _give_back_once(fit._modules[fit._names[0]])
         self.calls += 1
         if self.calls <= _STEPS_CHECKED:
             return
@@ -360,29 +370,22 @@ class _Check:
             fit._keep_less(max(peak - fit.peak, reserved - fit._needs))
 
 
-def _give_back_once(layer: nn.Module) -> None:
+def _give_back_once(layer: nn.Module) -> Any:
     """Give back the memory of the first backward, once a layer's gradients are there.
 
     That step ran without graphs. An optimizer makes its states next, and in gaps between them
-    would be memory that graphs cannot use.
+    would be memory that graphs cannot use. Returns the hook, None where nothing is trained.
     """
-    for parameter in layer.parameters():
-        if parameter.requires_grad:
-            break
-    else:
-        return
+    trained = next((p for p in layer.parameters() if p.requires_grad), None)
+    if trained is None:
+        return None
 
     def give_back(_: Any) -> None:
         handle.remove()
         torch.cuda.empty_cache()
 
-    handle = parameter.register_post_accumulate_grad_hook(give_back)
-
-
-def _gaps() -> float:
-    """Return the part of the peak that gaps between tensors take, by the allocator's segments."""
-    expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
-    return _GAPS_OF_EXPANDABLE if expandable else FRAGMENTATION
+    handle = trained.register_post_accumulate_grad_hook(give_back)
+    return handle
 
 
 def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -316,6 +316,7 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
         graphed = always + pool + max(of_others, trained) + (256 << 20)
         assert fit._needed(activities) == int(graphed * 1.04)
         segments.append({"is_expandable": True})
+        del fit._gaps  # which is read once
         assert fit._needed(activities) == int(graphed * 1.02)
         fit._device = torch.device("cpu")
 
@@ -353,3 +354,25 @@ def test_the_first_steps_are_compared_with_what_was_planned(
     said = [text for text in caplog.messages if "the first steps took" in text]
     assert len(said) == (over > 1.03 or less)
     assert all(("fewer activations are kept" in text) is less for text in said)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_what_the_first_backward_reserved_is_given_back_once(
+    removed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[None] = []
+    model, layers = adapted(), []
+    with fitted(model) as fit:
+        layers = [*fit._modules.values()]
+        for layer in layers:
+            layer.forward = _Recorded().forward
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
+        _Check(fit)(model, ())
+        if removed:
+            fit.remove()
+        for layer in layers:
+            vars(layer).pop("forward", None)
+        for _ in range(2):
+            model(input_ids=token_ids(model), labels=token_ids(model)).loss.backward()
+    assert len(given) == (0 if removed else 1)
