@@ -21,6 +21,7 @@ from .errors import (
     UnsupportedWeightError,
 )
 from .hf.model import check_method, finish_packing
+from .hf.switch import offloads
 from .layout import (
     ExpertParam,
     LinearExperts,
@@ -42,7 +43,7 @@ from .packing.selection import (
 )
 from .packing.settings import CodecSettings, why_not
 from .progress import Progress, reporting
-from .world import absmax_mean, share_of
+from .world import absmax_mean, offload, share_of
 
 
 def quantize_experts(
@@ -55,7 +56,8 @@ def quantize_experts(
     """Pack every expert weight of a built model, in place.
 
     Weights keep their names: `module.gate_up_proj` gives the dequantized tensor in its original
-    dtype. Calling it again changes nothing.
+    dtype. Calling it again changes nothing. Within `enabled(offload=True)` each packed weight goes
+    to host memory, as by `offload_experts(model)`.
 
     Args:
         model: On the CPU, on a device, or spread over devices; each weight is packed on its device.
@@ -96,6 +98,8 @@ def quantize_experts(
     rows = _pack_selected(model, selections, settings, progress)
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
     served = finish_packing(model, layout, config, settings) if packed else set()
+    if packed and offloads():
+        offload(model)
     slow = tuple(
         SlowModule(module.name, module.class_name, sum(map(_decoded_nbytes, module.parameters)))
         for module in layout.modules
@@ -312,6 +316,8 @@ def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> 
     weight = _weight(model, param.name)
     share = share_of(parametrize.owner_of(model, param.name)[0])
     packed = pack(weight, settings, absmax_mean(share, param.name))
+    if offloads():  # So that the device holds one packed weight at a time
+        packed = packed.to("cpu")
     attached: list[tuple[nn.Module, str]] = []
     try:
         for name in param.names:

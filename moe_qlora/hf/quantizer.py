@@ -417,7 +417,18 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     _check_linears(spec)
     if not spec.params:
         return
+    _attach(model, spec)
+    finish_packing(model, spec.layout, config, spec.settings)
+    if spec.offloads:
+        offload(model)
+    if spec.shares:
+        many_ranks().divide(model, spec.layout, next(iter(spec.shares.values())))
+
+
+def _attach(model: Any, spec: LoadSpec) -> None:
+    """Move the packed weights from a spec to the model."""
     by_codes = {id(parameter): packed for parameter, packed in spec.packed.values()}
+    spec.packed.clear()  # Each is freed as soon as it lies elsewhere
     lost = []
     for name, param in spec.params.items():
         module, leaf = parametrize.owner_of(model, name)
@@ -437,11 +448,6 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
             "would be packed. Load the 16-bit checkpoint of this model; one that another tool has "
             "packed keeps its weights under other names."
         )
-    finish_packing(model, spec.layout, config, spec.settings)
-    if spec.offloads:
-        offload(model)
-    if spec.shares:
-        many_ranks().divide(model, spec.layout, next(iter(spec.shares.values())))
 
 
 def _check_linears(spec: LoadSpec) -> None:

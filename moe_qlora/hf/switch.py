@@ -115,6 +115,7 @@ def enabled(
         offload: Load packed experts into host memory, as `offload_experts(model)` would move them
             there. Weights are packed on the device, which never holds more than one of them; of a
             packed folder they are read to the host. `offload_experts(model)` returns the `Offload`.
+            `quantize_experts` within the block does the same with a built model.
             In one process only, else a `ConfigError`.
     """
     block = Block(tuple(skip_modules), expert_mesh, keep_codes, offload)

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.load_spec import LoadSpec
+from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
+from moe_qlora.speed import host_memory
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, delayed
 from tests.helpers.fitting import equal, token_ids, train, with_lora
@@ -127,3 +130,43 @@ def test_several_ranks_are_refused_before_anything_is_read(
     monkeypatch.setattr(quantizer, "world", Several)
     with pytest.raises(moe_qlora.ConfigError, match=r"enabled\(offload=True\): torch.distributed"):
         load(folders / "plain", CONFIG, offload=True)
+
+
+class Watch:
+    """Bytes of packed weights outside of the host memory they are moved to, whenever it grows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = self.moved = self.count = 0
+        loose: dict[Any, int] = {}
+        make, hold = host_memory.HostMemory.__init__, PackedWeight.__init__
+
+        def made(memory: Any, nbytes: int, device: torch.device) -> None:
+            make(memory, nbytes, device)
+            self.count, self.moved = self.count + 1, self.moved + nbytes
+            alive = sum(n for ref, n in loose.items() if not ref.expired())
+            self.most = max(self.most, self.moved + alive)
+
+        def held(packed: Any, codes: Tensor, *rest: Any, **named: Any) -> None:
+            hold(packed, codes, *rest, **named)
+            if not self.count and codes.device.type == "cpu":
+                loose[StorageWeakRef(codes.untyped_storage())] = codes.untyped_storage().nbytes()
+
+        monkeypatch.setattr(host_memory.HostMemory, "__init__", made)
+        monkeypatch.setattr(PackedWeight, "__init__", held)
+
+
+@pytest.mark.parametrize("way", ["plain", "packed", "quantize_experts"])
+def test_no_more_than_a_layer_is_held_twice(
+    way: str, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
+    watch = Watch(monkeypatch)
+    if way == "quantize_experts":
+        with moe_qlora.enabled(offload=True):
+            moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CONFIG))
+        assert "on host" in repr(model) and watch.count == 3
+    else:
+        model = load(folders / way, CONFIG if way == "plain" else None, offload=True)
+    off = moe_qlora.offload_experts(model)
+    assert watch.count == len(off.layers) == 3 and watch.moved == off.host_nbytes
+    assert off.host_nbytes < watch.most <= off.host_nbytes * 4 / 3

@@ -181,3 +181,15 @@ def test_loading_holds_one_weight_on_the_device(tmp_path: Path) -> None:
     assert taken - less > 0.9 * off.host_nbytes
     ids = batch(0) % 60
     assert torch.equal(offloaded(input_ids=ids).logits, resident(input_ids=ids).logits)
+
+
+def test_a_built_model_is_packed_into_host_memory() -> None:
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "moe_intermediate_size": 512}
+    model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes).cuda()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with moe_qlora.enabled(offload=True):
+        report = moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
+    gc.collect()
+    assert all(pinned(model)) and moe_qlora.offload_experts(model).device.type == "cuda"
+    assert before - torch.cuda.memory_allocated() > 0.99 * report.bytes_before
