@@ -111,8 +111,8 @@ class Offload:
         self._lock = threading.Lock()
         self._blocks: list[_Layer] = []
         try:
-            for lists in groups.values():
-                self._blocks.append(_Layer(lists, self))
+            for place, lists in enumerate(groups.values()):
+                self._blocks.append(_Layer(lists, self, place))
         except BaseException:
             self.remove()
             raise
@@ -202,7 +202,7 @@ class Offload:
 class _Layer(Block):
     """One decoder layer's packed experts in host memory."""
 
-    def __init__(self, lists: Sequence[PackedList], offload: Offload) -> None:
+    def __init__(self, lists: Sequence[PackedList], offload: Offload, place: int) -> None:
         tied: dict[int, list[PackedList]] = {}
         for each in lists:
             tied.setdefault(id(each.original), []).append(each)
@@ -212,7 +212,7 @@ class _Layer(Block):
             self._records.append(record)
             end = record.end
         self.host = HostMemory(end, offload.device)
-        super().__init__(self.host.tensor(0, end))
+        super().__init__(self.host.tensor(0, end), place)
         self.write()
         for record in self._records:
             record.settle(record)

@@ -3,8 +3,12 @@
 A `Slots.fetch` returns the memory of a block's slot and a `Lease`. As long as the lease is
 referenced, the slot is not given away. With its end the slot can be filled again, by a copy that
 waits for what the device was given to compute until then. So nobody says when a use ends, and an
-exception cannot leave a slot taken: where a traceback keeps a lease, another fetch that finds no
-free slot gets memory of its own.
+exception cannot leave a slot taken: where a traceback keeps a lease, another block that would be
+in the same slot gets memory of its own.
+
+A block always has the same slot, by its place in the order of use: a CUDA graph that was recorded
+with a lease of the block reads its address, and is replayed within another lease. With two slots,
+neighbours in that order are in different ones, forwards as well as backwards.
 
     compute stream   | wait for ready | kernels that read the slot | mark |
     copy stream                                                           | wait for mark | copy |
@@ -30,6 +34,9 @@ class Copier(Protocol):
     def empty(self, nbytes: int) -> Tensor:
         """Return memory of the device, uint8 `(nbytes,)`, to copy to."""
 
+    def records(self) -> bool:
+        """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
+
     def here(self) -> Any:
         """Return the stream that the caller computes on."""
 
@@ -51,6 +58,9 @@ class HostCopier:
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def records(self) -> bool:
+        return False
 
     def here(self) -> Any:
         return None
@@ -80,6 +90,9 @@ class CudaCopier:
         memory.record_stream(self.stream)
         return memory
 
+    def records(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def here(self) -> Any:
         return torch.cuda.current_stream(self.device)
 
@@ -107,22 +120,22 @@ class CudaCopier:
 class Block:
     """Some host memory that is copied to a slot as a whole."""
 
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, memory: Tensor, place: int) -> None:
         self.memory = memory  # `(bytes,)` uint8
+        self.place = place  # In the order of use; modulo the number of slots, that of its slot
 
 
 class Slot:
     """Memory on the device, and whose copy it holds."""
 
-    def __init__(self, memory: Tensor, stream: Any, mark: Any) -> None:
-        self.memory = memory
+    def __init__(self, memory: Tensor, stream: Any, mark: Any, stays: bool) -> None:
+        self.memory, self.stays = memory, stays  # Or it is gone with its lease
         self.block: Block | None = None
         self.ready: Any = None  # The event that the last copy to it is done
         # What a copy to it waits for, by stream: the ends of its leases; at first that of what the
         # allocator gave the memory to before
         self.marks: dict[Any, Any] = {stream: mark}
         self.leases = 0
-        self.touched = 0  # Number of the last fetch or copy
 
 
 class Lease:
@@ -149,23 +162,34 @@ class Slots:
         self._ended: deque[tuple[Slot, Any, Any]] = deque()
         self._current: Block | None = None
         self._wanted: Block | None = None  # The block to copy next
-        self._time = 0
 
-    def fetch(self, block: Block, following: Block | None) -> tuple[Slot, Lease]:
+    def fetch(self, block: Block, following: Block | None) -> tuple[Slot, Lease | None]:
         """Return the slot with a block's copy, and what reserves it; then copy `following`.
 
-        What the caller's stream is given from now on waits for the copy.
+        What the caller's stream is given from now on waits for the copy. In the recording of a
+        CUDA graph, which runs later, nothing is copied, waited for or reserved.
+
+        Raises:
+            RuntimeError: In a recording, the block is not in its slot, or not reserved there.
         """
+        if self.copier.records():
+            slot = self._slot(block)
+            if slot.block is not block or not slot.leases:
+                raise RuntimeError(
+                    "experts in host memory were read in a CUDA graph that graph_layers does not "
+                    "record: call remove() on what offload_experts returned before recording it"
+                )
+            return slot, None
         with self._lock:
             self._settle()
-            slot = self._slot_of(block)
-            if slot is None:
-                slot = self._free(keeps=None) or self._new(block.memory.nbytes)
+            slot = self._slot(block)
+            if slot.block is not block:
+                if slot.leases:
+                    slot = self._new(block.memory.nbytes, stays=False)
                 self._copy(block, slot)
             stream = self.copier.here()
             self.copier.wait(stream, slot.ready)
             lease = Lease(self, slot, stream)
-            slot.touched = self._tick()
             self._current, self._wanted = block, following
             self._copy_ahead()
         self._catch_up()
@@ -207,30 +231,25 @@ class Slots:
             slot.leases -= 1
             slot.marks[stream] = mark
 
-    def _slot_of(self, block: Block) -> Slot | None:
-        return next((slot for slot in self._slots if slot.block is block), None)
+    def _slot(self, block: Block) -> Slot:
+        """Return the slot of a block, whatever is in it."""
+        while len(self._slots) < self.count:
+            self._slots.append(self._new(self._nbytes, stays=True))
+        return self._slots[block.place % self.count]
 
-    def _free(self, keeps: Block | None) -> Slot | None:
-        """Return the slot to fill next: nobody has a lease of it, nor is it that of `keeps`."""
-        if len(self._slots) < self.count:
-            self._slots.append(self._new(self._nbytes))
-            return self._slots[-1]
-        free = [s for s in self._slots if not s.leases and (keeps is None or s.block is not keeps)]
-        return min(free, key=lambda slot: slot.touched, default=None)
-
-    def _new(self, nbytes: int) -> Slot:
+    def _new(self, nbytes: int, stays: bool) -> Slot:
         with torch.inference_mode(False):  # Else nothing outside could be copied to it
             stream = self.copier.here()
-            return Slot(self.copier.empty(nbytes), stream, self.copier.mark(stream))
+            return Slot(self.copier.empty(nbytes), stream, self.copier.mark(stream), stays)
 
     def _copy_ahead(self) -> None:
-        """Copy the block that is wanted next, as soon as a slot is free for it."""
+        """Copy the block that is wanted next, as soon as its slot is free."""
         block = self._wanted
         if block is None:
             return
-        if self._slot_of(block) is None:
-            slot = self._free(keeps=self._current)
-            if slot is None:
+        slot = self._slot(block)
+        if slot.block is not block:
+            if slot.leases or slot.block is self._current:  # which may be read once more
                 return
             self._copy(block, slot)
         self._wanted = None
@@ -240,9 +259,5 @@ class Slots:
         to = slot.memory[: block.memory.nbytes]
         slot.ready = self.copier.copy(to, block.memory, slot.marks.values())
         slot.marks = {}
-        slot.block, slot.touched = block, self._tick()
+        slot.block = block
         self.copies += 1
-
-    def _tick(self) -> int:
-        self._time += 1
-        return self._time

@@ -34,6 +34,10 @@ class Delayed:
         self.targets: dict[int, int] = {}  # By event: the address that it copies to
         self.made: list[Tensor] = []
         self.missed = 0
+        self.recording = False
+
+    def records(self) -> bool:
+        return self.recording
 
     def tick(self) -> int:
         self.time += 1
@@ -106,4 +110,4 @@ def delayed(monkeypatch: Any) -> Any:
 
 def blocks(count: int, nbytes: int = 8) -> list[slots.Block]:
     """Blocks whose bytes are their number."""
-    return [slots.Block(torch.full((nbytes,), i, dtype=torch.uint8)) for i in range(count)]
+    return [slots.Block(torch.full((nbytes,), i, dtype=torch.uint8), i) for i in range(count)]

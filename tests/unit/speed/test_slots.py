@@ -81,6 +81,40 @@ def test_random_fetches_read_what_they_ask_for(seed: int) -> None:
     assert not device.faults
 
 
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_a_block_has_one_address_and_is_there_in_time(count: int) -> None:
+    """Forwards and backwards: only the very first copy is waited for as it is ordered."""
+    device, every = Delayed(), blocks(count)
+    made, places = Slots(2, 8, device), dict[int, set[int]]()
+    order = [*range(count), *reversed(range(count))]
+    for number, following in zip(3 * order, [*(3 * order)[1:], 0], strict=True):
+        slot, lease = made.fetch(every[number], every[following])
+        assert value(slot) == number
+        places.setdefault(number, set()).add(slot.memory.data_ptr())
+        del slot, lease
+    assert all(len(addresses) == 1 for addresses in places.values())
+    assert device.missed == 1 and made.copies == 2 + 3 * 2 * (count - 2) and not device.faults
+
+
+def test_a_recording_reads_a_reserved_slot_and_orders_nothing() -> None:
+    device, every = Delayed(), blocks(3)
+    made = Slots(2, 8, device)
+    slot, lease = made.fetch(every[0], every[1])
+    before = device.time, made.copies
+    device.recording = True
+    again, nothing = made.fetch(every[0], every[2])
+    assert again is slot and nothing is None and (device.time, made.copies) == before
+    for number in (1, 2):  # One that nobody reserved, one that is not there
+        with pytest.raises(RuntimeError, match="graph_layers does not record"):
+            made.fetch(every[number], None)
+    device.recording = False
+    del lease
+    device.recording = True
+    with pytest.raises(RuntimeError, match="graph_layers does not record"):
+        made.fetch(every[0], None)
+    assert made.copies == before[1]
+
+
 def test_a_lease_may_end_in_the_middle_of_a_fetch() -> None:
     """The garbage collector may run anywhere: it finds the lock taken, by this same thread."""
     every = blocks(3)
