@@ -100,8 +100,8 @@ def _for_backward(layer: Any) -> Any:
     first, second = layer.first.again, layer.second.again
     if first is None or second is None:
         return layer
-    constants = layer[2:]
-    return lambda: type(layer)(first().aligned(), second().aligned(), *constants)
+    kind, constants = type(layer), layer[2:]  # Not the layer: it would keep what it has read
+    return lambda: kind(first().aligned(), second().aligned(), *constants)
 
 
 class _FusedLayer(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """What `model.py` and `losses.py` add to a model for speed, in the order that it must have.
 
     Liger, torch.compile of each layer    `add`
-    join_lora (--merge-lora), graph_layers, then fit_memory
+    offload_experts (--offload), join_lora (--merge-lora), graph_layers, then fit_memory
                                           `prepared`: what compiled layers keep is measured
 
 With graphs, `graph_layers` compiles the layers itself, so that they are recorded as compiled. The
@@ -26,6 +26,9 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 DEVICE = "device"
 """The memory of `--fit` without a figure: all that the device has free."""
 
+ALL = 0
+"""`--offload` without a number."""
+
 KINDS = {"keep": "layers kept", "part": "layers kept in part", "recompute": "layers recomputed"}
 """The metric that counts the layers of each choice of `fit_memory`."""
 
@@ -36,6 +39,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--liger-loss", action="store_true", help="Liger's loss alone")
     parser.add_argument(
         "--merge-lora", action="store_true", help="LoRA on one input as one product; ours only"
+    )
+    parser.add_argument(
+        "--offload",
+        nargs="?",
+        type=int,
+        const=ALL,
+        metavar="LAYERS",
+        help="packed experts in host memory, of all layers or the last so many; ours only",
     )
     parser.add_argument("--compile", action="store_true", help="each decoder layer")
     parser.add_argument("--graphs", action="store_true", help="decoder layers as CUDA graphs")
@@ -67,13 +78,16 @@ def words(options: argparse.Namespace, *, fits: bool) -> list[str]:
 
     Args:
         options: The command line's.
-        fits: Whether this peer takes `fit_memory` and `join_lora`.
+        fits: Whether this peer takes what is ours alone: `fit_memory`, `join_lora`, offloading.
     """
     keeps = options.graphs_keep or (options.fit is not None and not fits)
     graphs = {"graphs": options.graphs and not keeps, "graphs-keep": options.graphs and keeps}
     liger = {"liger": options.liger, "liger-loss": options.liger_loss}
-    lora = {"merge-lora": options.merge_lora and fits}
-    asked = {**liger, **lora, "compile": options.compile, **graphs}
+    ours = {"merge-lora": options.merge_lora, "offload": options.offload == ALL}
+    if options.offload:
+        ours[f"offload-{options.offload}"] = True
+    ours = {name: wanted and fits for name, wanted in ours.items()}
+    asked = {**liger, **ours, "compile": options.compile, **graphs}
     asked["expandable-segments"] = "expandable_segments:True" in os.environ.get(ALLOCATOR, "")
     return [name for name, wanted in asked.items() if wanted]
 
@@ -109,7 +123,12 @@ def prepared(
     """
     library: Any = moe_qlora
     with ExitStack() as stack:
-        graphs, fit = None, None
+        graphs, fit, off = None, None, None
+        if options.offload is not None and fits:
+            off = stack.enter_context(
+                library.offload_experts(peft_model, layers=options.offload or None)
+            )
+            print(off, flush=True)
         if options.merge_lora and fits:
             from moe_qlora.speed.joined_lora import join_lora
 
@@ -133,6 +152,9 @@ def prepared(
             if rows is not None:
                 _record_choice(fit, rows)
         yield graphs
+        if off is not None and rows is not None:
+            rows.add("experts in host memory", "bytes", off.host_nbytes)
+            rows.add("copies to the device", "copies", off.copies)
         if graphs is not None and rows is not None:
             rows.add("recorded calls", "calls", graphs.recorded)
         device = next(peft_model.parameters()).device

@@ -44,10 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-30b-a3b": ("qwen3_moe", {**SHAPES["qwen3-30b-a3b"][1], **WHOLE["qwen3-30b-a3b"]}),
     "glm-4.5-air": ("glm4_moe", {**SHAPES["glm-4.5-air"][1], **WHOLE["glm-4.5-air"]}),
     "qwen3-235b-a22b": ("qwen3_moe", {
-        "hidden_size": 4096, "moe_intermediate_size": 1536, "num_experts": 128,
-        "num_experts_per_tok": 8, "num_hidden_layers": 94, "vocab_size": 151936,
-        "intermediate_size": 12288, "num_attention_heads": 64, "num_key_value_heads": 4,
-        "head_dim": 128}),
+        **SHAPES["qwen3-235b-a22b"][1], **WHOLE["qwen3-235b-a22b"]}),
     "glm-4.6": ("glm4_moe", {
         "hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 160,
         "num_experts_per_tok": 8, "num_hidden_layers": 92, "vocab_size": 151552,

@@ -23,7 +23,8 @@ Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains
 `--liger` (its norms, rotary embedding and loss, not its experts), `--liger-loss`, `--compile` (each
 decoder layer), `--graphs` and `--graphs-keep` (`moe_qlora.graph_layers`) are the same for every
 peer, as are `--attention` (transformers' own switch) and `--chunk-mem-const` (of Liger's loss).
-`--fit` is `moe_qlora.fit_memory` for ours; peers then keep all activations. `--losses` records the
+`--fit` is `moe_qlora.fit_memory` for ours; peers then keep all activations. `--offload` is
+`moe_qlora.offload_experts` for ours. `--losses` records the
 losses of the first steps: the same seed and tokens under every setting. `--generate` measures
 decoding with a static cache in place of training; without `--graphs`, transformers compiles it. A
 model is made on the device one module at a time, and an expert stack packed as soon as it is made,
@@ -35,6 +36,7 @@ left then.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -99,6 +101,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--expert-rank", type=int, help="of LoRA on experts; default: --rank")
     parser.add_argument("--lora", default="experts,attention", help="experts, attention or both")
     additions.arguments(parser)
     parser.add_argument("--chunk-mem-const", type=int, help="of Liger's loss: larger chunks")
@@ -151,7 +154,8 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
     kept = "fit" if fitted else "non-reentrant" if options.checkpointing else "none"
     packed = {"frozen": "bf16", "peft": "bf16", "mxfp4": "mxfp4", "e4b": "nf4"}
     return (
-        f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
+        f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank}"
+        f"{f'/{options.expert_rank}' if options.expert_rank else ''} "
         f"seq={options.seq} batch={options.micro_batch} "
         f"checkpointing={kept} {packed.get(peer, 'nf4+double')}"
         f"{' liger' if options.loss == 'liger' else ''} peer={peer} adapters={options.adapters}"
@@ -304,9 +308,13 @@ def lora_config(
     """Return PEFT's config of LoRA on attention, on the named expert weights, or on both."""
     import peft
 
+    ranks = {}
+    if options.expert_rank and "experts" in wanted:
+        ranks = {rf"(.*\.)?{re.escape(name)}": options.expert_rank for name in experts}
     return peft.LoraConfig(
         r=options.rank,
         lora_alpha=2 * options.rank,
+        rank_pattern=ranks,
         target_modules=attention_layers(model) if "attention" in wanted else [],
         target_parameters=experts if "experts" in wanted else None,
         task_type="CAUSAL_LM",

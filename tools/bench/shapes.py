@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
+    "qwen3-235b-a22b": ("qwen3_moe", {"hidden_size": 4096, "moe_intermediate_size": 1536,
+                                      "num_experts": 128, "num_experts_per_tok": 8}),
+    "gpt-oss-120b": ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880,
+                                 "num_local_experts": 128, "num_experts_per_tok": 4}),
     "qwen3-30b-a3b": ("qwen3_moe", {"hidden_size": 2048, "moe_intermediate_size": 768,
                                     "num_experts": 128, "num_experts_per_tok": 8}),
     "mixtral-8x7b": ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336,
@@ -18,12 +22,16 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "deepseek-v3": ("deepseek_v3", {"hidden_size": 7168, "moe_intermediate_size": 2048,
                                     "n_routed_experts": 256, "num_experts_per_tok": 8}),
 }  # fmt: skip
-"""Model type and the sizes of its experts."""
+"""Model type and the sizes of its experts; a model type is the last one's that has it."""
 
 TINY = ("qwen3_moe", {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4,
                       "num_experts_per_tok": 2})  # fmt: skip
 
 WHOLE: dict[str, dict[str, int]] = {
+    "qwen3-235b-a22b": {"num_hidden_layers": 94, "vocab_size": 151936, "intermediate_size": 12288,
+                        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
+    "gpt-oss-120b": {"num_hidden_layers": 36, "vocab_size": 201088, "num_attention_heads": 64,
+                     "num_key_value_heads": 8, "head_dim": 64},
     "qwen3-30b-a3b": {"num_hidden_layers": 48, "vocab_size": 151936, "intermediate_size": 6144,
                       "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
     "mixtral-8x7b": {"num_hidden_layers": 32, "vocab_size": 32000, "num_attention_heads": 32,

@@ -288,6 +288,8 @@ def test_published_sizes(monkeypatch):
         "gpt-oss-20b": 20.9,
         "glm-4.5-air": 106.9,
         "deepseek-v3": 671.0,
+        "qwen3-235b-a22b": 235.1,
+        "gpt-oss-120b": 116.8,
     }
     assert billions.keys() == SHAPES.keys()
     for name, expected in billions.items():
