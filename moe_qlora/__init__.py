@@ -23,7 +23,7 @@ __all__ = list(_MODULES)
 
 
 _world.provide(lambda: import_module(".distributed.ranks", __name__).ManyRanks())
-_world.provide_offloading(lambda: import_module(".speed.offload", __name__).offload_experts)
+_world.provide_offloading(lambda: import_module(".speed.offload", __name__).offload_loaded)
 
 
 def __getattr__(name: str) -> Any:

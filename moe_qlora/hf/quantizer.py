@@ -56,7 +56,7 @@ def packing_quantizer(
     extra_skip_modules: Callable[[], Sequence[str]],
     expert_mesh: Callable[[], Any] = lambda: None,
     keeps_codes: Callable[[], bool] = lambda: False,
-    offloads: Callable[[], bool] = lambda: False,
+    offloads: Callable[[], bool | str] = lambda: False,
 ) -> type:
     """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
     members = {
@@ -77,7 +77,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _extra_skip_modules: Callable[[], Sequence[str]]
     _expert_mesh: Callable[[], Any]
     _keeps_codes: Callable[[], bool]
-    _offloads: Callable[[], bool]
+    _offloads: Callable[[], bool | str]
     _spec: LoadSpec | None = None
     _device_map: Any = None
     _checked: FolderCheck | None = None
@@ -140,7 +140,15 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             ranks.begin(model, lambda: self._facts(files, dtype))
         self._add_skips(model)
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
-        self._spec.device_map, self._spec.offloads = self._device_map, self._offloads()
+        self._spec.device_map, self._spec.offloads = self._device_map, bool(self._offloads())
+        if self._offloads() == "disk":
+            if self._spec.params and self._mark is None:
+                raise ConfigError(
+                    "enabled(offload='disk') leaves experts in the files of a packed folder, and "
+                    f"{config._name_or_path or 'what is loaded'} is none: write one first, with "
+                    "moe_qlora.quantize_checkpoint or `moe-qlora quantize`."
+                )
+            self._spec.places = {}
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         check_linears(model, self._spec.settings)
         if self._checked is not None:
@@ -420,7 +428,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     _attach(model, spec)
     finish_packing(model, spec.layout, config, spec.settings)
     if spec.offloads:
-        offload(model)
+        offload(model, spec.places)
     if spec.shares:
         many_ranks().divide(model, spec.layout, next(iter(spec.shares.values())))
 

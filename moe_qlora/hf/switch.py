@@ -38,7 +38,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +55,7 @@ class Block(NamedTuple):
     skip_modules: tuple[str, ...]  # patterns of what stays unpacked
     expert_mesh: Any  # a `DeviceMesh` that divides experts, or None
     keep_codes: bool  # whether experts keep codes of their checkpoint that can be computed with
-    offload: bool  # whether packed experts are loaded into host memory
+    offload: Any  # whether packed experts are loaded into host memory; "disk": or stay there
 
 
 _lock = threading.RLock()
@@ -95,7 +97,7 @@ def enabled(
     skip_modules: Sequence[str] = (),
     expert_mesh: DeviceMesh | None = None,
     keep_codes: bool = False,
-    offload: bool = False,
+    offload: bool | Literal["disk"] = False,
 ) -> Iterator[None]:
     """Pack experts while loading, within the block.
 
@@ -116,8 +118,12 @@ def enabled(
             there. Weights are packed on the device, which never holds more than one of them; of a
             packed folder they are read to the host. `offload_experts(model)` returns the `Offload`.
             `quantize_experts` within the block does the same with a built model.
-            In one process only, else a `ConfigError`.
+            In one process only, else a `ConfigError`. "disk": leave the experts of a packed folder
+            in its files, from where they are read ahead of use, through host memory; what is no
+            packed folder is a `ConfigError`.
     """
+    if offload not in (False, True, "disk"):
+        raise ConfigError(f"offload is {offload!r}; give True, False or 'disk'.")
     block = Block(tuple(skip_modules), expert_mesh, keep_codes, offload)
     with _lock:
         _install()
@@ -149,10 +155,11 @@ def keeps_codes() -> bool:
         return any(block.keep_codes for block in _blocks)
 
 
-def offloads() -> bool:
-    """Whether an open block asks to load experts into host memory."""
+def offloads() -> bool | str:
+    """Whether an open block asks to load experts into host memory; "disk": to leave them there."""
     with _lock:
-        return any(block.offload for block in _blocks)
+        asked: list[bool | str] = [block.offload for block in _blocks if block.offload]
+    return asked[-1] if asked else False
 
 
 def _install() -> None:

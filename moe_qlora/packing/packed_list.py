@@ -49,6 +49,9 @@ class Host(Protocol):
     def move(self, device: torch.device) -> None:
         """Compute on another device from now on."""
 
+    def check(self) -> None:
+        """Raise where the module's own tensors cannot be read any more."""
+
 
 class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes can go to the meta device and come back empty."""
@@ -67,6 +70,8 @@ class PackedList(P.ParametrizationList):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedList:
         """Return a copy, of what lies in host memory one on the device that computes."""
+        if self.host is not None:
+            self.host.check()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         held = {key: value for key, value in self.__dict__.items() if key != "host"}
@@ -75,6 +80,11 @@ class PackedList(P.ParametrizationList):
             codes, decoder = new._parameters["original"], new._modules["0"]
             put(codes, decoder, read(cast(Tensor, codes), decoder).to(self.host.device))
         return new
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if self.host is not None:
+            self.host.check()
+        super()._save_to_state_dict(*args)
 
     def forward(self) -> Tensor:
         """Return the dequantized weight, on the device that computes."""

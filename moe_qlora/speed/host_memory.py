@@ -4,27 +4,50 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..layout import human_bytes
+from .slots import Copier
 
 
 class HostMemory:
     """Zeroed host memory, freed with the last of its tensors."""
 
+    disk_nbytes = 0
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._map = _Map.anonymous(nbytes)
+        self._map, self.nbytes = _Map.anonymous(nbytes), nbytes
         self.lock(device)
+
+    @property
+    def host_nbytes(self) -> int:
+        return self.nbytes
 
     def tensor(self, first: int, nbytes: int) -> Tensor:
         """Return a part as uint8 `(nbytes,)`, with a storage of its own: none copies the whole."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=first)
+
+    def put(self, tensor: Tensor, first: int) -> Tensor:
+        """Copy a tensor to its place, from this byte on, and return the copy."""
+        there = self.tensor(first, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        if there.data_ptr() != tensor.data_ptr():
+            there.copy_(tensor)
+        return there
+
+    def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
+        """Copy all of it once all events of `after` have come; return the event that it is done."""
+        return copier.copy(to, self.tensor(0, self.nbytes), after)
+
+    def check(self) -> None:
+        """Do nothing: it can be read for as long as it is there."""
 
     def lock(self, device: torch.device) -> None:
         """Page-lock the memory, if the device is CUDA, so that copies run beside kernels."""

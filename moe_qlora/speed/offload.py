@@ -2,6 +2,7 @@
 
     offload_experts     moves the experts of decoder layers to host memory, and back
       HostMemory        host_memory.py: one decoder layer's codes and statistics
+      OnDisk            disk.py: the same in files of a packed folder
       Slots             slots.py: two slots on the device, a copy stream, events
       _Hosted           one packed weight, as `packing/packed_list.py` asks for it
 
@@ -13,7 +14,7 @@ slot is saved between them: autograd keeps a function that fetches (`PackedWeigh
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,12 +32,18 @@ from ..packing.decoders import is_shardable, read
 from ..packing.packed_list import PackedList, put
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from ..world import share_of, world
+from .disk import Disk, OnDisk, Places
 from .fitted import decoder_layers, runs_recorded
 from .host_memory import HostMemory
 from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
 
 _ALIGNMENT = 256  # Bytes: of each tensor's address, as torch's allocator has it
 _SLOTS = 2  # One is read while the other is filled; an end of use is known at once
+
+
+def offload_loaded(model: nn.Module, places: Places | None) -> Offload:
+    """Do what `offload_experts(model)` does; leave on disk what lies in files, by their places."""
+    return _offload(model, None, places)
 
 
 def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
@@ -65,6 +72,10 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
             are in host memory already, sharded, divided over ranks, or on meta; the layers lie on
             several devices, or are recorded; or host memory cannot be page-locked.
     """
+    return _offload(model, layers, None)
+
+
+def _offload(model: nn.Module, layers: int | None, places: Places | None) -> Offload:
     if world().several:
         raise ConfigError(
             "offload_experts: torch.distributed is running, and experts in host memory are for one "
@@ -93,19 +104,25 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
             "layers with packed experts, or None for all of them."
         )
     chosen = dict(list(groups.items())[-count:])
-    return Offload(chosen, _check(model, groups, chosen))
+    return Offload(chosen, _check(model, groups, chosen), places)
 
 
 class Offload:
-    """Packed experts that lie in host memory.
+    """Packed experts that lie in host memory or, after `enabled(offload="disk")`, in files.
 
     Attributes:
         layers: Names of the decoder layers whose experts these are.
         device: The device that computes.
     """
 
-    def __init__(self, groups: Mapping[str, Sequence[PackedList]], device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Mapping[str, Sequence[PackedList]],
+        device: torch.device,
+        places: Places | None = None,
+    ) -> None:
         self.layers, self.device = tuple(groups), device
+        self._disk = None if places is None else Disk(places)
         self._slots: Slots | None = None
         self._copies = 0  # To slots that are gone
         self._lock = threading.Lock()
@@ -116,11 +133,18 @@ class Offload:
         except BaseException:
             self.remove()
             raise
+        if self._disk is not None:
+            self._disk.forget_places()
 
     @property
     def host_nbytes(self) -> int:
         """Bytes of the experts in host memory."""
-        return sum(block.memory.nbytes for block in self._blocks)
+        return sum(block.store.host_nbytes for block in self._blocks)
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes of the experts in files of a packed folder, by `enabled(offload="disk")`."""
+        return sum(block.store.disk_nbytes for block in self._blocks)
 
     @property
     def slots(self) -> int:
@@ -146,8 +170,9 @@ class Offload:
         self.remove()
 
     def __str__(self) -> str:
+        files = "" if not self.disk_nbytes else f"{human_bytes(self.disk_nbytes)} of files, "
         return (
-            f"packed experts of {len(self._blocks)} decoder layers lie in "
+            f"packed experts of {len(self._blocks)} decoder layers lie in {files}"
             f"{human_bytes(self.host_nbytes)} of host memory, and {self.slots} slots on "
             f"{self.device}"
         )
@@ -160,7 +185,7 @@ class Offload:
                     self._slots.forget(block)
                 block.write()
             if self._slots is None:
-                most = max(each.memory.nbytes for each in self._blocks)
+                most = max(each.nbytes for each in self._blocks)
                 self._slots = Slots(self.slots, most, copier_of(self.device))
             slots = self._slots
         return slots.fetch(block, self._following(block, training))
@@ -178,7 +203,11 @@ class Offload:
         self._drop_slots()
         self.device = device
         for block in self._blocks:
-            block.host.lock(device)
+            block.store.lock(device)
+
+    def store(self, nbytes: int) -> HostMemory | OnDisk:
+        """Return what keeps one layer's experts, which take these bytes of a slot."""
+        return HostMemory(nbytes, self.device) if self._disk is None else OnDisk(nbytes, self._disk)
 
     def _following(self, block: _Layer, training: bool) -> _Layer | None:
         """Return the layer that is read next: forwards, in training then backwards."""
@@ -197,6 +226,8 @@ class Offload:
                 self._slots.finish()
                 self._copies += self._slots.copies
                 self._slots = None
+            if self._disk is not None:
+                self._disk.free()
 
 
 class _Layer(Block):
@@ -211,29 +242,38 @@ class _Layer(Block):
             record = _Hosted(self, same, end)
             self._records.append(record)
             end = record.end
-        self.host = HostMemory(end, offload.device)
-        super().__init__(self.host.tensor(0, end), place)
+        self.store = offload.store(end)
+        self.place = place
         self.write()
         for record in self._records:
             record.settle(record)
 
+    @property
+    def nbytes(self) -> int:
+        return self.store.nbytes
+
+    def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
+        return self.store.fill(to, copier, after)
+
     def is_outdated(self) -> bool:
-        """Whether the modules have other weights than the host memory."""
+        """Whether the modules have other weights than are copied from here."""
         return any(record.is_outdated() for record in self._records)
 
     def write(self) -> None:
         """Copy what the modules have to host memory, and let them have that."""
         for record in self._records:
-            record.write(self.host)
+            if record.is_outdated():
+                record.write(self.store)
 
     def leave(self) -> None:
         """Move the weights back to the device, and free the host memory."""
+        self.store.check()
         for record in self._records:
             record.leave(self.offload.device)
             record.settle(None)
         # Backwards that come later have the records
         self._records.clear()
-        del self.host, self.memory
+        del self.store
 
 
 class _Hosted:
@@ -268,6 +308,9 @@ class _Hosted:
     def move(self, device: torch.device) -> None:
         self.layer.offload.move(device)
 
+    def check(self) -> None:
+        self.layer.store.check()
+
     def settle(self, host: _Hosted | None) -> None:
         """Be the lists' host, or let them have none."""
         for each in self.lists:
@@ -277,7 +320,7 @@ class _Hosted:
                 each.host = host
 
     @torch.no_grad()
-    def write(self, host: HostMemory) -> None:
+    def write(self, store: HostMemory | OnDisk) -> None:
         packed, parts = self._read(), iter(self._parts)
 
         def written(tensor: Tensor) -> Tensor:
@@ -288,10 +331,7 @@ class _Hosted:
                     "by one in another format: call remove() on what offload_experts returned "
                     "before loading it."
                 )
-            there = host.tensor(first, nbytes).view(tensor.dtype).view(tensor.shape)
-            if there.data_ptr() != tensor.data_ptr():
-                there.copy_(tensor)
-            return there
+            return store.put(tensor, first)
 
         with torch.inference_mode(False):
             self._put(packed.map(written))

@@ -22,6 +22,8 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +32,8 @@ from torch import Tensor
 
 class Copier(Protocol):
     """Copies from host memory to one device, beside what it computes."""
+
+    device: torch.device
 
     def empty(self, nbytes: int) -> Tensor:
         """Return memory of the device, uint8 `(nbytes,)`, to copy to."""
@@ -55,6 +59,8 @@ class Copier(Protocol):
 
 class HostCopier:
     """The `Copier` of the CPU, where a copy is done when the call returns."""
+
+    device = torch.device("cpu")
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -118,11 +124,22 @@ class CudaCopier:
 
 
 class Block:
-    """Some host memory that is copied to a slot as a whole."""
+    """What is copied to a slot as a whole: some host memory, or what a subclass reads."""
 
     def __init__(self, memory: Tensor, place: int) -> None:
         self.memory = memory  # `(bytes,)` uint8
         self.place = place  # In the order of use; modulo the number of slots, that of its slot
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
+
+    def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
+        """Copy once all events of `after` have come; return the event that it is done.
+
+        What takes long may return a `Future` of the event.
+        """
+        return copier.copy(to, self.memory, after)
 
 
 class Slot:
@@ -131,11 +148,22 @@ class Slot:
     def __init__(self, memory: Tensor, stream: Any, mark: Any, stays: bool) -> None:
         self.memory, self.stays = memory, stays  # Or it is gone with its lease
         self.block: Block | None = None
-        self.ready: Any = None  # The event that the last copy to it is done
+        self.ready: Any = None  # The event that the last copy to it is done, or its `Future`
         # What a copy to it waits for, by stream: the ends of its leases; at first that of what the
         # allocator gave the memory to before
         self.marks: dict[Any, Any] = {stream: mark}
         self.leases = 0
+
+
+def _ready(slot: Slot) -> Any:
+    """Return the event that the last copy to a slot is done, once it is known."""
+    if isinstance(slot.ready, Future):
+        try:
+            slot.ready = slot.ready.result()
+        except BaseException:
+            slot.block = None  # Who asks for it next has it copied again
+            raise
+    return slot.ready
 
 
 class Lease:
@@ -185,10 +213,10 @@ class Slots:
             slot = self._slot(block)
             if slot.block is not block:
                 if slot.leases:
-                    slot = self._new(block.memory.nbytes, stays=False)
+                    slot = self._new(block.nbytes, stays=False)
                 self._copy(block, slot)
             stream = self.copier.here()
-            self.copier.wait(stream, slot.ready)
+            self.copier.wait(stream, _ready(slot))
             lease = Lease(self, slot, stream)
             self._current, self._wanted = block, following
             self._copy_ahead()
@@ -205,7 +233,7 @@ class Slots:
         with self._lock:
             for slot in self._slots:
                 if slot.block is block:
-                    self.copier.finish(slot.ready)
+                    self._finish(slot)
                     slot.block = None
 
     def finish(self) -> None:
@@ -214,7 +242,11 @@ class Slots:
             self._wanted = None
             for slot in self._slots:
                 if slot.block is not None:
-                    self.copier.finish(slot.ready)
+                    self._finish(slot)
+
+    def _finish(self, slot: Slot) -> None:
+        with suppress(Exception):  # Of a copy that was not made: nobody needs it now
+            self.copier.finish(_ready(slot))
 
     def _catch_up(self) -> None:
         """Treat leases that have ended, unless another call does, which then sees these too."""
@@ -256,8 +288,8 @@ class Slots:
 
     def _copy(self, block: Block, slot: Slot) -> None:
         slot.block = None  # While it is not known whether the copy is under way
-        to = slot.memory[: block.memory.nbytes]
-        slot.ready = self.copier.copy(to, block.memory, slot.marks.values())
+        to = slot.memory[: block.nbytes]
+        slot.ready = block.fill(to, self.copier, slot.marks.values())
         slot.marks = {}
         slot.block = block
         self.copies += 1

@@ -9,6 +9,7 @@ once here: that a copy waits for them is checked by the times of marks, of waits
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +27,11 @@ GARBAGE = 0xFF  # NaN as fp32 statistics
 class Delayed:
     """Copies wait in a queue until a stream waits for them."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.time = 0
+        self.lock = threading.Lock()  # Files are read in threads
         self.queue: list[tuple[int, Tensor, Tensor]] = []
         self.faults: list[str] = []  # An exception would be lost where a lease ends
         self.read: dict[int, int] = {}  # By address: when a stream was last given what reads it
@@ -55,13 +59,15 @@ class Delayed:
         return self.tick()
 
     def copy(self, to: Tensor, source: Tensor, after: Iterable[int]) -> int:
-        event = self.tick()
-        if max(after, default=0) < self.read.get(to.data_ptr(), 1):
-            self.faults.append("a copy does not wait for what reads the slot, or read it before")
-        self.read[to.data_ptr()] = 0  # The next copy comes after this one
-        to.copy_(torch.full(to.shape, GARBAGE, dtype=torch.uint8))
-        self.queue.append((event, to, source))
-        self.targets[event] = to.data_ptr()
+        slot = to.untyped_storage().data_ptr()
+        with self.lock:
+            event = self.tick()
+            if max(after, default=0) < self.read.get(slot, 1):
+                self.faults.append("a copy does not wait for what reads the slot, or read it")
+            self.read[slot] = 0  # The next copy comes after this one
+            to.copy_(torch.full(to.shape, GARBAGE, dtype=torch.uint8))
+            self.queue.append((event, to, source))
+            self.targets[event] = slot
         return event
 
     def wait(self, stream: Any, event: int) -> None:
@@ -70,9 +76,10 @@ class Delayed:
         self.read[self.targets[event]] = self.tick()
 
     def finish(self, event: int) -> None:
-        while self.queue and self.queue[0][0] <= event:
-            _, to, source = self.queue.pop(0)
-            to.copy_(source)
+        with self.lock:
+            while self.queue and self.queue[0][0] <= event:
+                _, to, source = self.queue.pop(0)
+                to.copy_(source)
 
 
 class Reads(TorchDispatchMode):
