@@ -7,19 +7,21 @@ each parameter or buffer outside of all of these.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES
+from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES, cdiv
 from ..kernels.weights import PackedWeight
+from ..lora.config import top_k_of
 from ..packing import parametrize
 from ..packing.codecs import codec_of
 from ..packing.decoders import ShardableStatistics, from_quant_state
 from ..packing.linear import linear_kind
 from .budget import Block, BlockTensor
+from .hosting import ALIGNMENT
 
 _FLOAT32 = 4
 _OFFSET_BYTES = 16  # The offset of double quantization, padded to where kernels want absmax
@@ -37,6 +39,11 @@ class PackedPart(NamedTuple):
     def statistics(self) -> int:
         """Bytes of its statistics."""
         return sum(tensor.nbytes for tensor in self.weight.statistics)
+
+    @property
+    def slot(self) -> int:
+        """Bytes of codes and statistics in a slot of `hosting.py`, each aligned."""
+        return slot_nbytes((self.weight.codes, *self.weight.statistics))
 
     @property
     def dequantized(self) -> int:
@@ -73,6 +80,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     """Return what each block holds without adapters; a tied tensor counts where it is first."""
     packed = {id(part.weight.owner): part for part in parts}
     layers = _layers(model)
+    top_k = _top_k(model)
     seen: set[int] = set()
     blocks = []
     for name, unit in _units(model):
@@ -92,6 +100,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             for key, tensor in tensors.items()
             if key not in packed and tensor.untyped_storage()._cdata not in statistics
         ]
+        experts = [part for part in held if not part.linear]
         block = Block(
             name,
             experts=codes[False],
@@ -104,9 +113,36 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
                 *(tensor for part in held for tensor in _packed_tensors(part)),
                 *(_block_tensor("other", tensor) for tensor in others),
             ),
+            expert_statistics=sum(part.statistics for part in experts),
+            slot=sum(part.slot for part in experts),
+            met=_met(unit, held, top_k),
         )
         blocks.append(block)
     return tuple(blocks)
+
+
+def slot_nbytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors in a slot of `hosting.py`, each aligned."""
+    return sum(cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT for tensor in tensors)
+
+
+def _top_k(model: Any) -> int:
+    """Return how many experts a token is given to, 1 where the configuration does not say."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return top_k_of(config) or top_k_of(text) or 1
+
+
+def _met(unit: nn.Module | Tensor, held: Sequence[PackedPart], top_k: int) -> int:
+    """Return the number of a block's weights that a token is multiplied with."""
+    packed = {id(part.weight.owner) for part in held}
+    linears = unit.modules() if isinstance(unit, nn.Module) else ()
+    plain = {id(m.weight): m.weight.numel() for m in linears if isinstance(m, nn.Linear)}
+    met = sum(numel for key, numel in plain.items() if key not in packed)
+    for part in held:
+        numel, experts = part.weight.numel, part.weight.experts
+        met += numel if part.linear else numel * min(top_k, experts) // experts
+    return met
 
 
 def _block_tensor(part: str, tensor: Tensor, *, of_experts: bool = False) -> BlockTensor:

@@ -16,7 +16,7 @@ the loss's gradient for them, and that of the logits).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -94,6 +94,7 @@ class Settings:
     liger: bool = False  # Whether the loss is computed in Liger's chunks, without all logits
     compile: bool = False  # Whether torch.compile compiles the layers, which is not modelled
     engine: Engine | None = None  # None in one process, spread over devices or not
+    offload: bool = False  # Whether packed experts lie in host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +127,19 @@ class Block:
     dequantized: int = 0  # The largest weight that is dequantized at once
     layer: bool = False  # Whether it is a decoder layer, which engines gather as one
     tensors: tuple[BlockTensor, ...] = ()  # All of the above, one by one
+    expert_statistics: int = 0  # Of the statistics, those of packed experts
+    slot: int = 0  # Packed experts with these in a slot of `hosting.py`
+    met: int = 0  # Weights that a token is multiplied with
 
     @property
     def weights(self) -> int:
         """Bytes of the packed block without adapters."""
         return self.experts + self.linear + self.other + self.statistics
+
+    def without_experts(self) -> Block:
+        """Return the block with its packed experts in host memory."""
+        rest = self.statistics - self.expert_statistics
+        return replace(self, experts=0, statistics=rest, expert_statistics=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +363,8 @@ class StepBudget:
             "library workspace": self.library,
         }
         if self.settings.workspace:
-            fixed["decode scratch"] = self.settings.workspace * any(b.experts for b in blocks)
+            packed = any(block.experts or block.slot for block in blocks)
+            fixed["decode scratch"] = self.settings.workspace * packed
         for name, nbytes in self.extra.items():
             fixed[name] = fixed.get(name, 0) + nbytes
         return fixed

@@ -4,6 +4,12 @@ Levels and their order are those of `levels.py`. From all layers computed again,
 layer by one level: the experts of all layers first, from the last layer to the first, then their
 attention, their projections, and the rest, in the same order. What saves most time a byte comes
 first, and a choice is a number of steps, so that more memory never keeps less.
+
+Where packed experts may lie in host memory (`hosting.py`), a byte of the device may also hold
+those of a layer, which saves their copies as far as computing does not hide them. Then a choice is
+a place on one path, from all of them in host memory and all computed again to none and all kept:
+each step of it is what saves more time a byte. The path knows nothing of the memory, so that what a
+larger memory computes again or copies, a smaller one does too.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from itertools import pairwise
 from ..errors import ConfigError
 from ..layout import human_bytes
 from .budget import Activity
+from .hosting import RECOMPUTED, Hosting
 
 RECOMPUTE, EXPERTS, ATTENTION, PROJECTIONS, KEEP = LEVELS = (
     "recompute",
@@ -33,9 +40,11 @@ no layer holds for others what they share, such as masks."""
 _VALUES = {EXPERTS: 8.0, ATTENTION: 7.0, PROJECTIONS: 3.0, KEEP: 1.0}
 """Microseconds that a MB kept saves, by the level that keeps it (Qwen3-30B-A3B, one H200)."""
 
-_RECOMPUTED = 0.26
-"""The part of a step that computing all layers again takes: there, at micro-batch 4, 16,521
-tokens/s computing all again, and 22,483 keeping all."""
+_SAVED = {RECOMPUTE: 0.0, EXPERTS: 0.65, ATTENTION: 0.84, PROJECTIONS: 0.84, KEEP: 1.0}
+"""The part of a layer's recomputation that a level saves: there, what it keeps by these values."""
+
+MORE_MEMORY = "Take a smaller batch_size or seq_len, or give more memory."
+"""What to do where nothing fits."""
 
 ActivitiesByLevel = Mapping[str, Sequence[Activity]]
 """Level -> what each block does in a step in which all decoder layers are on that level."""
@@ -62,11 +71,15 @@ class Choice:
     steps: int  # Of `order`
     levels: dict[str, str]  # Decoder layer -> its level, in the model's order
     activities: tuple[Activity, ...]  # What each block then does
+    host: int = 0  # Layers with experts in host memory, the last of those that have experts
 
-    @property
-    def layers(self) -> tuple[LayerChoice, ...]:
-        """The same for each decoder layer, in the model's order."""
-        return tuple(LayerChoice(name, level) for name, level in self.levels.items())
+    def layers(self, hosting: Hosting | None = None) -> tuple[LayerChoice, ...]:
+        """Return the same for each decoder layer, in the model's order."""
+        hosted = frozenset[str]() if hosting is None else hosting.names(self.host)
+        return tuple(
+            LayerChoice(name, level, "host" if name in hosted else "device")
+            for name, level in self.levels.items()
+        )
 
 
 def order(layers: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -93,17 +106,55 @@ def mixed(activities: ActivitiesByLevel, levels: Mapping[str, str]) -> tuple[Act
     )
 
 
+Place = tuple[int, int]
+"""A place on the path: layers with experts in host memory, and steps of `order`."""
+
+
+def path(layers: Sequence[str], hosting: Hosting | None = None) -> tuple[Place, ...]:
+    """Return the places that a choice may be at, from the least memory to the most."""
+    rising = list(order(layers))
+    if hosting is None:
+        return tuple((0, steps) for steps in range(len(rising) + 1))
+    counts = list(hosting.counts)
+    host, steps, saved = counts.pop(0), 0, dict.fromkeys(layers, 0.0)
+    places = [(host, steps)]
+    while counts or steps < len(rising):
+        rise = rising[steps] if steps < len(rising) else None
+        if rise is None or (counts and _saves(hosting, host, counts[0], saved, rise)):
+            host = counts.pop(0)
+        else:
+            steps, saved[rise[0]] = steps + 1, _SAVED[rise[1]]
+        places.append((host, steps))
+    return tuple(places)
+
+
+def _saves(
+    hosting: Hosting, host: int, fewer: int, saved: Mapping[str, float], rise: tuple[str, str]
+) -> bool:
+    """Whether a byte saves more time with experts of `host - fewer` layers than by a next step."""
+    seconds = hosting.waiting(host, saved) - hosting.waiting(fewer, saved)
+    value = _VALUES[rise[1]] * 1e-12 / hosting.pace.against_measured
+    return seconds > value * (hosting.freed(host) - hosting.freed(fewer))
+
+
+def at(place: Place, layers: Sequence[str], activities: ActivitiesByLevel) -> Choice:
+    """Return the choice of a place."""
+    host, steps = place
+    levels = levels_at(layers, steps)
+    return Choice(steps, levels, mixed(activities, levels), host)
+
+
 def most_kept(
     layers: Sequence[str],
     activities: ActivitiesByLevel,
     fits: Callable[[Choice], bool],
     highest: str = KEEP,
+    hosting: Hosting | None = None,
 ) -> Choice | None:
-    """Return the choice of the most steps that fits, up to a level; None where none does."""
-    for steps in range(LEVELS.index(highest) * len(layers), -1, -1):
-        levels = levels_at(layers, steps)
-        choice = Choice(steps, levels, mixed(activities, levels))
-        if fits(choice):
+    """Return the last choice on the path that fits, up to a level; None where none does."""
+    most = LEVELS.index(highest) * len(layers)
+    for place in reversed(path(layers, hosting)):
+        if place[1] <= most and fits(choice := at(place, layers, activities)):
             return choice
     return None
 
@@ -111,11 +162,13 @@ def most_kept(
 def choose(
     layers: Sequence[str],
     activities: ActivitiesByLevel,
-    needed: Callable[[tuple[Activity, ...]], int],
+    needed: Callable[[Choice], int],
     limit: int,
     highest: str = KEEP,
+    hosting: Hosting | None = None,
+    advice: str = MORE_MEMORY,
 ) -> Choice:
-    """Return the choice of the most steps, up to a level, that needs no more than `limit` bytes.
+    """Return the last choice on the path, up to a level, that needs no more than `limit` bytes.
 
     Raises:
         ConfigError: Every choice needs more.
@@ -123,24 +176,40 @@ def choose(
     least: list[int] = []
 
     def fits(choice: Choice) -> bool:
-        least[:] = [min((*least, needs := needed(choice.activities)))]
+        least[:] = [min((*least, needs := needed(choice)))]
         return needs <= limit
 
-    choice = most_kept(layers, activities, fits, highest)
+    choice = most_kept(layers, activities, fits, highest, hosting)
     if choice is None:
+        where = "" if hosting is None else f" and has experts of {hosting.most} in host memory"
         raise ConfigError(
             f"memory is {limit} bytes ({human_bytes(limit)}), and a step that computes layers "
-            f"again takes {human_bytes(least[0])}: {least[0] - limit} bytes are missing. Take a "
-            "smaller batch_size or seq_len, or give more memory."
+            f"again{where} takes {human_bytes(least[0])}: {least[0] - limit} bytes are missing. "
+            f"{advice}"
         )
     return choice
 
 
-def gain(activities: ActivitiesByLevel, levels: Mapping[str, str]) -> float:
-    """Return how many times as fast a step is as one that computes every layer again."""
+def gain(
+    activities: ActivitiesByLevel,
+    levels: Mapping[str, str],
+    hosting: Hosting | None = None,
+    host: int = 0,
+) -> float:
+    """Return how many times as fast a step is as one that computes every layer again.
+
+    With `hosting`, that one also has as many experts in host memory as there may be.
+    """
+    if hosting is not None:
+        return hosting.step(hosting.most, {}) / hosting.step(host, saved_by(levels))
     every = _value(activities, dict.fromkeys(levels, KEEP))
     kept = _value(activities, levels) / every if every else 0.0
-    return 1 / (1 - _RECOMPUTED * kept)
+    return 1 / (1 - RECOMPUTED * kept)
+
+
+def saved_by(levels: Mapping[str, str]) -> dict[str, float]:
+    """Return the part of each layer's recomputation that its level saves."""
+    return {name: _SAVED[level] for name, level in levels.items()}
 
 
 def _value(activities: ActivitiesByLevel, levels: Mapping[str, str]) -> float:
@@ -161,15 +230,30 @@ def counted(layers: Iterable[LayerChoice]) -> dict[str, int]:
     return {kind: kinds[kind] for kind in (KEEP, "part", RECOMPUTE)} | {"host": host}
 
 
-def sentence(counts: Mapping[str, int], needed: int, memory: int, times: float) -> str:
-    """Say what is kept, what it takes of the memory, and what it gains; without a full stop."""
-    every = sum(counts[kind] for kind in (KEEP, "part", RECOMPUTE))
+def sentence(
+    counts: Mapping[str, int],
+    needed: int,
+    memory: int,
+    times: float,
+    hosting: Hosting | None = None,
+    saved: Mapping[str, float] | None = None,
+) -> str:
+    """Say what is kept, what it takes of the memory, and what it gains; without a full stop.
+
+    With `hosting`, also what lies in host memory; layers need not compute what is `saved` again.
+    """
+    every, host = sum(counts[kind] for kind in (KEEP, "part", RECOMPUTE)), counts["host"]
     said = [f"{counts[KEEP]} of {every} layers keep their activations"]
     if counts["part"]:
         said.append(f"{counts['part']} keep part of them")
+    if hosting is not None and host:
+        size = human_bytes(hosting.host_nbytes(host))
+        said.append(f"experts of {host} lie in {size} of host memory")
     if needed < 1 << 28:
         of = f"{human_bytes(needed)} of {human_bytes(memory)}"
     else:
         of = f"{needed / 2**30:.1f} of {memory / 2**30:.4g} GiB"
-    gains = f", about {times:.2f} times as fast as computing all again" if times > 1.005 else ""
-    return f"{', '.join(said)}: {of}{gains}"
+    than = " and copying all experts" if hosting is not None else ""
+    gains = f", about {times:.2f} times as fast as computing all again{than}"
+    copies = hosting.sentence(host, saved or {}) if hosting is not None and host else ""
+    return f"{', '.join(said)}: {of}{gains if times > 1.005 else ''}{copies}"

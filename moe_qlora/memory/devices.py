@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..errors import did_you_mean
 from ..layout import parse_bytes
+from .hosting import Pace
 
 CONTEXT_BYTES = 600 << 20
 """Bytes of a CUDA process before its first tensor: context, kernels, libraries."""
@@ -26,30 +27,31 @@ class Gpu(NamedTuple):
 
     nbytes: int  # Memory, in whole GiB
     capability: Capability
+    tflops: int  # Of dense bf16 products (fp16 before capability 8.0), as its maker says
 
 
 GPUS = {
-    "B200": Gpu(178 << 30, (10, 0)),
-    "H200": Gpu(139 << 30, (9, 0)),
-    "H100": Gpu(79 << 30, (9, 0)),
-    "A100-80GB": Gpu(79 << 30, (8, 0)),
-    "A100-40GB": Gpu(39 << 30, (8, 0)),
-    "A30": Gpu(23 << 30, (8, 0)),
-    "A40": Gpu(44 << 30, (8, 6)),
-    "A10": Gpu(21 << 30, (8, 6)),
-    "A10G": Gpu(21 << 30, (8, 6)),
-    "A6000": Gpu(47 << 30, (8, 6)),
-    "L4": Gpu(21 << 30, (8, 9)),
-    "L40": Gpu(44 << 30, (8, 9)),
-    "L40S": Gpu(44 << 30, (8, 9)),
-    "RTX6000-Ada": Gpu(47 << 30, (8, 9)),
-    "RTX-PRO-6000": Gpu(94 << 30, (12, 0)),
-    "RTX3090": Gpu(23 << 30, (8, 6)),
-    "RTX4090": Gpu(23 << 30, (8, 9)),
-    "RTX5090": Gpu(31 << 30, (12, 0)),
-    "V100-16GB": Gpu(15 << 30, (7, 0)),
-    "V100-32GB": Gpu(31 << 30, (7, 0)),
-    "T4": Gpu(14 << 30, (7, 5)),
+    "B200": Gpu(178 << 30, (10, 0), 2250),
+    "H200": Gpu(139 << 30, (9, 0), 989),
+    "H100": Gpu(79 << 30, (9, 0), 989),
+    "A100-80GB": Gpu(79 << 30, (8, 0), 312),
+    "A100-40GB": Gpu(39 << 30, (8, 0), 312),
+    "A30": Gpu(23 << 30, (8, 0), 165),
+    "A40": Gpu(44 << 30, (8, 6), 150),
+    "A10": Gpu(21 << 30, (8, 6), 125),
+    "A10G": Gpu(21 << 30, (8, 6), 70),
+    "A6000": Gpu(47 << 30, (8, 6), 155),
+    "L4": Gpu(21 << 30, (8, 9), 121),
+    "L40": Gpu(44 << 30, (8, 9), 181),
+    "L40S": Gpu(44 << 30, (8, 9), 362),
+    "RTX6000-Ada": Gpu(47 << 30, (8, 9), 364),
+    "RTX-PRO-6000": Gpu(94 << 30, (12, 0), 503),
+    "RTX3090": Gpu(23 << 30, (8, 6), 71),
+    "RTX4090": Gpu(23 << 30, (8, 9), 165),
+    "RTX5090": Gpu(31 << 30, (12, 0), 210),
+    "V100-16GB": Gpu(15 << 30, (7, 0), 125),
+    "V100-32GB": Gpu(31 << 30, (7, 0), 125),
+    "T4": Gpu(14 << 30, (7, 5), 65),
 }
 """By name. `gpu_named` reads them in any spelling: RTX 4090, rtx-4090, 4090.
 
@@ -76,6 +78,19 @@ def gpu_named(text: str) -> str | None:
     return _BY_PLAIN_NAME.get(plain)
 
 
+def gpu_of_device(name: str) -> Gpu | None:
+    """Return what is known of a device by the name that CUDA gives it; None for others."""
+    plain = _MAKER.sub("", name.upper())
+    words = {_MAKER.sub("", word.upper()): key for key in GPUS for word in (key.split("-")[0], key)}
+    found = max((word for word in words if word and word in plain), key=len, default=None)
+    return None if found is None else GPUS[words[found]]
+
+
+def pace_of(gpu: Gpu | None) -> Pace:
+    """Return an estimate of how quick a card is; that of an H200 where it is not known."""
+    return Pace() if gpu is None else Pace.of(gpu.capability, gpu.tflops)
+
+
 def unknown_gpu(text: str) -> str:
     """Return the end of a sentence, without its full stop, that a text names no card of `GPUS`."""
     near = did_you_mean(text.strip(), [*_BY_PLAIN_NAME, *GPUS])
@@ -95,9 +110,9 @@ def parse_devices(text: str) -> tuple[int, ...]:
     return tuple(size for size, _ in parse_gpus(text))
 
 
-def parse_gpus(text: str) -> list[tuple[int, Capability | None]]:
-    """Return the same, each with its compute capability; None where only its size is given."""
-    found: list[tuple[int, Capability | None]] = []
+def parse_gpus(text: str) -> list[tuple[int, Gpu | None]]:
+    """Return the same, each with what is known of it; None where only its size is given."""
+    found: list[tuple[int, Gpu | None]] = []
     for part in text.split(","):
         counted = _COUNTED.fullmatch(part.strip())
         count, one = (1, part) if counted is None else (int(counted[1]), counted[2])
@@ -111,7 +126,7 @@ def parse_gpus(text: str) -> list[tuple[int, Capability | None]]:
             raise ValueError(text + unknown_gpu(one)) from None
         if size <= 0:
             raise ValueError(f"{one!r} is no size of a device; it must be over 0")
-        found += [(size, None if name is None else GPUS[name].capability)] * count
+        found += [(size, None if name is None else GPUS[name])] * count
     return found
 
 

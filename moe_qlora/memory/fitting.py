@@ -56,7 +56,7 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         choice = most_kept(layers, activities, fits) or none
     peak, use = fullest(choice)
     times = gain(activities, choice.levels) if choice.steps else 1.0
-    return PlannedFit(choice.layers, peak, _needed(peak), use.capacity, times)
+    return PlannedFit(choice.layers(), peak, _needed(peak), use.capacity, times)
 
 
 def _needed(peak: int) -> int:

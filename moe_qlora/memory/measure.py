@@ -8,7 +8,7 @@ Gradients, random numbers, and the mode of modules stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -30,8 +30,8 @@ _HIDDEN = "hidden_states"
 class MeasuredModel:
     """A model with its blocks, ready for measured steps."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, slots: Sequence[Tensor] = ()) -> None:
+        self.model, self._slots = model, slots  # Memory of experts that lie in host memory
         base: Any = base_model(model)
         self.base = base
         self.modules = block_modules(base)
@@ -109,7 +109,8 @@ class MeasuredModel:
 
     def _known(self, *inputs: Tensor) -> list[Tensor]:
         statistics = (t for part in packed_parts(self.base) for t in part.weight.statistics)
-        return [*self.model.parameters(), *self.model.buffers(), *statistics, *inputs]
+        parameters, buffers = self.model.parameters(), self.model.buffers()
+        return [*parameters, *buffers, *statistics, *self._slots, *inputs]
 
 
 def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Block:

@@ -15,7 +15,7 @@ from ..models import named
 from ..models.trainer.file import DEFAULT, AskedLora, TrainerFile
 from . import meta_model
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings
-from .devices import Capability, parse_gpus
+from .devices import Gpu, parse_gpus
 from .engines import ENGINES
 from .fitting import fit_of
 from .hints import hints_of, notes_of
@@ -215,7 +215,7 @@ def devices_of(gpus: Any) -> tuple[tuple[int, ...], Card]:
     """
     if gpus is None:
         return (), PORTABLE
-    found: list[tuple[int, Capability | None]] = []
+    found: list[tuple[int, Gpu | None]] = []
     try:
         for entry in [gpus] if isinstance(gpus, (str, int)) else gpus:
             if isinstance(entry, int) and entry <= 0:
@@ -227,7 +227,7 @@ def devices_of(gpus: Any) -> tuple[tuple[int, ...], Card]:
                 raise ValueError(f"{least} is a number of bytes; write {meant}")
     except ValueError as error:
         raise ConfigError(f"gpus: {error}.") from error
-    capabilities = {capability for _, capability in found}
+    capabilities = {gpu and gpu.capability for _, gpu in found}
     known = capabilities.pop() if len(capabilities) == 1 else None
     return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE
 

@@ -2,6 +2,8 @@
 
 fit.py         what decoder layers keep for backward in so much memory; open it first
 fitted.py      the forward of a layer that keeps what was chosen
+hosted.py      the experts that fit_memory brings from host memory to the device
+first_steps.py what it planned against the first steps
 overrides.py   gradient checkpointing, switched off meanwhile
 joined_lora.py LoRA layers with the same input, as one product
 graphs.py      decoder layers as CUDA graphs, for training and `generate`

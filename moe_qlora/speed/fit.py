@@ -2,7 +2,10 @@
 
 memory/measure.py   what each block allocates in a step, for each level, on this very model
 memory/choice.py    what each decoder layer keeps: arithmetic, which `plan` prints too
+memory/hosting.py   what experts in host memory free, and what their copies cost
+first_steps.py      compares the plan with the first steps
 fitted.py           a layer that keeps what was chosen
+hosted.py           experts that lie in host memory, and come to the device
 here                measures, chooses, sets it, checks it against the first steps, and undoes it
 """
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,29 +29,31 @@ from ..memory import levels
 from ..memory.budget import COMPONENTS, Activity, Peak, Settings, StepBudget
 from ..memory.choice import (
     ALL_KEPT,
-    Choice,
+    MORE_MEMORY,
     LayerChoice,
+    at,
     choose,
     counted,
     gain,
-    levels_at,
-    mixed,
+    path,
+    saved_by,
     sentence,
 )
 from ..memory.devices import FRAGMENTATION
+from ..memory.hosting import Hosting
 from ..memory.measure import MeasuredModel
-from ..packing.parametrize import is_hosted
+from ..packing.packed_list import PackedList
+from .first_steps import FirstSteps
 from .fitted import FittedLayer, RunsLevels, decoder_layers, fitted, runs_recorded
+from .hosted import HostedExperts, pace
 from .overrides import Overrides
 
 _log = logging.getLogger(__name__)
 
-_TOLERANCE = 1.03  # of the peak of the first steps over the planned one
 _OF_GRAPHS = 256 << 20
 """Bytes of libraries' workspaces on the stream of recordings, and of buffers that graphs share."""
 _GAPS_OF_EXPANDABLE = 0.02
 """`FRAGMENTATION` where torch's allocator has expandable segments."""
-_STEPS_CHECKED = 3
 
 
 def fit_memory(
@@ -61,6 +67,11 @@ def fit_memory(
     kind run, a few times), so call it when the model is complete: after `get_peft_model`, Liger,
     and `graph_layers(compiled=True)` or `layer.compile()`, before the training loop. Gradients are
     those of the same kernels.
+
+    Of experts in host memory (`offload_experts`, `enabled(offload=True)`) it brings those of the
+    first layers to the device, where that saves more time than activations in their place: copies
+    that computing hides cost nothing. On CUDA it measures a copy for that. Experts that are on the
+    device stay there; if nothing fits, the error says what `offload_experts` would free.
 
     What is fitted wins over `gradient_checkpointing_enable`, which does nothing until `remove`.
     Batches of more tokens compute their layers again, and so do layers that a step of text does not
@@ -78,7 +89,7 @@ def fit_memory(
 
     Returns:
         What was chosen: `str()` is one sentence, and `remove()`, or the end of a `with` block,
-        undoes it.
+        undoes it, and moves experts back to host memory.
 
     Raises:
         ConfigError: The memory is too small even where every layer is computed again, here or on
@@ -88,11 +99,6 @@ def fit_memory(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     layers = _decoder_layers(model)
-    if any(map(is_hosted, model.modules())):
-        raise ConfigError(
-            "fit_memory: experts of this model lie in host memory, which it cannot plan with yet: "
-            "call it before offload_experts, or without."
-        )
     device = _device_of(model)
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -116,10 +122,11 @@ class Fit:
 
     Attributes:
         layers: For each decoder layer `.name`, `.activations` ("keep", "part" or "recompute") and
-            `.experts` ("device").
+            `.experts` ("device" or "host").
         peak: Bytes of tensors in a step, as planned.
         memory: Bytes that they may take.
-        gain: How many times as fast a step is as one that computes all layers again, about.
+        gain: How many times as fast a step is as one that computes all layers again, about; of a
+            model with experts in host memory, as one that copies all of these, too.
     """
 
     def __init__(
@@ -143,11 +150,16 @@ class Fit:
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._names: tuple[str, ...] = ()  # Of the layers that run in a measured step
         self._sizes = 0, 0  # Sequences, and tokens in each
+        self._experts = HostedExperts(base_model(model))
+        self._hosting: Hosting | None = None  # Without experts in host memory
 
     def _choose(self, batch: int, seq: int, memory: int | str | None) -> None:
+        paced = pace(self._device)
+        paced = replace(paced, link=float(self._least(lambda: int(paced.link))))
+
         def keeps_all() -> int:
             self.memory = _limit(memory, self._device)
-            measured = self._measured = MeasuredModel(self._model)
+            measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory())
             self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
             self._sizes = batch, seq
             self._measure_once(levels.RECOMPUTE)
@@ -158,29 +170,32 @@ class Fit:
                     f"fit_memory: no decoder layer of {type(measured.base).__name__} runs in a "
                     "step of text, which is what is measured."
                 )
+            blocks = [block for block in measured.blocks if block.name in ran]
+            could = self._could = self._experts.hosting(blocks, batch * seq, paced)
+            self._hosting = could if could.most else None
+            self._path = path(self._names, self._hosting)
             self._measure_once(ALL_KEPT)
-            self._resident = _resident(measured, self._device)
+            self._resident = _resident(measured, self._device, could.freed(could.most))
             return int(self._fits(ALL_KEPT, self.memory))
 
-        def steps() -> int:
-            return self._chosen(self.memory).steps
+        def place() -> int:
+            return self._chosen(self.memory)
 
         # Where all can be kept, which torch.compile takes half a minute for, that is all to know.
-        if self._least(keeps_all):
-            self._set(self._after(len(self._names) * (len(levels.LEVELS) - 1)))
-        else:
-            self._set(self._after(self._least(steps)))
+        every = self._least(keeps_all)
+        self._set(len(self._path) - 1 if every else self._least(place))
         if self._device.type == "cuda":
-            self._hook = self._model.register_forward_pre_hook(_Check(self))
+            self._hook = self._model.register_forward_pre_hook(FirstSteps(self))
 
-    def _chosen(self, memory: int) -> Choice:
-        """Choose what so many bytes can hold, of the levels that layers may be on.
+    def _chosen(self, memory: int) -> int:
+        """Return the place on the path that so many bytes can hold.
 
         torch.compile takes long for each level: where all layers can be on one, those below it
         need no measurement, and where they cannot, those above it.
         """
         lowest, highest = 0, len(levels.LEVELS) - 1
-        if self._fits(levels.RECOMPUTE, memory):
+        fits = self._fits(levels.RECOMPUTE, memory)
+        if fits:
             self._measure_once(levels.KEEP)
         else:
             highest = 0
@@ -191,10 +206,35 @@ class Fit:
                 lowest = middle
             else:
                 highest = middle
-        return choose(self._names, self._known, self._needed, memory, levels.LEVELS[highest])
+        choice = choose(
+            self._names,
+            self._known,
+            lambda choice: self._needed(choice.activities, self._could.freed(choice.host)),
+            memory,
+            levels.LEVELS[highest],
+            self._hosting,
+            advice=MORE_MEMORY if fits else self._advice(memory),
+        )
+        return self._path.index((choice.host, choice.steps))
+
+    def _advice(self, memory: int) -> str:
+        """Say what to do where nothing fits."""
+        could, least = self._could, tuple(self._activities[levels.RECOMPUTE])
+        every = could.freed(len(could.layers))
+        more = every - could.freed(could.most)
+        if more <= 0 or self._needed(least, every) > memory:
+            return MORE_MEMORY
+        return (
+            f"moe_qlora.offload_experts(model) would free {more} bytes ({human_bytes(more)}), and "
+            f"the step would fit. {MORE_MEMORY}"
+        )
 
     def _fits(self, level: str, memory: int) -> bool:
-        return self._needed(tuple(self._activities[level])) <= memory
+        """Whether all layers can be on a level, with the experts on the device that come before."""
+        steps = levels.LEVELS.index(levels.KEEP if level == ALL_KEPT else level) * len(self._names)
+        hosts = [host for host, done in self._path if done == steps]
+        freed = self._could.freed(hosts[-1 if level == ALL_KEPT else 0])
+        return self._needed(tuple(self._activities[level]), freed) <= memory
 
     @property
     def _known(self) -> dict[str, tuple[Activity, ...]]:
@@ -246,19 +286,15 @@ class Fit:
         sizes = {a.name: (a.saved, a.forward, a.backward) for a in done}
         _log.debug("fit_memory: %s: saved, forward, backward: %s", name, sizes)
 
-    def _after(self, steps: int) -> Choice:
-        chosen = levels_at(self._names, steps)
-        return Choice(steps, chosen, mixed(self._known, chosen))
-
-    def _needed(self, activities: tuple[Activity, ...]) -> int:
-        """Return the bytes that a step needs of the memory."""
+    def _needed(self, activities: tuple[Activity, ...], freed: int = 0) -> int:
+        """Return the bytes that a step needs, of which experts in host memory free some."""
         planned = self._budget_of(activities)
         peak = self._resident + planned.nbytes
         if self._device.type != "cuda":
-            return peak
+            return peak - freed
         if self._is_recorded:
             peak = max(peak, self._with_graphs(activities, planned))
-        return int(peak * (1 + self._gaps))
+        return int((peak - freed) * (1 + self._gaps))
 
     @cached_property
     def _gaps(self) -> float:
@@ -286,28 +322,29 @@ class Fit:
         pool = sum(a.saved for a in activities) + layers
         return self._resident + always + pool + max(others, gradients) + _OF_GRAPHS
 
-    def _peak_of(self, activities: tuple[Activity, ...]) -> int:
-        return self._resident + self._budget_of(activities).nbytes
-
-    def _set(self, choice: Choice) -> None:
-        self._steps, self.layers = choice.steps, choice.layers
-        self.peak = self._peak_of(choice.activities)
-        self._needs = self._needed(choice.activities)
-        self.gain = gain(self._known, choice.levels)
+    def _set(self, place: int) -> None:
+        self._place = place
+        choice = at(self._path[place], self._names, self._known)
+        freed = self._could.freed(choice.host)
+        self.layers = choice.layers(self._hosting)
+        self.peak = self._resident + self._budget_of(choice.activities).nbytes - freed
+        self._needs = self._needed(choice.activities, freed)
+        self.gain = gain(self._known, choice.levels, self._hosting, choice.host)
+        self._saved = saved_by(choice.levels)
         for name, layer in self._fitted.items():
             layer.level = choice.levels.get(name, levels.RECOMPUTE)
+        self._experts.hold(choice.host)
 
     def _keep_less(self, excess: int) -> None:
         """Choose anew where steps take so many bytes more than was planned."""
         for layer in self._modules.values():
             if isinstance(runs := getattr(layer.forward, "__self__", None), RunsLevels):
                 runs.forget()
-        planned = self.memory - excess
         try:
-            steps = self._chosen(planned).steps
+            place = self._chosen(self.memory - excess)
         except ConfigError:
-            steps = 0
-        self._set(self._after(min(steps, self._steps)))
+            place = 0
+        self._set(min(place, self._place))
 
     def remove(self) -> None:
         """Let the layers run as before."""
@@ -320,6 +357,7 @@ class Fit:
         for layer in self._fitted.values():
             layer.remove()
         self._overrides.remove()
+        self._experts.restore()
 
     def __enter__(self) -> Fit:
         return self
@@ -328,64 +366,8 @@ class Fit:
         self.remove()
 
     def __str__(self) -> str:
-        return sentence(counted(self.layers), self.peak, self.memory, self.gain)
-
-
-class _Check:
-    """Compares the planned peak with that of the first steps, before each forward."""
-
-    def __init__(self, fit: Fit) -> None:
-        self.fit, self.calls = fit, 0
-
-    def __call__(self, model: nn.Module, args: Any) -> None:
-        fit = self.fit
-        if not (model.training and torch.is_grad_enabled()):
-            return
-        if not self.calls:
-            torch.cuda.reset_peak_memory_stats(fit._device)
-            if fit._is_recorded:
-                fit._given_back = _give_back_once(fit._modules[fit._names[0]])
-        self.calls += 1
-        if self.calls <= _STEPS_CHECKED:
-            return
-        if fit._hook is not None:
-            fit._hook.remove()
-            fit._hook = None
-        peak = torch.cuda.max_memory_allocated(fit._device)
-        reserved = torch.cuda.max_memory_reserved(fit._device)
-        if peak <= _TOLERANCE * fit.peak and reserved <= fit.memory:
-            return
-        alone = not (dist.is_available() and dist.is_initialized())
-        less = alone and max(peak, reserved) > fit.memory
-        _log.warning(
-            "fit_memory: the first steps took %s of memory (%s with what torch's allocator holds "
-            "in reserve), and %s were planned (an optimizer with larger states, other tensors on "
-            "the device, gaps between tensors)%s.",
-            human_bytes(peak),
-            human_bytes(reserved),
-            human_bytes(fit.peak),
-            "; fewer activations are kept from now on" if less else "",
-        )
-        if less:
-            fit._keep_less(max(peak - fit.peak, reserved - fit._needs))
-
-
-def _give_back_once(layer: nn.Module) -> Any:
-    """Give back the memory of the first backward, once a layer's gradients are there.
-
-    That step ran without graphs. An optimizer makes its states next, and in gaps between them
-    would be memory that graphs cannot use. Returns the hook, None where nothing is trained.
-    """
-    trained = next((p for p in layer.parameters() if p.requires_grad), None)
-    if trained is None:
-        return None
-
-    def give_back(_: Any) -> None:
-        handle.remove()
-        torch.cuda.empty_cache()
-
-    handle = trained.register_post_accumulate_grad_hook(give_back)
-    return handle
+        counts = counted(self.layers)
+        return sentence(counts, self.peak, self.memory, self.gain, self._hosting, self._saved)
 
 
 def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -407,7 +389,14 @@ def _device_of(model: nn.Module) -> torch.device:
             f"fit_memory: {sharded[0]} is sharded over ranks, so that no step of one rank alone "
             "can be measured; call fit_memory before fully_shard or trainer.train()."
         )
-    devices = {str(parameter.device): parameter.device for parameter in model.parameters()}
+    hosted = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, PackedList) and module.host is not None
+        for parameter in module.parameters()
+    }
+    own = [parameter for parameter in model.parameters() if id(parameter) not in hosted]
+    devices = {str(parameter.device): parameter.device for parameter in own}
     if len(devices) > 1:
         raise ConfigError(
             f"fit_memory: the model lies on {' and '.join(sorted(devices))}; load it on one device "
@@ -444,15 +433,18 @@ def _limit(memory: int | str | None, device: torch.device) -> int:
     return size
 
 
-def _resident(measured: MeasuredModel, device: torch.device) -> int:
-    """Return the bytes on a device that `_budget` does not count: other tensors, workspaces."""
+def _resident(measured: MeasuredModel, device: torch.device, freed: int) -> int:
+    """Return the bytes on a device that `_budget` does not count: other tensors, workspaces.
+
+    `freed` are those that it does not hold of experts in host memory.
+    """
     if device.type != "cuda":  # AdamW counts its steps in a float32 tensor for each weight
         return torch.float32.itemsize * len(measured.trained)
     torch.cuda.synchronize(device)
     budget = StepBudget([measured.blocks], (), Settings(), measured.itemsize, library=0)
     own = (*COMPONENTS[:4], "adapters")
     counted_bytes = sum(size for name, size in budget.peak().parts.items() if name in own)
-    return torch.cuda.memory_allocated(device) - counted_bytes
+    return torch.cuda.memory_allocated(device) - (counted_bytes - freed)
 
 
 def _budget(measured: MeasuredModel, settings: Settings, activities: tuple[Activity, ...]) -> Peak:

@@ -28,6 +28,7 @@ from ..kernels.limits import cdiv
 from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
+from ..memory.hosting import ALIGNMENT, SLOTS
 from ..packing.decoders import is_shardable, read
 from ..packing.packed_list import PackedList, put
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
@@ -36,9 +37,6 @@ from .disk import Disk, OnDisk, Places
 from .fitted import decoder_layers, runs_recorded
 from .host_memory import HostMemory
 from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
-
-_ALIGNMENT = 256  # Bytes: of each tensor's address, as torch's allocator has it
-_SLOTS = 2  # One is read while the other is filled; an end of use is known at once
 
 
 def offload_loaded(model: nn.Module, places: Places | None) -> Offload:
@@ -81,7 +79,7 @@ def _offload(model: nn.Module, layers: int | None, places: Places | None) -> Off
             "offload_experts: torch.distributed is running, and experts in host memory are for one "
             "process: start it without torchrun, or shard the experts over the ranks' devices."
         )
-    groups = _groups(model)
+    groups = expert_groups(model)
     if not groups:
         raise ConfigError(
             f"offload_experts: {type(model).__name__} has no packed experts; load it under "
@@ -111,7 +109,6 @@ class Offload:
     """Packed experts that lie in host memory or, after `enabled(offload="disk")`, in files.
 
     Attributes:
-        layers: Names of the decoder layers whose experts these are.
         device: The device that computes.
     """
 
@@ -121,7 +118,7 @@ class Offload:
         device: torch.device,
         places: Places | None = None,
     ) -> None:
-        self.layers, self.device = tuple(groups), device
+        self._groups, self.device = dict(groups), device
         self._disk = None if places is None else Disk(places)
         self._slots: Slots | None = None
         self._copies = 0  # To slots that are gone
@@ -137,6 +134,11 @@ class Offload:
             self._disk.forget_places()
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the decoder layers whose experts these are."""
+        return tuple(self._groups)[len(self._groups) - len(self._blocks) :]
+
+    @property
     def host_nbytes(self) -> int:
         """Bytes of the experts in host memory."""
         return sum(block.store.host_nbytes for block in self._blocks)
@@ -149,7 +151,7 @@ class Offload:
     @property
     def slots(self) -> int:
         """Number of slots on the device, each as large as the largest layer's packed experts."""
-        return min(_SLOTS, len(self._blocks))
+        return min(SLOTS, len(self._blocks))
 
     @property
     def copies(self) -> int:
@@ -162,6 +164,30 @@ class Offload:
         while self._blocks:  # One that does not fit on the device stays where it is
             self._blocks[-1].leave()
             self._blocks.pop()
+        self._groups = {}
+
+    def hold(self, count: int) -> None:
+        """Let experts of the last `count` of these layers be in host memory, the others' not.
+
+        Does nothing after `remove`.
+        """
+        names = list(self._groups)
+        if not names or count == len(self._blocks):
+            return
+        self._drop_slots()
+        while len(self._blocks) > count:
+            self._blocks[0].leave()
+            del self._blocks[0]
+        while len(self._blocks) < count:
+            lists = self._groups[names[len(names) - len(self._blocks) - 1]]
+            self._blocks.insert(0, _Layer(lists, self))
+
+    def slot_memory(self) -> list[Tensor]:
+        """Fill the slots on the device, and return their memory, uint8 each."""
+        with self._lock:
+            for block in self._blocks:
+                self._refresh(block)
+        return [self.fetch(block, True)[0].memory for block in self._blocks[: self.slots]]
 
     def __enter__(self) -> Offload:
         return self
@@ -180,10 +206,7 @@ class Offload:
     def fetch(self, block: _Layer, training: bool) -> tuple[Slot, object]:
         """Return the slot with a layer's experts, and what reserves it."""
         with self._lock:
-            if block.is_outdated():  # by load_state_dict
-                if self._slots is not None:
-                    self._slots.forget(block)
-                block.write()
+            self._refresh(block)
             if self._slots is None:
                 most = max(each.nbytes for each in self._blocks)
                 self._slots = Slots(self.slots, most, copier_of(self.device))
@@ -208,6 +231,13 @@ class Offload:
     def store(self, nbytes: int) -> HostMemory | OnDisk:
         """Return what keeps one layer's experts, which take these bytes of a slot."""
         return HostMemory(nbytes, self.device) if self._disk is None else OnDisk(nbytes, self._disk)
+
+    def _refresh(self, block: _Layer) -> None:
+        """Write a layer to host memory again where load_state_dict has changed it."""
+        if block.is_outdated():
+            if self._slots is not None:
+                self._slots.forget(block)
+            block.write()
 
     def _following(self, block: _Layer, training: bool) -> _Layer | None:
         """Return the layer that is read next: forwards, in training then backwards."""
@@ -285,7 +315,7 @@ class _Hosted:
         self.end = first
         for tensor in tensors_of(self._read()):
             self._parts.append((self.end, tensor.nbytes))
-            self.end += cdiv(tensor.nbytes, _ALIGNMENT) * _ALIGNMENT
+            self.end += cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT
         self._weight: PackedWeight  # In host memory
         # In each slot; a slot that is gone is not kept by its memory
         self._views: WeakKeyDictionary[Slot, PackedWeight] = WeakKeyDictionary()
@@ -359,6 +389,12 @@ class _Hosted:
         return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
+def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:
+    """Return what has moved some of these weights to host memory."""
+    hosts = (each.host for lists in groups.values() for each in lists)
+    return next((host.layer.offload for host in hosts if isinstance(host, _Hosted)), None)
+
+
 def tensors_of(packed: PackedWeight) -> list[Tensor]:
     """Return all tensors of a weight, in the order in which `map` changes them."""
     tensors: list[Tensor] = []
@@ -381,7 +417,7 @@ def copier_of(device: torch.device) -> Copier:
     return CudaCopier(device) if device.type == "cuda" else HostCopier()
 
 
-def _groups(model: nn.Module) -> dict[str, list[PackedList]]:
+def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
     """Return packed weights by the name of their decoder layer, in the layers' order.
 
     Experts outside of any decoder layer are a layer of their own; tied ones are the first layer's.

@@ -18,6 +18,8 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.memory.blocks import packed_parts
+from moe_qlora.packing.decoders import read
+from moe_qlora.speed.offload import tensors_of
 from moe_qlora.testing import tiny_model
 
 BATCH, SEQ = 2, 48
@@ -101,12 +103,15 @@ def equal(first: tuple[list[float], Any], second: tuple[list[float], Any]) -> bo
 
 
 def measured_peak(model: Any, ids: Tensor, steps: int = 2) -> int:
-    """The most bytes of tensors at once in steps of AdamW, weights and states included."""
+    """The most bytes of tensors at once in steps of AdamW, weights and states included.
+
+    Experts in host memory are not.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     statistics = [tensor for part in packed_parts(base) for tensor in part.weight.statistics]
-    live = _Live([*model.parameters(), *model.buffers(), *statistics])
+    live = _Live([*model.parameters(), *model.buffers(), *statistics], hosted_tensors(base))
     with live:
         for _ in range(steps):
             loss = model(input_ids=ids, labels=ids).loss
@@ -117,13 +122,19 @@ def measured_peak(model: Any, ids: Tensor, steps: int = 2) -> int:
     return live.peak
 
 
-class _Live(TorchDispatchMode):
-    """Counts the bytes of storages from their making until they die."""
+def hosted_tensors(model: Any) -> list[Tensor]:
+    """Codes and statistics that lie in host memory."""
+    lists = [module for module in model.modules() if getattr(module, "host", None) is not None]
+    return [tensor for each in lists for tensor in tensors_of(read(each.original, each[0]))]
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of storages from their making until they die, but those of `elsewhere`."""
+
+    def __init__(self, known: Iterable[Tensor], elsewhere: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live, self.peak = 0, 0
-        self.seen: set[int] = set()
+        self.seen = {tensor.untyped_storage()._cdata for tensor in elsewhere}
         for tensor in known:
             self.add(tensor)
 

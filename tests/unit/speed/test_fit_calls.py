@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from moe_qlora.errors import ConfigError
 from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import RECOMPUTE
-from moe_qlora.speed.fit import _Check
+from moe_qlora.speed.first_steps import FirstSteps
 from moe_qlora.speed.fitted import RunsLevels
 from moe_qlora.testing import tiny_model
 from tests.helpers import training
@@ -346,14 +346,14 @@ def test_the_first_steps_are_compared_with_what_was_planned(
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(reserved * most))
-        check = _Check(fit)
+        check = FirstSteps(fit)
         for _ in range(4):
             check(model, ())
         levels = {layer.level for layer in fit.layers}
     assert (levels != {"keep"}) is less
     said = [text for text in caplog.messages if "the first steps took" in text]
     assert len(said) == (over > 1.03 or less)
-    assert all(("fewer activations are kept" in text) is less for text in said)
+    assert all(("layers keep less on the device" in text) is less for text in said)
 
 
 @pytest.mark.parametrize("removed", [False, True])
@@ -368,7 +368,7 @@ def test_what_the_first_backward_reserved_is_given_back_once(
             layer.forward = _Recorded().forward
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
-        _Check(fit)(model, ())
+        FirstSteps(fit)(model, ())
         if removed:
             fit.remove()
         for layer in layers:

@@ -478,11 +478,6 @@ def test_with_what_fit_memory_has_chosen_before() -> None:
     model.load_state_dict(weights)
     with fitted(model), moe_qlora.offload_experts(model):
         assert equal(train(model, ids), resident)
-    with (
-        moe_qlora.offload_experts(model),
-        pytest.raises(ConfigError, match=r"fit_memory.*host memory.*before"),
-    ):
-        fitted(model)
 
 
 @pytest.mark.parametrize("layers", [0, -1, 5, True, 2.0, "2"])
