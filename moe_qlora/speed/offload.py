@@ -179,8 +179,8 @@ class Offload:
             self._blocks[0].leave()
             del self._blocks[0]
         while len(self._blocks) < count:
-            lists = self._groups[names[len(names) - len(self._blocks) - 1]]
-            self._blocks.insert(0, _Layer(lists, self))
+            place = len(names) - len(self._blocks) - 1
+            self._blocks.insert(0, _Layer(self._groups[names[place]], self, place))
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
