@@ -81,6 +81,7 @@ class Hosting:
     most: int  # How many of them, from the last one, may be in host memory
     pace: Pace
     seconds: Mapping[str, float]  # Of each block in a step that computes all again
+    where: str = "host memory"  # Or "files"
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

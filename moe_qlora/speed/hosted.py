@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..packing.decoders import read
 from ..packing.packed_list import PackedList
 from .offload import Offload, expert_groups, offload_of, tensors_of
 
+_DISK = 5e9  # Bytes a second of files; nothing was measured
 _COPIED = 64 << 20  # Bytes of a measured copy: about a millisecond
 
 
@@ -39,7 +41,10 @@ class HostedExperts:
         `blocks` are those of the model that run.
         """
         seconds = {block.name: operations(block.met, tokens) / pace.rate for block in blocks}
-        return Hosting(self._layers, self._before, pace, seconds)
+        if self.offload is None or not self.offload.disk_nbytes:
+            return Hosting(self._layers, self._before, pace, seconds)
+        pace = replace(pace, link=min(pace.link, _DISK))
+        return Hosting(self._layers, self._before, pace, seconds, "files")
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory."""

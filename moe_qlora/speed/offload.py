@@ -124,6 +124,7 @@ class Offload:
         self._copies = 0  # To slots that are gone
         self._lock = threading.Lock()
         self._blocks: list[_Layer] = []
+        self._resting: list[_Layer] = []  # Of files, while `hold` has them on the device
         try:
             for place, lists in enumerate(groups.values()):
                 self._blocks.append(_Layer(lists, self, place))
@@ -164,7 +165,7 @@ class Offload:
         while self._blocks:  # One that does not fit on the device stays where it is
             self._blocks[-1].leave()
             self._blocks.pop()
-        self._groups = {}
+        self._groups, self._resting = {}, []
 
     def hold(self, count: int) -> None:
         """Let experts of the last `count` of these layers be in host memory, the others' not.
@@ -176,11 +177,17 @@ class Offload:
             return
         self._drop_slots()
         while len(self._blocks) > count:
-            self._blocks[0].leave()
-            del self._blocks[0]
+            keeps = self._disk is not None
+            self._blocks[0].leave(keeps)
+            first = self._blocks.pop(0)
+            self._resting += [first] if keeps else []
         while len(self._blocks) < count:
             place = len(names) - len(self._blocks) - 1
-            self._blocks.insert(0, _Layer(self._groups[names[place]], self, place))
+            if self._resting:
+                self._resting[-1].back()
+                self._blocks.insert(0, self._resting.pop())
+            else:
+                self._blocks.insert(0, _Layer(self._groups[names[place]], self, place))
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
@@ -295,15 +302,24 @@ class _Layer(Block):
             if record.is_outdated():
                 record.write(self.store)
 
-    def leave(self) -> None:
-        """Move the weights back to the device, and free the host memory."""
+    def leave(self, keeps: bool = False) -> None:
+        """Move the weights back to the device, and free the host memory, or keep it for `back`."""
         self.store.check()
         for record in self._records:
             record.leave(self.offload.device)
             record.settle(None)
-        # Backwards that come later have the records
+        if keeps:
+            return
+        for record in self._records:  # which backwards that come later have
+            del record._weight
         self._records.clear()
         del self.store
+
+    def back(self) -> None:
+        """Undo `leave`; what has changed meanwhile is in host memory from now on."""
+        for record in self._records:
+            record.back(self.store)
+            record.settle(record)
 
 
 class _Hosted:
@@ -320,6 +336,7 @@ class _Hosted:
         # In each slot; a slot that is gone is not kept by its memory
         self._views: WeakKeyDictionary[Slot, PackedWeight] = WeakKeyDictionary()
         self._seen: Any = None
+        self._left: Any = None  # Its state on the device after `leave`
 
     @property
     def device(self) -> torch.device:
@@ -372,7 +389,16 @@ class _Hosted:
     def leave(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self._put(self._read().map(lambda tensor: tensor.to(device, copy=True)))
-        del self._weight
+        self._left = self._state()
+
+    def back(self, store: HostMemory | OnDisk) -> None:
+        """Let the modules have what they had before `leave`."""
+        if self._state() != self._left:
+            self.write(store)
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            self._put(self._weight)
+        self._seen = self._state()
 
     def is_outdated(self) -> bool:
         return self._state() != self._seen

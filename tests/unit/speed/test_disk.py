@@ -25,7 +25,7 @@ from moe_qlora.speed import disk, host_memory
 from moe_qlora.speed.slots import HostCopier
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import equal, token_ids, train, with_lora
+from tests.helpers.fitting import equal, fitted, least_memory, token_ids, train, with_lora
 from tests.helpers.mxfp4 import write_gpt_oss
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -276,3 +276,36 @@ def test_the_last_block_that_asks_counts(folders: Path) -> None:
         with moe_qlora.enabled(offload=outer):  # type: ignore[arg-type]
             model = load(folders / "nf4", offload=inner)
         assert (moe_qlora.offload_experts(model).disk_nbytes > 0) is files
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_fit_memory_brings_experts_from_files_and_back(
+    loads: bool, folders: Path, devices: list[Delayed]
+) -> None:
+    before = digests(folders / "nf4")
+    model, off = on_disk(folders / "nf4")
+    model = with_lora(model, experts=True).train()
+    ids, weights = token_ids(model), bits(model)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = train(model, ids)
+    model.load_state_dict({name: t for name, t in state.items() if "lora" in name}, strict=False)
+    where = off.layers, off.disk_nbytes, off.host_nbytes
+    with fitted(model, least_memory(model)) as fit:
+        assert [layer.experts for layer in fit.layers] == ["host"] * 3
+        assert "experts of 3 lie in" in str(fit) and "of files" in str(fit)
+    with fitted(model) as fit:
+        assert {layer.experts for layer in fit.layers} == {"device"} and not off.layers
+        assert equal(train(model, ids), expected)
+        model.load_state_dict(state if loads else {}, strict=False)
+    assert off.layers == where[0]
+    if loads:  # into memory on the device, of which no file is known
+        assert off.disk_nbytes == 0
+    else:
+        assert (off.disk_nbytes, off.host_nbytes) == where[1:]
+    model.load_state_dict({name: t for name, t in state.items() if "lora" in name}, strict=False)
+    assert equal(train(model, ids), expected)
+    found = bits(model)
+    packed = [name for name in weights if "lora" not in name]
+    assert all(torch.equal(found[name], weights[name]) for name in packed)
+    off.remove()
+    assert digests(folders / "nf4") == before and not readers()
