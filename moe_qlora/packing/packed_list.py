@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -40,8 +40,19 @@ class Host(Protocol):
     """Where a packed weight lies that is not on the device that computes with it."""
 
     @property
+    def layer(self) -> object:
+        """With what it lies together, to be copied as a whole."""
+
+    @property
     def device(self) -> torch.device:
         """The device that computes."""
+
+    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]:
+        """Return where the weight is on the device, and what keeps it there while referenced.
+
+        The place is the same as long as recorded code finds the weight at its address; None where
+        it never will.
+        """
 
     def fetch(self, packed_list: PackedList) -> PackedWeight:
         """Return the weight on the device, valid as long as the returned object is referenced."""
@@ -57,6 +68,13 @@ class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes can go to the meta device and come back empty."""
 
     host: Host | None = None
+    moves: int = 0  # How often it went to host memory, or came back
+
+    def settle(self, host: Host | None) -> None:
+        """Note where the weight lies now: None for the module's own device."""
+        self.host, self.moves = host, self.moves + 1
+        if host is None:
+            del self.host
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         if self.host is not None:

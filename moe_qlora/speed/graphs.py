@@ -27,6 +27,7 @@ import copy
 import logging
 import traceback
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -48,6 +49,7 @@ from .fitted import (
 )
 from .passes import Passes
 from .recording import ObstacleError, RecordedCall, end_recording
+from .reserved import LayerExperts, Reserved, computing_devices
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -73,7 +75,8 @@ def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False
     What layers keep between forward and backward is what `fit_memory` says, called before or
     after; else backward computes a layer again, whether gradient checkpointing is on or not, or,
     with `keep`, nothing is computed again. Adapters may be switched, disabled, added and saved at
-    any time. Gradients are those of the same kernels.
+    any time. Gradients are those of the same kernels. Experts in host memory (`offload_experts`,
+    called before or after) are read where they are copied to, which no graph does itself.
 
     Call it when the model is complete: after `get_peft_model`, before the training loop or
     `trainer.train()`.
@@ -199,7 +202,7 @@ class LayerGraphs:
         """Whether a call may not be replayed in this pass, and has to be recorded anew."""
         return self._passes.is_outdated(call)
 
-    def record(self, layer: _GraphedLayer, device: torch.device, make: Callable[[], _T]) -> _T:
+    def record(self, layer: _GraphedLayer, make: Callable[[], _T]) -> _T:
         """Record a call of a layer; after a failure, all layers run eagerly."""
         if self._passes.is_replaying or not self.recorded:
             # To this pool, memory is free that calls recorded in earlier passes keep tensors in; or
@@ -211,20 +214,18 @@ class LayerGraphs:
             layer.remove()
             raise
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
+            device = torch.device(computing_devices(layer.layer)[0])
             raise ObstacleError(self._give_up(device, self.pool, error)) from None
         self._passes.records(made)
         return made
 
-    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> bool:
-        """Record a call's backward, and return whether that succeeded; likewise."""
-        if not any(layer.active for layer in self._layers):  # removed meanwhile
-            return False
-        try:
-            record()
-        except Exception as error:  # noqa: BLE001 - capture may fail with anything
-            self.warn(self._give_up(call.x.device, call.pool, error))
-            return False
-        return True
+    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
+        """Record a call's backward, unless the graphs were removed meanwhile; likewise."""
+        if any(layer.active for layer in self._layers):
+            try:
+                record()
+            except Exception as error:  # noqa: BLE001 - capture may fail with anything
+                self.warn(self._give_up(call.x.device, call.pool, error))
 
     def _give_up(self, device: torch.device, pool: Any, error: Exception) -> str:
         """Let all layers run eagerly after an error in recording; return the reason in words."""
@@ -254,6 +255,8 @@ class _GraphedLayer(RunsLevels):
         self.adapters: tuple[str, ...] | None = None
         self.tensors: list[Tensor] = []
         self.tuners: list[Any] = []
+        self.experts = LayerExperts(layer)
+        self.places: Any = None  # Of the experts, when calls were recorded
         found = fitted(layer)
         compiled_before = layer._compiled_call_impl or (found.compiled if found else None)
         self._compiled: Callable[..., Any] | None = compiled_before
@@ -294,14 +297,14 @@ class _GraphedLayer(RunsLevels):
     def _obstacle(self) -> str | None:
         """Return why no call of this layer can be recorded, or None."""
         tensors = dict(self.layer.named_parameters()) | dict(self.layer.named_buffers())
-        devices = sorted({str(tensor.device) for tensor in tensors.values()})
+        devices = computing_devices(self.layer)
         if len(devices) > 1:
             return f"it lies on {' and '.join(devices)}"
         replaced = self.layer.__dict__.get("forward")
         if replaced is not None and not isinstance(
             getattr(replaced, "__self__", None), FittedLayer
         ):
-            return "its forward has been replaced, as offloading replaces it"
+            return "its forward has been replaced, as accelerate's offloading does"
         sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")]
         if sharded:
             return f"its {sharded[0]} is sharded over ranks"
@@ -325,7 +328,8 @@ class _GraphedLayer(RunsLevels):
         admitted = in_backward() or self.shared.enters(self.place)
         try:
             leaves, spec, kind = self._describe(args, kwargs)
-            if admitted and not measures(layer):
+            reserved = self._reserve() if admitted and not measures(layer) else None
+            if reserved is not None:
                 call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))
                 if call is not None:
                     return gathered.delivered(call.run(leaves))
@@ -334,6 +338,15 @@ class _GraphedLayer(RunsLevels):
             if fitted(layer) is None and not self.shared.keep:
                 return type(layer).forward(layer, *args, **given)
         return self._compute(level, args, kwargs, preserve_rng_state=True)
+
+    def _reserve(self) -> Reserved | None:
+        """Keep the experts where they are; calls that were recorded elsewhere are forgotten."""
+        reserved = self.experts.reserve()
+        if reserved is not None and reserved.places != self.places:
+            self.places = reserved.places
+            self.calls.clear()
+            self.tokens.clear()
+        return reserved
 
     def _replayable(
         self, level: str, kind: Hashable, make: Callable[[], RecordedCall]
@@ -370,17 +383,16 @@ class _GraphedLayer(RunsLevels):
             if spec.has_masks:
                 raise ObstacleError("flex attention's BlockMask is recorded in training alone")
             kind = kind, layer.training, cached.keys.shape, cached.keys.dtype
+            reserved = self._reserve()
             if kind not in self.tokens and len(self.tokens) >= _MOST_KINDS:
                 del self.tokens[next(iter(self.tokens))]
-            call = self._recorded(
-                self.tokens, kind, lambda: self._record_token(leaves, spec, cache)
-            )
+            make = partial(self._record_token, leaves, spec, cache)
+            call = reserved and self._recorded(self.tokens, kind, make)
+            if call is not None:
+                return call.run(leaves, cached)
         except ObstacleError as obstacle:
             self.shared.warn(str(obstacle))
-            call = None
-        if call is None:
-            return type(layer).forward(layer, *args, **kwargs)
-        return call.run(leaves, cached)
+        return type(layer).forward(layer, *args, **kwargs)
 
     def _record(self, leaves: Sequence[Any], spec: masks.Spec, level: str) -> RecordedCall:
         gathers = gathered.asked()
@@ -393,7 +405,10 @@ class _GraphedLayer(RunsLevels):
 
         keeps = level != levels.RECOMPUTE
         with gathered.gathering(False):  # A checkpoint's recomputation in warming up
-            return RecordedCall(self.layer, compute, self.shared, leaves, role=spec, keeps=keeps)
+            return RecordedCall(
+                self.layer, compute, self.shared, leaves,
+                reserve=partial(self.experts.reserve, self.places), role=spec, keeps=keeps,
+            )  # fmt: skip
 
     def _record_token(
         self, leaves: Sequence[Any], spec: masks.Spec, cache: Any
@@ -418,8 +433,7 @@ class _GraphedLayer(RunsLevels):
         if call is not None:
             return call
         if kind in calls:
-            device = next(self.layer.parameters()).device
-            call = calls[kind] = self.shared.record(self, device, make)
+            call = calls[kind] = self.shared.record(self, make)
             return call
         if len(calls) >= _MOST_KINDS:
             raise ObstacleError(

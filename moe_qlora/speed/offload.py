@@ -14,11 +14,11 @@ slot is saved between them: autograd keeps a function that fetches (`PackedWeigh
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from ..packing.packed_list import PackedList, put
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from ..world import share_of, world
 from .disk import Disk, OnDisk, Places
-from .fitted import decoder_layers, runs_recorded
+from .fitted import decoder_layers
 from .host_memory import HostMemory
 from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
 
@@ -53,8 +53,8 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
 
     State dicts, `save_pretrained` and exports read the host memory. `copy.deepcopy` returns a model
     with all experts on the device. Merging into the weights is refused until `remove()`. Layers
-    recorded by `graph_layers` are refused; called afterwards, it does not record these. Experts
-    forwards in code of torch.compile run uncompiled.
+    that `graph_layers` records, called before or after, are recorded anew. Experts forwards in code
+    of torch.compile run uncompiled.
 
     Args:
         model: A transformers model with packed experts, or a PEFT model around one, in one process,
@@ -68,7 +68,7 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
     Raises:
         ConfigError: No experts are packed, or fewer decoder layers than `layers` have such; they
             are in host memory already, sharded, divided over ranks, or on meta; the layers lie on
-            several devices, or are recorded; or host memory cannot be page-locked.
+            several devices; or host memory cannot be page-locked.
     """
     return _offload(model, layers, None)
 
@@ -352,6 +352,10 @@ class _Hosted:
             self._views[slot] = packed
         return replace(packed, again=partial(self.fetch, packed_list), lease=lease)
 
+    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]:
+        slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
+        return (ref(slot) if slot.stays else None), lease
+
     def move(self, device: torch.device) -> None:
         self.layer.offload.move(device)
 
@@ -361,10 +365,7 @@ class _Hosted:
     def settle(self, host: _Hosted | None) -> None:
         """Be the lists' host, or let them have none."""
         for each in self.lists:
-            if host is None:
-                each.__dict__.pop("host", None)
-            else:
-                each.host = host
+            each.settle(host)
 
     @torch.no_grad()
     def write(self, store: HostMemory | OnDisk) -> None:
@@ -477,11 +478,6 @@ def _check(
     devices = set()
     for name in chosen:
         layer = model.get_submodule(name)
-        if runs_recorded(layer):
-            raise ConfigError(
-                f"offload_experts: {unwrapped_name(name)} is recorded by graph_layers, whose "
-                "graphs read the experts where they are: call remove() on what it returned."
-            )
         packed = {id(each.original) for each in groups[name]}
         plain = {p.device for p in layer.parameters() if id(p) not in packed and not p.is_meta}
         devices |= plain or {groups[name][0].original.device}

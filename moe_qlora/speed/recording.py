@@ -53,8 +53,8 @@ class Buffers(Protocol):
     def pending(self, call: RecordedCall) -> object:
         """Return an object that lives as long as a backward needs what the call keeps."""
 
-    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> bool:
-        """Record a call's backward, and return whether that succeeded."""
+    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
+        """Record a call's backward; if that fails, do what has to be done then."""
 
 
 Compute = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -95,6 +95,7 @@ class RecordedCall:
         shared: Buffers,
         leaves: Sequence[Any],
         *,
+        reserve: Callable[[], object | None],
         role: Hashable = None,
         keeps: bool = False,
     ) -> None:
@@ -105,6 +106,8 @@ class RecordedCall:
             compute: Computes it, and router logits that are gathered, from its arguments.
             shared: The buffers of all graphs.
             leaves: Its arguments, hidden states first.
+            reserve: Keeps the layer's experts where they are now, for backward, as long as what it
+                returns is referenced; None where they are elsewhere by then.
             role: Calls of one role share the buffers of all arguments: layers whose attention is
                 masked alike, so that these are filled once in a step.
             keeps: Whether it keeps more than its inputs for backward.
@@ -116,6 +119,8 @@ class RecordedCall:
         check_hooks(layer)
         self.layer, self.compute, self.shared, self.keeps = layer, compute, shared, keeps
         self.pool = shared.pool  # Which later recordings may not use
+        self.reserve = reserve
+        self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         self.trained = [p for p in layer.parameters() if p.requires_grad]
         self.used: list[nn.Parameter] = []  # those with a gradient
         x = leaves[0]
@@ -222,12 +227,12 @@ class RecordedCall:
         now = self.generator.get_offset()
         self.generator.set_offset(offset)
         try:
-            if self.backward_graph is None and not self.shared.record_backward(
-                self, self._record_backward
-            ):
+            reserved = self.reserve()
+            if reserved is None or not self._has_backward():
                 return self._again(leaves, grads)
             assert self.backward_graph is not None
             self.backward_graph.replay()
+            del reserved
         finally:
             self.generator.set_offset(now)
         workspace.forget(self.x.device)
@@ -240,13 +245,23 @@ class RecordedCall:
         of_weights = dict(zip(self.used, parts, strict=True))
         return grad_x, [of_weights.get(weight) for weight in self.trained]
 
+    def _has_backward(self) -> bool:
+        """Record the backward, if it is not, and return whether it is."""
+        if self.backward_graph is None:
+            self.shared.record_backward(self, self._record_backward)
+        return self.backward_graph is not None
+
     def _again(
         self, leaves: Sequence[Any], grads: Sequence[Tensor]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """Compute the layer and its gradients without graphs, since these could not be recorded."""
+        """Compute the layer and its gradients without graphs.
+
+        Where the backward could not be recorded, or the experts are not where they were.
+        """
         self.edges = []
         x = leaves[0].detach().requires_grad_(self.x.requires_grad)
-        with torch.enable_grad():
+        enabled, dtype = self.autocast
+        with torch.enable_grad(), torch.autocast("cuda", dtype, enabled=enabled):
             computed = self.compute([x, *leaves[1:]])
         inputs = [*([x] if x.requires_grad else []), *self.trained]
         outs = [out if out.requires_grad else None for out in computed]

@@ -5,24 +5,64 @@ It reads and writes the same buffers as a graph does, and sees nothing else of a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from moe_qlora.packing import parametrize
 from moe_qlora.speed import recording
 from moe_qlora.speed.graphs import LayerGraphs
+from moe_qlora.speed.offload import _Hosted
 
 
 class _Graph:
-    current: _Graph | None = None  # The one that is recorded
+    current: _Graph | None = None  # The one that is recorded or replayed
 
     work: Any = None
 
+    def __init__(self) -> None:
+        self.read: dict[Any, Tensor] = {}  # Codes by weight, alive: no other has their address
+
     def replay(self) -> None:
-        self.work()
+        with _recorded(self):
+            self.work()
+
+
+@contextmanager
+def _recorded(graph: _Graph) -> Iterator[None]:
+    before, _Graph.current = _Graph.current, graph
+    try:
+        yield
+    finally:
+        _Graph.current = before
+
+
+def in_graph() -> bool:
+    """Whether a graph is recorded or replayed now: its launches wait for nothing outside of it."""
+    return _Graph.current is not None
+
+
+def hold_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a replay fail that finds packed weights elsewhere than they were when it was recorded."""
+
+    def noting(read: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            packed = read(*args)
+            if _Graph.current is not None:
+                before = _Graph.current.read.setdefault(packed.serial, packed.codes.detach())
+                assert before.data_ptr() == packed.codes.data_ptr(), "a graph reads what was freed"
+            return packed
+
+        return noted
+
+    monkeypatch.setattr(parametrize, "read_for_compute", noting(parametrize.read_for_compute))
+    monkeypatch.setattr(_Hosted, "fetch", noting(_Hosted.fetch))
 
 
 class _Generator:
@@ -30,15 +70,6 @@ class _Generator:
         return 0
 
     def set_offset(self, offset: int) -> None: ...
-
-
-@contextmanager
-def _capture(graph: _Graph, pool: Any) -> Iterator[None]:
-    _Graph.current = graph
-    try:
-        yield
-    finally:
-        _Graph.current = None
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +100,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(recording.RecordedCall, "_forward", record_forward)
     monkeypatch.setattr(recording.RecordedCall, "_gradients", record_gradients)
-    monkeypatch.setattr(recording, "capture", _capture)
+    monkeypatch.setattr(recording, "capture", lambda graph, _: _recorded(graph))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
@@ -79,3 +110,40 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulated(model: Any, **arguments: Any) -> LayerGraphs:
     """Return graphs of a model's decoder layers."""
     return LayerGraphs(model, list(model.model.layers), compiled=False, **arguments)
+
+
+def emulate_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let recorded calls for one token run on a CPU during a test.
+
+    Replays compute again, from the recorded arguments and cache to the recorded output.
+    """
+    record = recording.RecordedDecode.__init__
+
+    def init(self: Any, layer: Any, compute: Any, shared: Any, *rest: Any) -> None:
+        _, cache, index = rest
+        cached = cache.layers[index]
+        before = {name: getattr(cached, name).clone() for name in recording._STATES}
+        record(self, layer, compute, shared, *rest)
+        at_recording = copy.copy(cached)  # with the tensors that a graph has the addresses of
+        for name, tensor in before.items():  # what is recorded does not run
+            getattr(cached, name).copy_(tensor)
+        held = SimpleNamespace(update=lambda keys, values, *_: at_recording.update(keys, values))
+        mode = layer.training
+
+        def again() -> None:
+            now = layer.training
+            layer.train(mode)  # whose kernels a graph has
+            self.out.copy_(compute(self.arguments, held))
+            layer.train(now)
+
+        self.graph.work = again
+
+    fake = SimpleNamespace(
+        recorded=lambda _: nullcontext(), buffers=lambda _: (), forget=lambda _: None
+    )
+    monkeypatch.setattr(recording.RecordedDecode, "__init__", init)
+    monkeypatch.setattr(recording, "workspace", fake)
+    monkeypatch.setattr(recording, "capture", lambda graph, _: _recorded(graph))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

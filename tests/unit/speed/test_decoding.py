@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from emulated_graphs import emulate_tokens
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers.cache_utils import StaticCache
@@ -25,37 +25,7 @@ from moe_qlora.testing import tiny_model
 
 @pytest.fixture(autouse=True)
 def rerun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays compute again, from the recorded arguments and cache to the recorded output."""
-    record = recording.RecordedDecode.__init__
-
-    def init(self: Any, layer: Any, compute: Any, shared: Any, *rest: Any) -> None:
-        _, cache, index = rest
-        cached = cache.layers[index]
-        before = {name: getattr(cached, name).clone() for name in recording._STATES}
-        record(self, layer, compute, shared, *rest)
-        at_recording = copy.copy(cached)  # with the tensors that a graph has the addresses of
-        for name, tensor in before.items():  # what is recorded does not run
-            getattr(cached, name).copy_(tensor)
-        held = SimpleNamespace(update=lambda keys, values, *_: at_recording.update(keys, values))
-        mode = layer.training
-
-        def replay() -> None:
-            now = layer.training
-            layer.train(mode)  # whose kernels a graph has
-            self.out.copy_(compute(self.arguments, held))
-            layer.train(now)
-
-        self.graph.replay = replay
-
-    fake = SimpleNamespace(
-        recorded=lambda _: nullcontext(), buffers=lambda _: (), forget=lambda _: None
-    )
-    monkeypatch.setattr(recording.RecordedDecode, "__init__", init)
-    monkeypatch.setattr(recording, "workspace", fake)
-    monkeypatch.setattr(recording, "capture", lambda *_: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    emulate_tokens(monkeypatch)
 
 
 def adapted(model_type: str = "qwen3_moe", dropout: float = 0.0) -> Any:

@@ -1,0 +1,289 @@
+"""Recorded layers whose experts lie in host memory: the same losses and gradients, bit by bit.
+
+Graphs are emulated, on a device whose copies come as late as they may: within a recording or a
+replay nothing is copied or waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from emulated_graphs import emulate, emulate_tokens, emulated, hold_addresses, in_graph
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+from transformers.cache_utils import StaticCache
+
+import moe_qlora
+from moe_qlora.memory import levels
+from moe_qlora.speed.fitted import FittedLayer
+from moe_qlora.speed.graphs import LayerGraphs
+from moe_qlora.testing import tiny_model
+from tests.helpers.delayed import Delayed, Reads, delayed
+from tests.helpers.fitting import equal, token_ids, train, with_lora
+
+pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+STEPS = 3
+keeps = pytest.mark.parametrize("keep", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
+    monkeypatch.setattr(Delayed, "records", lambda _: in_graph())
+    with delayed(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    emulate_tokens(monkeypatch) if "token" in request.node.name else emulate(monkeypatch)
+    hold_addresses(monkeypatch)
+
+
+def packed(layers: int = 4, model_type: str = "qwen3_moe", **settings: Any) -> Any:
+    model: Any = tiny_model(model_type, num_hidden_layers=layers)
+    model.config.use_cache = False
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True, **settings))
+    return with_lora(model)
+
+
+def graphed(model: Any, **arguments: Any) -> LayerGraphs:
+    return emulated(model.get_base_model(), **arguments)
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def steps(model: Any, ids: Tensor, weights: Any, count: int = STEPS) -> Any:
+    model.load_state_dict(weights, strict=False)
+    return train(model, ids, count)
+
+
+@pytest.mark.parametrize(
+    ("count", "order", "checkpointing", "keep"),
+    [
+        (1, "graphs first", False, False),
+        (2, "offload first", True, True),
+        (3, "graphs first", True, False),
+        (3, "offload first", False, True),
+        (4, "graphs first", False, True),
+        (4, "offload first", False, False),
+    ],
+)
+def test_replays_train_as_the_resident_model(
+    count: int, order: str, checkpointing: bool, keep: bool, devices: list[Delayed]
+) -> None:
+    model = packed(count)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    with ExitStack() as stack:
+        if order == "graphs first":
+            graphs = stack.enter_context(graphed(model, keep=keep))
+            assert equal(steps(model, ids, weights), resident)
+            off = stack.enter_context(moe_qlora.offload_experts(model))
+        else:
+            off = stack.enter_context(moe_qlora.offload_experts(model))
+            graphs = stack.enter_context(graphed(model, keep=keep))
+        with Reads(devices) as reads:
+            assert equal(steps(model, ids, weights), resident)  # Recording fetches now and then
+            assert graphs.recorded == count and reads.count > STEPS * count * 2
+            copies, missed = off.copies, devices[0].missed
+            assert equal(steps(model, ids, weights), resident)
+        assert off.copies - copies == STEPS * 2 * max(0, count - 2)
+        assert devices[0].missed == missed and len(devices[0].made) == off.slots
+    assert equal(steps(model, ids, weights), resident)
+
+
+@pytest.mark.parametrize("first", ["graphs", "offload"])
+def test_either_is_removed_first(first: str, devices: list[Delayed]) -> None:
+    model = packed()
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    graphs, off = graphed(model), moe_qlora.offload_experts(model)
+    for _ in range(2):
+        assert equal(steps(model, ids, weights), resident)
+    (graphs if first == "graphs" else off).remove()
+    assert equal(steps(model, ids, weights), resident)
+    assert graphs.recorded == (0 if first == "graphs" else 4)
+    (off if first == "graphs" else graphs).remove()
+    assert equal(steps(model, ids, weights), resident)
+
+
+@keeps
+@pytest.mark.parametrize("moved", ["there", "back", "there and back", "to other slots"])
+def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: bool) -> None:
+    model = packed()
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights, 1)
+    model.load_state_dict(weights, strict=False)
+    with graphed(model, keep=keep) as graphs:
+        off = None if moved.startswith("there") else moe_qlora.offload_experts(model)
+        for _ in range(3):
+            assert equal(steps(model, ids, weights, 1), resident)
+        model.load_state_dict(weights, strict=False)
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        if off is not None:
+            off.remove() if moved == "back" else off._drop_slots()
+        if moved.startswith("there"):
+            off = moe_qlora.offload_experts(model)
+        if moved == "there and back":
+            off.remove()  # type: ignore[union-attr]
+        loss.backward()
+        assert [loss.item()] == resident[0]
+        assert graphs.recorded == 4
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None or torch.equal(parameter.grad, resident[1][name]), name
+        for _ in range(3):
+            assert equal(steps(model, ids, weights, 1), resident)
+        assert graphs.recorded == 4
+        off.remove()  # type: ignore[union-attr]
+
+
+@keeps
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_some_layers_only(layers: int, keep: bool, devices: list[Delayed]) -> None:
+    model = packed()
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    with moe_qlora.offload_experts(model, layers=layers) as off, graphed(model, keep=keep) as made:
+        with Reads(devices):
+            assert equal(steps(model, ids, weights), resident)
+            assert made.recorded == 4
+            copies = off.copies
+            assert equal(steps(model, ids, weights), resident)
+        assert off.copies - copies == STEPS * 2 * max(0, layers - 2)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3", "jetmoe"])
+def test_model_types(model_type: str, devices: list[Delayed]) -> None:
+    model = packed(3, model_type)
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    with moe_qlora.offload_experts(model), graphed(model) as graphs, Reads(devices):
+        assert equal(steps(model, ids, weights), resident)
+        assert graphs.recorded == 3
+
+
+def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
+    model = packed(5, bnb_4bit_use_double_quant=True)
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    for layer, level in zip(model.get_base_model().model.layers, levels.LEVELS, strict=True):
+        FittedLayer(layer, level, 10_000, set())
+    with graphed(model) as graphs, moe_qlora.offload_experts(model) as off, Reads(devices):
+        assert equal(steps(model, ids, weights), resident)
+        assert graphs.recorded == 5
+        copies = off.copies
+        assert equal(steps(model, ids, weights), resident)
+        assert off.copies - copies == STEPS * 2 * 3
+
+
+@keeps
+def test_unrecorded_calls_between_recorded_ones(keep: bool, devices: list[Delayed]) -> None:
+    """Evaluation between a forward and its backward, a second forward, and another length."""
+    model = packed(5)
+    ids, other, weights = token_ids(model), token_ids(model, seq=20, seed=1), trained(model)
+
+    def results() -> list[Tensor]:
+        model.load_state_dict(weights, strict=False)
+        found: list[Tensor] = []
+        for _ in range(4):
+            model.zero_grad()
+            losses = [model(input_ids=each, labels=each).loss for each in (ids, other)]
+            with torch.no_grad():
+                found.append(model.eval()(input_ids=ids).logits)
+                found.append(model.train()(input_ids=other).logits)
+            sum(losses).backward()
+            found += [loss.detach() for loss in losses]
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return found
+
+    resident = results()
+    with graphed(model, keep=keep) as graphs, moe_qlora.offload_experts(model), Reads(devices):
+        got = results()
+        assert graphs.recorded >= 5
+    for one, right in zip(got, resident, strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-7)
+
+
+def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[Delayed]) -> None:
+    model = packed()
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights, 3)
+    with graphed(model) as graphs, moe_qlora.offload_experts(model) as off:
+        assert equal(steps(model, ids, weights, 3), resident)
+        _, lease = off.fetch(off._blocks[1], True)  # As the traceback of an exception would
+        model.load_state_dict(weights, strict=False)
+        with Reads(devices):
+            assert equal(train(model, ids, 3), resident)
+            assert len(devices[0].made) > 2
+            del lease
+            made = len(devices[0].made)
+            assert equal(steps(model, ids, weights, 3), resident)
+            assert len(devices[0].made) == made and graphs.recorded == 4
+
+
+def test_weights_that_are_loaded_reach_the_graphs(devices: list[Delayed]) -> None:
+    model, other = packed(), packed()
+    weights = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    noise = {n: t.flip(0) if n.endswith("down_proj") else t for n, t in weights.items()}
+    other.load_state_dict(noise)
+    ids = token_ids(model)
+    resident = train(other, ids, 4)
+    with graphed(model) as graphs, moe_qlora.offload_experts(model), Reads(devices):
+        assert not equal(train(model, ids, 4), resident)
+        model.load_state_dict(noise)
+        assert equal(train(model, ids, 4), resident) and graphs.recorded == 4
+
+
+def test_a_backward_without_graphs_has_the_autocast_of_its_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer is computed in backward, where no autocast is on."""
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    model = packed(1)
+    ids, seen = token_ids(model), list[Any]()
+    mlp = model.get_base_model().model.layers[0].mlp
+    run = mlp.forward
+    mlp.forward = lambda x: (seen.append(torch.is_autocast_enabled("cuda")), run(x))[1]
+    with graphed(model, keep=True) as graphs:
+        for step in range(3):
+            with torch.autocast("cuda", torch.float16):
+                loss = model(input_ids=ids, labels=ids).loss
+            if step == 2:
+                assert graphs.recorded == 1
+                seen.clear()
+                moe_qlora.offload_experts(model)
+            loss.backward()
+        assert seen == [True]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_recorded_tokens(count: int, devices: list[Delayed]) -> None:
+    model = packed(count).eval()
+
+    def results() -> list[Tensor]:
+        logits = []
+        for _ in range(2):
+            cache = StaticCache(config=model.config, max_cache_len=24)
+            for tokens in ([5, 6, 7], [8], [9], [10], [11]):
+                ids = torch.tensor([tokens])
+                with torch.no_grad():
+                    out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+                logits.append(out.logits.clone())
+        return logits
+
+    resident = results()
+    with graphed(model) as graphs:
+        results()
+        with moe_qlora.offload_experts(model) as off, Reads(devices):
+            assert all(map(torch.equal, results(), resident)) and graphs.recorded == count
+            assert len(devices[0].made) == off.slots == 2
+        assert all(map(torch.equal, results(), resident)) and graphs.recorded == count
