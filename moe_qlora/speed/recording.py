@@ -374,7 +374,9 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record the kernels launched in the block."""
     stream = torch.cuda.current_stream()
     try:
-        with uncached_autocast(), torch.cuda.graph(graph, pool=pool):
+        # Another thread may read experts ahead, and tell CUDA of it.
+        mode = "thread_local"
+        with uncached_autocast(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             yield
     except BaseException:
         # torch stays on the stream of a recording that it cannot end.
