@@ -41,7 +41,7 @@ NAMES = {
 
 INTRO = (
     """
-Training speed and memory of this package beside others, as measured on NVIDIA H200s. Rows that
+Training speed and memory of this package beside others, as measured on NVIDIA H200s, and an H100 where a table says so. Rows that
 stand together are one run: the same GPU, one program after the other, with the GPU to itself. Runs
 differ in commit, machine and versions, so compare only within a table, and in a table with a column
 for the commit only rows of one commit. Weights are random in the sizes of the named model, which
@@ -73,8 +73,11 @@ WORDS = """
 - **Fused AdamW**: `optim="adamw_torch_fused"`.
 """
 
-WHOLE = ("3d1899a", "recorded")
-"""Commit and setting of the table of all 48 layers."""
+WHOLE = "ab1224d"
+"""Commit of the table of all 48 layers."""
+
+LIMITED = "a86cc53"
+"""Commit of the table of micro-batch 1, fitted to several limits."""
 
 FITTED = "checkpointing=fit with=liger-loss,merge-lora,compile,graphs{},adamw_fused"
 
@@ -92,22 +95,12 @@ SETTINGS = {
 }
 """What the rows of each setting have, by peer and micro-batch: `fit_table.py` measures "fitted"."""
 
-SAID = {
-    "recorded": "Both runs have Liger, CUDA graphs and fused AdamW, and compute layers again in "
-    "backward",
-    "fitted": "Both runs have Liger's loss, torch.compile and fused AdamW; this package's also "
-    "CUDA graphs, and fit_memory decides what is computed again in backward. The bf16 run computes "
-    "nothing again at micro-batch 1, and every layer at micro-batch 4, where keeping all would "
-    "not fit",
-}
-"""What the page and README.md say of each setting."""
-
-CAVEAT = """
-A GPU with room for the 16-bit model and all its activations need not compute them again. Without
-checkpointing and with `torch.compile`, frozen bf16 experts came out about as fast as this package
-at micro-batch 1, in more than twice its memory. No rows of that comparison have been recorded yet,
-so it has no table here.
-"""
+SAID = (
+    "Both runs have Liger's loss, torch.compile and fused AdamW; this package's also CUDA graphs, "
+    "and fit_memory decides what is computed again in backward. The bf16 run computes nothing "
+    "again at micro-batch 1, and every layer at micro-batch 4, where keeping all would not fit"
+)
+"""What the page and README.md say of the table's setting."""
 
 LIMITS = ("28GiB", "24GiB")
 """Memory that micro-batch 1 was fitted to."""
@@ -133,20 +126,16 @@ def _whole(
 
 def of_table(batch: int) -> list[tuple[str, Run]]:
     """The runs of `WHOLE`."""
-    commit, kind = WHOLE
-    return whole(commit, batch, kind=kind)
+    return whole(WHOLE, batch, kind="fitted")
 
 
 def fitted() -> Iterator[str]:
-    """The part on memory and speed, where the table's setting is fitted."""
-    commit, kind = WHOLE
-    if kind != "fitted":
-        return
+    """The part on memory and speed."""
     yield "Ours at micro-batch 1, by the memory that it was fitted to:"
     words = FITTED.format(",expandable-segments")
-    runs = {"all that is free": dict(of_table(1))["ours"]}
+    runs = {"all that is free": dict(whole(LIMITED, 1, kind="fitted"))["ours"]}
     runs |= {
-        f"{limit[:-3]} GiB": _whole(commit, "ours", 1, 4096, f"{words} memory={limit}")
+        f"{limit[:-3]} GiB": _whole(LIMITED, "ours", 1, 4096, f"{words} memory={limit}")
         for limit in LIMITS
     }
     rows = [
@@ -158,6 +147,12 @@ def fitted() -> Iterator[str]:
     sizes = ("planned peak", "peak", "reserved")
     yield table(("memory", *KINDS.values(), *sizes, "tokens/s"), rows)
     yield source(runs.values())
+
+
+def gpu_of(run: Run) -> str:
+    """The GPU of a run, in words."""
+    name, _, size = run.where["gpu"].removeprefix("NVIDIA ").partition(" ")
+    return f"one {name} of {size.split('GB')[0]} GB" if size else f"one {name}"
 
 
 def eight() -> list[tuple[str, Run]]:
@@ -198,14 +193,12 @@ def shown(runs: list[tuple[str, Run]], title: str, note: str = "") -> Iterator[s
 def whole_models() -> Iterator[str]:
     """The part on Qwen3-30B-A3B."""
     yield "## Qwen3-30B-A3B, all 48 layers"
-    yield f"{SAID[WHOLE[1]]}."
+    yield f"{SAID}."
     yield from shown(of_table(1), "Micro-batch 1:")
     yield from shown(of_table(4), "Micro-batch 4:")
     yield from fitted()
     again = "One sequence of 32,768 tokens, with Liger, graphs and fused AdamW, computed again:"
     yield from shown(whole("5f0f82d", 1, 32768), again)
-    if WHOLE[1] == "recorded":
-        yield CAVEAT
     yield "### Without Liger, graphs and fused AdamW"
     yield (
         "Stock loss, checkpointing, torch's AdamW. At micro-batch 1 the GPU waits for Python, so "
@@ -416,10 +409,10 @@ def in_short() -> str:
     runs = dict(eight())
     theirs, packed = runs["unsloth bf16"], runs["unsloth nf4+double"]
     return (
-        "On one H200, all of Qwen3-30B-A3B, packed, trains LoRA on attention and experts at "
+        f"On {gpu_of(ours)}, all of Qwen3-30B-A3B, packed, trains LoRA on attention and experts at "
         f"{ours.speed} tokens/s in {ours.peak}. With frozen bf16 experts and LoRA on attention "
-        f"alone, it makes {frozen.speed} tokens/s in {frozen.peak}. {SAID[WHOLE[1]]}. "
-        f"Eight layers of it make {runs['ours'].speed} tokens/s in "
+        f"alone, it makes {frozen.speed} tokens/s in {frozen.peak}. {SAID}. "
+        f"On one H200, eight layers of it make {runs['ours'].speed} tokens/s in "
         f"{runs['ours'].peak}, Unsloth's {packed.speed} in {packed.peak} with 4-bit experts and "
         f"{theirs.speed} in {theirs.peak} with bf16 experts, each with settings of its own."
     )
@@ -447,10 +440,10 @@ def readme_block() -> str:
     header = ("Qwen3-30B-A3B, 48 layers", "peak", "tokens/s", "micro-batch 4: peak", "tokens/s")
     commit = eight()[0][1].where["commit"]
     return page(
-        "One H200, sequence 4,096, LoRA on attention and experts but where a row says less. "
-        f"{SAID[WHOLE[1]]} (commit {WHOLE[0]}):",
+        f"O{gpu_of(of_table(1)[0][1])[1:]}, sequence 4,096, LoRA on attention and experts "
+        f"but where a row says less. {SAID} (commit {WHOLE}):",
         table(header, large, space=""),
-        f"Eight layers, each program with settings of its own (commit {commit}):",
+        f"One H200, eight layers, each program with settings of its own (commit {commit}):",
         table(("8 layers", "peak", "tokens/s"), small, space=""),
         "[How fast](moe_qlora/docs/how-fast.md) names every setting, and has more models.",
     )
