@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from common import Rows
@@ -47,6 +48,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         const=ALL,
         metavar="LAYERS",
         help="packed experts in host memory, of all layers or the last so many; ours only",
+    )
+    parser.add_argument(
+        "--link", type=float, metavar="GB/S", help="copy offloaded experts no faster than this"
     )
     parser.add_argument("--compile", action="store_true", help="each decoder layer")
     parser.add_argument("--graphs", action="store_true", help="decoder layers as CUDA graphs")
@@ -86,6 +90,8 @@ def words(options: argparse.Namespace, *, fits: bool) -> list[str]:
     ours = {"merge-lora": options.merge_lora, "offload": options.offload == ALL}
     if options.offload:
         ours[f"offload-{options.offload}"] = True
+    if options.link:
+        ours[f"link-{options.link:g}"] = True
     ours = {name: wanted and fits for name, wanted in ours.items()}
     asked = {**liger, **ours, "compile": options.compile, **graphs}
     asked["expandable-segments"] = "expandable_segments:True" in os.environ.get(ALLOCATOR, "")
@@ -129,6 +135,8 @@ def prepared(
                 library.offload_experts(peft_model, layers=options.offload or None)
             )
             print(off, flush=True)
+            if options.link:
+                stack.enter_context(slow_link(options.link))
         if options.merge_lora and fits:
             from moe_qlora.speed.joined_lora import join_lora
 
@@ -161,6 +169,42 @@ def prepared(
         if fit is not None and rows is not None and device.type == "cuda":
             measured = torch.cuda.max_memory_allocated(device)
             rows.add("planned peak, error", "%", 100 * (fit.peak / measured - 1))
+
+
+@contextmanager
+def slow_link(gigabytes: float) -> Iterator[None]:
+    """Let copies of offloaded experts take as long as over a link of so many GB (10^9) a second.
+
+    The copy stream sleeps for what a copy was too quick; the clock is that of a busy GPU.
+    """
+    from moe_qlora.speed.slots import CudaCopier
+
+    copy = CudaCopier.copy
+    block = torch.empty(1 << 28, dtype=torch.uint8).pin_memory()
+    there = torch.empty_like(block, device="cuda")
+    cycles = 100_000_000
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    for _ in range(2):  # The first copy is slower
+        ends[0].record()
+        there.copy_(block, non_blocking=True)
+        ends[1].record()
+        torch.cuda._sleep(cycles)
+        ends[2].record()
+    torch.cuda.synchronize()
+    fast = ends[0].elapsed_time(ends[1]) / 1e3 / block.nbytes  # Seconds a byte
+    clock = cycles / (ends[1].elapsed_time(ends[2]) / 1e3)
+    missing = max(0.0, 1e-9 / gigabytes - fast) * clock  # Cycles a byte
+
+    def slowly(self: Any, to: Any, source: Any, after: Any) -> Any:
+        copy(self, to, source, after)
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(missing * source.nbytes))
+            done = torch.cuda.Event()
+            done.record(self.stream)
+        return done
+
+    with mock.patch.object(CudaCopier, "copy", slowly):
+        yield
 
 
 def _record_choice(fit: Any, rows: Rows) -> None:

@@ -37,8 +37,7 @@ FAST = "--liger-loss --chunk-mem-const 8 --compile --optimizer adamw_fused"
 FIT = f"{FAST} --merge-lora --graphs --fit"
 RECORDED = "--liger --graphs --optimizer adamw_fused"
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-AGAIN = "--liger --optimizer adamw_fused"
-HOST = f"{AGAIN} --offload"
+HOST = f"{RECORDED} --offload"
 SMALL = "--expert-rank 8 --steps 6 --warmup 3"
 LARGE = "--lora attention --steps 3 --warmup 2"
 FLEX = f"--attention flex_attention {FIT}"
@@ -79,16 +78,25 @@ CASES = (
     Case("long-80GiB", "ours", f"{FIT} 80GiB", "--seq 32768 --steps 4 --warmup 3", 110),
     Case("oss-one", "ours", FLEX, "--model gpt-oss-20b", 110),
     Case("oss-four", "ours", FLEX, "--model gpt-oss-20b --micro-batch 4"),
-    Case("host-2048", "ours", HOST, f"{SMALL} --seq 2048", 70),
-    Case("host-4096", "ours", HOST, SMALL, 70),
-    Case("host-16384", "ours", HOST, f"{SMALL} --micro-batch 4", 70),
-    Case("again-16384", "ours", AGAIN, f"{SMALL} --micro-batch 4", 70),
-    Case("again-4096", "ours", AGAIN, SMALL, 70),
-    Case("host-32768", "ours", HOST, f"{SMALL} --micro-batch 8", 80),
-    Case("again-32768", "ours", AGAIN, f"{SMALL} --micro-batch 8", 80),
-    Case("host-glm", "ours", HOST, f"{LARGE} --model glm-4.5-air", 120),
-    Case("host-oss-120b", "ours", HOST, f"{LARGE} --model gpt-oss-120b", 120),
-    Case("host-235b", "ours", HOST, f"{LARGE} --model qwen3-235b-a22b", 200),
+    Case("host-2048", "ours", HOST, f"{SMALL} --seq 2048", 70, True),
+    Case("host-4096", "ours", HOST, SMALL, 70, True),
+    Case("host-16384", "ours", HOST, f"{SMALL} --micro-batch 4", 70, True),
+    Case("again-16384", "ours", RECORDED, f"{SMALL} --micro-batch 4", 70),
+    Case("again-4096", "ours", RECORDED, SMALL, 70),
+    Case("host-32768", "ours", HOST, f"{SMALL} --micro-batch 8", 80, True),
+    Case("again-32768", "ours", RECORDED, f"{SMALL} --micro-batch 8", 80),
+    Case("host-4096-22", "ours", f"{HOST} --link 22", SMALL, 70, True),
+    Case("host-16384-22", "ours", f"{HOST} --link 22", f"{SMALL} --micro-batch 4", 70, True),
+    Case("host-glm", "ours", HOST, f"{LARGE} --model glm-4.5-air", 120, True),
+    Case(
+        "host-oss-120b",
+        "ours",
+        f"--attention flex_attention {HOST}",
+        f"{LARGE} --model gpt-oss-120b",
+        120,
+        True,
+    ),
+    Case("host-235b", "ours", HOST, f"{LARGE} --model qwen3-235b-a22b", 200, True),
     Case("one-frozen-graphs", "frozen", f"{FAST} --graphs-keep"),
     Case("one-peft", "peft", FAST, "--no-checkpointing"),
     Case("four-peft-recomputed", "peft", FAST, "--micro-batch 4"),

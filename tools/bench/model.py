@@ -154,13 +154,13 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
     kept = "fit" if fitted else "non-reentrant" if options.checkpointing else "none"
     packed = {"frozen": "bf16", "peft": "bf16", "mxfp4": "mxfp4", "e4b": "nf4"}
     return (
-        f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank}"
-        f"{f'/{options.expert_rank}' if options.expert_rank else ''} "
+        f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
         f"seq={options.seq} batch={options.micro_batch} "
         f"checkpointing={kept} {packed.get(peer, 'nf4+double')}"
         f"{' liger' if options.loss == 'liger' else ''} peer={peer} adapters={options.adapters}"
         f"{' with=' + ','.join(added) if added else ''}"
         f"{f' memory={options.fit}' if fitted and options.fit != additions.DEVICE else ''}"
+        f"{f' expert_rank={options.expert_rank}' if options.expert_rank else ''}"
         f"{f' chunk_mem_const={options.chunk_mem_const}' if options.chunk_mem_const else ''}"
         f"{f' attention={options.attention}' if options.attention else ''}"
         f"{' generate' if options.generate else ''}"

@@ -39,7 +39,7 @@ BARS = {
     "layers": "{} layers", "lora": "LoRA {}", "seq": "{} tokens", "batch": "x {}",
     "checkpointing": "recomputed {}", "linear": "Linear {}", "adapters": "adapters {}",
     "with": "{}", "chunk_mem_const": "chunk_mem_const {}", "attention": "{}",
-    "memory": "fitted to {}", "shared-gpu": "{} at once",
+    "memory": "fitted to {}", "shared-gpu": "{} at once", "expert_rank": "rank {} on experts",
 }  # fmt: skip
 """What a bar's caption says of a whole model's setting, beside its peer and words without value."""
 
