@@ -84,6 +84,7 @@ def expert_parallel(model: nn.Module, mesh: Any, *, implementation: str = "auto"
         raise ConfigError(
             f"The model {state}: call expert_parallel once, before moe_qlora.get_peft_model."
         )
+    parametrize.check_resident(model)
     check_mesh(mesh)
     check_agreement("expert_parallel", lambda: model_facts(model), mesh)
     layout = detect(model)

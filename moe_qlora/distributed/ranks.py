@@ -11,15 +11,15 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import AdapterError
+from ..errors import AdapterError, ConfigError
 from ..layout import ExpertsModule, ModelLayout, unwrapped_name
 from ..packing.decoders import is_shardable, is_share
-from ..packing.parametrize import decoder_of, iter_packed, original_of
+from ..packing.parametrize import decoder_of, is_hosted, iter_packed, original_of
 from ..world import CHECKED, WholeTensor, World, first_share
 from . import gather
 from .adapters import check_copies, equal_copies, replicate_adapters
 from .agreement import check_agreement, model_facts
-from .sharding import prepare_sharding
+from .sharding import lay_out
 from .shares import ExpertShare, keep_from_ddp
 
 _Result = TypeVar("_Result")
@@ -35,7 +35,7 @@ class ManyRanks(World):
         return not distributed.is_initialized() or distributed.get_rank() == 0
 
     def lay_out(self, model: nn.Module) -> None:
-        prepare_sharding(model)
+        lay_out(model)
 
     def load(self, distributed_config: Any, expert_mesh: Any) -> Any:
         """Return the `RankLoad` of a `DistributedConfig` or a mesh that divides the experts."""
@@ -66,7 +66,7 @@ class ManyRanks(World):
         return rank if 0 < rank < torch.cuda.device_count() else None
 
     def prepare_adapters(self, model: nn.Module, config: Any) -> None:
-        prepare_sharding(model)
+        lay_out(model)
         check_copies(model, config)
 
     def check_adapters(self, model: nn.Module, configs: Mapping[str, Any]) -> None:
@@ -102,6 +102,7 @@ class ManyRanks(World):
 
     def before_forward(self, model: nn.Module) -> None:
         if distributed.is_initialized():
+            _refuse_sharded_host(model)
             _warn_of_whole_statistics(model)
             _check_ddp_copies(model)
 
@@ -135,6 +136,24 @@ def _checked(model: nn.Module) -> set[str]:
     """Return the set of checks that a model has passed, which callers extend."""
     names: set[str] = model.__dict__.setdefault(CHECKED, set())
     return names
+
+
+def _refuse_sharded_host(model: nn.Module) -> None:
+    """Raise where an engine has sharded a model whose experts lie in host memory."""
+    if "host" in _checked(model):
+        return
+    hosted = [(n, m, leaf) for n, m, leaf in iter_packed(model) if is_hosted(m)]
+    engine = any(isinstance(module, FSDPModule) for module in model.modules())
+    for name, module, leaf in hosted:
+        codes = original_of(module, leaf)
+        if engine or hasattr(codes, "device_mesh") or hasattr(codes, "ds_id"):
+            raise ConfigError(
+                f"{unwrapped_name(name)}.{leaf} lies in host memory, by offload_experts, and the "
+                "model is sharded over ranks: train it under DDP, or call remove() on what "
+                "offload_experts returned before sharding, and let the engine offload (FSDP2's "
+                "CPUOffloadPolicy)."
+            )
+    _checked(model).add("host")
 
 
 def _warn_of_whole_statistics(model: nn.Module) -> None:

@@ -51,13 +51,20 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
 
     Returns the model. It saves the same packed folder as before; its `state_dict` has torch's keys,
     `<module>.parametrizations.<name>.original` and `.0.absmax`, which engines look up as
-    parameters (state_dict.py).
+    parameters (state_dict.py). A `ConfigError` where experts lie in host memory.
     """
+    parametrize.check_resident(model)
+    return lay_out(model)
+
+
+def lay_out(model: nn.Module) -> nn.Module:
+    """Do what `prepare_sharding` does; leave alone what lies in host memory."""
     done: dict[int, tuple[nn.Parameter, nn.Module]] = {}  # tied weights stay tied
     for module_name, module, name in list(parametrize.iter_packed(model)):
         chain = parametrize.parametrization_list(module, name)
         decoder = chain._modules["0"]
-        if is_shardable(decoder) or parametrize.is_foreign(module, name):
+        is_ready = is_shardable(decoder) or getattr(chain, "host", None) is not None
+        if is_ready or parametrize.is_foreign(module, name):
             continue
         codes = parametrize.original_of(module, name)
         if id(codes) in done:

@@ -131,10 +131,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         """Decide what is packed, while the model is still as it was built."""
         files, config = kwargs.get("checkpoint_files"), model.config
         ranks = self._several(config)
-        if self._offloads() and (ranks is not None or world().several):
+        if self._offloads() and ranks is not None:
             raise ConfigError(
-                "enabled(offload=True): torch.distributed is running, and experts in host memory "
-                "are for one process: start it without torchrun, or shard the experts."
+                "enabled(offload=True): this load divides or shards the model over ranks "
+                "(distributed_config, expert_mesh), and experts in host memory are whole on each "
+                "rank: load it without these, for DDP, or without offload."
             )
         if ranks is not None:
             ranks.begin(model, lambda: self._facts(files, dtype))

@@ -118,7 +118,8 @@ def enabled(
             there. Weights are packed on the device, which never holds more than one of them; of a
             packed folder they are read to the host. `offload_experts(model)` returns the `Offload`.
             `quantize_experts` within the block does the same with a built model.
-            In one process only, else a `ConfigError`. "disk": leave the experts of a packed folder
+            Each rank of DDP has its own; with `expert_mesh` or a `DistributedConfig` it is a
+            `ConfigError`. "disk": leave the experts of a packed folder
             in its files, from where they are read ahead of use, through host memory; what is no
             packed folder is a `ConfigError`.
     """

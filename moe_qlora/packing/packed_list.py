@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -27,6 +28,8 @@ from .decoders import (
     Params4bit,
     as_bits,
     from_quant_state,
+    hold,
+    is_shardable,
     params4bit,
     read,
     to_quant_state,
@@ -141,6 +144,23 @@ def put(codes: Any, decoder: Any, packed: PackedWeight) -> None:
         decoder.scale_bits = as_bits(packed.absmax)
     else:
         decoder.quant_state.__dict__.update(to_quant_state(packed).__dict__)
+
+
+def make_compact(lists: Sequence[PackedList]) -> None:
+    """Give the lists of one whole weight the compact layout, where they have the shardable one."""
+    first = lists[0]
+    if not is_shardable(first[0]):
+        return
+    codes = hold(replace(read(first.original, first[0]), owner=None))
+    decoder: Any = first[0]
+    if isinstance(decoder, PackedScales):
+        bits = cast(Tensor, decoder._parameters.pop("scale_bits"))
+        decoder.register_buffer("scale_bits", bits.detach(), persistent=False)
+    else:
+        decoder = Packed4bit(codes, decoder.compute_dtype)
+        decoder.name = getattr(first[0], "name", "")
+    for each in lists:
+        each._parameters["original"], each._modules["0"] = codes, decoder
 
 
 def refuse_hosted(packed_list: Any, name: str) -> None:

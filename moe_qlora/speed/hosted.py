@@ -17,7 +17,8 @@ from ..memory.devices import gpu_of_device, pace_of
 from ..memory.hosting import ExpertLayer, Hosting, Pace, operations
 from ..packing.decoders import read
 from ..packing.packed_list import PackedList
-from .offload import Offload, expert_groups, offload_of, tensors_of
+from .expert_layers import expert_groups
+from .offload import Offload, offload_of, tensors_of
 
 _DISK = 5e9  # Bytes a second of files; nothing was measured
 _COPIED = 64 << 20  # Bytes of a measured copy: about a millisecond

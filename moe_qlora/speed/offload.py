@@ -29,13 +29,12 @@ from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
-from ..packing.decoders import is_shardable, read
-from ..packing.packed_list import PackedList, put
-from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
-from ..world import share_of, world
+from ..packing.decoders import read
+from ..packing.packed_list import PackedList, make_compact, put
 from .disk import Disk, OnDisk, Places
-from .fitted import decoder_layers
+from .expert_layers import device_of_layers, expert_groups, tied_lists
 from .host_memory import HostMemory
+from .replicas import keep_from_ddp
 from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
 
 
@@ -57,8 +56,8 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
     of torch.compile run uncompiled.
 
     Args:
-        model: A transformers model with packed experts, or a PEFT model around one, in one process,
-            on CUDA or a CPU.
+        model: A transformers model with packed experts, or a PEFT model around one, on CUDA or a
+            CPU. Under DDP each rank moves its own.
         layers: How many decoder layers, from the last one; None for all that have packed experts.
 
     Returns:
@@ -74,11 +73,6 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
 
 
 def _offload(model: nn.Module, layers: int | None, places: Places | None) -> Offload:
-    if world().several:
-        raise ConfigError(
-            "offload_experts: torch.distributed is running, and experts in host memory are for one "
-            "process: start it without torchrun, or shard the experts over the ranks' devices."
-        )
     groups = expert_groups(model)
     if not groups:
         raise ConfigError(
@@ -102,7 +96,11 @@ def _offload(model: nn.Module, layers: int | None, places: Places | None) -> Off
             "layers with packed experts, or None for all of them."
         )
     chosen = dict(list(groups.items())[-count:])
-    return Offload(chosen, _check(model, groups, chosen), places)
+    for same in tied_lists(each for lists in chosen.values() for each in lists):
+        make_compact(same)
+    off = Offload(chosen, device_of_layers(model, groups, chosen), places)
+    keep_from_ddp(model)
+    return off
 
 
 class Offload:
@@ -271,11 +269,8 @@ class _Layer(Block):
     """One decoder layer's packed experts in host memory."""
 
     def __init__(self, lists: Sequence[PackedList], offload: Offload, place: int) -> None:
-        tied: dict[int, list[PackedList]] = {}
-        for each in lists:
-            tied.setdefault(id(each.original), []).append(each)
         self.offload, self._records, end = offload, list[_Hosted](), 0
-        for same in tied.values():
+        for same in tied_lists(lists):
             record = _Hosted(self, same, end)
             self._records.append(record)
             end = record.end
@@ -442,52 +437,3 @@ def _in_slot(memory: Tensor, parts: Iterator[tuple[int, int]], like: Tensor) -> 
 def copier_of(device: torch.device) -> Copier:
     """Return what copies to a device."""
     return CudaCopier(device) if device.type == "cuda" else HostCopier()
-
-
-def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
-    """Return packed weights by the name of their decoder layer, in the layers' order.
-
-    Experts outside of any decoder layer are a layer of their own; tied ones are the first layer's.
-    """
-    names = decoder_layers(model)
-    groups: dict[str, list[PackedList]] = {}
-    homes: dict[int, str] = {}
-    for owner, module, name in iter_packed(model):
-        packed_list, full = parametrization_list(module, name), unwrapped_name(f"{owner}.{name}")
-        if not isinstance(packed_list, PackedList) or is_foreign(module, name):
-            raise ConfigError(f"offload_experts: {full} was not packed by this package.")
-        if is_shardable(packed_list[0]):
-            raise ConfigError(
-                f"offload_experts: {full} is laid out for sharding, which has offloading of its "
-                "own (FSDP2's CPUOffloadPolicy)."
-            )
-        if share_of(module) is not None:
-            raise ConfigError(f"offload_experts: the experts of {full} are divided over ranks.")
-        if packed_list.original.is_meta:
-            raise ConfigError(f"offload_experts: {full} is on meta, without values: load it first.")
-        around = [each for each in names if owner == each or owner.startswith(f"{each}.")]
-        home = homes.setdefault(id(packed_list.original), max(around, key=len, default=owner))
-        groups.setdefault(home, []).append(packed_list)
-    return groups
-
-
-def _check(
-    model: nn.Module, groups: dict[str, list[PackedList]], chosen: dict[str, Any]
-) -> torch.device:
-    """Return the one device that computes these layers; raise where they cannot be offloaded."""
-    devices = set()
-    for name in chosen:
-        layer = model.get_submodule(name)
-        packed = {id(each.original) for each in groups[name]}
-        plain = {p.device for p in layer.parameters() if id(p) not in packed and not p.is_meta}
-        devices |= plain or {groups[name][0].original.device}
-    if len(devices) > 1:
-        found = " and ".join(sorted(map(str, devices)))
-        raise ConfigError(
-            f"offload_experts: the layers lie on {found}; experts in host memory are for one "
-            "device."
-        )
-    device: torch.device = devices.pop()
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"offload_experts copies to CUDA, and the layers lie on {device}.")
-    return device

@@ -115,23 +115,6 @@ def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
     load(tmp_path, CONFIG, offload=True)
 
 
-def test_several_ranks_are_refused_before_anything_is_read(
-    folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moe_qlora.hf import quantizer
-
-    class Several:
-        several = True
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(world, name)
-
-    world = quantizer.world()
-    monkeypatch.setattr(quantizer, "world", Several)
-    with pytest.raises(moe_qlora.ConfigError, match=r"enabled\(offload=True\): torch.distributed"):
-        load(folders / "plain", CONFIG, offload=True)
-
-
 class Watch:
     """Bytes of packed weights outside of the host memory they are moved to, whenever it grows."""
 

@@ -497,14 +497,19 @@ def test_what_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         moe_qlora.offload_experts(model)
     with pytest.raises(ConfigError, match="on meta"):
         moe_qlora.offload_experts(packed().to("meta"))
-    sharded = packed()
-    moe_qlora.prepare_sharding(sharded)
-    with pytest.raises(ConfigError, match="laid out for sharding"):
-        moe_qlora.offload_experts(sharded)
-    world = type("Several", (), {"several": True})
-    monkeypatch.setattr("moe_qlora.speed.offload.world", world)
-    with pytest.raises(ConfigError, match=r"torch\.distributed is running"):
-        moe_qlora.offload_experts(model)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_model_laid_out_for_sharding(codec: str) -> None:
+    """As several ranks have it: its experts get the layout of one process."""
+    model, sharded = packed(codec), moe_qlora.prepare_sharding(packed(codec))
+    with moe_qlora.offload_experts(sharded):
+        assert same(bits(sharded), bits(model))
+        with pytest.raises(ConfigError, match=r"lies in host memory.*remove\(\)"):
+            moe_qlora.prepare_sharding(sharded)
+        first, second = with_lora(model), with_lora(sharded)
+        assert equal(train(first, token_ids(model)), train(second, token_ids(model)))
+    assert same(bits(first), bits(second))
 
 
 class Cuda:

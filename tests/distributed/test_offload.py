@@ -1,0 +1,175 @@
+"""Experts in each rank's host memory, under DDP: losses, gradients and files are the resident's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.errors import MoeQloraError
+from moe_qlora.packing.parametrize import iter_packed
+from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers import training
+from tests.helpers.delayed import delayed
+
+WAYS: dict[str, dict[str, Any]] = {
+    "moved": {},
+    "moved, with adapters": {"late": True},
+    "loaded": {"block": {"offload": True}},
+    "loaded, int8": {"settings": "int8", "block": {"offload": True}},
+    "loaded, bf16 storage": {"settings": "bf16 storage", "block": {"offload": True}},
+    "loaded, recomputed": {"block": {"offload": True}, "reentrant": False},
+    "disk": {"folder": "packed", "block": {"offload": "disk"}},
+    "stock PEFT": {"block": {"offload": True}, "stock": True},
+}
+
+
+def load(folder: str, case: dict[str, Any], **block: Any) -> Any:
+    name = case.get("folder", "plain")
+    settings = BitsAndBytesConfig(**training.SETTINGS[case.get("settings", "nf4")])
+    given = {"quantization_config": settings} if name == "plain" else {}
+    with moe_qlora.enabled(**block):
+        return AutoModelForCausalLM.from_pretrained(
+            Path(folder) / name, **given, dtype=torch.float32
+        )
+
+
+def adapted(model: Any, case: dict[str, Any]) -> Any:
+    if not case.get("stock"):
+        return training.adapted(model)
+    torch.manual_seed(1)
+    peft_model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+    for name, parameter in peft_model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return peft_model
+
+
+def steps(model: Any, rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+    if "reentrant" in case:
+        model.gradient_checkpointing_enable({"use_reentrant": case["reentrant"]})
+        model.enable_input_require_grads()
+    wrapped = DistributedDataParallel(model)
+    gradients: dict[str, Tensor] = {}
+
+    def keep(step: int) -> None:
+        named = model.named_parameters()
+        gradients.update({f"{step} {n}": p.grad.clone() for n, p in named if p.grad is not None})
+
+    generator = torch.Generator().manual_seed(5)
+    batches = [torch.randint(5, 88, (4, 6), generator=generator) for _ in range(4)]
+    losses = training.train(wrapped, batches, rank, world, after_backward=keep)
+    return {
+        "losses": losses, "gradients": gradients, "wrapped": wrapped,
+        "kept": set(wrapped.parameters_to_ignore),
+    }  # fmt: skip
+
+
+def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+    expected = steps(adapted(load(folder, case), case), rank, world, case)
+    model = load(folder, case, **case.get("block", {}))
+    off = None if "block" in case or case.get("late") else moe_qlora.offload_experts(model)
+    model = adapted(model, case)
+    off = off or moe_qlora.offload_experts(model)
+    found = steps(model, rank, world, case)
+    hosted = {n for n, p in model.named_parameters() if "parametrizations" in n}
+    hosted |= {n for n, b in model.named_buffers() if "parametrizations" in n}
+    versions = [p._version for n, p in model.named_parameters() if n in hosted]
+    found["wrapped"](input_ids=torch.arange(6)[None])
+    result = {
+        "losses": found["losses"] == expected["losses"],
+        "gradients": found["gradients"].keys() == expected["gradients"].keys()
+        and all(torch.equal(g, expected["gradients"][n]) for n, g in found["gradients"].items()),
+        "count": len(found["gradients"]),
+        "ignored": hosted <= found["kept"] and len(hosted) >= 4,
+        "untouched": versions == [p._version for n, p in model.named_parameters() if n in hosted],
+        "copies": off.copies > 0,
+        "disk": off.disk_nbytes > 0,
+    }
+    off.remove()
+    result["removed"] = not [m for _, m, _ in iter_packed(model) if "on host" in repr(m)]
+    return result
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (MoeQloraError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def run_refusals(folder: str) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def hosted() -> Any:
+        return load(folder, {}, offload=True)
+
+    def shard(**options: Any) -> Any:
+        model = training.adapted(hosted())
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)(input_ids=torch.arange(6)[None])
+
+    def sharded_first() -> Any:
+        model = load(folder, {})
+        for layer in model.model.layers:
+            fully_shard(layer)
+        moe_qlora.offload_experts(fully_shard(model))
+
+    return {
+        "fsdp2": said(shard),
+        "fsdp2, offload": said(lambda: shard(offload_policy=CPUOffloadPolicy(pin_memory=False))),
+        "sharded first": said(sharded_first),
+        "prepare_sharding": said(lambda: moe_qlora.prepare_sharding(hosted())),
+        "expert_parallel": said(lambda: moe_qlora.expert_parallel(hosted(), mesh)),
+        "expert_mesh": said(lambda: load(folder, {}, offload=True, expert_mesh=mesh)),
+    }
+
+
+def run(rank: int, world: int, folder: str) -> dict[str, Any]:
+    load(folder, {}, offload=True).save_pretrained(f"{folder}/saved")
+    with pytest.MonkeyPatch.context() as patch, delayed(patch):
+        results = {name: run_case(folder, rank, world, case) for name, case in WAYS.items()}
+    return {**results, "refusals": run_refusals(folder)}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("offload")
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 40, "num_experts": 3}
+    tiny_model("qwen3_moe", num_hidden_layers=3, **sizes).save_pretrained(path / "plain")
+    load(str(path), {}).save_pretrained(path / "packed")
+    results = run_distributed(run, 2, str(path))
+    saved = {file.name: file.read_bytes() for file in (path / "saved").iterdir()}
+    assert saved == {file.name: file.read_bytes() for file in (path / "packed").iterdir()}
+    return results
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_train_as_with_resident_experts(two: Any, way: str) -> None:
+    for result in two:
+        case = dict(result[way])
+        assert case.pop("disk") is (way == "disk") and case.pop("count") > 0
+        assert all(case.values()), case
+
+
+def test_what_cannot_be_had_is_one_sentence(two: Any) -> None:
+    for result in two:
+        texts = result["refusals"]
+        for name in ("fsdp2", "fsdp2, offload"):
+            assert "offload_experts, and the model is sharded over ranks" in texts[name], name
+        assert "is sharded over ranks, by an engine" in texts["sharded first"]
+        for name in ("prepare_sharding", "expert_parallel"):
+            assert "lies in host memory, by offload_experts" in texts[name], texts[name]
+        assert "divides or shards the model over ranks" in texts["expert_mesh"]
