@@ -169,8 +169,6 @@ def experts_forward(
     Hidden states are `(T, H)`, the index `(T, k)` integers, where negative ones, E and above are
     other ranks' experts, and the weights `(T, k)`. Returns `(T, H)` in the hidden states' dtype.
     """
-    if torch.compiler.is_compiling() and parametrize.is_hosted(self):
-        return _uncompiled(self, hidden_states, top_k_index, top_k_weights)
     call = read_call(self, hidden_states)
     backend = choose_backend(self, call)
     if backend.name == UNPACKED.name:
@@ -180,12 +178,6 @@ def experts_forward(
         return compute(self, call, top_k_index, top_k_weights)
     with in_experts():
         return compute(self, call, top_k_index, top_k_weights)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-def _uncompiled(*args: Any) -> Tensor:
-    """Compute a module whose weights lie in host memory, which no graph could fetch."""
-    return experts_forward(*args)
 
 
 class _Routing(NamedTuple):

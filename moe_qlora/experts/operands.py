@@ -8,7 +8,7 @@ operator rebuilds the `PackedWeight`. Also here: where a module's forward gets i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -19,6 +19,7 @@ from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
 from ..packing.codecs import codec_of, kinds
 from ..packing.decoders import ShardableStatistics
+from ..packing.packed_list import fetch_by
 
 _SOURCE = "_moe_qlora_lora"
 
@@ -27,12 +28,13 @@ class PackedOperand(NamedTuple):
     """A packed weight as tensors and constants."""
 
     # Codes and the bits of the scales; or codes, absmax, table and, with double quantization,
-    # offset, nested absmax and nested table
+    # offset, nested absmax and nested table; or, in host memory, the handle to fetch it by
     tensors: list[Tensor]
     spec: WeightSpec  # The key of kernels, without the device
     dtype: torch.dtype  # Dtype of the weight that was packed
     compute_dtype: torch.dtype | None  # The config's compute dtype, or None
     stored_transposed: bool = False  # As of `PackedWeight`
+    hosted: bool = False  # Whether it lies in host memory
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,8 +48,8 @@ class PackedOperand(NamedTuple):
         return [kinds().index(kind), blocksize, nested, *shape]
 
     def lies_on(self, device: torch.device) -> bool:
-        """Whether every part is a plain tensor on this device."""
-        return all(t.device == device and not hasattr(t, "device_mesh") for t in self.tensors)
+        """Whether every part is a plain tensor on this device, or is fetched to it."""
+        return self.hosted or all(t.device == device and not hasattr(t, "device_mesh") for t in self.tensors)
 
 
 def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
@@ -59,6 +61,7 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     # Attribute reads that Dynamo can follow.
     chain = module.parametrizations[name]
     first, codes = chain[0], chain.original
+    hosted = getattr(chain, "host", None) is not None
     if isinstance(first, ShardableStatistics):
         parts = first.parts()
         swapped = first.stored_transposed
@@ -68,8 +71,9 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
         return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype, swapped)
     if hasattr(first, "scale_bits"):
         spec = WeightSpec(tuple(first.weight_shape), first.kind, first.blocksize, 0, -1)
-        tensors = [codes, first.scale_bits]
-        return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype)
+        tensors = [chain.handle] if hosted else [codes, first.scale_bits]
+        dtypes = first.weight_dtype, first.compute_dtype
+        return PackedOperand(tensors, spec, *dtypes, hosted=hosted)
     state = first.quant_state
     tensors = [codes, state.absmax, state.code]
     nested = 0
@@ -79,7 +83,8 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     compute, swapped = getattr(first, "compute_dtype", None), _is_stored_transposed(first)
     shape = _stored_shape(state.shape, swapped)
     spec = WeightSpec(shape, state.quant_type, state.blocksize, nested, -1)
-    return PackedOperand(tensors, spec, state.dtype, compute, swapped)
+    tensors = [chain.handle] if hosted else tensors
+    return PackedOperand(tensors, spec, state.dtype, compute, swapped, hosted)
 
 
 def _is_stored_transposed(decoder: Any) -> bool:
@@ -98,6 +103,8 @@ def packed_weight(
     """Return a `PackedOperand`'s packed weight, from its numbers and an iterator of its tensors."""
     code, blocksize, nested, *sizes = numbers
     kind, shape, codes = kinds()[code], torch.Size(sizes), next(tensors).detach()
+    if not codes.dim():
+        return replace(fetch_by(codes).as_stored(), dtype=dtype, compute_dtype=None)
     codec = codec_of(kind)
     if not codec.in_quant_state:
         codes, scales = codes.view(codec.codes_shape(shape)), next(tensors).view(codec.scale_dtype)

@@ -55,8 +55,8 @@ def _layer_forward(
     x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, *constants: Any
 ) -> list[Tensor]:
     """Return the output, the routing, and the other tensors for backward."""
-    check_devices(x, weights, index, *biases, *lora)
     layer = _layer_of(packed, x.dtype, constants)
+    check_devices(x, weights, index, *biases, *lora, layer.first.codes, layer.second.codes)
     kernels = layer_kernels()
     with torch.no_grad(), no_autocast(x):
         operands = make_operands(x, weights, biases, lora, _scalings(constants))

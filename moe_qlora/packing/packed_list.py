@@ -8,6 +8,7 @@ backward reads by `host.fetch`, which returns the weight on the device that comp
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -37,6 +38,8 @@ from .decoders import (
 from .settings import CodecSettings
 
 _MOVED = "_moe_qlora_moved"
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDictionary()
 
 
 class Host(Protocol):
@@ -72,12 +75,18 @@ class PackedList(P.ParametrizationList):
 
     host: Host | None = None
     moves: int = 0  # How often it went to host memory, or came back
+    handle: Tensor  # `()` int64 on the CPU, of `fetch_by`, while it is in host memory
 
     def settle(self, host: Host | None) -> None:
         """Note where the weight lies now: None for the module's own device."""
         self.host, self.moves = host, self.moves + 1
         if host is None:
             del self.host
+            return
+        number = next(_numbers)
+        _by_number[number] = self
+        with torch.inference_mode(False):
+            self.handle = torch.tensor(number, device="cpu")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         if self.host is not None:
@@ -121,6 +130,14 @@ class PackedList(P.ParametrizationList):
         codec, where = CodecSettings.of(packed).describe(), "" if self.host is None else ", on host"
         nbytes = human_bytes(packed.nbytes)
         return f"Packed({codec}, {tuple(packed.shape)} {dtype}, {nbytes}{where})"
+
+
+def fetch_by(handle: Tensor) -> PackedWeight:
+    """Return the weight on the device that computes, by the handle that compiled code has of it."""
+    chain = _by_number[int(handle)]
+    if chain.host is None:  # a backward after `remove`
+        return read(chain.original, chain[0])
+    return chain.host.fetch(chain)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]

@@ -407,8 +407,12 @@ class _Hosted:
             put(each.original, each[0], packed)
 
     def _state(self) -> Any:
-        tensors = [self.lists[0].original, *tensors_of(self._read())]
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        codes, decoder = self.lists[0].original, self.lists[0][0]
+        read = tensors_of(self._read())
+        # A decoder with buffers reads views of them; those made in a custom operator have versions
+        # of their own.
+        held = [codes, *(list(decoder.buffers()) or read)]
+        return [tensor.data_ptr() for tensor in read], [tensor._version for tensor in held]
 
 
 def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:

@@ -453,24 +453,6 @@ def test_adapters_are_made_on_the_device_that_computes(monkeypatch: pytest.Monke
     assert equal(train(with_lora(packed()), token_ids(model)), found)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
-def test_code_of_torch_compile_fetches_between_its_graphs(model_type: str) -> None:
-    """The second reads decoded weights."""
-    model = adapted(model_type)
-    ids, weights = token_ids(model, seq=12), bits(model)
-    resident = train(model, ids)
-    for layer in model.get_base_model().model.layers:
-        layer.compile(backend="eager")
-    for _ in range(2):
-        model.load_state_dict(weights)
-        with moe_qlora.offload_experts(model):
-            assert equal(train(model, ids), resident)
-        model.load_state_dict(weights)
-        assert equal(train(model, ids), resident)
-    torch.compiler.reset()
-
-
 def test_with_what_fit_memory_has_chosen_before() -> None:
     model = with_lora(packed())
     ids, weights = token_ids(model), bits(model)
