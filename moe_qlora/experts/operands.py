@@ -49,7 +49,8 @@ class PackedOperand(NamedTuple):
 
     def lies_on(self, device: torch.device) -> bool:
         """Whether every part is a plain tensor on this device, or is fetched to it."""
-        return self.hosted or all(t.device == device and not hasattr(t, "device_mesh") for t in self.tensors)
+        plain = (t.device == device and not hasattr(t, "device_mesh") for t in self.tensors)
+        return self.hosted or all(plain)
 
 
 def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:

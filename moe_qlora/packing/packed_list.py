@@ -2,7 +2,8 @@
 
 A list's `host`, where it has one, knows the weight's codes and statistics in host memory, where the
 module's own tensors are views of it: all that saves, merges or copies reads these. A forward or
-backward reads by `host.fetch`, which returns the weight on the device that computes.
+backward reads by `host.fetch`, which returns the weight on the device that computes. Compiled code
+has a handle, by which its operators fetch.
 """
 
 from __future__ import annotations

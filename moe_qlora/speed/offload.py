@@ -52,8 +52,8 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
 
     State dicts, `save_pretrained` and exports read the host memory. `copy.deepcopy` returns a model
     with all experts on the device. Merging into the weights is refused until `remove()`. Layers
-    that `graph_layers` records, called before or after, are recorded anew. Experts forwards in code
-    of torch.compile run uncompiled.
+    that `graph_layers` records, called before or after, are recorded anew. Code of torch.compile
+    fetches experts in its operators.
 
     Args:
         model: A transformers model with packed experts, or a PEFT model around one, on CUDA or a

@@ -15,8 +15,11 @@ from torch._dynamo.utils import counters
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.experts.operands import PackedOperand, packed_weight
 from moe_qlora.experts.projection import Projection
 from moe_qlora.memory import levels
+from moe_qlora.packing import parametrize
+from moe_qlora.packing.codec import unpack
 from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
@@ -46,13 +49,16 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
 def reads(devices: list[Delayed], monkeypatch: pytest.MonkeyPatch) -> Reads:
     """What operators read of slots; around compiled code, the mode would keep it from compiling."""
     noted = Reads(devices)
-    for name in ("run", "run_backward"):
 
-        def within(*args: Any, own: Any = getattr(Projection, name)) -> Any:
+    def within(own: Any) -> Any:
+        def run(*args: Any) -> Any:
             with noted:
                 return own(*args)
 
-        monkeypatch.setattr(Projection, name, within)
+        return run
+
+    for name in ("run", "run_backward"):
+        monkeypatch.setattr(Projection, name, within(getattr(Projection, name)))
     return noted
 
 
@@ -135,6 +141,37 @@ def test_a_copy_and_evaluation(devices: list[Delayed]) -> None:
                 assert torch.equal(twin(input_ids=ids).logits, expected)
                 assert torch.equal(model(input_ids=ids).logits, expected)
             assert off.copies == other.copies == 4 + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_loaded_are_fetched(kind: str, devices: list[Delayed]) -> None:
+    model, other = packed(kind, layers=3), packed(kind, layers=3)
+    noise = {n: t.flip(0) if n.endswith("down_proj") else t for n, t in bits(other).items()}
+    other.load_state_dict(noise)
+    ids = token_ids(model, seq=12)
+    expected = other(input_ids=ids).logits
+    for layer in layers_of(model):
+        layer.compile(backend="eager")
+    with moe_qlora.offload_experts(model):
+        assert not torch.equal(model(input_ids=ids).logits, expected)
+        model.load_state_dict(noise)
+        for _ in range(2):
+            assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_a_handle_is_the_one_that_eager_calls_read(kind: str) -> None:
+    """Also by its number: layers have the same addresses in turns, and workspaces ask whose."""
+    model = packed(kind, layers=3)
+    with moe_qlora.offload_experts(model):
+        for _, module, name in parametrize.iter_packed(model):
+            eager = parametrize.read_for_compute(module, name)
+            handle = parametrize.parametrization_list(module, name).handle
+            numbers = PackedOperand([handle], eager.spec, eager.dtype, None, hosted=True).numbers
+            found = packed_weight(iter([handle]), numbers, eager.dtype)
+            assert found.serial == eager.serial is not None and found.spec == eager.spec
+            assert found.codes.data_ptr() == eager.codes.data_ptr() and found.lease is not None
+            assert torch.equal(unpack(found), unpack(eager))
 
 
 def test_decoded_weights_are_fetched_between_graphs(devices: list[Delayed]) -> None:
