@@ -240,6 +240,13 @@ def device_of(module: nn.Module, name: str) -> torch.device:
     return original_of(module, name).device if host is None else cast(torch.device, host.device)
 
 
+def is_hosted(module: Any) -> bool:
+    """Whether packed parameters of this module lie in host memory."""
+    lists = module._modules.get("parametrizations")
+    every = () if lists is None else lists._modules.values()
+    return any(getattr(each, "host", None) is not None for each in every)
+
+
 def check_resident(model: nn.Module) -> None:
     """Raise a `ConfigError` where packed weights lie in host memory, by `offload_experts`."""
     for owner, module, name in iter_packed(model):
