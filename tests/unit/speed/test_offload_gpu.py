@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
-from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from graphed import assert_near, batch, gradients, packed
+from graphed import COMPILED, assert_near, batch, gradients, packed
 from peft import LoraConfig
 from torch import Tensor
+from torch._dynamo.utils import counters
 from training import NF4
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.experts import fused, operators
 from moe_qlora.packing import parametrize
 from moe_qlora.speed import disk
 from moe_qlora.speed.offload import Offload
@@ -63,28 +64,40 @@ def test_steps_are_those_of_the_resident_model(model_type: str, way: str) -> Non
     assert_alike(steps(model), resident, again)
 
 
-@pytest.mark.parametrize("slow", ["copies", "kernels"])
-def test_nobody_overtakes(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes copies, or what reads experts, take milliseconds more."""
+
+    def late(run: Any) -> Any:
+        def slowly(*args: Any) -> Any:
+            torch.cuda._sleep(SLOW)
+            return run(*args)
+
+        return slowly
+
+    def copied(self: CudaCopier, *args: Any, own: Any = CudaCopier.copy) -> Any:
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(SLOW)
+        return own(self, *args)
+
+    if request.param == "copies":
+        monkeypatch.setattr(CudaCopier, "copy", copied)
+    if request.param == "kernels":
+        for module in (fused, operators):
+            for name in ("make_layer", "layer_backward"):
+                monkeypatch.setattr(module, name, late(getattr(module, name)))
+
+
+slowed = pytest.mark.parametrize("slow", ["nothing", "copies", "kernels"], indirect=True)
+
+
+@slowed
+@pytest.mark.usefixtures("slow")
+def test_nobody_overtakes() -> None:
     model = packed("qwen3_moe", LAYERS)
     resident, again = steps(model), steps(model)
-    copy = CudaCopier.copy
-
-    def slowly(self: CudaCopier, to: Tensor, source: Tensor, after: Sequence[Any]) -> Any:
-        if slow == "copies":
-            with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(SLOW)
-        return copy(self, to, source, after)
-
-    monkeypatch.setattr(CudaCopier, "copy", slowly)
-    hooks = [
-        layer.mlp.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLOW))
-        for layer in model.get_base_model().model.layers
-        if slow == "kernels"
-    ]
     with moe_qlora.offload_experts(model):
         assert_alike(steps(model), resident, again)
-    for hook in hooks:
-        hook.remove()
 
 
 def pinned(model: Any) -> list[bool]:
@@ -144,22 +157,99 @@ def test_packing_on_a_cpu_and_moving_there() -> None:
         assert_alike(steps(model), resident, again)
 
 
-def test_layers_are_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    model = packed("qwen3_moe", LAYERS)
-    resident, again = steps(model), steps(model)
+@slowed
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_recorded_layers(count: int, keep: bool) -> None:
+    model = packed("qwen3_moe", {"num_hidden_layers": count})
+    with moe_qlora.graph_layers(model, keep=keep):
+        resident, again = steps(model), steps(model)
     with (
-        moe_qlora.offload_experts(model),
-        caplog.at_level(logging.WARNING),
-        moe_qlora.graph_layers(model) as graphs,
+        moe_qlora.offload_experts(model) as off,
+        moe_qlora.graph_layers(model, keep=keep) as graphs,
     ):
         assert_alike(steps(model), resident, again)
-        assert graphs.recorded == 0
-    assert "without CUDA graphs" in caplog.text
-    with (
-        moe_qlora.graph_layers(model),
-        pytest.raises(moe_qlora.ConfigError, match="recorded by graph_layers"),
-    ):
-        moe_qlora.offload_experts(model)
+        assert graphs.recorded == count
+        copies = off.copies
+        assert_alike(steps(model), resident, again)
+        assert off.copies - copies == 4 * 2 * max(0, count - 2)
+        evaluated = model.eval()(input_ids=batch(0)).logits
+        assert_alike(steps(model.train()), resident, again)
+    assert torch.equal(model.eval()(input_ids=batch(0)).logits, evaluated)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES[1:])
+def test_recorded_layers_of_other_models(model_type: str) -> None:
+    model = packed(model_type, LAYERS)
+    with moe_qlora.graph_layers(model):
+        resident, again = steps(model), steps(model)
+    with moe_qlora.graph_layers(model) as graphs, moe_qlora.offload_experts(model):
+        assert_alike(steps(model), resident, again)
+        assert graphs.recorded == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_experts_that_move_under_graphs(keep: bool) -> None:
+    """Once between a forward and its backward, where what graphs read is then given to others."""
+    model = packed("qwen3_moe", LAYERS)
+    ids = batch(0)
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+        wanted = [gradients(model, ids) for _ in range(4)][-1]
+        for layers in (None, 2):
+            off = moe_qlora.offload_experts(model, layers=layers)
+            for _ in range(4):
+                assert_near(gradients(model, ids), wanted)
+            assert graphs.recorded == 5
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            off.remove()
+            spoiled = [torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda")] * 4
+            loss.backward()
+            found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            assert_near((loss.item(), found), wanted)
+            del spoiled
+            for _ in range(4):
+                assert_near(gradients(model, ids), wanted)
+            assert graphs.recorded == 5
+
+
+@slowed
+@pytest.mark.usefixtures("slow")
+def test_recorded_tokens() -> None:
+    model = packed("qwen3_moe", LAYERS).eval()
+    ids = batch(0, 8)
+    how = {"do_sample": False, "max_new_tokens": 8, "cache_implementation": "static"}
+    with moe_qlora.graph_layers(model) as graphs:
+        wanted = [model.generate(input_ids=ids, **how) for _ in range(2)]
+        assert torch.equal(*wanted)
+        with moe_qlora.offload_experts(model):
+            for _ in range(2):
+                assert torch.equal(model.generate(input_ids=ids, **how), wanted[0])
+            assert graphs.recorded == 5
+
+
+@slowed
+@pytest.mark.usefixtures("slow")
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+@pytest.mark.parametrize("recorded", [False, True])
+def test_compiled_layers(recorded: bool) -> None:
+    # Routers that choose all experts: compiled in another way, they may choose other ones
+    model = packed("qwen3_moe", {**LAYERS, "num_experts_per_tok": 4})
+    resident = steps(model)
+    torch.compiler.reset()
+    counters.clear()
+    for layer in model.get_base_model().model.layers:
+        layer.compile(fullgraph=True)
+    off = moe_qlora.offload_experts(model)
+    with off, moe_qlora.graph_layers(model) if recorded else nullcontext():
+        for _ in range(2):
+            copies = off.copies
+            for one, other in zip(steps(model), resident, strict=True):
+                assert_near(one, other, COMPILED)
+        assert off.copies - copies == 4 * 2 * 3
+    assert not counters["graph_break"]
+    torch.compiler.reset()
 
 
 def test_loading_holds_one_weight_on_the_device(tmp_path: Path) -> None:
