@@ -85,6 +85,10 @@ Compile = Annotated[
         "--compile/--no-compile", help="Layers under torch.compile: planned as an upper bound."
     ),
 ]
+Offload = Annotated[
+    bool | None,
+    typer.Option("--offload/--no-offload", help="Packed experts in host memory."),
+]
 Fsdp = Annotated[int | None, typer.Option(help="Ranks that share the model under FSDP2.")]
 Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts: expert parallelism.")]
 Zero3 = Annotated[int | None, typer.Option(help="Ranks that share the model under ZeRO-3.")]
@@ -114,6 +118,7 @@ def plan(
     attention: Attention = None,
     liger: Liger = None,
     compiled: Compile = None,
+    offload: Offload = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
     as_json: Json = False,
@@ -160,6 +165,7 @@ def plan(
             attention=attention,
             liger=liger,
             compile=compiled,
+            offload=offload,
             trust_remote_code=trust_remote_code,
         )
     if as_json:

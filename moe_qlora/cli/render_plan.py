@@ -31,6 +31,8 @@ def show(report: MemoryPlan, out: Console) -> None:
     settings = report.settings
     nested = ", double quantization" if report.double_quant else ""
     whole = report.resident if report.whole is None else report.whole
+    if report.hosting is not None:
+        whole += sum(layer.nbytes for layer in report.hosting.layers)
     packed = f"{human_bytes(whole)} as {report.kind}{nested}" if report.kind else "nothing packed"
     share = "" if settings.engine is None else f"on each rank {human_bytes(report.resident)}, "
     say(
@@ -38,6 +40,13 @@ def show(report: MemoryPlan, out: Console) -> None:
         f"Model: {human_bytes(report.unpacked)} unpacked, {packed}; {share}"
         f"{human_bytes(report.load_peak)} at most while loading.",
     )
+    if (hosting := report.hosting) is not None:
+        say(
+            out,
+            f"Packed experts: {human_bytes(hosting.host_nbytes(hosting.most))} in host memory, "
+            f"{human_bytes(hosting.slots(hosting.most))} of slots on the device"
+            f"{hosting.sentence(hosting.most, {})}.",
+        )
     say(
         out,
         f"Training {report.trained_weights:,} weights (rank {settings.rank} on "

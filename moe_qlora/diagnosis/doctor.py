@@ -168,7 +168,9 @@ def _fit(model: Any, quantization_config: Any, device: Device, rank: int, remote
         return ""  # `plan` says why
     size = f"{made.settings.batch} x {made.settings.seq:,} tokens, LoRA on {made.settings.targets}"
     if made.fit is None or not made.fit.fits:
-        return "" if made.fits else f"{device.name} does not hold a training step ({size})."
+        helps = any(hint.setting == "offload=True" and hint.fits for hint in made.hints)
+        more = " With moe_qlora.offload_experts it does." if helps else ""
+        return "" if made.fits else f"{device.name} does not hold a training step ({size}).{more}"
     return f"{device.name} ({size}) with moe_qlora.fit_memory: {made.fit}."
 
 

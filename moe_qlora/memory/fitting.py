@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .budget import DeviceUse
-from .choice import KEEP, LEVELS, RECOMPUTE, Choice, gain, levels_at, most_kept
+from .choice import KEEP, LEVELS, RECOMPUTE, Choice, at, gain, most_kept, path, saved_by
 from .devices import reserve_nbytes
 from .planner import LevelError, Planner
 from .report import PlannedFit
@@ -36,27 +36,42 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
     if not layers:
         return None
     settings = replace(planner.settings, checkpointing=True)
+    hosting = planner.hosting(blocks) if settings.offload else None
 
     def fullest(choice: Choice) -> tuple[int, DeviceUse]:
+        """Return the peak of the fullest device, which the planner has no experts on."""
         kept = [name for name, level in choice.levels.items() if level == KEEP]
         budget = planner.budget_of(choice.activities, replace(settings, workspace=workspace), kept)
-        peaks = zip(budget.peaks_on(uses), uses, strict=True)
+        brought = 0
+        if hosting is not None:
+            brought = hosting.freed(hosting.most) - hosting.freed(choice.host)
+        peaks = zip((peak + brought for peak in budget.peaks_on(uses)), uses, strict=True)
         return max(peaks, key=lambda pair: _needed(pair[0]) / pair[1].capacity)
 
     def fits(choice: Choice) -> bool:
         peak, use = fullest(choice)
         return _needed(peak) <= use.capacity
 
-    none = Choice(0, levels_at(layers, 0), blocks)
+    none = at(path(layers, hosting)[0], layers, activities)
     choice = none
     if fits(none):
         for level in LEVELS[1:]:
             activities[level], more = planner.activities(batch, seq, capacities, level=level)
             workspace = max(workspace, more)
-        choice = most_kept(layers, activities, fits) or none
+        choice = most_kept(layers, activities, fits, hosting=hosting) or none
     peak, use = fullest(choice)
-    times = gain(activities, choice.levels) if choice.steps else 1.0
-    return PlannedFit(choice.layers(), peak, _needed(peak), use.capacity, times)
+    times = 1.0
+    if choice is not none:
+        times = gain(activities, choice.levels, hosting, choice.host)
+    return PlannedFit(
+        choice.layers(hosting),
+        peak,
+        _needed(peak),
+        use.capacity,
+        times,
+        hosting,
+        saved_by(choice.levels),
+    )
 
 
 def _needed(peak: int) -> int:

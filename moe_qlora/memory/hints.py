@@ -22,7 +22,7 @@ from .source import bnb_config
 
 _DEVICES = 16  # the most that are tried
 # Settings that change neither the model nor what a step of given sizes does.
-_SAME_STEPS = {"optimizer", "accumulation", "batch", "seq"}
+_SAME_STEPS = {"optimizer", "accumulation", "batch", "seq", "offload"}
 _CHUNK = 1024  # tokens of a loss that is computed in chunks
 MOST_RANKS = 1024
 
@@ -59,6 +59,8 @@ def hints_of(planner: Planner, report: MemoryPlan, capacities: Sequence[int]) ->
             settings = {c.setting.partition("=")[0]: c.setting for c in useful[:count]}
             yield Hint(f"the first {count} together", ", ".join(settings.values()), saves, fits)
             break
+    if planner.settings.offload:
+        return  # Which is for one device
     if len(capacities) > 1 or planner.settings.engine:
         yield from engine_hints(planner, report, capacities)
     if planner.settings.engine:
@@ -89,7 +91,7 @@ def _try(
         # The user's LoraConfig replaces rank and targets until a change names others.
         same = settings.targets == planner.settings.targets
         lora = planner.lora_config if same else None
-        other = Planner(source, settings, lora, planner.card)
+        other = Planner(source, settings, lora, planner.card, planner.pace)
     peak = other.peak(settings.batch, settings.seq, capacities, loss_part)
     saves = report.peak.nbytes - peak.nbytes
     uses = other.uses(settings.batch, settings.seq, capacities, loss_part)
@@ -123,6 +125,9 @@ def _changes(planner: Planner, report: MemoryPlan) -> Iterable[_Change]:
     if settings.batch > 1:
         accumulation = settings.accumulation * settings.batch
         yield _training_change("one sequence at a time", batch=1, accumulation=accumulation)
+    engine, several = settings.engine, len(report.devices) > 1
+    if not settings.offload and (engine.name == "ddp" if engine else not several):
+        yield _training_change("keep packed experts in host memory", offload=True)
     shorter = report.largest_seq or settings.seq // 2
     if 0 < shorter < settings.seq:
         yield _training_change("shorter sequences", seq=shorter)

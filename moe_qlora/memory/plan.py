@@ -15,10 +15,11 @@ from ..models import named
 from ..models.trainer.file import DEFAULT, AskedLora, TrainerFile
 from . import meta_model
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings
-from .devices import Gpu, parse_gpus
+from .devices import Gpu, pace_of, parse_gpus
 from .engines import ENGINES
 from .fitting import fit_of
 from .hints import hints_of, notes_of
+from .hosting import Pace
 from .planner import Planner
 from .report import MemoryPlan
 from .source import source_of
@@ -47,6 +48,7 @@ DEFAULTS: Mapping[str, Any] = {
     "attention": None,
     "liger": False,
     "compile": False,
+    "offload": False,
     "dtype": None,
 }
 """Arguments of `plan`, and their values where nothing else says so."""
@@ -75,6 +77,7 @@ def plan(
     attention: str | None = None,
     liger: bool | None = None,
     compile: bool | None = None,  # noqa: A002 - torch's own name for it
+    offload: bool | None = None,
     dtype: Any = None,
     search: bool = True,
     trust_remote_code: bool = False,
@@ -120,6 +123,10 @@ def plan(
             counted. Default: no.
         compile: Whether torch.compile compiles the layers. Sizes are of uncompiled ones all the
             same, as an upper bound, and a note says so. Default: no.
+        offload: Whether packed experts lie in host memory, as `enabled(offload=True)` loads them,
+            on one GPU or on each under DDP. `fit` is then of as many on the device as `fit_memory`
+            brings there. Copies are taken to be as quick as PCIe of the GPUs' generation, or for a
+            size alone as an H200's host (55 GB/s). Default: no.
         dtype: What the rest is loaded in; None is what the configuration says.
         search: Look for the longest sequence and the largest batch that fit `gpus`.
         trust_remote_code: Run model code that a checkpoint brings.
@@ -147,6 +154,7 @@ def plan(
         "attention": attention,
         "liger": liger,
         "compile": compile,
+        "offload": offload,
         "accumulation": accumulation,
     }
     capacities, card = devices_of(gpus)
@@ -161,11 +169,29 @@ def plan(
         )
         compiled = (_COMPILED,) if settings.compile else ()
         source = replace(source, notes=(*source.notes, *asked.notes, *compiled))
-        planner = Planner(source, settings, asked.lora, card)
+        planner = Planner(source, settings, asked.lora, card, _slowest(gpus))
+        _check_offload(planner, len(capacities))
         report = _report(planner, capacities, search=search and bool(capacities))
     except ConfigError as error:
         raise in_words_of(error, asked, file) from error
     return replace(report, origins=asked.origins)
+
+
+def _check_offload(planner: Planner, devices: int) -> None:
+    """Refuse experts in host memory where `offload_experts` does."""
+    engine = planner.settings.engine
+    if not planner.settings.offload:
+        return
+    if (engine is None and devices > 1) or (engine is not None and engine.name != "ddp"):
+        raise ConfigError(
+            "offload is True, and experts in host memory are copied to one GPU, or to each of its "
+            "own under DDP: give one GPU, or ddp, or leave offload out."
+        )
+    if not planner.expert_layers:
+        raise ConfigError(
+            f"offload is True, and {planner.source.label} has no packed experts that could lie in "
+            "host memory: leave it out."
+        )
 
 
 def _settings(asked: AskedPlan, devices: int) -> Settings:
@@ -230,6 +256,13 @@ def devices_of(gpus: Any) -> tuple[tuple[int, ...], Card]:
     capabilities = {gpu and gpu.capability for _, gpu in found}
     known = capabilities.pop() if len(capabilities) == 1 else None
     return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE
+
+
+def _slowest(gpus: Any) -> Pace:
+    """Return how quick the slowest of the devices is that `gpus` names."""
+    entries = [gpus] if isinstance(gpus, (str, int)) else gpus or ()
+    paces = [pace_of(gpu) for entry in entries for _, gpu in parse_gpus(str(entry))]
+    return min(paces, key=lambda pace: pace.link, default=Pace())
 
 
 def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:

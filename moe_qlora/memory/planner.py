@@ -26,6 +26,7 @@ from . import attention, blocks, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
 from .devices import reserve_nbytes
 from .engines import Sharding
+from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
 from .meta_model import filled, tells_layers_apart
 from .report import MemoryPlan
 from .source import ModelSource
@@ -48,11 +49,13 @@ class Planner:
         settings: Settings,
         lora_config: Any = None,
         card: Card = PORTABLE,
+        pace: Pace | None = None,
     ) -> None:
         self.source = source
         self.settings = settings
         self.lora_config = lora_config
         self.card = card  # For which experts are computed
+        self.pace = Pace() if pace is None else pace  # For experts in host memory
         self.notes: list[str] = []  # What to know about the figures, a sentence each
         self.eager: attention.EagerAttention | None = None  # Where it need not be
         self.estimated = False  # Whether the layers' activations are an estimate
@@ -85,11 +88,32 @@ class Planner:
 
     @cached_property
     def rank_blocks(self) -> dict[str, Block]:
-        """Each block as one process has it, by name."""
+        """Each block as one process has it on its device, by name."""
         blocks = {block.name: block for block in self.meta.blocks}
-        if self.sharding is None:
-            return blocks
-        return {name: self.sharding.on_rank(block) for name, block in blocks.items()}
+        if self.sharding is not None:
+            blocks = {name: self.sharding.on_rank(block) for name, block in blocks.items()}
+        if self.settings.offload:
+            blocks = {name: block.without_experts() for name, block in blocks.items()}
+        return blocks
+
+    @cached_property
+    def expert_layers(self) -> tuple[ExpertLayer, ...]:
+        """The blocks with packed experts, in the model's order."""
+        return tuple(
+            ExpertLayer(block.name, block.experts + block.expert_statistics, block.slot)
+            for block in self.meta.blocks
+            if block.slot
+        )
+
+    def hosting(self, activities: Sequence[Activity]) -> Hosting:
+        """Return what packed experts cost in host memory, in a step with these activities."""
+        tokens, ran = self.settings.batch * self.settings.seq, {a.name for a in activities}
+        seconds = {
+            block.name: operations(block.met, tokens) / self.pace.rate
+            for block in self.meta.blocks
+            if block.name in ran
+        }
+        return Hosting(self.expert_layers, len(self.expert_layers), self.pace, seconds)
 
     def _trained_weights(self) -> int:
         """Return the number of trained weights of the whole model."""
@@ -106,6 +130,8 @@ class Planner:
         """Return the planner with settings under which the model and its steps are the same."""
         other = copy.copy(self)
         other.settings = settings
+        for name in ("rank_blocks", "resident", "load_peak"):  # where experts lie elsewhere
+            other.__dict__.pop(name, None)
         return other
 
     def with_engine(self, engine: Engine | None) -> Planner:
@@ -115,7 +141,7 @@ class Planner:
         changes.
         """
         settings = replace(self.settings, engine=engine)
-        other = Planner(self.source, settings, self.lora_config, self.card)
+        other = Planner(self.source, settings, self.lora_config, self.card, self.pace)
         if not any(e and e.name == "ep" for e in (engine, self.settings.engine)):
             other.__dict__["meta"] = self.meta
             other._step, other.notes = self._step, self.notes
@@ -127,6 +153,9 @@ class Planner:
         batch, seq = self.settings.batch, self.settings.seq
         peak = self.peak(batch, seq, capacities)
         uses = self.uses(batch, seq, capacities) if capacities else ()
+        hosting = None
+        if self.settings.offload:
+            hosting = self.hosting(self.activities(batch, seq, capacities)[0])
         return MemoryPlan(
             label=self.source.label,
             model_type=str(getattr(self.source.config, "model_type", "")),
@@ -143,6 +172,7 @@ class Planner:
             device_map={name: use.index for use in uses for name in use.blocks} or None,
             whole=self.with_engine(None).resident if self.settings.engine else None,
             on_disk=self.source.on_disk,
+            hosting=hosting,
         )
 
     def peak(
@@ -210,8 +240,10 @@ class Planner:
     ) -> StepBudget:
         """Return the budget of a step; layers in `kept` keep all, even under checkpointing."""
         groups = self._groups(activities)
+        slots = slots_nbytes(self.expert_layers) if settings.offload else 0
+        extra = {"packed experts": slots}
         if self.sharding is None:
-            return StepBudget(groups, activities, settings, self.itemsize)
+            return StepBudget(groups, activities, settings, self.itemsize, extra=extra)
         whole = {block.name: block for block in self.meta.blocks}
         return StepBudget(
             groups,
@@ -222,7 +254,7 @@ class Planner:
             self.itemsize,
             # DeepSpeed gives the optimizer float32 copies.
             state_itemsize=4 if self.sharding.engine.name == "zero3" else None,
-            extra=self.sharding.buffers(whole.values(), self.itemsize),
+            extra=extra | self.sharding.buffers(whole.values(), self.itemsize),
         )
 
     def _ligers_loss(self, tokens: int) -> tuple[float, int]:
@@ -353,7 +385,7 @@ class Planner:
 
     @cached_property
     def resident(self) -> int:
-        """Bytes of the packed weights that one process holds."""
+        """Bytes of the packed weights that one process holds on its device, slots apart."""
         return sum(block.weights for block in self.rank_blocks.values())
 
     @cached_property
@@ -362,6 +394,8 @@ class Planner:
         held = self.resident
         if self.loads_whole:
             held = self.with_engine(None).resident  # which is cut once a rank has loaded it
+        if self.settings.offload:  # One weight is packed on the device, and goes to the host
+            held += max((p.weight.nbytes for p in self.meta.parts if not p.linear), default=0)
         return held + self._load_extra
 
     @property

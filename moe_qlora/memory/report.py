@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .budget import COMPONENTS, DeviceUse, Peak, Settings
 from .choice import LayerChoice, counted, sentence
 from .devices import CONTEXT_BYTES
+from .hosting import Hosting
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class PlannedFit:
     needed: int  # With the reserve of the process
     memory: int  # Bytes of that device
     gain: float  # How many times as fast as computing all again, about
+    hosting: Hosting | None = None  # With experts in host memory, what these cost
+    saved: Mapping[str, float] = field(default_factory=dict)  # As `Hosting` takes it
 
     @property
     def fits(self) -> bool:
@@ -41,7 +45,7 @@ class PlannedFit:
         return counted(self.layers)
 
     def __str__(self) -> str:
-        return sentence(self.counts, self.needed, self.memory, self.gain)
+        return sentence(self.counts, self.needed, self.memory, self.gain, self.hosting, self.saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,9 @@ class MemoryPlan:
             `peak`, `reserve` and each of `devices` are then of one rank, and there is no device
             map.
         on_disk: The tensors of a folder that its maker quantized, None for any other.
+        hosting: With `offload`, what all packed experts take in host memory and cost; `resident`,
+            `load_peak`, `peak` and `devices` are then without them, and with two slots in training.
+            `fit` is of as many on the device as `fit_memory` brings there. None without.
         origins: Of a trainer's file: argument of `plan` -> the key of the file that its value comes
             from, "option" for one that was given beside the file, "axolotl's default" or "plan's
             default" for one that neither says. None for any other model.
@@ -105,6 +112,7 @@ class MemoryPlan:
     estimated: bool = False
     whole: int | None = None
     on_disk: int | None = None
+    hosting: Hosting | None = None
     origins: dict[str, str] | None = None
 
     @property
@@ -123,6 +131,20 @@ class MemoryPlan:
         plain = {name: getattr(self.settings, name) for name in self.settings.__slots__}
         engine = plain.pop("engine")
         return plain | ({} if engine is None else {engine.name: engine.ranks})
+
+    def _offload(self, hosting: Hosting) -> dict[str, Any]:
+        """Return what `--json` says of experts in host memory: bytes, and seconds of a step."""
+        host, saved = hosting.most, dict[str, float]()
+        if self.fit is not None:
+            host, saved = self.fit.counts["host"], dict(self.fit.saved)
+        return {
+            "host": hosting.host_nbytes(hosting.most),
+            "slots": hosting.slots(hosting.most),
+            "fitted_host": hosting.host_nbytes(host),
+            "fitted_copies_s": hosting.copies(host),
+            "fitted_waiting_s": hosting.waiting(host, saved),
+            "fitted_computing_s": hosting.computing(saved),
+        }
 
     def rows(self) -> list[tuple[str, int, int]]:
         """Return (component, the most it ever takes, what it takes at the peak) where not empty."""
@@ -145,6 +167,9 @@ class MemoryPlan:
             del plain["on_disk"]
         if plain["origins"] is None:
             del plain["origins"]
+        del plain["hosting"]
+        if self.hosting is not None:
+            plain["offload"] = self._offload(self.hosting)
         plain["fit"] = self.fit and self.fit.counts
         devices = [
             {**device, "fits": use.fits, "blocks": list(use.blocks)}

@@ -289,6 +289,17 @@ def test_a_card_says_what_layers_can_keep():
     )
     assert moe_qlora.doctor(gpu="H100").fit == ""
     assert said in str(moe_qlora.doctor(plain, BF16, gpu="H100"))
+    large = tiny_model(
+        "qwen3_moe",
+        device="meta",
+        num_hidden_layers=8,
+        num_experts=512,
+        hidden_size=2048,
+        moe_intermediate_size=2048,
+    ).config
+    said = moe_qlora.doctor(large, BF16, gpu="T4").fit
+    assert said.startswith("T4 does not hold a training step")
+    assert said.endswith("With moe_qlora.offload_experts it does.")
 
 
 def test_no_rank():
