@@ -121,7 +121,7 @@ def test_every_recipe_is_short_and_run_here():
         assert name == "run_all" or len(lines) <= most, f"{name}: {len(lines)} lines"
 
 
-@pytest.mark.parametrize("name", ["qwen3_24gb", "mixtral", "glm_air_80gb"])
+@pytest.mark.parametrize("name", ["qwen3_24gb", "mixtral", "glm_air_80gb", "offload"])
 def test_attention_and_experts(name, folder, tmp_path, monkeypatch, evaluated):
     model = run(name, folder, tmp_path, monkeypatch)["model"]
     packed = list(parametrize.iter_packed(model))

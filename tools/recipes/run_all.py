@@ -75,6 +75,7 @@ RECIPES = {
     "mixtral": Recipe("mixtral"),
     "deepseek": Recipe("deepseek_v2"),
     "glm_air_80gb": Recipe("glm4_moe"),
+    "offload": Recipe("qwen3_moe"),
     "attention_or_experts": Recipe("qwen3_moe"),
     "hot_experts": Recipe("qwen3_moe"),
     "two_gpus": Recipe("glm4_moe", launcher=TORCHRUN),
