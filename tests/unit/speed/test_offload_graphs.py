@@ -146,8 +146,7 @@ def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: 
         off.remove()  # type: ignore[union-attr]
 
 
-@keeps
-@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize(("layers", "keep"), [(1, True), (2, False), (3, False)])
 def test_some_layers_only(layers: int, keep: bool, devices: list[Delayed]) -> None:
     model = packed()
     ids, weights = token_ids(model), trained(model)
@@ -223,7 +222,7 @@ def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[De
         model.load_state_dict(weights, strict=False)
         with Reads(devices):
             assert equal(train(model, ids, 3), resident)
-            assert len(devices[0].made) > 2
+            assert len(devices[0].made) > 2 and graphs.recorded == 4
             del lease
             made = len(devices[0].made)
             assert equal(steps(model, ids, weights, 3), resident)
