@@ -57,6 +57,12 @@ def kept_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "maker"
 
 
+def kept_codes(folder: Path) -> Any:
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    with moe_qlora.enabled(keep_codes=True):
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).train()
+
+
 def packed(codec: str = "nf4 twice", layers: int = 4, **overrides: Any) -> Any:
     model = tiny_model("qwen3_moe", num_hidden_layers=layers, **overrides)
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CODECS[codec]))
@@ -111,21 +117,24 @@ def test_steps_are_those_of_the_resident_model(
     assert same(bits(model), again)
 
 
-def test_fifty_steps() -> None:
-    model = with_lora(packed())
-    ids, weights = token_ids(model), bits(model)
+@pytest.mark.parametrize("codec", [*CODECS, "mxfp4"])
+def test_fifty_steps(codec: str, kept_folder: Path) -> None:
+    """Slots change hands a hundred times, with recomputation and without."""
+    base = kept_codes(kept_folder) if codec == "mxfp4" else packed(codec, layers=3)
+    model = with_lora(base)
+    ids, weights = token_ids(model, batch=1, seq=4), bits(model)
     resident = train(model, ids, 50)
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model):
-        assert equal(train(model, ids, 50), resident)
+    with moe_qlora.offload_experts(model) as off:
+        for passes in (1, 2):
+            model.load_state_dict(weights)
+            assert equal(train(model, ids, 50), resident)
+            assert off.copies >= passes * 50 * 2
+            checkpointed(model, "recomputed")
 
 
 @pytest.mark.parametrize("way", CHECKPOINTS)
 def test_kept_codes_of_a_checkpoint(kept_folder: Path, way: str, devices: list[Delayed]) -> None:
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    with moe_qlora.enabled(keep_codes=True):
-        loaded = AutoModelForCausalLM.from_pretrained(kept_folder, quantization_config=config)
-    model = checkpointed(with_lora(loaded, experts=True), way)
+    model = checkpointed(with_lora(kept_codes(kept_folder)), way)
     ids, weights = token_ids(model, seq=12), bits(model)
     resident = train(model, ids)
     model.load_state_dict(weights)
