@@ -21,10 +21,8 @@ import logging
 import sys
 import tempfile
 import time
-import traceback
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,15 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from tools import fuzz_oracle
-from tools.fuzz_machine import ALLOWED, EXPERTS, OUTSIDE_THE_INTERFACE, Machine, call, forward
+from tools.fuzz_machine import (
+    ALLOWED,
+    EXPERTS,
+    OUTSIDE_THE_INTERFACE,
+    Machine,
+    Tally,
+    call,
+    forward,
+)
 from tools.fuzz_oracle import Adapter, Contradiction
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -208,8 +214,8 @@ def add_weighted_adapter(m: Machine) -> Any:
 
 @call("peft")
 def merge_adapter(m: Machine) -> None:
-    m.run("model.merge_adapter(dtype=torch.float32)")
-    m.merged = True
+    refusal = "merge_adapter: of experts in host memory" if m.hosted else None
+    m.merged = m.run("model.merge_adapter(dtype=torch.float32)", refusal)
 
 
 @call("peft")
@@ -225,7 +231,9 @@ def unmerge_adapter(m: Machine) -> Any:
 def merge_and_unload(m: Machine) -> Any:
     if m.rng.random() < 0.6:  # it ends what else could be tried
         return False
-    m.run("model = model.merge_and_unload(dtype=torch.float32)")
+    refusal = "merge_and_unload: of experts in host memory" if m.hosted else None
+    if not m.run("model = model.merge_and_unload(dtype=torch.float32)", refusal):
+        return None
     m.oracle.base = m.oracle.weights(m.oracle.active)
     m.oracle.adapters, m.oracle.active, m.stage, m.pristine = {}, [], "plain", False
     m.saved.clear()
@@ -280,6 +288,17 @@ def deepcopy(m: Machine) -> None:
     if m.stage == "peft" and not m.merged:  # the copy shares nothing
         m.run(f"fill(before, {m.oracle.active[0]!r}, 5)")
     m.run("del before")
+    m.hosted = False
+
+
+@call("packed", "peft")
+def offload_experts(m: Machine) -> None:
+    """Move experts to host memory, or back."""
+    if m.hosted:
+        m.run("off.remove()")
+    else:
+        m.run(f"off = moe_qlora.offload_experts(model{m.rng.choice(['', ', layers=1'])})")
+    m.hosted = not m.hosted
 
 
 # --- folders ------------------------------------------------------------------------------------
@@ -339,7 +358,8 @@ def load_anew(m: Machine) -> Any:
     if not m.saved or not m.pristine:
         return False
     folder, adapter = m.rng.choice(m.saved)
-    m.run("del model\n" + m.begin)
+    m.run("del model")
+    m.begin_anew()
     way = m.rng.choice(["moe_qlora.load_adapter", "PeftModel.from_pretrained"])
     m.run(f"model = {way}(model, {folder}, 'default', is_trainable=True)")
     m.oracle.adapters = {"default": adapter.loaded_by(way)}
@@ -384,7 +404,7 @@ def export_adapter(m: Machine) -> Any:
     base = "place / 'packed'" if m.way == "quantize_checkpoint" else "folder"
     m.run(
         f"moe_qlora.export_adapter({folder}, place / {out!r}, base={base}, target='peft')\n"
-        f"other = model\n{m.begin}\nmodel, other = other, model\n"
+        f"other, held = model, off\n{m.begin}\nmodel, other, off = other, model, held\n"
         f"other = moe_qlora.load_adapter(other, place / {out!r})"
     )
     m.oracle.adapters["/"] = adapter
@@ -398,8 +418,8 @@ def export_adapter(m: Machine) -> Any:
 def save_packed(m: Machine) -> None:
     out = m.fresh("saved")
     m.run(f"model.save_pretrained(place / {out!r})\nassert verify(place / {out!r}).good")
-    m.begin = f"with moe_qlora.enabled():\n    model = cls.from_pretrained(place / {out!r})"
-    m.run(m.begin)
+    m.begin_with("", f"model = cls.from_pretrained(place / {out!r})", files=True)
+    m.begin_anew()
 
 
 @call("packed")
@@ -425,42 +445,6 @@ def quantize_plain(m: Machine) -> None:
 
 
 # --- the runs -----------------------------------------------------------------------------------
-
-
-class Tally:
-    """What the sequences have shown so far."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.families: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
-        self.failed: list[int] = []
-
-    def run(self, seed: int, sources: Path, show: Callable[[str], None]) -> str:
-        """Run one sequence; return its program, and show what it contradicts."""
-        torch.manual_seed(seed)
-        with tempfile.TemporaryDirectory() as place:
-            machine = Machine(seed, Path(place), sources)
-            try:
-                machine.sequence()
-            except Exception as error:  # noqa: BLE001 - shown, whatever it is
-                self.failed.append(seed)
-                trace = "" if isinstance(error, Contradiction) else traceback.format_exc()
-                what = f"{type(error).__name__}: {error}\n{trace}"
-                show(f"seed {seed}, {machine.family}: {what}\n{machine.program()}")
-        self.calls += machine.counts
-        self.refused += machine.refused
-        self.families[machine.family] += 1
-        return machine.program()
-
-    def __str__(self) -> str:
-        parts = (("families", self.families), ("calls", self.calls), ("refused", self.refused))
-        lines = [
-            f"{title}: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-            for title, counts in parts
-        ]
-        total = self.families.total()
-        return "\n".join([*lines, f"{total} sequences, {len(self.failed)} failed: {self.failed}"])
 
 
 def main() -> int:

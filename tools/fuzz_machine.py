@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import random
+import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -70,6 +72,14 @@ ALLOWED: dict[str, tuple[str, str, str]] = {
     "add_weighted_adapter: of an adapter that is not there": (
         *("AdapterError", "there is no adapter 'nobody'"),
         "there is nothing to sum",
+    ),
+    "merge_adapter: of experts in host memory": (
+        *("ConfigError", "lies in host memory, by offload_experts, and cannot be replaced"),
+        "the sum would be 16-bit experts on the device",
+    ),
+    "merge_and_unload: of experts in host memory": (
+        *("ConfigError", "lies in host memory, by offload_experts, and cannot be replaced"),
+        "the sum would be 16-bit experts on the device",
     ),
     "export_adapter: to a server that is not known": (
         *("ConfigError", "target is 'nobody'"),
@@ -138,6 +148,11 @@ def step(model: Any, inputs: dict[str, Tensor], lr: float) -> dict[str, Tensor]:
     return grads
 
 
+def load_of(folder: str, options: str = "") -> str:
+    """Return the code that loads a folder in fp32."""
+    return f"model = cls.from_pretrained({folder}, dtype=torch.float32{options})"
+
+
 PRELUDE = """\
 import copy
 from pathlib import Path
@@ -149,8 +164,13 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
+from moe_qlora.speed import offload
 from moe_qlora.testing import model_class, tiny_inputs
+from tests.helpers.delayed import Delayed
 from tools.fuzz_machine import fill, forward, makers, source, step
+
+# Of models with two layers the slot is to change hands; a copy that nobody waits for is garbage.
+offload.SLOTS, offload.copier_of, off = 1, lambda device: Delayed(), None
 """
 
 
@@ -166,7 +186,7 @@ class Machine:
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.stage = "packed"  # then "peft", and "plain" after a merge into the model
-        self.merged = self.pristine = False
+        self.merged = self.pristine = self.hosted = False
         self.saved: list[tuple[str, Adapter]] = []  # adapters' folders, as expressions
         self.number = 0
 
@@ -225,27 +245,40 @@ class Machine:
         self.oracle = Oracle(twin, tiny_inputs(twin))
         self.describe(twin)
         self.run(f"config = {self.quantization(twin)}")
-        codes = "keep_codes=True" if way == "keep_codes" else ""
-        load = (
-            f"with moe_qlora.enabled({codes}):\n    model = cls.from_pretrained("
-            "{}, dtype=torch.float32{})"
-        )
+        codes, files = "keep_codes=True" * (way == "keep_codes"), way == "quantize_checkpoint"
         if way == "quantize_experts":
-            self.begin = (
-                "model = cls.from_pretrained(folder, dtype=torch.float32)\n"
-                "report = moe_qlora.quantize_experts(model, config)"
-            )
-        elif way == "quantize_checkpoint":
+            make = "report = moe_qlora.quantize_experts(model, config)"
+            self.begin_with("", make, before=load_of("folder") + "\n")
+        elif files:
             self.run("moe_qlora.quantize_checkpoint(folder, place / 'packed', config)")
             self.run('assert verify(place / "packed", against=folder).good')
-            self.begin = load.format('place / "packed"', "")
+            self.begin_with("", load_of('place / "packed"'), files=True)
         else:
-            self.begin = load.format("folder", ", quantization_config=config")
-        self.run(f"{self.begin}\ninputs = tiny_inputs(model)")
+            self.begin_with(codes, load_of("folder", ", quantization_config=config"))
+        self.begin_anew()
+        self.run("inputs = tiny_inputs(model)")
         self.counts[way] += 1
         self.way, self.pristine = way, True
         self.read_base()
         self.check(way)
+
+    def begin_with(self, options: str, make: str, before: str = "", files: bool = False) -> None:
+        """Note how a model is made within `enabled`; draw whether its experts stay off the device.
+
+        `files` are those of a packed folder, where they may stay.
+        """
+        places = ["", "", "", "offload=True", *(["offload='disk'"] * files)]
+        place = self.rng.choice(places)
+        given = ", ".join(filter(None, [options, place]))
+        self.begin = f"{before}with moe_qlora.enabled({given}):\n    {make}"
+        self.begins_hosted = bool(place)
+        if place:
+            self.begin += "\noff = moe_qlora.offload_experts(model)"
+
+    def begin_anew(self) -> None:
+        """Make the model as was noted."""
+        self.run(self.begin)
+        self.hosted = self.begins_hosted
 
     def quantization(self, twin: Any) -> str:
         """Return a quantization config; what bitsandbytes computes wrongly here stays in 16 bit."""
@@ -303,6 +336,42 @@ class Machine:
                 there = getattr(self.model, "peft_config", {})
                 if set(there) != set(self.oracle.adapters):
                     raise Contradiction(f"after {name} adapters are {list(there)}")
+
+
+class Tally:
+    """What the sequences have shown so far."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.families: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.failed: list[int] = []
+
+    def run(self, seed: int, sources: Path, show: Callable[[str], None]) -> str:
+        """Run one sequence; return its program, and show what it contradicts."""
+        torch.manual_seed(seed)
+        with tempfile.TemporaryDirectory() as place:
+            machine = Machine(seed, Path(place), sources)
+            try:
+                machine.sequence()
+            except Exception as error:  # noqa: BLE001 - shown, whatever it is
+                self.failed.append(seed)
+                trace = "" if isinstance(error, Contradiction) else traceback.format_exc()
+                what = f"{type(error).__name__}: {error}\n{trace}"
+                show(f"seed {seed}, {machine.family}: {what}\n{machine.program()}")
+        self.calls += machine.counts
+        self.refused += machine.refused
+        self.families[machine.family] += 1
+        return machine.program()
+
+    def __str__(self) -> str:
+        parts = (("families", self.families), ("calls", self.calls), ("refused", self.refused))
+        lines = [
+            f"{title}: " + ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            for title, counts in parts
+        ]
+        total = self.families.total()
+        return "\n".join([*lines, f"{total} sequences, {len(self.failed)} failed: {self.failed}"])
 
 
 Call = Callable[[Machine], Any]

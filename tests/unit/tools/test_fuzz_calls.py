@@ -8,11 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from moe_qlora.speed import offload
 from tools import fuzz_calls
 from tools.fuzz_machine import ALLOWED, CALLS, FAMILIES, Machine
 from tools.fuzz_oracle import Contradiction
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs set these for their process."""
+    for name in ("SLOTS", "copier_of"):
+        monkeypatch.setattr(offload, name, getattr(offload, name))
 
 
 @pytest.fixture(scope="module")
