@@ -576,3 +576,26 @@ def test_slots_of_the_cpu_copy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model.load_state_dict(weights)
     with moe_qlora.offload_experts(model):
         assert equal(train(model, ids), resident)
+
+
+@pytest.mark.parametrize("way", ["kept", "recomputed"])
+def test_with_saved_tensors_on_the_host(way: str, devices: list[Delayed]) -> None:
+    """torch moves activations there, and nothing of a slot: autograd has saved none of it."""
+    model = checkpointed(with_lora(packed()), way)
+    ids, weights = token_ids(model), bits(model)
+    resident = train(model, ids)
+    model.load_state_dict(weights)
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.untyped_storage().data_ptr())
+        return tensor.clone()  # What `save_on_cpu` does for a device
+
+    with moe_qlora.offload_experts(model):
+        with torch.autograd.graph.saved_tensors_hooks(pack, torch.clone), Reads(devices):
+            assert equal(train(model, ids), resident)
+        slots = {memory.untyped_storage().data_ptr() for memory in devices[0].made}
+        assert len(saved) > 40 and not slots.intersection(saved)
+        model.load_state_dict(weights)
+        with torch.autograd.graph.save_on_cpu():
+            assert equal(train(model, ids), resident)
