@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..experts.backend import kernels_run
 from ..kernels.limits import cdiv
 from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
@@ -131,6 +132,7 @@ class Offload:
             raise
         if self._disk is not None:
             self._disk.forget_places()
+        kernels_run(device)  # Compiled code, which sees codes in host memory, cannot find out
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -232,6 +234,7 @@ class Offload:
         self.device = device
         for block in self._blocks:
             block.store.lock(device)
+        kernels_run(device)
 
     def store(self, nbytes: int) -> HostMemory | OnDisk:
         """Return what keeps one layer's experts, which take these bytes of a slot."""

@@ -20,6 +20,7 @@ from moe_qlora.experts.projection import Projection
 from moe_qlora.memory import levels
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
+from moe_qlora.speed import offload
 from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
@@ -126,6 +127,14 @@ def gradients(model: Any, ids: Tensor, between: Any) -> list[Tensor]:
     between()
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def test_compiled_code_knows_whether_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot find out, and a model that is loaded to host memory has no weights on CUDA."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr(offload, "kernels_run", asked.append)
+    moe_qlora.offload_experts(packed(layers=1))
+    assert asked == [torch.device("cpu")]
 
 
 def test_a_copy_and_evaluation(devices: list[Delayed]) -> None:
