@@ -40,7 +40,7 @@ from ..memory.choice import (
     sentence,
 )
 from ..memory.devices import FRAGMENTATION
-from ..memory.hosting import Hosting
+from ..memory.hosting import Hosting, Pace
 from ..memory.measure import MeasuredModel
 from ..packing.packed_list import PackedList
 from .first_steps import FirstSteps
@@ -154,7 +154,7 @@ class Fit:
         self._hosting: Hosting | None = None  # Without experts in host memory
 
     def _choose(self, batch: int, seq: int, memory: int | str | None) -> None:
-        paced = pace(self._device)
+        paced = pace(self._device) if self._experts.offload is not None else Pace()
         paced = replace(paced, link=float(self._least(lambda: int(paced.link))))
 
         def keeps_all() -> int:

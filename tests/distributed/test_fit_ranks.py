@@ -19,6 +19,9 @@ from tests.helpers.fitting import BATCH, ENOUGH, adapted, fitted, least_memory, 
 from tests.helpers.training import train
 
 
+LAYERS = 4  # Of the model whose experts lie in host memory
+
+
 def batches() -> list[torch.Tensor]:
     return [token_ids(adapted(), batch=BATCH * 2, seed=seed) for seed in range(3)]
 
@@ -29,7 +32,7 @@ def sharded(model: Any) -> Any:
     return fully_shard(model)
 
 
-def ways(rank: int, world: int, memories: tuple[int, int]) -> dict[str, Any]:
+def ways(rank: int, world: int, memories: tuple[int, int], least: int) -> dict[str, Any]:
     """What each way of calling gives on this rank: levels and losses, or an error."""
     results: dict[str, Any] = {}
 
@@ -50,7 +53,19 @@ def ways(rank: int, world: int, memories: tuple[int, int]) -> dict[str, Any]:
         levels = [layer.level for layer in fit.layers]
         return levels, train(model, batches(), rank, world)
 
+    def offloaded(before: Any, after: Any) -> Any:
+        model = adapted(num_hidden_layers=LAYERS)
+        off = moe_qlora.offload_experts(model)
+        model = before(model)
+        fit = fitted(model, (ENOUGH, least)[rank])
+        experts = [layer.experts for layer in fit.layers]
+        losses = train(after(model), batches(), rank, world)
+        fit.remove()
+        return experts, losses, len(off.layers)
+
     ddp = DistributedDataParallel
+    note("offloaded, before DDP", lambda: offloaded(lambda model: model, ddp))
+    note("offloaded, after DDP", lambda: offloaded(ddp, lambda model: model))
     note("before DDP", lambda: trained(None, ddp))
     note("after DDP", lambda: trained(ddp, None))
     note("before FSDP2", lambda: trained(None, sharded))
@@ -66,7 +81,10 @@ def ranks() -> Any:
     least = least_memory(model)
     with fitted(model, ENOUGH) as fit:
         most = fit.peak
-    return run_distributed(ways, 2, (most, least + (most - least) // 4))
+    large = adapted(num_hidden_layers=LAYERS)
+    with moe_qlora.offload_experts(large):
+        tight = least_memory(large)
+    return run_distributed(ways, 2, (most, least + (most - least) // 4), tight)
 
 
 @pytest.mark.parametrize("way", ["before DDP", "after DDP", "before FSDP2"])
@@ -74,6 +92,14 @@ def test_all_ranks_decide_alike_and_train_as_one(ranks: Any, way: str) -> None:
     expected = train(adapted(), batches())
     for levels, losses in (rank[way] for rank in ranks):
         assert levels == ["experts", "attention"]  # what fits the smaller memory
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["offloaded, before DDP", "offloaded, after DDP"])
+def test_all_ranks_have_as_many_experts_in_host_memory(ranks: Any, way: str) -> None:
+    expected = train(adapted(num_hidden_layers=LAYERS), batches())
+    for experts, losses, after in (rank[way] for rank in ranks):
+        assert experts == ["host"] * LAYERS and after == LAYERS
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 from contextlib import nullcontext
@@ -330,3 +331,35 @@ def test_experts_stay_in_files(slow: str, tmp_path: Path, monkeypatch: pytest.Mo
     off.remove()
     assert_alike(steps(model), expected, again)
     assert not [thread for thread in threading.enumerate() if "experts" in thread.name]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_fit_memory_brings_experts_to_the_device_and_back(graphs: bool) -> None:
+    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "moe_intermediate_size": 512}
+    model = packed("qwen3_moe", {**sizes, "num_experts": 64})
+    resident, again = steps(model), steps(model)
+    ids, off = batch(0, 256), moe_qlora.offload_experts(model)
+    sizes = {"batch_size": 2, "seq_len": 256}
+    recorded = moe_qlora.graph_layers(model) if graphs else None
+    with pytest.raises(moe_qlora.ConfigError, match="experts of 8 in host memory") as error:
+        moe_qlora.fit_memory(model, memory=1, **sizes)
+    found = re.search(r"(\d+) bytes are missing", str(error.value))
+    assert found is not None
+    least, host_nbytes = int(found[1]) + (1 << 16), off.host_nbytes
+    hosts = []
+    for memory in (least, least + host_nbytes // 4, least + host_nbytes // 2, least + (8 << 30)):
+        with moe_qlora.fit_memory(model, memory=memory, **sizes) as fit:
+            hosts.append([layer.experts for layer in fit.layers].count("host"))
+            assert len(off.layers) == hosts[-1]
+            gradients(model, ids)
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            gradients(model, ids)
+            assert graphs or torch.cuda.max_memory_allocated() <= 1.03 * fit.peak
+            assert_alike(steps(model), resident, again)
+        assert off.host_nbytes == host_nbytes and len(off.layers) == 8
+    assert hosts == sorted(hosts, reverse=True) and hosts[0] == 8 and hosts[-1] == 0
+    if recorded is not None:
+        recorded.remove()
+    off.remove()
+    assert_alike(steps(model), resident, again)

@@ -23,7 +23,7 @@ from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import equal, token_ids, train, with_lora
+from tests.helpers.fitting import equal, fitted, least_memory, token_ids, train, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 STEPS = 3
@@ -286,3 +286,25 @@ def test_recorded_tokens(count: int, devices: list[Delayed]) -> None:
             assert all(map(torch.equal, results(), resident)) and graphs.recorded == count
             assert len(devices[0].made) == off.slots == 2
         assert all(map(torch.equal, results(), resident)) and graphs.recorded == count
+
+
+@pytest.mark.parametrize(("order", "keep"), [("graphs first", False), ("fit first", True)])
+def test_fit_memory_moves_experts_of_recorded_layers(order: str, keep: bool) -> None:
+    model = packed(5)
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    with moe_qlora.offload_experts(model) as off, ExitStack() as stack:
+        if order == "graphs first":
+            stack.enter_context(graphed(model, keep=keep))
+            assert equal(steps(model, ids, weights), resident)
+        least = least_memory(model)
+        for memory, hosted in ((least, 5), (least + off.host_nbytes // 4, 4), (1 << 40, 0)):
+            with fitted(model, memory) as fit:
+                graphs = None if order == "graphs first" else graphed(model, keep=keep)
+                assert [layer.experts for layer in fit.layers].count("host") == hosted
+                assert equal(steps(model, ids, weights), resident)
+                if graphs is not None:
+                    assert graphs.recorded == 5
+                    graphs.remove()
+            assert len(off.layers) == 5
+        assert equal(steps(model, ids, weights), resident)
