@@ -18,7 +18,6 @@ from moe_qlora.testing import run_distributed
 from tests.helpers.fitting import BATCH, ENOUGH, adapted, fitted, least_memory, token_ids
 from tests.helpers.training import train
 
-
 LAYERS = 4  # Of the model whose experts lie in host memory
 
 
