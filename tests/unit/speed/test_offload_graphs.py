@@ -160,6 +160,17 @@ def test_some_layers_only(layers: int, keep: bool, devices: list[Delayed]) -> No
         assert off.copies - copies == STEPS * 2 * max(0, layers - 2)
 
 
+def test_layers_that_fit_memory_brings_to_the_device_and_back(devices: list[Delayed]) -> None:
+    model = packed()
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    with graphed(model) as graphs, moe_qlora.offload_experts(model) as off, Reads(devices):
+        for count in (4, 3, 1, 4):
+            off.hold(count)
+            assert equal(steps(model, ids, weights), resident)
+            assert graphs.recorded == 4 and off.slots == min(2, count)
+
+
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3", "jetmoe"])
 def test_model_types(model_type: str, devices: list[Delayed]) -> None:
     model = packed(3, model_type)
