@@ -176,7 +176,7 @@ class Fit:
             self._path = path(self._names, self._hosting)
             self._measure_once(ALL_KEPT)
             self._resident = _resident(measured, self._device, could.freed(could.most))
-            return int(self._fits(ALL_KEPT, self.memory))
+            return int(self._fits(ALL_KEPT, self.memory, last=True))
 
         def place() -> int:
             return self._chosen(self.memory)
@@ -195,7 +195,7 @@ class Fit:
         """
         lowest, highest = 0, len(levels.LEVELS) - 1
         fits = self._fits(levels.RECOMPUTE, memory)
-        if fits:
+        if fits and self._fits(levels.RECOMPUTE, memory, last=True):
             self._measure_once(levels.KEEP)
         else:
             highest = 0
@@ -229,11 +229,11 @@ class Fit:
             f"the step would fit. {MORE_MEMORY}"
         )
 
-    def _fits(self, level: str, memory: int) -> bool:
-        """Whether all layers can be on a level, with the experts on the device that come before."""
+    def _fits(self, level: str, memory: int, last: bool = False) -> bool:
+        """Whether all layers can be on a level, at the first place on the path or the last."""
         steps = levels.LEVELS.index(levels.KEEP if level == ALL_KEPT else level) * len(self._names)
         hosts = [host for host, done in self._path if done == steps]
-        freed = self._could.freed(hosts[-1 if level == ALL_KEPT else 0])
+        freed = self._could.freed(hosts[-1 if last else 0])
         return self._needed(tuple(self._activities[level]), freed) <= memory
 
     @property
