@@ -45,6 +45,11 @@ def places(fit: Any) -> list[tuple[int, bool]]:
     return [(LEVELS.index(layer.level), layer.experts == "device") for layer in fit.layers]
 
 
+def in_host_memory(model: Any, layer: Any) -> bool:
+    modules = model.get_base_model().get_submodule(layer.name).modules()
+    return any(getattr(module, "host", None) is not None for module in modules)
+
+
 TYPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 6},
     "deepseek_v3": {"num_hidden_layers": 5},  # a dense layer first
@@ -80,6 +85,7 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: s
             host = [layer.name for layer in fit.layers if layer.experts == "host"]
             assert [name.removeprefix("base_model.model.") for name in off.layers] == host
             assert host == [layer.name for layer in fit.layers[len(fit.layers) - len(host) :]]
+            assert host == [layer.name for layer in fit.layers if in_host_memory(model, layer)]
             seen.append(places(fit))
             counts = f"experts of {len(host)} lie in "
             assert (counts in str(fit) and "; copies " in str(fit)) or not host
