@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..checkpoint.reader import TensorInfo
 from ..errors import CheckpointError
+from ..models.files import reading
 from .host_memory import HostMemory
 from .slots import Copier
 
@@ -56,7 +57,7 @@ class OnDisk:
         here = tensor.cpu()
         if tensor.nbytes == 0:
             return here
-        info = self._disk.place(tensor) if first not in self._parts else None
+        info = self._disk.place(tensor)
         if info is None:
             raw = here.detach().contiguous().view(-1).view(torch.uint8)
             self._parts[first] = _Part(first, tensor.nbytes, raw)
@@ -105,13 +106,10 @@ class Disk:
             self._files[info.file] = _File(info.file)
         return info
 
-    def check(self, parts: Iterable[_Part]) -> dict[Path, _File]:
-        """Return the files of these parts, by path; raise where one was changed or removed."""
-        paths = {part.source for part in parts if isinstance(part.source, Path)}
-        files = {path: self._files[path] for path in paths}
-        for file in files.values():
-            file.check()
-        return files
+    def check(self, parts: Iterable[_Part]) -> None:
+        """Raise where a file of these parts was changed or removed."""
+        for path in {part.source for part in parts if isinstance(part.source, Path)}:
+            self._files[path].check()
 
     def forget_places(self) -> None:
         """Forget where other tensors lie: their addresses may become another's."""
@@ -143,7 +141,7 @@ class Disk:
         return done
 
     def _fill(self, to: Tensor, parts: list[_Part], copier: Copier, after: list[Any]) -> Any:
-        files = self.check(parts)
+        files = self._files
         for part in parts:
             if isinstance(part.source, Path):
                 files[part.source].expect(part.offset, part.nbytes)
@@ -175,7 +173,8 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = os.open(path, os.O_RDONLY)
+        with reading(path):
+            self._handle = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)
         self._facts = _facts(os.fstat(self._handle))
 
@@ -201,7 +200,8 @@ class _File:
         """Fill a tensor with the file's bytes from `offset` on."""
         view = memoryview(cast(Any, to.numpy()))
         while view:
-            count = os.preadv(self._handle, [view], offset)
+            with reading(self.path):
+                count = os.preadv(self._handle, [view], offset)
             if not count:
                 self.check()
                 raise CheckpointError(f"{self.path} ends at byte {offset}: copy the file again.")

@@ -152,6 +152,7 @@ class Slot:
         # What a copy to it waits for, by stream: the ends of its leases; at first that of what the
         # allocator gave the memory to before
         self.marks: dict[Any, Any] = {stream: mark}
+        self.waited: dict[Any, Any] = {}  # What the last copy waited for
         self.leases = 0
 
 
@@ -289,7 +290,9 @@ class Slots:
     def _copy(self, block: Block, slot: Slot) -> None:
         slot.block = None  # While it is not known whether the copy is under way
         to = slot.memory[: block.nbytes]
+        if isinstance(slot.ready, Future):  # It may have failed before it waited
+            slot.marks = {**slot.waited, **slot.marks}
         slot.ready = block.fill(to, self.copier, slot.marks.values())
-        slot.marks = {}
+        slot.marks, slot.waited = {}, slot.marks
         slot.block = block
         self.copies += 1

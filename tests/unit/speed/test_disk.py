@@ -155,6 +155,8 @@ def test_reads_are_in_parts_and_of_interrupted_calls(
     (tmp_path / "a").write_bytes(content.numpy().tobytes())
     read = os.preadv
     monkeypatch.setattr(disk.os, "preadv", lambda f, v, at: read(f, [v[0][:333]], at))
+    wait = threading.Event().wait
+    monkeypatch.setattr(disk.os, "posix_fadvise", lambda *_: wait(0.001))
     for size in (128, 1000, 4096, 10_000):
         monkeypatch.setattr(disk, "BUFFER", size)
         one = disk.Disk({})
@@ -172,7 +174,49 @@ def test_reads_are_in_parts_and_of_interrupted_calls(
             assert torch.equal(slot[:900], content[100:1000])
             assert torch.equal(slot[1024:1074], extra)
             assert torch.equal(slot[1280:4280], content[1777:4777])
+        assert len(one._buffers) == 2
+        one.fill(slots[0], here, HostCopier(), [])
         one.free()
+        assert not readers() and not one._buffers
+
+
+def test_a_change_in_the_middle_is_seen(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(folders / "nf4").save_pretrained(tmp_path / "packed")
+    model, _ = on_disk(tmp_path / "packed")
+    [file] = (tmp_path / "packed").glob("*.safetensors")
+    read = disk._File.read
+
+    def changed(self: Any, to: Tensor, offset: int) -> None:
+        read(self, to, offset)
+        os.utime(file, ns=(1, 1))
+
+    monkeypatch.setattr(disk._File, "read", changed)
+    with pytest.raises(CheckpointError, match="was changed or removed"):
+        model(input_ids=token_ids(model, seq=12))
+
+
+def test_a_read_that_failed_is_tried_again(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resident, (model, _) = load(folders / "nf4"), on_disk(folders / "nf4")
+    ids, read, failures = token_ids(model, seq=12), os.preadv, [1, 7, 60]
+
+    def failing(*args: Any) -> int:
+        failures[:] = [left - 1 for left in failures]
+        if 0 in failures:
+            raise OSError(5, "Input/output error")
+        return read(*args)
+
+    expected = resident(input_ids=ids).logits
+    monkeypatch.setattr(disk.os, "preadv", failing)
+    errors = 0
+    for _ in range(12):
+        try:
+            assert torch.equal(model(input_ids=ids).logits, expected)
+        except CheckpointError as error:
+            errors += "cannot be read: [Errno 5] Input/output error" in str(error)
+    assert errors == 3
+    assert torch.equal(model(input_ids=ids).logits, expected)
 
 
 def test_a_slot_is_waited_for(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
