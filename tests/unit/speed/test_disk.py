@@ -153,10 +153,13 @@ def test_reads_are_in_parts_and_of_interrupted_calls(
     """Whatever part of it a call reads, and wherever buffers cut, the slot has all bytes."""
     content = torch.randint(256, (5000,), dtype=torch.uint8)
     (tmp_path / "a").write_bytes(content.numpy().tobytes())
-    read = os.preadv
-    monkeypatch.setattr(disk.os, "preadv", lambda f, v, at: read(f, [v[0][:333]], at))
-    wait = threading.Event().wait
-    monkeypatch.setattr(disk.os, "posix_fadvise", lambda *_: wait(0.001))
+    read, wait = os.preadv, threading.Event().wait
+
+    def some(handle: int, views: Any, offset: int) -> int:
+        wait(0.001)
+        return read(handle, [views[0][:333]], offset)
+
+    monkeypatch.setattr(disk.os, "preadv", some)
     for size in (128, 1000, 4096, 10_000):
         monkeypatch.setattr(disk, "BUFFER", size)
         one = disk.Disk({})
