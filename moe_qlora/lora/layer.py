@@ -45,6 +45,7 @@ from ..packing.decoders import PackedCodes
 from ..packing.parametrize import (
     decoded_by,
     device_of,
+    is_hosted,
     is_packed,
     packed_names,
     read_packed,
@@ -126,6 +127,14 @@ class ParamWrapper(StockParamWrapper):
         source.wrappers[self.parameter_name] = self
         self.lora_source = source
         set_lora_source(self.get_base_layer(), source)
+
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        super().set_adapter(*args, **kwargs)
+        if is_hosted(base := self.get_base_layer()):
+            device = device_of(base, self.parameter_name)  # Not where PEFT saw the first parameter
+            factors = (*self.lora_A.values(), *self.lora_B.values())
+            for factor in (f for f in factors if not next(f.parameters()).is_meta):
+                factor.to(device)
 
     # The forward.
 

@@ -599,3 +599,34 @@ def test_with_saved_tensors_on_the_host(way: str, devices: list[Delayed]) -> Non
         model.load_state_dict(weights)
         with torch.autograd.graph.save_on_cpu():
             assert equal(train(model, ids), resident)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_factors_are_where_experts_are_computed(
+    second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT moves what it made to the first parameter's device; "cpu:0" stands for another one."""
+    model, moves, there = packed(), [], torch.device("cpu", 0)
+    moe_qlora.offload_experts(model)
+    monkeypatch.setattr("moe_qlora.lora.layer.device_of", lambda *_: there)
+    move = torch.nn.Module.to
+
+    def noted(self: Any, *args: Any, **rest: Any) -> Any:
+        moves.append((self, args[0]))
+        return move(self, *args, **rest)
+
+    monkeypatch.setattr(torch.nn.Module, "to", noted)
+    adapted_model = with_lora(model)
+    if second:
+        config = adapted_model.peft_config["default"]
+        adapted_model.add_adapter("other", copy.deepcopy(config))
+        adapted_model.set_adapter("other")
+    factors = [
+        (name, module)
+        for name, module in adapted_model.named_modules()
+        if "experts" in name and "lora_" in name and isinstance(module, torch.nn.Linear)
+    ]
+    assert len(factors) == (2 if second else 1) * 4 * 2 * 2
+    for name, factor in factors:
+        own = [to for module, to in moves if any(part is factor for part in module.modules())]
+        assert own[-1] == there and str(own[-1]) == "cpu:0", name

@@ -276,6 +276,13 @@ def test_loading_holds_one_weight_on_the_device(tmp_path: Path) -> None:
     assert taken - less > 0.9 * off.host_nbytes
     ids = batch(0) % 60
     assert torch.equal(offloaded(input_ids=ids).logits, resident(input_ids=ids).logits)
+    trained = []
+    for each in (resident, offloaded):
+        torch.manual_seed(0)
+        lora = LoraConfig(target_modules=["q_proj"])
+        trained.append(moe_qlora.get_peft_model(each, lora, experts=True).train())
+    host, device = steps(trained[1]), steps(trained[0])
+    assert_alike(host, device, steps(trained[0]))
 
 
 def test_a_built_model_is_packed_into_host_memory() -> None:
