@@ -87,7 +87,7 @@ CASES = (
     Case("again-32768", "ours", RECORDED, f"{SMALL} --micro-batch 8", 80),
     Case("host-4096-22", "ours", f"{HOST} --link 22", SMALL, 70, True),
     Case("host-16384-22", "ours", f"{HOST} --link 22", f"{SMALL} --micro-batch 4", 70, True),
-    Case("host-glm", "ours", HOST, f"{LARGE} --model glm-4.5-air", 120, True),
+    Case("host-glm", "ours", HOST, f"{LARGE} --loss liger --model glm-4.5-air", 120, True),
     Case(
         "host-oss-120b",
         "ours",
