@@ -6,7 +6,8 @@
 
 A cell is a model, a set of GPUs and a length of sequence, micro-batch 1. It holds the first setting
 of `SETTINGS` that `moe_qlora.plan` says fits, under the first engine of `engines_of`; where none
-does, the smallest memory that the last setting needs. Runs that GPUs measured are planned as well,
+does, the smallest memory that the last setting needs. Settings with packed experts in host memory
+are for one GPU: several share the experts. Runs that GPUs measured are planned as well,
 with today's plan, to show how near it comes; planned/what_fits_checked.csv has these.
 `what_fits_page.py` says what the page says.
 """
@@ -73,6 +74,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "D": {**_BOTH, **_SMALL, "rank": 8},
     "E": {"targets": "attention"},
     "F": {"targets": "attention", **_SMALL, "rank": 8},
+    "G": {**_BOTH, **_SMALL, "rank": 8, "offload": True},
+    "H": {"targets": "attention", **_SMALL, "rank": 8, "offload": True},
 }
 """Arguments of `plan` beside its defaults, the one to prefer first, and the smallest last."""
 
@@ -81,6 +84,7 @@ DEFAULTS: dict[str, Any] = {
     "adapter_dtype": "float32",
     "optimizer": "adamw",
     "checkpointing": True,
+    "offload": False,
 }
 
 
@@ -96,6 +100,7 @@ class Cell(NamedTuple):
     peak: int  # Bytes of tensors on the fullest GPU at its peak
     needed: int  # The same with CUDA's context and gaps between blocks
     least: int  # Whole GiB that each GPU must have; 0 where it fits
+    host: int  # Bytes of packed experts in host memory
 
     @property
     def devices(self) -> int:
@@ -140,6 +145,11 @@ def engines_of(devices: int) -> tuple[str, ...]:
     return ("",) if devices == 1 else ("ddp", "fsdp")
 
 
+def letters_of(devices: int) -> list[str]:
+    """The settings for so many GPUs."""
+    return [s for s, given in SETTINGS.items() if devices == 1 or not given.get("offload")]
+
+
 class Planned:
     """One model's planners. Cells share them, and the steps that they rehearse."""
 
@@ -151,11 +161,12 @@ class Planned:
     def cell(self, gpus: str, seq: int) -> Cell:
         """The first setting that fits, else the memory that the smallest needs."""
         devices, card = devices_of(gpus)
-        for letter in SETTINGS:
+        letters = letters_of(len(devices))
+        for letter in letters:
             for engine in engines_of(len(devices)):
                 if self.fits(letter, engine, seq, devices, card):
                     return self._cell(gpus, seq, letter, engine, 0)
-        letter, engine = [*SETTINGS][-1], engines_of(len(devices))[-1]
+        letter, engine = letters[-1], engines_of(len(devices))[-1]
         least = self.least(letter, engine, seq, devices)
         return self._cell(gpus, seq, letter, engine, least)
 
@@ -181,10 +192,12 @@ class Planned:
         devices, card = devices_of(gpus)
         if least:  # a size is the size of any card
             devices, card = (least << 30,) * len(devices), PORTABLE
-        uses = self.with_engine(letter, engine, len(devices), card).uses(1, seq, devices)
-        use = max(uses, key=lambda use: use.needed)
+        planner = self.with_engine(letter, engine, len(devices), card)
+        use = max(planner.uses(1, seq, devices), key=lambda use: use.needed)
         peak = use.peak.nbytes if use.peak else 0
-        return Cell(self.model, gpus, seq, letter, engine, not least, peak, use.needed, least)
+        offloads = planner.settings.offload
+        host = sum(layer.slot for layer in planner.expert_layers) if offloads else 0
+        return Cell(self.model, gpus, seq, letter, engine, not least, peak, use.needed, least, host)
 
     def _planner(self, letter: str, card: Card) -> Planner:
         settings = Settings(**{**MODELS[self.model], **SETTINGS[letter]})
@@ -294,7 +307,7 @@ def _rows() -> Iterator[tuple[Cell, dict[str, str]]]:
     with DATA.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             fields: dict[str, Any] = {name: row[name] for name in Cell._fields}
-            fields |= {name: int(row[name]) for name in ("seq", "peak", "needed", "least")}
+            fields |= {name: int(row[name]) for name in ("seq", "peak", "needed", "least", "host")}
             yield Cell(**{**fields, "fits": row["fits"] == "yes"}), row
 
 

@@ -39,8 +39,9 @@ GIB = 1 << 30
 INTRO = """
 Which models train on which GPUs, with which settings, in how much memory. A cell such as **B 29.3**
 names the best setting that fits, by its letter in the table below, and the GiB that it takes on the
-fullest GPU at the peak of a step. **Needs 44** means that none of the settings fits: the last one,
-F, would take a GPU of 44 GiB, or several of 44 GiB each. Every figure is what `moe_qlora.plan` says
+fullest GPU at the peak of a step; **G 10.1, host 14** has the packed experts in 14 GiB of host
+memory. **Needs 44** means that none of the settings fits: the last one (H, F on several GPUs) would
+take a GPU of 44 GiB, or several of 44 GiB each. Every figure is what `moe_qlora.plan` says
 for micro-batch 1; no GPU was used. {versions} `python tools/bench/what_fits.py` plans all cells
 again and writes this page and [its data](../../tools/bench/planned/what_fits.csv), where each cell
 has its command.
@@ -49,7 +50,9 @@ A test plans a dozen of the cells in every run; `bash tools/test -m nightly` pla
 
 ORDER = """
 The settings stand in the order in which they are tried, the one to prefer first. More trained
-weights come before less memory: LoRA on the experts is given up last. A keeps all activations,
+weights come before less memory: LoRA on the experts is given up last of what stays on the GPU.
+[Experts in host memory](memory.md#experts-in-host-memory) come after that, since their copies take
+time; with what a GPU has left, `fit_memory` brings some of them back. A keeps all activations,
 which saves the time of computing each layer again; B is gradient checkpointing, the usual setting.
 On several GPUs each setting is tried first under DDP, where every GPU holds the whole model, and
 then under FSDP2, where each holds its share. Where a setting leaves memory free, use a larger
@@ -116,10 +119,11 @@ def settings() -> Iterator[str]:
                 have["adapter_dtype"],
                 have["optimizer"],
                 "computed again" if have["checkpointing"] else "kept",
+                "host" if have["offload"] else "GPU",
                 f"`{options_of(letter)}`",
             )
         )
-    header = ("", "LoRA on", "rank", "adapters", "optimizer", "activations")
+    header = ("", "LoRA on", "rank", "adapters", "optimizer", "activations", "experts in")
     yield table((*header, "options of `moe-qlora plan`"), rows)
     yield ORDER
 
@@ -142,8 +146,9 @@ def shown(cell: Cell) -> str:
     """A cell: a letter, GiB and an engine, or what is needed."""
     if not cell.fits:
         return f"needs {cell.least}"
-    engine = {"": "", "ddp": " DDP", "fsdp": " FSDP2"}[cell.engine]
-    return f"**{cell.setting}** {cell.needed / GIB:.1f}{engine}"
+    where = {"": "", "ddp": " DDP", "fsdp": " FSDP2"}[cell.engine]
+    where = f", host {cell.host / GIB:.0f}" if cell.host else where
+    return f"**{cell.setting}** {cell.needed / GIB:.1f}{where}"
 
 
 def measured() -> Iterator[str]:
@@ -187,8 +192,8 @@ def readme_block() -> str:
     ]
     return page(
         f"GiB that `moe-qlora plan` says each GPU takes for {README_SEQ:,} tokens, LoRA on "
-        "attention and experts (*: attention alone), with the best setting that fits. Larger GPUs "
-        "keep more activations, which is faster:",
+        "attention and experts (*: attention alone), with the best setting that fits; +14: packed "
+        "experts in 14 GiB of host memory. Larger GPUs keep more activations, which is faster:",
         table(("model", *GPUS), rows, space=""),
         "[What fits](moe_qlora/docs/what-fits.md) has the settings, more models and lengths.",
     )
@@ -199,7 +204,8 @@ def brief(cell: Cell) -> str:
     if not cell.fits:
         return f"needs {cell.least}"
     alone = "" if "experts" in SETTINGS[cell.setting]["targets"] else "*"
-    return f"{cell.needed / GIB:.1f}{alone}"
+    host = f" +{cell.host / GIB:.0f}" if cell.host else ""
+    return f"{cell.needed / GIB:.1f}{alone}{host}"
 
 
 def main() -> None:

@@ -180,7 +180,11 @@ def test_a_cell_has_the_first_setting_that_fits(fits, monkeypatch):
     assert asked == [("A", "ddp"), ("A", "fsdp"), ("B", "ddp"), ("B", "fsdp")]
     enough = {("E", "")}
     assert planned.cell("H200", 64) == ("H200", 64, "E", "", 0)
+    enough = {("G", "ddp"), ("H", "")}
+    assert planned.cell("H200", 64) == ("H200", 64, "H", "", 0)
+    assert planned.cell("2xH200", 64) == ("2xH200", 64, "F", "fsdp", 7)
     enough = set()
+    assert planned.cell("H200", 64) == ("H200", 64, "H", "", 7)
     assert planned.cell("2xH200", 64) == ("2xH200", 64, "F", "fsdp", 7)
 
 
