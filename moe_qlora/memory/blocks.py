@@ -115,7 +115,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             ),
             expert_statistics=sum(part.statistics for part in experts),
             slot=sum(part.slot for part in experts),
-            met=_met(unit, held, top_k),
+            active=_active(unit, held, top_k),
         )
         blocks.append(block)
     return tuple(blocks)
@@ -133,16 +133,16 @@ def _top_k(model: Any) -> int:
     return top_k_of(config) or top_k_of(text) or 1
 
 
-def _met(unit: nn.Module | Tensor, held: Sequence[PackedPart], top_k: int) -> int:
-    """Return the number of a block's weights that a token is multiplied with."""
+def _active(unit: nn.Module | Tensor, held: Sequence[PackedPart], top_k: int) -> int:
+    """Return the number of a block's active weights: those that one token is multiplied with."""
     packed = {id(part.weight.owner) for part in held}
     linears = unit.modules() if isinstance(unit, nn.Module) else ()
     plain = {id(m.weight): m.weight.numel() for m in linears if isinstance(m, nn.Linear)}
-    met = sum(numel for key, numel in plain.items() if key not in packed)
+    active = sum(numel for key, numel in plain.items() if key not in packed)
     for part in held:
         numel, experts = part.weight.numel, part.weight.experts
-        met += numel if part.linear else numel * min(top_k, experts) // experts
-    return met
+        active += numel if part.linear else numel * min(top_k, experts) // experts
+    return active
 
 
 def _block_tensor(part: str, tensor: Tensor, *, of_experts: bool = False) -> BlockTensor:

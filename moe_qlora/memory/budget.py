@@ -129,7 +129,7 @@ class Block:
     tensors: tuple[BlockTensor, ...] = ()  # All of the above, one by one
     expert_statistics: int = 0  # Of the statistics, those of packed experts
     slot: int = 0  # Packed experts with these in a slot of `hosting.py`
-    met: int = 0  # Weights that a token is multiplied with
+    active: int = 0  # Weights that one token is multiplied with
 
     @property
     def weights(self) -> int:

@@ -9,7 +9,7 @@ each direction the two layers that come first are still there from the pass befo
     backward                 copies of all but the last two, beside their backwards
 
 What a copy takes is bytes over `Pace.link`; what a layer computes is taken to be its products with
-weights, 6 operations for each weight that a token meets, over `Pace.rate`. That leaves out scores
+weights, 6 operations for each active weight and token, over `Pace.rate`. That leaves out scores
 of attention: a layer computes for longer than it is taken to.
 """
 
@@ -66,7 +66,7 @@ class ExpertLayer:
 
 
 def operations(weights: int, tokens: int) -> int:
-    """Return the operations of a step that computes all again, by the weights that a token meets.
+    """Return the operations of a step that computes all again, by a token's active weights.
 
     Each is multiplied and added in the forward, its recomputation and the backward.
     """

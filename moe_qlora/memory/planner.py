@@ -109,7 +109,7 @@ class Planner:
         """Return what packed experts cost in host memory, in a step with these activities."""
         tokens, ran = self.settings.batch * self.settings.seq, {a.name for a in activities}
         seconds = {
-            block.name: operations(block.met, tokens) / self.pace.rate
+            block.name: operations(block.active, tokens) / self.pace.rate
             for block in self.meta.blocks
             if block.name in ran
         }

@@ -17,7 +17,7 @@ from ..memory.devices import gpu_of_device, pace_of
 from ..memory.hosting import ExpertLayer, Hosting, Pace, operations
 from ..packing.decoders import read
 from ..packing.packed_list import PackedList
-from .expert_layers import expert_groups
+from .expert_layers import expert_groups, tied_lists
 from .offload import Offload, offload_of, tensors_of
 
 _DISK = 3.5e9  # Bytes a second of a drive; nothing was measured
@@ -41,7 +41,7 @@ class HostedExperts:
 
         `blocks` are those of the model that run.
         """
-        seconds = {block.name: operations(block.met, tokens) / pace.rate for block in blocks}
+        seconds = {block.name: operations(block.active, tokens) / pace.rate for block in blocks}
         if self.offload is None or not self.offload.disk_nbytes:
             return Hosting(self._layers, self._before, pace, seconds)
         pace = replace(pace, link=min(pace.link, _DISK))
@@ -62,7 +62,7 @@ class HostedExperts:
 
 
 def _layer(name: str, lists: Sequence[PackedList]) -> ExpertLayer:
-    weights = [read(each.original, each[0]) for each in {id(a.original): a for a in lists}.values()]
+    weights = [read(same[0].original, same[0][0]) for same in tied_lists(lists)]
     slot = sum(slot_nbytes(tensors_of(weight)) for weight in weights)
     return ExpertLayer(name, sum(weight.nbytes for weight in weights), slot)
 

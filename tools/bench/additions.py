@@ -177,23 +177,18 @@ def slow_link(gigabytes: float) -> Iterator[None]:
 
     The copy stream sleeps for what a copy was too quick; the clock is that of a busy GPU.
     """
+    from moe_qlora.speed.hosted import pace
     from moe_qlora.speed.slots import CudaCopier
 
-    copy = CudaCopier.copy
-    block = torch.empty(1 << 28, dtype=torch.uint8).pin_memory()
-    there = torch.empty_like(block, device="cuda")
-    cycles = 100_000_000
-    ends = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    for _ in range(2):  # The first copy is slower
-        ends[0].record()
-        there.copy_(block, non_blocking=True)
-        ends[1].record()
-        torch.cuda._sleep(cycles)
-        ends[2].record()
-    torch.cuda.synchronize()
-    fast = ends[0].elapsed_time(ends[1]) / 1e3 / block.nbytes  # Seconds a byte
-    clock = cycles / (ends[1].elapsed_time(ends[2]) / 1e3)
-    missing = max(0.0, 1e-9 / gigabytes - fast) * clock  # Cycles a byte
+    copy, cycles = CudaCopier.copy, 100_000_000
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    clock = cycles / (start.elapsed_time(end) * 1e-3)
+    fast = pace(torch.device("cuda", torch.cuda.current_device())).link  # Bytes a second
+    missing = max(0.0, 1e-9 / gigabytes - 1 / fast) * clock  # Cycles a byte
 
     def slowly(self: Any, to: Any, source: Any, after: Any) -> Any:
         copy(self, to, source, after)

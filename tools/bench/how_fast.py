@@ -152,7 +152,7 @@ def fitted() -> Iterator[str]:
 def gpu_of(run: Run) -> str:
     """The GPU of a run, in words."""
     name, _, size = run.where["gpu"].removeprefix("NVIDIA ").partition(" ")
-    return f"one {name} of {size.split('GB')[0]} GB" if size else f"one {name}"
+    return f"{name} of {size.split('GB')[0]} GB" if size else name
 
 
 def eight() -> list[tuple[str, Run]]:
@@ -409,8 +409,8 @@ def in_short() -> str:
     runs = dict(eight())
     theirs, packed = runs["unsloth bf16"], runs["unsloth nf4+double"]
     return (
-        f"On {gpu_of(ours)}, all of Qwen3-30B-A3B, packed, trains LoRA on attention and experts at "
-        f"{ours.speed} tokens/s in {ours.peak}. With frozen bf16 experts and LoRA on attention "
+        f"On one {gpu_of(ours)}, all of Qwen3-30B-A3B, packed, trains LoRA on attention and "
+        f"experts at {ours.speed} tokens/s in {ours.peak}. With frozen bf16 experts and LoRA on attention "
         f"alone, it makes {frozen.speed} tokens/s in {frozen.peak}. {SAID}. "
         f"On one H200, eight layers of it make {runs['ours'].speed} tokens/s in "
         f"{runs['ours'].peak}, Unsloth's {packed.speed} in {packed.peak} with 4-bit experts and "
@@ -440,7 +440,7 @@ def readme_block() -> str:
     header = ("Qwen3-30B-A3B, 48 layers", "peak", "tokens/s", "micro-batch 4: peak", "tokens/s")
     commit = eight()[0][1].where["commit"]
     return page(
-        f"O{gpu_of(of_table(1)[0][1])[1:]}, sequence 4,096, LoRA on attention and experts "
+        f"One {gpu_of(of_table(1)[0][1])}, sequence 4,096, LoRA on attention and experts "
         f"but where a row says less. {SAID} (commit {WHOLE}):",
         table(header, large, space=""),
         f"One H200, eight layers, each program with settings of its own (commit {commit}):",

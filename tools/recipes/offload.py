@@ -4,9 +4,10 @@
     python tools/recipes/offload.py data.jsonl out --model zai-org/GLM-4.5-Air --attention-alone
 
 Packed experts take 15 GB of host memory, of GLM-4.5-Air 51; each layer's are copied to the device
-ahead of its use. On an H200 a step of 4,096 tokens of Qwen3-30B-A3B took 7.2 GB. A step takes at
-least as long as two copies of all experts do: 0.5 s at 55 GB/s, 1.3 s at the 22 GB/s of PCIe 4. So
-prefer large steps: more tokens in a row, and in a micro-batch, rather than gradient accumulation.
+ahead of its use. By the plan of their sizes, 4,096 tokens take 9.2 and 17.3 GiB; prepare_training
+brings experts to what is left of the card. A step takes at least as long as two copies of all
+experts, of Qwen3-30B-A3B 0.5 s at 55 GB/s and 1.3 s at the 22 GB/s of PCIe 4. So prefer large
+steps: more tokens in a row, and in a micro-batch, rather than gradient accumulation.
 """
 
 import argparse
