@@ -410,8 +410,8 @@ def in_short() -> str:
     theirs, packed = runs["unsloth bf16"], runs["unsloth nf4+double"]
     return (
         f"On one {gpu_of(ours)}, all of Qwen3-30B-A3B, packed, trains LoRA on attention and "
-        f"experts at {ours.speed} tokens/s in {ours.peak}. With frozen bf16 experts and LoRA on attention "
-        f"alone, it makes {frozen.speed} tokens/s in {frozen.peak}. {SAID}. "
+        f"experts at {ours.speed} tokens/s in {ours.peak}. With frozen bf16 experts and LoRA on "
+        f"attention alone, it makes {frozen.speed} tokens/s in {frozen.peak}. {SAID}. "
         f"On one H200, eight layers of it make {runs['ours'].speed} tokens/s in "
         f"{runs['ours'].peak}, Unsloth's {packed.speed} in {packed.peak} with 4-bit experts and "
         f"{theirs.speed} in {theirs.peak} with bf16 experts, each with settings of its own."
