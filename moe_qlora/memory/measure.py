@@ -8,7 +8,7 @@ Gradients, random numbers, and the mode of modules stay as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,10 +28,13 @@ _HIDDEN = "hidden_states"
 
 
 class MeasuredModel:
-    """A model with its blocks, ready for measured steps."""
+    """A model with its blocks, ready for measured steps.
 
-    def __init__(self, model: Any, slots: Sequence[Tensor] = ()) -> None:
-        self.model, self._slots = model, slots  # Memory of experts that lie in host memory
+    `slots` allocates the memory on the device of experts that lie in host memory, and returns it.
+    """
+
+    def __init__(self, model: Any, slots: Callable[[], Sequence[Tensor]] = tuple) -> None:
+        self.model, self._slots = model, slots
         base: Any = base_model(model)
         self.base = base
         self.modules = block_modules(base)
@@ -64,7 +67,8 @@ class MeasuredModel:
         own = {block.name: self.itemsize * sum(block.trained) for block in self.blocks}
         ids, cuda = ids.to(self.device), self.device.type == "cuda"
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        tracker: Any = _Allocator(self.device) if cuda else _Tensors(self._known(ids, anchor))
+        known = self._known(ids, anchor)  # Slots too, which may go afterwards
+        tracker: Any = _Allocator(self.device) if cuda else _Tensors(known)
         with ExitStack() as stack:
             stack.enter_context(_as_before(self.model, self.device))
             stack.enter_context(passthroughs(self.modules, self.groups, anchor))
@@ -110,7 +114,7 @@ class MeasuredModel:
     def _known(self, *inputs: Tensor) -> list[Tensor]:
         statistics = (t for part in packed_parts(self.base) for t in part.weight.statistics)
         parameters, buffers = self.model.parameters(), self.model.buffers()
-        return [*parameters, *buffers, *statistics, *self._slots, *inputs]
+        return [*parameters, *buffers, *statistics, *self._slots(), *inputs]
 
 
 def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Block:

@@ -39,7 +39,9 @@ class FirstSteps:
             fit._hook = None
         peak = torch.cuda.max_memory_allocated(fit._device)
         reserved = torch.cuda.max_memory_reserved(fit._device)
-        if peak <= _TOLERANCE * fit.peak and reserved <= fit.memory:
+        # What graphs and libraries take of their own is planned, but is no tensor of a step.
+        planned = max(_TOLERANCE * fit.peak, fit._needs)
+        if peak <= planned and reserved <= fit.memory:
             return
         alone = not (dist.is_available() and dist.is_initialized())
         less = alone and max(peak, reserved) > fit.memory

@@ -159,7 +159,7 @@ class Fit:
 
         def keeps_all() -> int:
             self.memory = _limit(memory, self._device)
-            measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory())
+            measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory)
             self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
             self._sizes = batch, seq
             self._measure_once(levels.RECOMPUTE)

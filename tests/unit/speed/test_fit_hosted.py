@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.hosting import Pace
 from moe_qlora.speed import first_steps, hosted
+from moe_qlora.speed.slots import HostCopier
 from tests.helpers.fitting import (
     adapted,
     equal,
@@ -121,6 +123,25 @@ def test_experts_come_one_layer_after_the_other_from_the_first(
             assert equal(train(model, ids), resident)
             seen.append(len(host))
     assert seen == [6, 5, 4, 3, 0]  # Two layers' slots are as large as two layers
+
+
+def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: SLOW)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def empty(self: HostCopier, nbytes: int, own: Any = HostCopier.empty) -> torch.Tensor:
+        memory: torch.Tensor = own(self, nbytes)
+        made.append(weakref.ref(memory))
+        return memory
+
+    monkeypatch.setattr(HostCopier, "empty", empty)
+    model = adapted(num_hidden_layers=6)
+    off = moe_qlora.offload_experts(model)
+    memory = least_memory(model) + off.host_nbytes // 3
+    with fitted(model, memory):
+        train(model, token_ids(model))
+        assert 2 < len(off.layers) < 6
+        assert len(made) > off.slots == sum(slot() is not None for slot in made)
 
 
 def test_of_some_layers_in_host_memory_the_others_stay_on_the_device(pace: str) -> None:
