@@ -86,6 +86,22 @@ def eager_attention(model: nn.Module) -> EagerAttention | None:
     return EagerAttention(type(inner).__name__, flex, kernels) if flex or kernels else None
 
 
+def attended(config: Any, seq_len: int) -> float:
+    """Return how many tokens one attends to, over all layers and places of a sequence on average.
+
+    Layers that attend to a window, or to chunks, attend to no more than that.
+    """
+    text = config.get_text_config()
+    windows = {
+        "sliding_attention": getattr(text, "sliding_window", None),
+        "chunked_attention": getattr(text, "attention_chunk_size", None),
+        "full_attention": None,
+    }
+    types = [kind for kind in getattr(text, "layer_types", None) or () if kind in windows]
+    spans = [min(seq_len / 2, windows[kind] or seq_len) for kind in types]
+    return sum(spans) / len(spans) if spans else seq_len / 2
+
+
 def hold_back(config: Any) -> str | None:
     """Take flash kernels' names off a configuration and its parts in place.
 

@@ -1,9 +1,10 @@
 """Which decoder layers keep what between forward and backward, for so many bytes; free of torch.
 
-Levels and their order are those of `levels.py`. From all layers computed again, steps raise one
-layer by one level: the experts of all layers first, from the last layer to the first, then their
-attention, their projections, and the rest, in the same order. What saves most time a byte comes
-first, and a choice is a number of steps, so that more memory never keeps less.
+Levels are those of `levels.py`. From all layers computed again, steps raise one layer by one level:
+the experts of all layers first, from the last layer to the first, then their attention, their
+projections, and the rest, in the same order; in long sequences attention first, then the experts
+(`Ladder`). What saves most time a byte comes first, and a choice is a number of steps, so that more
+memory never keeps less.
 
 Where packed experts may lie in host memory (`hosting.py`), a byte of the device may also hold
 those of a layer, which saves their copies as far as computing does not hide them. Then a choice is
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..errors import ConfigError
 from ..layout import human_bytes
@@ -33,6 +34,9 @@ RECOMPUTE, EXPERTS, ATTENTION, PROJECTIONS, KEEP = LEVELS = (
 )
 """Each keeps what those before it keep."""
 
+ATTENTION_ALONE = "attention alone"
+"""The level that comes before "attention", in place of "experts", in long sequences."""
+
 ALL_KEPT = "all kept"
 """Entry of `ActivitiesByLevel` that may be there for a step in which every layer keeps all: then
 no layer holds for others what they share, such as masks."""
@@ -40,11 +44,44 @@ no layer holds for others what they share, such as masks."""
 _VALUES = {EXPERTS: 8.0, ATTENTION: 7.0, PROJECTIONS: 3.0, KEEP: 1.0}
 """Microseconds that a MB kept saves, by the level that keeps it (Qwen3-30B-A3B, one H200)."""
 
-_SAVED = {RECOMPUTE: 0.0, EXPERTS: 0.65, ATTENTION: 0.84, PROJECTIONS: 0.84, KEEP: 1.0}
-"""The part of a layer's recomputation that a level saves: there, what it keeps by these values."""
+_PARTS = {EXPERTS: 0.65, ATTENTION: 0.19, PROJECTIONS: 0.0, KEEP: 0.16}
+"""The part of a layer's recomputation that each saves: there, what is kept by these values."""
+
+_ATTENDED = 2048.0
+"""Tokens that one attended to on average, where that was measured."""
 
 MORE_MEMORY = "Take a smaller batch_size or seq_len, or give more memory."
 """What to do where nothing fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The levels in the order in which layers keep more, and what each saves."""
+
+    levels: tuple[str, ...]  # Each keeps what those before it keep
+    values: Mapping[str, float]  # Microseconds that a MB saves which a level keeps
+    saved: Mapping[str, float]  # The part of a layer's recomputation that a level saves
+
+    @classmethod
+    def of(cls, attended: float) -> Ladder:
+        """Return the levels for tokens that attend to so many others on average.
+
+        What attention saves grows with these, and what it keeps does not.
+        """
+        times = attended / _ATTENDED
+        values = {**_VALUES, ATTENTION: _VALUES[ATTENTION] * times}
+        parts = {**_PARTS, ATTENTION: _PARTS[ATTENTION] * times}
+        levels = LEVELS
+        if values[ATTENTION] > values[EXPERTS]:
+            levels = (RECOMPUTE, ATTENTION_ALONE, *LEVELS[2:])
+            for each in (values, parts):
+                each[ATTENTION_ALONE], each[ATTENTION] = each[ATTENTION], each.pop(EXPERTS)
+        every = sum(parts.values())
+        sums = accumulate((parts[level] / every for level in levels[1:]), initial=0.0)
+        return cls(levels, values, dict(zip(levels, sums, strict=True)))
+
+
+MEASURED = Ladder.of(_ATTENDED)
 
 ActivitiesByLevel = Mapping[str, Sequence[Activity]]
 """Level -> what each block does in a step in which all decoder layers are on that level."""
@@ -55,7 +92,7 @@ class LayerChoice:
     """What one decoder layer keeps."""
 
     name: str
-    level: str  # One of `LEVELS`
+    level: str  # One of a `Ladder`
     experts: str = "device"  # Where its packed experts are: "device" or "host"
 
     @property
@@ -82,15 +119,15 @@ class Choice:
         )
 
 
-def order(layers: Sequence[str]) -> Iterator[tuple[str, str]]:
+def order(layers: Sequence[str], ladder: Ladder = MEASURED) -> Iterator[tuple[str, str]]:
     """Yield (layer, its new level) for each step, given the layers in the model's order."""
-    return ((name, level) for level in LEVELS[1:] for name in reversed(layers))
+    return ((name, level) for level in ladder.levels[1:] for name in reversed(layers))
 
 
-def levels_at(layers: Sequence[str], steps: int) -> dict[str, str]:
+def levels_at(layers: Sequence[str], steps: int, ladder: Ladder = MEASURED) -> dict[str, str]:
     """Return the level of each layer after so many steps."""
     levels = dict.fromkeys(layers, RECOMPUTE)
-    for (name, level), _ in zip(order(layers), range(steps), strict=False):
+    for (name, level), _ in zip(order(layers, ladder), range(steps), strict=False):
         levels[name] = level
     return levels
 
@@ -110,9 +147,11 @@ Place = tuple[int, int]
 """A place on the path: layers with experts in host memory, and steps of `order`."""
 
 
-def path(layers: Sequence[str], hosting: Hosting | None = None) -> tuple[Place, ...]:
+def path(
+    layers: Sequence[str], hosting: Hosting | None = None, ladder: Ladder = MEASURED
+) -> tuple[Place, ...]:
     """Return the places that a choice may be at, from the least memory to the most."""
-    rising = list(order(layers))
+    rising = list(order(layers, ladder))
     if hosting is None:
         return tuple((0, steps) for steps in range(len(rising) + 1))
     counts = list(hosting.counts)
@@ -120,27 +159,36 @@ def path(layers: Sequence[str], hosting: Hosting | None = None) -> tuple[Place, 
     places = [(host, steps)]
     while counts or steps < len(rising):
         rise = rising[steps] if steps < len(rising) else None
-        if rise is None or (counts and _saves(hosting, host, counts[0], saved, rise)):
+        value = 0.0 if rise is None else ladder.values[rise[1]]
+        if rise is None or (counts and _saves(hosting, host, counts[0], saved, value)):
             host = counts.pop(0)
         else:
-            steps, saved[rise[0]] = steps + 1, _SAVED[rise[1]]
+            steps, saved[rise[0]] = steps + 1, ladder.saved[rise[1]]
         places.append((host, steps))
     return tuple(places)
 
 
 def _saves(
-    hosting: Hosting, host: int, fewer: int, saved: Mapping[str, float], rise: tuple[str, str]
+    hosting: Hosting, host: int, fewer: int, saved: Mapping[str, float], value: float
 ) -> bool:
-    """Whether a byte saves more time with experts of `host - fewer` layers than by a next step."""
+    """Whether a byte saves more time with experts of `host - fewer` layers than by a next step.
+
+    Of that, a MB saves `value` microseconds.
+    """
     seconds = hosting.waiting(host, saved) - hosting.waiting(fewer, saved)
-    value = _VALUES[rise[1]] * 1e-12 / hosting.pace.against_measured
-    return seconds > value * (hosting.freed(host) - hosting.freed(fewer))
+    each = value * 1e-12 / hosting.pace.against_measured
+    return seconds > each * (hosting.freed(host) - hosting.freed(fewer))
 
 
-def at(place: Place, layers: Sequence[str], activities: ActivitiesByLevel) -> Choice:
+def at(
+    place: Place,
+    layers: Sequence[str],
+    activities: ActivitiesByLevel,
+    ladder: Ladder = MEASURED,
+) -> Choice:
     """Return the choice of a place."""
     host, steps = place
-    levels = levels_at(layers, steps)
+    levels = levels_at(layers, steps, ladder)
     return Choice(steps, levels, mixed(activities, levels), host)
 
 
@@ -150,11 +198,12 @@ def most_kept(
     fits: Callable[[Choice], bool],
     highest: str = KEEP,
     hosting: Hosting | None = None,
+    ladder: Ladder = MEASURED,
 ) -> Choice | None:
     """Return the last choice on the path that fits, up to a level; None where none does."""
-    most = LEVELS.index(highest) * len(layers)
-    for place in reversed(path(layers, hosting)):
-        if place[1] <= most and fits(choice := at(place, layers, activities)):
+    most = ladder.levels.index(highest) * len(layers)
+    for place in reversed(path(layers, hosting, ladder)):
+        if place[1] <= most and fits(choice := at(place, layers, activities, ladder)):
             return choice
     return None
 
@@ -166,6 +215,7 @@ def choose(
     limit: int,
     highest: str = KEEP,
     hosting: Hosting | None = None,
+    ladder: Ladder = MEASURED,
     advice: str = MORE_MEMORY,
 ) -> Choice:
     """Return the last choice on the path, up to a level, that needs no more than `limit` bytes.
@@ -179,7 +229,7 @@ def choose(
         least[:] = [min((*least, needs := needed(choice)))]
         return needs <= limit
 
-    choice = most_kept(layers, activities, fits, highest, hosting)
+    choice = most_kept(layers, activities, fits, highest, hosting, ladder)
     if choice is None:
         where = "" if hosting is None else f" and has experts of {hosting.most} in host memory"
         raise ConfigError(
@@ -195,30 +245,31 @@ def gain(
     levels: Mapping[str, str],
     hosting: Hosting | None = None,
     host: int = 0,
+    ladder: Ladder = MEASURED,
 ) -> float:
     """Return how many times as fast a step is as one that computes every layer again.
 
     With `hosting`, that one also has as many experts in host memory as there may be.
     """
     if hosting is not None:
-        return hosting.step(hosting.most, {}) / hosting.step(host, saved_by(levels))
-    every = _value(activities, dict.fromkeys(levels, KEEP))
-    kept = _value(activities, levels) / every if every else 0.0
+        return hosting.step(hosting.most, {}) / hosting.step(host, saved_by(levels, ladder))
+    every = _value(activities, dict.fromkeys(levels, KEEP), ladder)
+    kept = _value(activities, levels, ladder) / every if every else 0.0
     return 1 / (1 - RECOMPUTED * kept)
 
 
-def saved_by(levels: Mapping[str, str]) -> dict[str, float]:
+def saved_by(levels: Mapping[str, str], ladder: Ladder = MEASURED) -> dict[str, float]:
     """Return the part of each layer's recomputation that its level saves."""
-    return {name: _SAVED[level] for name, level in levels.items()}
+    return {name: ladder.saved[level] for name, level in levels.items()}
 
 
-def _value(activities: ActivitiesByLevel, levels: Mapping[str, str]) -> float:
+def _value(activities: ActivitiesByLevel, levels: Mapping[str, str], ladder: Ladder) -> float:
     """Return what is saved in time by what layers keep on these levels."""
     saved = {level: {a.name: a.saved for a in blocks} for level, blocks in activities.items()}
     total = 0.0
     for name, level in levels.items():
-        for below, this in pairwise(LEVELS[: LEVELS.index(level) + 1]):
-            total += _VALUES[this] * max(saved[this][name] - saved[below][name], 0)
+        for below, this in pairwise(ladder.levels[: ladder.levels.index(level) + 1]):
+            total += ladder.values[this] * max(saved[this][name] - saved[below][name], 0)
     return total
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .attention import attended
 from .budget import DeviceUse
-from .choice import KEEP, LEVELS, RECOMPUTE, Choice, at, gain, most_kept, path, saved_by
+from .choice import KEEP, RECOMPUTE, Choice, Ladder, at, gain, most_kept, path, saved_by
 from .devices import reserve_nbytes
 from .planner import LevelError, Planner
 from .report import PlannedFit
@@ -52,17 +53,18 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         peak, use = fullest(choice)
         return _needed(peak) <= use.capacity
 
-    none = at(path(layers, hosting)[0], layers, activities)
+    ladder = Ladder.of(attended(planner.meta.base.config, seq))
+    none = at(path(layers, hosting, ladder)[0], layers, activities, ladder)
     choice = none
     if fits(none):
-        for level in LEVELS[1:]:
+        for level in ladder.levels[1:]:
             activities[level], more = planner.activities(batch, seq, capacities, level=level)
             workspace = max(workspace, more)
-        choice = most_kept(layers, activities, fits, hosting=hosting) or none
+        choice = most_kept(layers, activities, fits, hosting=hosting, ladder=ladder) or none
     peak, use = fullest(choice)
     times = 1.0
     if choice is not none:
-        times = gain(activities, choice.levels, hosting, choice.host)
+        times = gain(activities, choice.levels, hosting, choice.host, ladder)
     return PlannedFit(
         choice.layers(hosting),
         peak,
@@ -70,7 +72,7 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         use.capacity,
         times,
         hosting,
-        saved_by(choice.levels),
+        saved_by(choice.levels, ladder),
     )
 
 

@@ -1,4 +1,4 @@
-"""How much a decoder layer keeps between forward and backward: five levels, and how to run each.
+"""How much a decoder layer keeps between forward and backward: levels, and how to run each.
 
     recompute     its input; backward computes the layer again
     experts       also what the experts save for backward: of all in a layer, what saves most time a
@@ -8,7 +8,8 @@
     keep          all that backward needs; nothing is computed again (norms, rotary embedding,
                   casts: 1 us a MB)
 
-A layer on one of the three in between is a non-reentrant checkpoint that keeps tensors: as outputs
+In long sequences "attention alone", without what the experts save, is in the place of "experts".
+A layer on one of those in between is a non-reentrant checkpoint that keeps tensors: as outputs
 of operators, but those of the experts by `experts/kept.py`, since they come from an
 `autograd.Function`. In code of torch.compile all are operators, and the compiler decides what else
 is cheaper kept.
@@ -37,6 +38,9 @@ from ..experts.kept import is_in_experts, kept_tensors
 from . import choice
 
 RECOMPUTE, EXPERTS, ATTENTION, PROJECTIONS, KEEP = LEVELS = choice.LEVELS
+ATTENTION_ALONE = choice.ATTENTION_ALONE
+EVERY = (RECOMPUTE, EXPERTS, ATTENTION_ALONE, ATTENTION, PROJECTIONS, KEEP)
+"""All levels; those between the first and the last keep a part."""
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -48,8 +52,9 @@ _ATTENTION_OPERATORS = (
     "aten::_flash_attention_forward",
     "moe_qlora::planned_attention",
 )
-_EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection", "aten::topk")
-"""With the top-k: computed again by other fused kernels, it may choose other experts."""
+_EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection")
+_TOP_K = "aten::topk"
+"""Kept in compiled code: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}
 """Operators of Linear layers, and the place of their input among the arguments."""
@@ -70,7 +75,7 @@ def compute(
     """Compute a layer's function so that it keeps what its level keeps.
 
     Args:
-        level: One of `LEVELS`.
+        level: One of `EVERY`.
         function: Called as `function(*args, **kwargs)`.
         args: Tensors that the layer's gradients flow to are among these.
         kwargs: Other arguments.
@@ -131,7 +136,7 @@ def _compiled_part(level: str) -> Callable[..., Any]:
 
     torch.compile counts its versions of a function by its code, and takes no more than eight.
     """
-    code = compute.__code__.replace(co_name=f"compute_{level}")
+    code = compute.__code__.replace(co_name=f"compute_{level.replace(' ', '_')}")
     copied = FunctionType(code, globals())
     copied.__kwdefaults__ = compute.__kwdefaults__
     compiled = torch.compile(copied)
@@ -147,9 +152,9 @@ def _compiled_part(level: str) -> Callable[..., Any]:
 
 def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]) -> _Contexts:
     pairs: list[_Contexts] = [(nullcontext(), recomputing())]
-    if level != RECOMPUTE:
+    if level not in (RECOMPUTE, ATTENTION_ALONE):
         pairs.append(kept_tensors())
-    if level in (ATTENTION, PROJECTIONS):
+    if level not in (RECOMPUTE, EXPERTS):
         held: deque[Any] = deque()
         pairs.append((_Keeps(level, held), _Returns(level, held)))
     forward, again = zip(*pairs, strict=True)
@@ -223,10 +228,12 @@ def _compiled(level: str) -> Callable[[], Any]:
     """Return what makes a checkpoint's contexts for a level in compiled code."""
 
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = _name(operator) in _EXPERTS_OPERATORS or _keeps(level, operator, args)
+        name = _name(operator)
+        experts = name in _EXPERTS_OPERATORS and level != ATTENTION_ALONE
+        keeps = experts or name == _TOP_K or _keeps(level, operator, args)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return lambda: create_selective_checkpoint_contexts(policy)
 
 
-_COMPILED = {level: _compiled(level) for level in (EXPERTS, ATTENTION, PROJECTIONS)}
+_COMPILED = {level: _compiled(level) for level in EVERY[1:-1]}

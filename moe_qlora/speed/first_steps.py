@@ -29,8 +29,7 @@ class FirstSteps:
             return
         if not self.calls:
             torch.cuda.reset_peak_memory_stats(fit._device)
-            if fit._is_recorded:
-                fit._given_back = _give_back_once(fit._modules[fit._names[0]])
+            self._give_back_once()
         self.calls += 1
         if self.calls <= _STEPS_CHECKED:
             return
@@ -56,6 +55,12 @@ class FirstSteps:
         )
         if less:
             fit._keep_less(max(peak - fit.peak, reserved - fit._needs))
+            self._give_back_once()  # The next step runs without graphs again
+
+    def _give_back_once(self) -> None:
+        fit = self.fit
+        if fit._is_recorded:
+            fit._given_back = _give_back_once(fit._modules[fit._names[0]])
 
 
 def _give_back_once(layer: nn.Module) -> Any:

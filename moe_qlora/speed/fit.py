@@ -11,6 +11,7 @@ here                measures, chooses, sets it, checks it against the first step
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,10 +27,12 @@ from ..errors import ConfigError
 from ..layout import human_bytes, parse_bytes
 from ..lora.names import base_model
 from ..memory import levels
+from ..memory.attention import attended
 from ..memory.budget import COMPONENTS, Activity, Peak, Settings, StepBudget
 from ..memory.choice import (
     ALL_KEPT,
     MORE_MEMORY,
+    Ladder,
     LayerChoice,
     at,
     choose,
@@ -162,6 +165,7 @@ class Fit:
             measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory)
             self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
             self._sizes = batch, seq
+            self._ladder = Ladder.of(attended(measured.base.config, seq))
             self._measure_once(levels.RECOMPUTE)
             ran = {activity.name for activity in self._activities[levels.RECOMPUTE]}
             self._names = tuple(name for name in self._fitted if name in ran)
@@ -173,7 +177,7 @@ class Fit:
             blocks = [block for block in measured.blocks if block.name in ran]
             could = self._could = self._experts.hosting(blocks, batch * seq, paced)
             self._hosting = could if could.most else None
-            self._path = path(self._names, self._hosting)
+            self._path = path(self._names, self._hosting, self._ladder)
             self._measure_once(ALL_KEPT)
             self._resident = _resident(measured, self._device, could.freed(could.most))
             return int(self._fits(ALL_KEPT, self.memory, last=True))
@@ -193,7 +197,8 @@ class Fit:
         torch.compile takes long for each level: where all layers can be on one, those below it
         need no measurement, and where they cannot, those above it.
         """
-        lowest, highest = 0, len(levels.LEVELS) - 1
+        rising = self._ladder.levels
+        lowest, highest = 0, len(rising) - 1
         fits = self._fits(levels.RECOMPUTE, memory)
         if fits and self._fits(levels.RECOMPUTE, memory, last=True):
             self._measure_once(levels.KEEP)
@@ -201,8 +206,8 @@ class Fit:
             highest = 0
         while highest - lowest > 1:
             middle = (lowest + highest) // 2
-            self._measure_once(levels.LEVELS[middle])
-            if self._fits(levels.LEVELS[middle], memory):
+            self._measure_once(rising[middle])
+            if self._fits(rising[middle], memory):
                 lowest = middle
             else:
                 highest = middle
@@ -211,8 +216,9 @@ class Fit:
             self._known,
             lambda choice: self._needed(choice.activities, self._could.freed(choice.host)),
             memory,
-            levels.LEVELS[highest],
+            rising[highest],
             self._hosting,
+            self._ladder,
             advice=MORE_MEMORY if fits else self._advice(memory),
         )
         return self._path.index((choice.host, choice.steps))
@@ -231,7 +237,8 @@ class Fit:
 
     def _fits(self, level: str, memory: int, last: bool = False) -> bool:
         """Whether all layers can be on a level, at the first place on the path or the last."""
-        steps = levels.LEVELS.index(levels.KEEP if level == ALL_KEPT else level) * len(self._names)
+        level_of_all = levels.KEEP if level == ALL_KEPT else level
+        steps = self._ladder.levels.index(level_of_all) * len(self._names)
         hosts = [host for host, done in self._path if done == steps]
         freed = self._could.freed(hosts[-1 if last else 0])
         return self._needed(tuple(self._activities[level]), freed) <= memory
@@ -240,7 +247,7 @@ class Fit:
     def _known(self) -> dict[str, tuple[Activity, ...]]:
         """What blocks do on each level: on one that was not measured, as on the one above."""
         known, above = dict(self._activities), self._activities[ALL_KEPT]
-        for level in reversed(levels.LEVELS):
+        for level in reversed(self._ladder.levels):
             above = known.setdefault(level, above)
         return known
 
@@ -324,13 +331,13 @@ class Fit:
 
     def _set(self, place: int) -> None:
         self._place = place
-        choice = at(self._path[place], self._names, self._known)
+        choice = at(self._path[place], self._names, self._known, self._ladder)
         freed = self._could.freed(choice.host)
         self.layers = choice.layers(self._hosting)
         self.peak = self._resident + self._budget_of(choice.activities).nbytes - freed
         self._needs = self._needed(choice.activities, freed)
-        self.gain = gain(self._known, choice.levels, self._hosting, choice.host)
-        self._saved = saved_by(choice.levels)
+        self.gain = gain(self._known, choice.levels, self._hosting, choice.host, self._ladder)
+        self._saved = saved_by(choice.levels, self._ladder)
         for name, layer in self._fitted.items():
             layer.level = choice.levels.get(name, levels.RECOMPUTE)
         self._experts.hold(choice.host)
@@ -340,6 +347,8 @@ class Fit:
         for layer in self._modules.values():
             if isinstance(runs := getattr(layer.forward, "__self__", None), RunsLevels):
                 runs.forget()
+        gc.collect()  # Graphs, whose memory would stay reserved beside that of the next ones
+        torch.cuda.empty_cache()
         try:
             place = self._chosen(self.memory - excess)
         except ConfigError:

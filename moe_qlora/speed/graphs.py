@@ -352,7 +352,7 @@ class _GraphedLayer(RunsLevels):
         self, level: str, kind: Hashable, make: Callable[[], RecordedCall]
     ) -> RecordedCall | None:
         """Return a call's graphs if it may run them now; after a change of level, others."""
-        for other in levels.LEVELS:
+        for other in levels.EVERY:
             if other != level:
                 self.calls.pop((other, kind), None)
         call = self.calls.get((level, kind))

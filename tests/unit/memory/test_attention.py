@@ -303,3 +303,17 @@ def test_sinks_rescale_the_output_of_flex_attention():
             attention._counted(nn.Module(), query, key, value, None, **extra)
         peaks.append(tracker.peak)
     assert peaks[1] - peaks[0] > 0.9 * query.nbytes
+
+
+def test_tokens_that_one_attends_to() -> None:
+    long = 32_768
+    assert attention.attended(tiny_config("qwen3_moe"), long) == long / 2
+    half = tiny_config("gpt_oss", sliding_window=128, num_hidden_layers=2)
+    half.layer_types = ["sliding_attention", "full_attention"]
+    assert attention.attended(half, long) == (128 + long / 2) / 2
+    assert attention.attended(half, 100) == 50
+    linear = tiny_config("qwen3_next", num_hidden_layers=2)
+    linear.layer_types = ["linear_attention", "full_attention"]
+    assert attention.attended(linear, long) == long / 2
+    vision = tiny_config("qwen3_vl_moe")
+    assert attention.attended(vision, long) == long / 2

@@ -12,6 +12,8 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.memory.budget import Activity
 from moe_qlora.memory.choice import (
     LEVELS,
+    MEASURED,
+    Ladder,
     LayerChoice,
     choose,
     counted,
@@ -22,14 +24,15 @@ from moe_qlora.memory.choice import (
     sentence,
 )
 
-RANK = {level: place for place, level in enumerate(LEVELS)}
+LONG = Ladder.of(16_384)
+ladders = st.sampled_from([MEASURED, LONG])
 
 
-def model_of(saved):
+def model_of(saved, ladder=MEASURED):
     """Activities by level: an embedding, layers that save so much more a level, and a head."""
     layers = [f"layers.{place}" for place in range(len(saved))]
     activities = {}
-    for place, level in enumerate(LEVELS):
+    for place, level in enumerate(ladder.levels):
         inner = [
             Activity(name, sum(more[: place + 1]), sum(more) + 7, sum(more) + 9)
             for name, more in zip(layers, saved, strict=True)
@@ -57,20 +60,25 @@ sizes = st.lists(st.tuples(*[st.integers(0, 50)] * len(LEVELS)), min_size=1, max
 
 
 @settings(deadline=None, max_examples=100)
-@given(sizes, st.integers(0, 900), st.integers(0, 900))
-def test_a_choice_is_the_largest_that_fits_and_larger_memory_never_keeps_less(saved, first, second):
-    layers, activities = model_of(saved)
+@given(sizes, st.integers(0, 900), st.integers(0, 900), ladders)
+def test_a_choice_is_the_largest_that_fits_and_larger_memory_never_keeps_less(
+    saved, first, second, ladder
+):
+    layers, activities = model_of(saved, ladder)
     least = needed(activities["recompute"])
     small, large = sorted((least + first, least + second))
-    less, more = (choose(layers, activities, total, limit) for limit in (small, large))
+    less, more = (
+        choose(layers, activities, total, limit, ladder=ladder) for limit in (small, large)
+    )
     for choice, limit in ((less, small), (more, large)):
         assert needed(choice.activities) <= limit
         after = [
-            needed(mixed(activities, levels_at(layers, n)))
+            needed(mixed(activities, levels_at(layers, n, ladder)))
             for n in range(choice.steps + 1, (len(LEVELS) - 1) * len(layers) + 1)
         ]
         assert all(peak > limit for peak in after)
-    assert all(RANK[less.levels[name]] <= RANK[more.levels[name]] for name in layers)
+    rank = ladder.levels.index
+    assert all(rank(less.levels[name]) <= rank(more.levels[name]) for name in layers)
 
 
 def test_levels_rise_experts_first_and_from_the_last_layer():
@@ -81,6 +89,22 @@ def test_levels_rise_experts_first_and_from_the_last_layer():
     assert levels_at(layers, 0) == dict.fromkeys(layers, "recompute")
     assert levels_at(layers, 4) == {"a": "experts", "b": "experts", "c": "attention"}
     assert levels_at(layers, 12) == dict.fromkeys(layers, "keep")
+
+
+def test_in_long_sequences_attention_comes_before_the_experts():
+    """What it saves grows with the tokens that each attends to: 7 us a MB for 2,048 of them."""
+    assert Ladder.of(2300).levels == LEVELS
+    assert LONG.levels == ("recompute", "attention alone", "attention", "projections", "keep")
+    assert LONG.values == {
+        "attention alone": 56.0, "attention": 8.0, "projections": 3.0, "keep": 1.0,
+    }  # fmt: skip
+    every = 0.65 + 8 * 0.19 + 0.16
+    assert MEASURED.saved == pytest.approx(
+        {"recompute": 0, "experts": 0.65, "attention": 0.84, "projections": 0.84, "keep": 1}
+    )
+    assert LONG.saved["attention alone"] == pytest.approx(8 * 0.19 / every)
+    assert LONG.saved["attention"] == pytest.approx(1 - 0.16 / every)
+    assert levels_at(["a", "b"], 3, LONG) == {"a": "attention alone", "b": "attention"}
 
 
 def test_blocks_that_are_no_layers_and_the_order_of_running_stay():

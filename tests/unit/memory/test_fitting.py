@@ -63,7 +63,7 @@ def test_the_outer_levels_are_a_step_with_checkpointing_and_without(family):
 )
 def test_the_inner_levels_keep_what_experts_and_attention_save(family, attention):
     planner = planner_of(family, attention=attention)
-    saved = {level: step(planner, level)["model.layers.3"].saved for level in LEVELS}
+    saved = {level: step(planner, level)["model.layers.3"].saved for level in levels.EVERY}
     config, gate_up = planner.meta.base.config, planner.meta.layout.modules[-1].parameters[0]
     rows = SEQ * config.num_experts_per_tok
     of_experts = allocated(
@@ -78,6 +78,7 @@ def test_the_inner_levels_keep_what_experts_and_attention_save(family, attention
     of_attention = allocated(2 * SEQ * heads * size, 4 * SEQ * heads)  # output, log-sum-exp
     # Eager attention has no operator to keep.
     assert saved["attention"] - saved["experts"] == (attention != "eager") * of_attention
+    assert saved["attention"] - saved["attention alone"] == of_experts
     assert saved["keep"] > saved["attention"]
 
 

@@ -11,9 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_qlora.experts.projection import Projection
-from moe_qlora.memory.choice import LEVELS
+from moe_qlora.memory.choice import LEVELS, Ladder
+from moe_qlora.speed import fit as fit_module
 from moe_qlora.speed.fitted import fitted as fitted_layer
 from tests.helpers.fitting import (
+    SEQ,
     adapted,
     equal,
     fitted,
@@ -41,8 +43,20 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str) -> None:
+def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
+    """Let `fit_memory` choose as for sequences in which tokens attend to so many others."""
+    monkeypatch.setattr(fit_module, "attended", lambda config, seq: tokens)
+    return Ladder.of(tokens)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attended"),
+    [*((model_type, SEQ / 2) for model_type in TYPES), ("qwen3_moe", 1e5), ("gpt_oss", 1e5)],
+)
+def test_no_memory_is_exceeded_and_nothing_else_changes(
+    model_type: str, attended: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = attends_to(monkeypatch, attended).levels.index
     model = adapted(model_type, **TYPES[model_type])
     ids = token_ids(model)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -61,7 +75,7 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str) -> None
             # Which experts tokens choose is not known before: at worst all the same.
             assert max(measured, alike) <= fit.peak <= 1.03 * max(measured, alike)
             assert equal(train(model, ids), before)
-            seen.append([LEVELS.index(layer.level) for layer in fit.layers])
+            seen.append([rank(layer.level) for layer in fit.layers])
     assert nested(seen)
     assert seen[-1] == [len(LEVELS) - 1] * len(seen[0])
 
@@ -100,7 +114,13 @@ def runs(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tupl
     return counted["norm"], attentions.count, counted["first"], counted["second"]
 
 
-def test_what_is_kept_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attended", [SEQ / 2, 1e5])
+def test_what_is_kept_is_not_computed_again(
+    attended: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladder = attends_to(monkeypatch, attended)
+    # The place of the level from which on each is kept
+    experts, attention = (1, 2) if ladder.levels == LEVELS else (2, 1)
     model = adapted(num_hidden_layers=3)
     ids = token_ids(model)
     least = least_memory(model)
@@ -110,14 +130,14 @@ def test_what_is_kept_is_not_computed_again(monkeypatch: pytest.MonkeyPatch) -> 
     seen = []
     for memory in range(least, most + 1, (most - least) // 16):
         with fitted(model, memory) as fit:
-            kept = [LEVELS.index(layer.level) for layer in fit.layers]
+            kept = [ladder.levels.index(layer.level) for layer in fit.layers]
             if kept in seen:
                 continue
             seen.append(kept)
             norms, attentions, firsts, _ = runs(model, ids, monkeypatch)
             assert norms == 3 + sum(level < 4 for level in kept)
-            assert attentions == 3 + sum(level < 2 for level in kept)
-            assert firsts == 3 + sum(level < 1 for level in kept)
+            assert attentions == 3 + sum(level < attention for level in kept)
+            assert firsts == 3 + sum(level < experts for level in kept)
             activations = ["recompute", "part", "part", "part", "keep"]
             assert [layer.activations for layer in fit.layers] == [activations[i] for i in kept]
             assert {layer.experts for layer in fit.layers} == {"device"}

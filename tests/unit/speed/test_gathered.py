@@ -140,7 +140,7 @@ def test_the_loss_that_balances_experts_is_trained_through_graphs(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("level", levels.LEVELS[1:-1])
+@pytest.mark.parametrize("level", levels.EVERY[1:-1])
 def test_router_logits_of_layers_that_keep_a_part(level: str) -> None:
     model = packed()
     model.get_base_model().router_aux_loss_coef = COEFFICIENT

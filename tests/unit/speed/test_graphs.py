@@ -101,7 +101,7 @@ ALL_EXPERTS = {"num_experts_per_tok": 4}
 @gpu
 @compiles
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", levels.LEVELS[1:-1])
+@pytest.mark.parametrize("level", levels.EVERY[1:-1])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
 def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compiled: bool) -> None:
     model = packed(model_type, ALL_EXPERTS if compiled else None)

@@ -400,7 +400,7 @@ def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tens
     return model, step
 
 
-@pytest.mark.parametrize("level", levels.LEVELS)
+@pytest.mark.parametrize("level", levels.EVERY)
 def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
     model, step = packed(hidden_size=256)  # whose products are kept
     wanted = step()
@@ -415,7 +415,7 @@ def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-@pytest.mark.parametrize("level", levels.LEVELS[1:-1])
+@pytest.mark.parametrize("level", levels.EVERY[1:-1])
 def test_compiled_layers_that_keep_a_part(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one graph: else Dynamo would run all of a layer eagerly, and keep what it does then."""
     compiles = partial(torch.compile, backend="aot_eager")
