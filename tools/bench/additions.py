@@ -47,10 +47,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         const=ALL,
         metavar="LAYERS",
-        help="packed experts in host memory, of all layers or the last so many; ours only",
+        help="packed experts in host memory, of all layers or the last so many; ours and e4b",
     )
     parser.add_argument(
-        "--link", type=float, metavar="GB/S", help="copy offloaded experts no faster than this"
+        "--link", type=float, metavar="GB/S", help="copy experts no faster than this; ours only"
     )
     parser.add_argument("--compile", action="store_true", help="each decoder layer")
     parser.add_argument("--graphs", action="store_true", help="decoder layers as CUDA graphs")
@@ -77,22 +77,22 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         options.checkpointing = False
 
 
-def words(options: argparse.Namespace, *, fits: bool) -> list[str]:
+def words(options: argparse.Namespace, *, fits: bool, offloads: bool = False) -> list[str]:
     """What a row's `with=` says of the additions.
 
     Args:
         options: The command line's.
-        fits: Whether this peer takes what is ours alone: `fit_memory`, `join_lora`, offloading.
+        fits: Whether this peer takes what is ours alone: `fit_memory`, `join_lora`, a slow link.
+        offloads: Whether it takes `--offload`; ours do.
     """
     keeps = options.graphs_keep or (options.fit is not None and not fits)
     graphs = {"graphs": options.graphs and not keeps, "graphs-keep": options.graphs and keeps}
     liger = {"liger": options.liger, "liger-loss": options.liger_loss}
-    ours = {"merge-lora": options.merge_lora, "offload": options.offload == ALL}
-    if options.offload:
-        ours[f"offload-{options.offload}"] = True
+    ours = {"merge-lora": options.merge_lora and fits}
+    if options.offload is not None and (fits or offloads):
+        ours["offload" if options.offload == ALL else f"offload-{options.offload}"] = True
     if options.link:
-        ours[f"link-{options.link:g}"] = True
-    ours = {name: wanted and fits for name, wanted in ours.items()}
+        ours[f"link-{options.link:g}"] = fits
     asked = {**liger, **ours, "compile": options.compile, **graphs}
     asked["expandable-segments"] = "expandable_segments:True" in os.environ.get(ALLOCATOR, "")
     return [name for name, wanted in asked.items() if wanted]

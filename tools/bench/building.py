@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from common import Rows, allocated, release, synchronize
-from peers import UnavailableError
+from peers import UnavailableError, e4b_experts
 from random_mxfp4 import BLOCK, random_mxfp4
 from torch import Tensor, nn
 
@@ -32,14 +32,26 @@ def build(config: Any, device: torch.device, each: Each | None = None) -> Any:
 class Packer:
     """Packs a model's expert stacks as they are made, and counts.
 
+    Args:
+        peer: One that packs.
+        config: The model's.
+        rank: Of the LoRA that e4b's experts are made with.
+        offload: Of how many last layers e4b's experts are kept in host memory, 0 of all; None: of
+            none.
+
     Attributes:
         before: Bytes of the stacks in bf16.
         after: Bytes packed, statistics included.
+        host: Bytes of them in host memory.
         seconds: Time taken.
     """
 
-    def __init__(self, peer: str, config: Any) -> None:
+    def __init__(
+        self, peer: str, config: Any, *, rank: int = 16, offload: int | None = None
+    ) -> None:
         self.peer = peer
+        self.rank = rank
+        self.made: dict[str, nn.Module] = {}
         self.stacks: dict[str, list[str]] = {}
         from moe_qlora.testing import model_class
 
@@ -47,11 +59,17 @@ class Packer:
             model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
         for param in moe_qlora.detect(model):
             self.stacks.setdefault(param.module_name, []).append(param.parameter_name)
-        self.before = self.after = 0
+        self.offloaded: list[str] = []
+        if peer == "e4b" and offload is not None:
+            self.offloaded = list(self.stacks)[-offload:]
+        self.before = self.after = self.host = 0
         self.seconds = 0.0
 
     def visit(self, name: str, module: nn.Module) -> None:
         """Pack what is an expert stack of this module."""
+        if self.peer == "e4b" and name in self.stacks:
+            self._replace(name, module)
+            return
         for parameter in self.stacks.get(name, ()):
             weight = module.get_parameter(parameter).data
             device = weight.device
@@ -65,6 +83,29 @@ class Packer:
             del weight
             synchronize(device)
             self.seconds += time.perf_counter() - start
+
+    def put(self, model: nn.Module) -> None:
+        """Put the modules that were made in the place of the model's."""
+        for name, made in self.made.items():
+            model.set_submodule(name, made)
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        """Make e4b's module of this one, whose own weights are given back."""
+        stacks = [module.get_parameter(parameter) for parameter in self.stacks[name]]
+        self.before += sum(stack.nbytes for stack in stacks)
+        device = stacks[0].device
+        synchronize(device)
+        start = time.perf_counter()
+        offload = name in self.offloaded
+        made = e4b_experts(module, self.rank, offload=offload)
+        module.to_empty(device="meta")
+        synchronize(device)
+        self.seconds += time.perf_counter() - start
+        state = made.base.state_dict()  # also what is in host memory
+        held = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+        self.after += held
+        self.host += held if offload else 0
+        self.made[name] = made
 
     def _ours(self, module: nn.Module, parameter: str, weight: Tensor) -> None:
         from moe_qlora.packing import codec, parametrize

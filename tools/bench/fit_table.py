@@ -38,6 +38,8 @@ FIT = f"{FAST} --merge-lora --graphs --fit"
 RECORDED = "--liger --graphs --optimizer adamw_fused"
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 HOST = f"{RECORDED} --offload"
+THEIR_HOST = "--liger-loss --optimizer adamw_fused --offload"
+"""Without what is ours; its fast path brings its own norms and rotary embedding."""
 SMALL = "--expert-rank 8 --steps 6 --warmup 3"
 LARGE = "--lora attention --steps 3 --warmup 2"
 FLEX = f"--attention flex_attention {FIT}"
@@ -80,6 +82,8 @@ CASES = (
     Case("oss-four", "ours", FLEX, "--model gpt-oss-20b --micro-batch 4", 140),
     Case("host-2048", "ours", HOST, f"{SMALL} --seq 2048", 70, True),
     Case("host-4096", "ours", HOST, SMALL, 70, True),
+    Case("host-2048-e4b", "e4b", THEIR_HOST, f"{SMALL} --seq 2048", 150, True),
+    Case("host-4096-e4b", "e4b", THEIR_HOST, SMALL, 150, True),
     Case("host-16384", "ours", HOST, f"{SMALL} --micro-batch 4", 70, True),
     Case("again-16384", "ours", RECORDED, f"{SMALL} --micro-batch 4", 70),
     Case("again-4096", "ours", RECORDED, SMALL, 70),

@@ -15,8 +15,8 @@
     bnb         experts packed by bitsandbytes' parametrization; LoRA on attention alone
     axolotl     packed likewise, as `quantize_moe_experts: true` has it, on its scattermoe kernels;
                 PEFT's LoRA as `--lora` says
-    e4b         experts4bit-qlora's experts and LoRA, its fast path with dgrad; PEFT's LoRA on
-                attention
+    e4b         experts4bit-qlora's experts and LoRA, its fast path with dgrad and what that brings;
+                PEFT's LoRA on attention
     mxfp4       ours, on random experts in MXFP4 as a checkpoint's are kept: `--peers ours,mxfp4`
 
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
@@ -24,13 +24,13 @@ Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains
 decoder layer), `--graphs` and `--graphs-keep` (`moe_qlora.graph_layers`) are the same for every
 peer, as are `--attention` (transformers' own switch) and `--chunk-mem-const` (of Liger's loss).
 `--fit` is `moe_qlora.fit_memory` for ours; peers then keep all activations. `--offload` is
-`moe_qlora.offload_experts` for ours. `--losses` records the
-losses of the first steps: the same seed and tokens under every setting. `--generate` measures
-decoding with a static cache in place of training; without `--graphs`, transformers compiles it. A
-model is made on the device one module at a time, and an expert stack packed as soon as it is made,
-so that models fit that do not in 16 bits; `--pack after` packs a model that was made in 16 bits, as
-after a stock load. A peer's memory is given back before the next: `allocated before` says what is
-left then.
+`moe_qlora.offload_experts` for ours, and for e4b its own offload to pinned host memory. `--losses`
+records the losses of the first steps: the same seed and tokens under every setting. `--generate`
+measures decoding with a static cache in place of training; without `--graphs`, transformers
+compiles it. A model is made on the device one module at a time, and an expert stack packed as soon
+as it is made, so that models fit that do not in 16 bits; `--pack after` packs a model that was made
+in 16 bits, as after a stock load. A peer's memory is given back before the next: `allocated before`
+says what is left then.
 """
 
 from __future__ import annotations
@@ -149,9 +149,10 @@ def _lora(peer: str, options: argparse.Namespace) -> list[str]:
 
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
     fitted = options.fit is not None and peer in OURS
-    added = additions.words(options, fits=peer in OURS)
+    added = additions.words(options, fits=peer in OURS, offloads=peer == "e4b")
     added += [options.optimizer] if options.optimizer != "adamw" else []
-    kept = "fit" if fitted else "non-reentrant" if options.checkpointing else "none"
+    again = "reentrant" if peer == "e4b" else "non-reentrant"  # e4b's fast path has its own
+    kept = "fit" if fitted else again if options.checkpointing else "none"
     packed = {"frozen": "bf16", "peft": "bf16", "mxfp4": "mxfp4", "e4b": "nf4"}
     return (
         f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
@@ -194,29 +195,46 @@ def run_alone(
     loss_of = _loss(options, device)
     rows.add("allocated before", "bytes", allocated(device))
     start = time.perf_counter()
-    early = peer in ("bnb", "axolotl", "mxfp4") or (peer == "ours" and options.pack == "building")
-    packer = Packer(peer, config) if early else None
+    early = peer in ("bnb", "axolotl", "e4b", "mxfp4")
+    packer = None
+    if early or (peer == "ours" and options.pack == "building"):
+        rank = options.expert_rank or options.rank
+        packer = Packer(peer, config, rank=rank, offload=options.offload)
     model = build(config, device, None if packer is None else packer.visit)
     synchronize(device)
     rows.add("building time", "s", time.perf_counter() - start)
     if packer is not None:
+        packer.put(model)
         rows.add("experts before", "bytes", packer.before)
         rows.add("experts packed", "bytes", packer.after)
         rows.add("packed weight", "bytes/weight", 2 * packer.after / packer.before)
         rows.add("packing time", "s", packer.seconds)
+        if packer.offloaded:
+            rows.add("experts in host memory", "bytes", packer.host)
     if device.type == "cuda":
         rows.add("peak while building", "bytes", torch.cuda.max_memory_allocated(device))
     if peer in OURS:
         pack(model, device, rows if packer is None else None)
-    elif peer == "e4b":
-        replace_experts(model, options)
-    else:
+    elif peer != "e4b":
         model.set_experts_implementation("scattermoe" if peer == "axolotl" else "grouped_mm")
     release(device)
     if device.type == "cuda":
         rows.add("model", "bytes", allocated(device))
     peft_model = adapt(peer, model, options)
     additions.add(peft_model, options)
+    with peers.e4b_training(peft_model) if peer == "e4b" else nullcontext():
+        measure(peer, peft_model, options, device, rows, loss_of)
+
+
+def measure(
+    peer: str,
+    peft_model: Any,
+    options: argparse.Namespace,
+    device: torch.device,
+    rows: Rows,
+    loss_of: Callable[[Any, Tensor], Tensor],
+) -> None:
+    """Train one peer's adapted model, or let it generate."""
     if options.generate:
         for batch in map(int, options.generate.split(",")):
             with additions.prepared(peft_model, options, fits=False):
@@ -290,16 +308,6 @@ def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
         if peer == "e4b" and "_lora_" in name:  # PEFT has frozen what is not its own
             parameter.requires_grad_(True)
     return adapted
-
-
-def replace_experts(model: nn.Module, options: argparse.Namespace) -> None:
-    """Put experts4bit-qlora's modules in the place of the model's, one after the other."""
-    for found in moe_qlora.detect(model).modules:
-        parent, _, name = found.name.rpartition(".")
-        holder: Any = nn.Module()
-        holder.experts = model.get_submodule(found.name)
-        peers.e4b(options, holder)
-        setattr(model.get_submodule(parent), name, holder.experts)
 
 
 def lora_config(

@@ -123,7 +123,8 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
     if peer in ("peft", "axolotl"):
         _peft(options, holder)
     if peer == "e4b":
-        e4b(options, holder)
+        holder.experts = e4b_experts(holder.experts, options.rank)
+        stack.enter_context(e4b_training(holder))
     return [p for p in holder.parameters() if p.requires_grad]
 
 
@@ -199,10 +200,18 @@ def _peft(options: argparse.Namespace, holder: Any) -> None:
             parameter.data = parameter.data.bfloat16()
 
 
-def e4b(options: argparse.Namespace, holder: Any) -> None:
-    """Make `holder.experts` the peer's own module, packed and with LoRA."""
-    experts = holder.experts
-    package = imported("experts4bit_qlora", experts.down_proj.device)
+def e4b_experts(experts: Any, rank: int, *, offload: bool = False) -> Any:
+    """Return experts4bit-qlora's own module, packed and with LoRA, on the device of the experts.
+
+    Args:
+        experts: The model's, in bf16.
+        rank: Of LoRA on experts.
+        offload: Whether its packed weights stay in pinned host memory, as its loader puts them
+            there with `offload=True`. A layer's are copied as its forward starts: what copies the
+            next layer's ahead (`enable_inference_prefetch`) leaves training alone.
+    """
+    device = experts.down_proj.device
+    package = imported("experts4bit_qlora", device)
     if not experts.has_gate or experts.is_transposed or getattr(experts, "has_bias", False):
         raise NotImplementedError("takes gated experts stored (E, out, in) without biases alone")
     base = package.Experts4bit.from_float(
@@ -213,15 +222,33 @@ def e4b(options: argparse.Namespace, holder: Any) -> None:
         compute_dtype=torch.bfloat16,
         quant_type="nf4",
     )
-    lora = package.ExpertsLoRA(base, r=options.rank, alpha=2 * options.rank, dtype=torch.bfloat16)
-    holder.experts = lora.to(experts.down_proj.device)
+    lora = package.ExpertsLoRA(base, r=rank, alpha=2 * rank, dtype=torch.bfloat16).to(device)
     with torch.no_grad():  # a B of zeros is taken for an adapter that is not there
         lora.gate_up_lora_B.normal_(std=0.01)
         lora.down_lora_B.normal_(std=0.01)
-    holder.train()
-    patched = package.enable_fast_train(holder, dgrad=True)
-    if patched != 1:
-        raise RuntimeError(f"its fast path took {patched} modules, not 1")
+    if offload:
+        handle = package.enable_expert_offload(lora, device, pin=True)
+        if device.type == "cuda" and not handle.pinned:
+            raise RuntimeError("its host memory is not pinned")
+    return lora
+
+
+@contextmanager
+def e4b_training(model: nn.Module) -> Iterator[None]:
+    """Its fast path for as long as this lasts: it changes a module of transformers as well.
+
+    After LoRA, gradient checkpointing and Liger: it brings a rotary embedding, norms, a chunked
+    loss and reentrant checkpointing, each where it still finds transformers' own.
+    """
+    package = importlib.import_module("experts4bit_qlora")
+    wanted = sum(isinstance(module, package.ExpertsLoRA) for module in model.modules())
+    try:
+        patched = package.enable_fast_train(model, dgrad=True)
+        if patched != wanted:
+            raise RuntimeError(f"its fast path took {patched} modules, not {wanted}")
+        yield
+    finally:
+        package.disable_fast_train(model)
 
 
 _replaced: dict[tuple[type, str], Any] = {}
