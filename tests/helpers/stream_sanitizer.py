@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.cuda import _sanitizer
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
@@ -95,7 +96,9 @@ def main(fault: str) -> None:
     model = packed("qwen3_moe", {"num_hidden_layers": 5})
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
-    with moe_qlora.offload_experts(model):
+    # A recomputation that ends early raises, and torch 2.11 loses the exception where allocations are
+    # traced, as they are here: https://github.com/pytorch/pytorch/issues/179536
+    with moe_qlora.offload_experts(model), set_checkpoint_early_stop(False):
         for step in range(3):
             gradients(model, batch(step))
     print("no race was found")
