@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..errors import MoeQloraError
 from ..layout import human_bytes
@@ -164,10 +165,8 @@ def work_of(planner: Planner, capacities: Sequence[int] = ()) -> Work:
     times = 3 if settings.checkpointing else 2
     active = sum(block.expert_active for block in blocks)
     others = sum(block.active for block in blocks) - active
-    heads = getattr(text, "num_attention_heads", None) or 0
-    head = getattr(text, "head_dim", None) or hidden // max(heads, 1)
-    sizes = sum(getattr(text, key, None) or head for key in ("qk_head_dim", "v_head_dim"))
-    scores = (times + 1) * settings.seq * heads * sizes * len(layers)
+    configs = getattr(text, "per_layer_config", None) or [text] * len(layers)
+    scores = (times + 1) * settings.seq * sum(_heads_width(each, hidden) for each in configs)
     return Work(
         layers=len(layers),
         expert_layers=sum(block.slot > 0 for block in layers),
@@ -181,3 +180,10 @@ def work_of(planner: Planner, capacities: Sequence[int] = ()) -> Work:
         top_k=top_k,
         trips=2 * times,
     )
+
+
+def _heads_width(config: Any, hidden: int) -> int:
+    """Return the width of all queries and of all values of one layer, added."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    head = getattr(config, "head_dim", None) or hidden // max(heads, 1)
+    return heads * sum(getattr(config, key, None) or head for key in ("qk_head_dim", "v_head_dim"))

@@ -149,8 +149,7 @@ def notes_of(planner: Planner, devices: int) -> Iterator[str]:
         if devices > 1:
             yield (
                 f"The layers are spread over the {devices} GPUs in one process (device_map), and "
-                "compute one after the other; DDP needs the whole model on each GPU, and fsdp, ep "
-                "and zero3 a share of it."
+                "compute one after the other."
             )
         return
     groups = devices // engine.ranks

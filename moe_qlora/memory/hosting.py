@@ -53,7 +53,7 @@ class Pace:
         or without of PCIe, an all-gather is taken to get as large a part as on H200s.
         """
         link = _LINKS.get(capability[0], _LINK)
-        return cls(link, _RATE * tflops / _TFLOPS, _BUS * (nvlink or link) / _NVLINK)
+        return cls(link, _RATE * tflops / _TFLOPS, _BUS * ((nvlink or link) / _NVLINK))
 
     @property
     def against_measured(self) -> float:

@@ -100,7 +100,8 @@ def plan(
         gpus: The devices: "2xH100", "2x24GiB", bytes, or a list of these. Experts are computed as
             on the card that is named; where cards differ, or a size alone is given, as on any card
             of compute capability 8.0 and above.
-        nodes: Machines that share the `gpus` equally, for `advice`. Default: 8 GPUs in each.
+        nodes: Machines that share the `gpus` equally, for `advice`, which takes a size alone to be
+            an H200. Default: 8 GPUs in each.
         ddp: Ranks of a run under DDP; True takes as many as there are `gpus`. With one of these
             four, the plan is of each rank: one process with one of the GPUs. `engines.py` says what
             is counted. Without, layers are spread over the GPUs in one process.

@@ -140,7 +140,7 @@ def ring(nbytes: float, ranks: int, nodes: int, links: Links) -> float:
     The ranks are spread over the nodes; there are as many rings as a node has of them, and each has
     a network card.
     """
-    if ranks < 2:
+    if ranks < 2 or not nbytes:
         return 0.0
     wire = links.bus if nodes == 1 else min(links.bus, links.network * ranks / nodes)
     hops = (ranks - nodes) * NVLINK_HOP + (nodes if nodes > 1 else 0) * NETWORK_HOP

@@ -337,7 +337,7 @@ CHECK = """
 
 The model's figures, the measured ones, and the first over the second. Speeds were fitted to the
 rows of one GPU (of runs of one size the quickest) and to the median of each engine's rows; memory
-was fitted to nothing. Rows of Qwen3-30B-A3B that were fitted are met within 1 %. GLM-4.5-Air's,
+was fitted to nothing. Rows of Qwen3-30B-A3B that were fitted are met within 1.1 %. GLM-4.5-Air's,
 which no median is, were quicker than the arithmetic: their ratios are 0.93 to 0.96. The package
 takes {error:.0%} for the arithmetic's error. Engines come in the measured order: DDP, FSDP2, expert
 parallelism with 16,384 tokens of Qwen3-30B-A3B; expert parallelism before FSDP2 with 4,096 tokens
