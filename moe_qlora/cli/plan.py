@@ -79,6 +79,10 @@ Liger = Annotated[
     bool | None,
     typer.Option("--liger/--no-liger", help="The loss by Liger, as use_liger_kernel=True has it."),
 ]
+Nodes = Annotated[
+    int | None,
+    typer.Option(help="Machines that share --gpus equally, for advice; default: 8 GPUs in each."),
+]
 Compile = Annotated[
     bool | None,
     typer.Option(
@@ -103,6 +107,7 @@ Ddp = Annotated[
 def plan(
     model: Model,
     gpus: Gpus = None,
+    nodes: Nodes = None,
     ddp: Ddp = None,
     fsdp: Fsdp = None,
     ep: Ep = None,
@@ -128,7 +133,8 @@ def plan(
     """Show what MODEL takes, whether it fits, where its layers go, and what to change if not.
 
     Layers are spread over --gpus in one process. With --ddp, --fsdp, --ep or --zero3 there is a
-    process (a rank) on each GPU, and the figures are those of one of them.
+    process (a rank) on each GPU, and the figures are those of one of them. Of several GPUs the
+    answer says which engine to take, and why.
 
     Of axolotl's YAML file its training settings are read too; options go before them, and the
     answer says where each comes from.
@@ -150,6 +156,7 @@ def plan(
             source,
             packed_as(source.settings, quant, double_quant),
             gpus=gpus,
+            nodes=nodes,
             ddp=True if ddp == _ALL else ddp,
             fsdp=fsdp,
             ep=ep,

@@ -143,6 +143,8 @@ def _devices(report: MemoryPlan, out: Console) -> None:
         )
     elif report.largest_seq == 0:
         say(out, "No sequence fits, however short.")
+    if report.advice is not None:
+        say(out, escape(report.advice.reason))
     if report.hints:
         out.line()
         title = "What to change, each by itself; what costs least first"

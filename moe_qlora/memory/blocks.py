@@ -80,7 +80,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     """Return what each block holds without adapters; a tied tensor counts where it is first."""
     packed = {id(part.weight.owner): part for part in parts}
     layers = _layers(model)
-    top_k = _top_k(model)
+    top_k = top_k_in(model)
     seen: set[int] = set()
     blocks = []
     for name, unit in _units(model):
@@ -116,6 +116,7 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             expert_statistics=sum(part.statistics for part in experts),
             slot=sum(part.slot for part in experts),
             active=_active(unit, held, top_k),
+            expert_active=_active_in(experts, top_k),
         )
         blocks.append(block)
     return tuple(blocks)
@@ -126,7 +127,7 @@ def slot_nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
-def _top_k(model: Any) -> int:
+def top_k_in(model: Any) -> int:
     """Return how many experts a token is given to, 1 where the configuration does not say."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -139,7 +140,13 @@ def _active(unit: nn.Module | Tensor, held: Sequence[PackedPart], top_k: int) ->
     linears = unit.modules() if isinstance(unit, nn.Module) else ()
     plain = {id(m.weight): m.weight.numel() for m in linears if isinstance(m, nn.Linear)}
     active = sum(numel for key, numel in plain.items() if key not in packed)
-    for part in held:
+    return active + _active_in(held, top_k)
+
+
+def _active_in(parts: Iterable[PackedPart], top_k: int) -> int:
+    """Return the number of packed weights that one token is multiplied with."""
+    active = 0
+    for part in parts:
         numel, experts = part.weight.numel, part.weight.experts
         active += numel if part.linear else numel * min(top_k, experts) // experts
     return active

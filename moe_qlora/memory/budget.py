@@ -130,6 +130,7 @@ class Block:
     expert_statistics: int = 0  # Of the statistics, those of packed experts
     slot: int = 0  # Packed experts with these in a slot of `hosting.py`
     active: int = 0  # Weights that one token is multiplied with
+    expert_active: int = 0  # Of these, those of packed experts
 
     @property
     def weights(self) -> int:

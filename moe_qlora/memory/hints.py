@@ -14,7 +14,7 @@ from ..layout import human_bytes
 from ..packing.codecs import codec_of
 from .attention import FLEX
 from .budget import Engine
-from .devices import CONTEXT_BYTES, exact_size
+from .devices import exact_size
 from .engines import ENGINES
 from .planner import Planner
 from .report import Hint, MemoryPlan
@@ -149,8 +149,7 @@ def notes_of(planner: Planner, devices: int) -> Iterator[str]:
         if devices > 1:
             yield (
                 f"The layers are spread over the {devices} GPUs in one process (device_map), and "
-                "compute one after the other; DDP needs the whole model on each GPU, and fsdp, ep "
-                "and zero3 a share of it."
+                "compute one after the other."
             )
         return
     groups = devices // engine.ranks
@@ -210,13 +209,10 @@ def _needed(planner: Planner, name: str, capacities: Sequence[int], ranks: int) 
     other = planner.with_engine(Engine(name, ranks))
     sizes = capacities if ranks <= len(capacities) else [max(capacities)] * ranks
     try:
-        uses = other.uses(planner.settings.batch, planner.settings.seq, sizes)
+        needed, fits = other.needs(planner.settings.batch, planner.settings.seq, sizes)
     except MoeQloraError:
         return None  # Experts that expert parallelism cannot reach
-    loads = other.load_peak + CONTEXT_BYTES
-    if all(use.fits and loads <= use.capacity for use in uses):
-        return max(use.needed for use in uses)
-    return None
+    return needed if fits else None
 
 
 def _counts(planner: Planner, name: str, devices: int) -> list[int]:

@@ -31,24 +31,29 @@ RECOMPUTED = 0.26
 
 _LINK = 55e9
 _RATE = 300e12
+_BUS = 240e9
 _TFLOPS = 989  # Of an H200, as its maker says
+_NVLINK = 450e9  # Likewise
 _LINKS = {7: 11e9, 8: 22e9}
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How quick a device copies and computes. As given here: an H200, where both were measured."""
+    """How quick a device copies and computes. As given here: an H200, where all were measured."""
 
     link: float = _LINK  # Bytes a second, from page-locked host memory
     rate: float = _RATE  # Operations a second in a training step
+    bus: float = _BUS  # Bytes a second that it moves in an all-gather within a machine
 
     @classmethod
-    def of(cls, capability: tuple[int, int], tflops: float) -> Pace:
-        """Return an estimate for a card of this compute capability and these nominal TFLOPS.
+    def of(cls, capability: tuple[int, int], tflops: float, nvlink: float = 0) -> Pace:
+        """Return an estimate for a card of this compute capability and these nominal speeds.
 
-        PCIe is of generation 3 for capability 7, 4 for 8 and 5 from 9 on, with 16 lanes.
+        PCIe is of generation 3 for capability 7, 4 for 8 and 5 from 9 on, with 16 lanes. Of NVLink,
+        or without of PCIe, an all-gather is taken to get as large a part as on H200s.
         """
-        return cls(_LINKS.get(capability[0], _LINK), _RATE * tflops / _TFLOPS)
+        link = _LINKS.get(capability[0], _LINK)
+        return cls(link, _RATE * tflops / _TFLOPS, _BUS * ((nvlink or link) / _NVLINK))
 
     @property
     def against_measured(self) -> float:

@@ -14,6 +14,7 @@ from ..layout import dtype_name
 from ..models import named
 from ..models.trainer.file import DEFAULT, AskedLora, TrainerFile
 from . import meta_model
+from .advice import advice_of
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings
 from .devices import Gpu, pace_of, parse_gpus
 from .engines import ENGINES
@@ -22,6 +23,7 @@ from .hints import hints_of, notes_of
 from .hosting import Pace
 from .planner import Planner
 from .report import MemoryPlan
+from .scaling import NODE
 from .source import source_of
 
 _LONGEST = 1 << 20  # tokens
@@ -61,6 +63,7 @@ def plan(
     quantization_config: Any = None,
     *,
     gpus: str | int | Sequence[str | int] | None = None,
+    nodes: int | None = None,
     ddp: int | bool | None = None,
     fsdp: int | None = None,
     ep: int | None = None,
@@ -97,6 +100,8 @@ def plan(
         gpus: The devices: "2xH100", "2x24GiB", bytes, or a list of these. Experts are computed as
             on the card that is named; where cards differ, or a size alone is given, as on any card
             of compute capability 8.0 and above.
+        nodes: Machines that share the `gpus` equally, for `advice`, which takes a size alone to be
+            an H200. Default: 8 GPUs in each.
         ddp: Ranks of a run under DDP; True takes as many as there are `gpus`. With one of these
             four, the plan is of each rank: one process with one of the GPUs. `engines.py` says what
             is counted. Without, layers are spread over the GPUs in one process.
@@ -158,6 +163,7 @@ def plan(
         "accumulation": accumulation,
     }
     capacities, card = devices_of(gpus)
+    node = _node(nodes, len(capacities))
     if isinstance(model, (str, Path)):
         model = named.resolve(model, trust_remote_code=trust_remote_code)
     file = getattr(model, "trainer", None) if isinstance(model, named.Source) else None
@@ -172,6 +178,8 @@ def plan(
         planner = Planner(source, settings, asked.lora, card, _slowest(gpus))
         _check_offload(planner, len(capacities))
         report = _report(planner, capacities, search=search and bool(capacities))
+        if len(capacities) > 1:
+            report = replace(report, advice=advice_of(planner, capacities, node))
     except ConfigError as error:
         raise in_words_of(error, asked, file) from error
     return replace(report, origins=asked.origins)
@@ -259,10 +267,25 @@ def devices_of(gpus: Any) -> tuple[tuple[int, ...], Card]:
 
 
 def _slowest(gpus: Any) -> Pace:
-    """Return how quick the slowest of the devices is that `gpus` names."""
+    """Return how quick the slowest of the devices are that `gpus` names, in each respect."""
     entries = [gpus] if isinstance(gpus, (str, int)) else gpus or ()
     paces = [pace_of(gpu) for entry in entries for _, gpu in parse_gpus(str(entry))]
-    return min(paces, key=lambda pace: pace.link, default=Pace())
+    if not paces:
+        return Pace()
+    return Pace(*(min(getattr(pace, each.name) for pace in paces) for each in fields(Pace)))
+
+
+def _node(nodes: Any, devices: int) -> int:
+    """Return how many GPUs a machine has, where so many devices are in these."""
+    if nodes is None:
+        return NODE
+    whole = isinstance(nodes, int) and not isinstance(nodes, bool) and nodes > 0
+    if not whole or not devices or devices % nodes:
+        raise ConfigError(
+            f"nodes is {nodes!r}, and gpus names {devices}: give a whole number of 1 or more that "
+            "divides them."
+        )
+    return devices // nodes
 
 
 def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:

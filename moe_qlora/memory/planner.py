@@ -24,7 +24,7 @@ from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
 from . import attention, blocks, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
-from .devices import reserve_nbytes
+from .devices import CONTEXT_BYTES, reserve_nbytes
 from .engines import Sharding
 from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
 from .meta_model import filled, tells_layers_apart
@@ -82,9 +82,18 @@ class Planner:
         engine = self.settings.engine
         if engine is None:
             return None
+        return Sharding(engine, self.hidden_size)
+
+    @property
+    def text_config(self) -> Any:
+        """The configuration of the model, or of its language model."""
         config: Any = getattr(self.meta.base, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return Sharding(engine, int(getattr(text, "hidden_size", None) or 0))
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    @property
+    def hidden_size(self) -> int:
+        """The model's hidden size, 0 where it is not known."""
+        return int(getattr(self.text_config, "hidden_size", None) or 0)
 
     @cached_property
     def rank_blocks(self) -> dict[str, Block]:
@@ -203,6 +212,12 @@ class Planner:
     def fullness(self, batch: int, seq: int, capacities: Sequence[int]) -> float:
         """Return the part of its bytes that the fullest device needs; it fits up to 1."""
         return max(use.needed / use.capacity for use in self.uses(batch, seq, capacities))
+
+    def needs(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[int, bool]:
+        """Return the bytes that the fullest device needs, and whether all fit, loading included."""
+        uses, loads = self.uses(batch, seq, capacities), self.load_peak + CONTEXT_BYTES
+        fits = all(use.fits and loads <= use.capacity for use in uses)
+        return max(use.needed for use in uses), fits
 
     def _budget(
         self, batch: int, seq: int, capacities: Sequence[int], loss_part: float

@@ -23,6 +23,27 @@ class Hint:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """An engine for the GPUs of a plan; times are arithmetic (`scaling.py`), not measured."""
+
+    engine: str  # "ddp", "fsdp" or "ep"
+    ranks: int  # Its argument of `plan`: of `fsdp` and `ep` those that share one model
+    copies: int  # Groups of so many ranks
+    offload: bool  # With packed experts in host memory
+    seconds: float  # Of a step of one micro-batch on each GPU
+    tokens_per_s: float  # Of all GPUs
+    needed: int  # Bytes of the fullest rank, with its reserve
+    fits: bool
+    reason: str  # In words
+    alternatives: tuple[Advice, ...] = ()  # The other engines, those that do not fit included
+
+    @property
+    def setting(self) -> str:
+        """The same as arguments of `plan`."""
+        return f"{self.engine}={self.ranks}{', offload=True' if self.offload else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedFit:
     """What decoder layers can keep between forward and backward, as `fit_memory` sets it."""
 
@@ -75,6 +96,8 @@ class MemoryPlan:
             in place of gradient checkpointing; that `settings` have it or not does not matter. All
             layers are "recompute" where not even that fits; None without `gpus`, and where the
             model has no decoder layers.
+        advice: Which engine to take on several `gpus`, whether one was asked for or not; None where
+            none fits.
         hints: What to change, where it does not fit; the changes that cost least come first.
         notes: What to know about the figures, a sentence each.
         estimated: Whether the activations of layers are an estimate, since the model's own cannot
@@ -107,6 +130,7 @@ class MemoryPlan:
     largest_seq: int | None = None
     largest_batch: int | None = None
     fit: PlannedFit | None = None
+    advice: Advice | None = None
     hints: tuple[Hint, ...] = ()
     notes: tuple[str, ...] = ()
     estimated: bool = False

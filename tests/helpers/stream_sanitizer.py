@@ -96,8 +96,8 @@ def main(fault: str) -> None:
     model = packed("qwen3_moe", {"num_hidden_layers": 5})
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
-    # A recomputation that ends early raises, and torch 2.11 loses the exception where allocations are
-    # traced, as they are here: https://github.com/pytorch/pytorch/issues/179536
+    # A recomputation that ends early raises, and torch 2.11 loses the exception where allocations
+    # are traced, as they are here: https://github.com/pytorch/pytorch/issues/179536
     with moe_qlora.offload_experts(model), set_checkpoint_early_stop(False):
         for step in range(3):
             gradients(model, batch(step))

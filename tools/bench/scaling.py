@@ -1,31 +1,26 @@
-"""How long a training step takes on many GPUs; plain arithmetic, for `extrapolate.py`.
+"""Reads measured steps, and fits the arithmetic of `moe_qlora.memory.scaling` to them.
 
-A step of one rank takes
-
-    compute    layers x (host's time a layer) + FLOPs / (FLOPs a second), both fitted to one GPU
-    engine     layers x (what the engine costs beyond its communication), fitted to two GPUs
-    exposed    communication that nothing hides
-
-with these collectives, by the ring formulas, of which a rank moves (n - 1) / n of S bytes:
-
-    ddp    all-reduce of all gradients, hidden behind backward (two thirds of compute)
-    fsdp   all-gathers of each layer, in forward and in backward, and the reduce-scatter of its
-           gradients, hidden behind compute; the root's all-gather, which is not. Over several
-           groups (HSDP), an all-reduce of the shares of gradients, behind backward
-    ep     six all-to-alls a layer with experts (two in forward, in the recomputed forward and in
-           backward) of tokens x top-k hidden states, hidden by nothing; gradients as under ddp
+FLOPs a second and the host's time a layer come from runs of one GPU; what an engine costs a layer
+beyond its communication is the median over its runs. `scaling.MEASURED` has the results, rounded.
 """
 
 from __future__ import annotations
 
+import csv
+import math
+import re
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-NODE = 8
-HOPS = {"nvlink": 3e-6, "network": 10e-6}
-"""Seconds for one hop of a ring: assumed."""
-BACKWARD = 2 / 3  # of compute: forward, forward again and the gradients of activations are alike
+import torch
+from common import RESULTS
+
+from moe_qlora.memory.scaling import Links, Speed, Way, Work, step_seconds
+
+PROTOTYPE = "two_gpu_first.csv"
+SEQ, RANK = 4096, 16
 
 
 @dataclass(frozen=True)
@@ -42,141 +37,112 @@ class Row:
     batch: int
     step: float  # Seconds
     adapters: str  # Their dtype
-    resident: float | None  # GB that each rank holds before training
-    peak: float | None  # GB at the peak of training
+    resident: float | None = None  # GB that each rank holds before training
+    peak: float | None = None  # GB at the peak of training
+    linears: bool = False  # Whether Linear layers are packed
+    fitted: bool = True  # Whether the arithmetic is fitted to it
+    gathers: bool = True  # Whether expert parallelism gathers tokens
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one model's step computes and moves."""
-
-    layers: int
-    expert_layers: int
-    flops: float  # For one token, forward, recomputed forward and backward
-    layer_bytes: float  # Of all layers, packed, with adapters
-    root_bytes: float  # Of everything else
-    expert_gradients: float  # Bytes of the gradients of LoRA on experts
-    other_gradients: float
-    row_bytes: int  # Bytes of the hidden states that one token sends to experts
+_ENGINE = {"single": "single", "ddp": "ddp", "fsdp2": "fsdp", "whole": "fsdp", "ep": "ep"}
+_STOCK = re.compile(
+    rf"layers=(\d+) lora=experts,attention r={RANK} seq={SEQ} batch=(\d+) "
+    r"checkpointing=non-reentrant nf4\+double( peer=ours adapters=bf16)?"
+)
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What was fitted to measured rows."""
+def read_rows(folder: Path = RESULTS) -> list[Row]:
+    """Return the runs of two GPUs, and of one GPU with the same settings.
 
-    host: float  # Seconds a layer, however few tokens
-    flops: float  # A second
-    engine: dict[str, float]  # Seconds a layer that an engine costs beyond its communication
-    bus: float  # Bytes a second between GPUs of one machine
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to train on some GPUs."""
-
-    engine: str  # "single", "ddp", "fsdp" or "ep"
-    gpus: int
-    group: int  # Ranks that hold one model together
-
-    @property
-    def name(self) -> str:
-        """As the tables have it."""
-        if self.engine in ("single", "ddp"):
-            return self.engine
-        copies = self.gpus // self.group
-        return f"{self.engine} {self.group}" + (f" x {copies} copies" if copies > 1 else "")
-
-
-def compute(work: Work, tokens: int, host: float, flops: float) -> float:
-    """Return the seconds that one GPU computes for so many tokens."""
-    return work.layers * host + work.flops * tokens / flops
-
-
-def ring(nbytes: float, ranks: int, bus: float, network: float, *, across: bool = False) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of so many bytes in all.
-
-    The ranks fill nodes one after the other; with `across`, each is on a node of its own. Between
-    full nodes there are as many rings as network cards, one for each GPU.
+    Left out are runs that failed, kept layers gathered, or trained something else. The arithmetic
+    is fitted to all but those of the prototype, and those whose optimizer's step was another.
     """
-    if ranks < 2:
-        return 0.0
-    nodes = ranks if across else -(-ranks // NODE)
-    wire = bus if nodes == 1 else min(bus, network * (1 if across else NODE))
-    hops = (ranks - nodes) * HOPS["nvlink"] + (nodes if nodes > 1 else 0) * HOPS["network"]
-    return nbytes * (ranks - 1) / ranks / wire + hops
+    return [*_two_gpus(folder, "two_gpu.csv"), *_one_gpu(folder), *_two_gpus(folder, PROTOTYPE)]
 
 
-def all_to_all(nbytes: float, ranks: int, bus: float, network: float) -> float:
-    """Return the seconds in which each rank sends so many bytes to all, itself included."""
-    near = min(ranks, NODE)
-    return nbytes * ((near - 1) / ranks / bus + (ranks - near) / ranks / network)
+def _two_gpus(folder: Path, name: str) -> Iterator[Row]:
+    for line in _lines(folder / name):
+        engine, note = line["engine"], line.get("note") or ""
+        measured = line["step_s"] or line["tokens_per_s"]
+        usual = "LoRA" not in note or f"r={RANK} experts,attention" in note
+        kept = "no reshard" in note or "keep" in note
+        if engine not in _ENGINE or not measured or not usual or kept:
+            continue
+        gpus, batch, seq = (int(line[key]) for key in ("gpus", "micro_batch", "seq"))
+        step = float(line["step_s"] or gpus * batch * seq / float(line["tokens_per_s"]))
+        sizes = [float(line[k]) if line[k] else None for k in ("model_gb", "train_peak_gb")]
+        yield Row(
+            name, _ENGINE[engine], engine, gpus, line["model"], int(line["layers"]), seq, batch,
+            step, line.get("adapters") or "bfloat16", resident=sizes[0], peak=sizes[1],
+            linears="Linear layers packed" in note,
+            fitted=name != PROTOTYPE and "fused" not in note,
+            gathers="all-to-all" not in note,
+        )  # fmt: skip
 
 
-def exposed(work: Work, way: Way, tokens: int, busy: float, bus: float, network: float) -> float:
-    """Return the seconds of communication that `busy` seconds of compute do not hide."""
-    backward = BACKWARD * busy
-    gradients = work.expert_gradients + work.other_gradients
-    copies = way.gpus // way.group if way.group else 1
-    if way.engine == "ddp":
-        return max(0.0, 2 * ring(gradients, way.gpus, bus, network) - backward)
-    if way.engine == "fsdp":
-        layers = [
-            ring(nbytes / work.layers, way.group, bus, network) * work.layers
-            for nbytes in (work.layer_bytes, gradients)
-        ]
-        sums = 2 * ring(gradients / way.group, copies, bus, network, across=way.group >= NODE)
-        root = ring(work.root_bytes, way.group, bus, network)
-        return root + max(0.0, 2 * layers[0] + layers[1] - busy) + max(0.0, sums - backward)
-    if way.engine == "ep":
-        travel = all_to_all(work.row_bytes * tokens, way.group, bus, network)
-        own = work.expert_gradients / way.group
-        sums = 2 * ring(own, copies, bus, network, across=way.group >= NODE)
-        sums += 2 * ring(work.other_gradients, way.gpus, bus, network)
-        return 6 * work.expert_layers * travel + max(0.0, sums - backward)
-    return 0.0
+def _one_gpu(folder: Path) -> Iterator[Row]:
+    """Yield the quickest run of each size: what made the others slow was the host."""
+    steps: dict[tuple[str, int, int], float] = {}
+    for line in _lines(folder / "model.csv"):
+        setting = _STOCK.fullmatch(line["setting"])
+        if setting is None or line["metric"] != "step":
+            continue
+        size = (line["name"], int(setting[1]), int(setting[2]))
+        steps[size] = min(float(line["p50"]), steps.get(size, math.inf))
+    for (model, layers, batch), step in steps.items():
+        yield Row("model.csv", "single", "single", 1, model, layers, SEQ, batch, step, "bfloat16")
 
 
-def step_seconds(work: Work, way: Way, tokens: int, speed: Speed, network: float) -> float:
-    """Return the seconds of a step in which each rank has so many tokens."""
-    busy = compute(work, tokens, speed.host, speed.flops)
-    busy += work.layers * speed.engine.get(way.engine, 0.0)
-    return busy + exposed(work, way, tokens, busy, speed.bus, network)
+def bus_bandwidth(folder: Path = RESULTS) -> float:
+    """Return the bytes a second that a GPU moves in an all-gather, measured within one machine."""
+    lines = _lines(folder / "two_gpu_comm.csv") or _lines(folder / "two_gpu_comm_first.csv")
+    gathers = [line for line in lines if line["operation"] == "all_gather"]
+    largest = max(gathers, key=lambda line: int(line["nbytes"]))
+    ranks, nbytes = int(largest["gpus"]), int(largest["nbytes"])
+    return nbytes * (ranks - 1) / ranks / float(largest["seconds"])
 
 
-def fit(rows: Sequence[Row], work: Callable[[Row], Work], bus: float) -> Speed:
-    """Fit the host's time, FLOPs a second and each engine's cost to measured rows."""
-    host, flops = _fit_compute([row for row in rows if row.engine == "single"], work)
-    speed = Speed(host, flops, {}, bus)
-    costs = {}
-    for engine in ("ddp", "fsdp", "ep"):
-        extra = [
-            (row.step - step_seconds(work(row), way_of(row), row.batch * row.seq, speed, bus))
-            / row.layers
-            for row in _newest([row for row in rows if row.engine == engine])
-        ]
-        if extra:
-            costs[engine] = max(0.0, statistics.median(extra))
-    return Speed(host, flops, costs, bus)
+def _lines(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def way_of(row: Row) -> Way:
     """Return how a measured run was trained."""
-    return Way(row.engine, row.gpus, row.gpus if row.engine in ("fsdp", "ep") else 1)
+    group = row.gpus if row.engine in ("fsdp", "ep") else 1
+    return Way(row.engine, row.gpus, group, row.gathers)
 
 
-def _newest(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the first file that has any."""
-    return [row for row in rows if row.source == rows[0].source]
+def row_seconds(row: Row, work: Work, speed: Speed, links: Links) -> float:
+    """Return the seconds of a measured run by arithmetic."""
+    return step_seconds(work, way_of(row), row.batch * row.seq, speed, links)
 
 
-def _fit_compute(rows: Sequence[Row], work: Callable[[Row], Work]) -> tuple[float, float]:
-    """Return (seconds a layer, FLOPs a second) with the least squares of relative errors."""
-    points = [
-        (row.layers / row.step, work(row).flops * row.batch * row.seq / row.step) for row in rows
-    ]
-    aa, ab, bb = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(point[i] for point in points) for i in (0, 1))
-    host = (a * bb - b * ab) / (aa * bb - ab * ab)
-    if host <= 0:  # too few rows of few tokens
-        return 0.0, bb / b
-    return host, 1 / ((b - ab * host) / bb)
+def fit(rows: Sequence[Row], work: Callable[[Row], Work], links: Links) -> Speed:
+    """Fit the host's time, FLOPs a second and each engine's cost to measured rows."""
+    rows = [row for row in rows if row.fitted]
+    speed = _fit_compute([row for row in rows if row.engine == "single"], work)
+    extra: dict[str, list[float]] = {}
+    for row in rows:
+        if row.engine != "single":
+            seconds = row.step - row_seconds(row, work(row), speed, links)
+            extra.setdefault(way_of(row).cost, []).append(seconds / row.layers)
+    costs = {name: max(0.0, statistics.median(seconds)) for name, seconds in extra.items()}
+    return replace(speed, engine=costs)
+
+
+def _fit_compute(rows: Sequence[Row], work: Callable[[Row], Work]) -> Speed:
+    """Return the speed of one GPU with the least squares of relative errors."""
+    points = []
+    for row in rows:
+        flops, tokens = work(row), row.batch * row.seq
+        parts = (row.layers, flops.expert_flops * tokens, flops.other_flops * tokens)
+        points.append([part / row.step for part in parts])
+    made = torch.tensor(points, dtype=torch.float64)
+    scale = made.max(dim=0).values
+    ones = torch.ones(len(points), 1, dtype=torch.float64)
+    found = torch.linalg.lstsq(made / scale, ones, driver="gelsd").solution[:, 0] / scale
+    host, experts, others = found.tolist()
+    return Speed(host, 1 / experts, 1 / others, {})

@@ -62,6 +62,7 @@ CASES: dict[str, list[str]] = {
         "plan model --gpus 2xH10",
         "plan model --gpus A100",
         "plan model --optimizer adam",
+        "plan model --gpus 2x2GiB --nodes 3",
         "doctor --gpu 4091",
         "quantize model packed --quiet",
         "quantize packed new --quiet",
