@@ -15,6 +15,14 @@ _log = logging.getLogger(__name__)
 
 _TOLERANCE = 1.03  # of the peak of the first steps over the planned one
 _STEPS_CHECKED = 3
+_EXPANDABLE = (
+    " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the process starts, leaves fewer gaps."
+)
+
+
+def expandable() -> bool:
+    """Whether torch's allocator has expandable segments, which leave fewer gaps."""
+    return any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
 
 
 class FirstSteps:
@@ -47,11 +55,12 @@ class FirstSteps:
         _log.warning(
             "fit_memory: the first steps took %s of memory (%s with what torch's allocator holds "
             "in reserve), and %s were planned (an optimizer with larger states, other tensors on "
-            "the device, gaps between tensors)%s.",
+            "the device, gaps between tensors)%s.%s",
             human_bytes(peak),
             human_bytes(reserved),
             human_bytes(fit.peak),
             "; layers keep less on the device from now on" if less else "",
+            _EXPANDABLE if peak <= fit.memory < reserved and not expandable() else "",
         )
         if less:
             fit._keep_less(max(peak - fit.peak, reserved - fit._needs))

@@ -46,7 +46,7 @@ from ..memory.devices import FRAGMENTATION
 from ..memory.hosting import Hosting, Pace
 from ..memory.measure import MeasuredModel
 from ..packing.packed_list import PackedList
-from .first_steps import FirstSteps
+from .first_steps import FirstSteps, expandable
 from .fitted import FittedLayer, RunsLevels, decoder_layers, fitted, runs_recorded
 from .hosted import HostedExperts, pace
 from .overrides import Overrides
@@ -306,8 +306,7 @@ class Fit:
     @cached_property
     def _gaps(self) -> float:
         """The part of the peak that gaps between tensors take, by the allocator's segments."""
-        expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
-        return _GAPS_OF_EXPANDABLE if expandable else FRAGMENTATION
+        return _GAPS_OF_EXPANDABLE if expandable() else FRAGMENTATION
 
     @property
     def _is_recorded(self) -> bool:

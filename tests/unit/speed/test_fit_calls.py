@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from moe_qlora.errors import ConfigError
 from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import RECOMPUTE
+from moe_qlora.speed import first_steps
 from moe_qlora.speed.first_steps import FirstSteps
 from moe_qlora.speed.fitted import RunsLevels
 from moe_qlora.testing import tiny_model
@@ -346,14 +347,19 @@ def test_the_first_steps_are_compared_with_what_was_planned(
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(reserved * most))
+        monkeypatch.setattr(first_steps, "expandable", lambda: False)
+        given: list[None] = []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
         check = FirstSteps(fit)
         for _ in range(4):
             check(model, ())
         levels = {layer.level for layer in fit.layers}
     assert (levels != {"keep"}) is less
+    assert bool(given) is less  # Else graphs of before stay reserved beside the next ones
     said = [text for text in caplog.messages if "the first steps took" in text]
     assert len(said) == (over > 1.03 or less)
     assert all(("layers keep less on the device" in text) is less for text in said)
+    assert all(("expandable_segments:True" in text) is (over == 1.0) for text in said)
 
 
 @pytest.mark.parametrize("removed", [False, True])
