@@ -15,9 +15,7 @@ _log = logging.getLogger(__name__)
 
 _TOLERANCE = 1.03  # of the peak of the first steps over the planned one
 _STEPS_CHECKED = 3
-_EXPANDABLE = (
-    " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the process starts, leaves fewer gaps."
-)
+_EXPANDABLE = " PYTORCH_ALLOC_CONF=expandable_segments:True in its environment leaves fewer gaps."
 
 
 def expandable() -> bool:
