@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from chats import sequences
 from common import Rows
 
 import moe_qlora
@@ -151,7 +152,7 @@ def prepared(
             fit = stack.enter_context(
                 library.fit_memory(
                     peft_model,
-                    batch_size=options.micro_batch,
+                    batch_size=sequences(options),
                     seq_len=options.seq,
                     memory=int(memory) if memory and memory.isdigit() else memory,
                 )

@@ -43,6 +43,15 @@ THEIR_HOST = "--liger-loss --optimizer adamw_fused --offload"
 SMALL = "--expert-rank 8 --steps 6 --warmup 3"
 LARGE = "--lora attention --steps 3 --warmup 2"
 FLEX = f"--attention flex_attention {FIT}"
+BATCHES = {
+    "longest": "--micro-batch 4",
+    "padded": "--micro-batch 4",
+    "packed": "",
+    "dpo": "--micro-batch 2 --seq 2048",
+    "grpo": "--micro-batch 4 --seq 2048",
+}
+"""What is measured of chats (chats.py), by the kind of batch."""
+THEIRS = dict.fromkeys(BATCHES, FAST) | {"packed": f"{FAST} --no-checkpointing"}
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,11 @@ CASES = (
     Case("host-8GiB", "ours", f"{FIT} 8GiB --offload", SMALL, 120, True),
     Case("host-12GiB", "ours", f"{FIT} 12GiB --offload", SMALL, 120, True),
     Case("host-23GiB", "ours", f"{FIT} 23GiB --offload", SMALL, 120, True),
+    *(
+        Case(f"{data}{name}", peer, additions, f"--data {data} {sizes}", 110)
+        for data, sizes in BATCHES.items()
+        for name, peer, additions in (("", "ours", FIT), ("-frozen", "frozen", THEIRS[data]))
+    ),
     Case("one-frozen-graphs", "frozen", f"{FAST} --graphs-keep"),
     Case("one-peft", "peft", FAST, "--no-checkpointing"),
     Case("four-peft-recomputed", "peft", FAST, "--micro-batch 4"),

@@ -1,16 +1,17 @@
-"""The training loop that whole models are measured by: random tokens, AdamW on the adapters."""
+"""The training loop that whole models are measured by: random batches, AdamW on the adapters."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from chats import Batch, batches, with_loss
 from common import Rows, allocated, release, synchronize
 from torch import Tensor
 
@@ -23,12 +24,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def train(
     model: Any,
-    loss_of: Callable[[Any, Tensor], Tensor],
+    loss_of: Callable[[Any, Batch], Tensor],
     options: argparse.Namespace,
     device: torch.device,
     rows: Rows,
 ) -> None:
-    """Train on random tokens; records time, tokens/s and memory, and the losses asked for.
+    """Train on batches of `--data`; records time, tokens/s and memory, and the losses asked for.
 
     Raises:
         RuntimeError: A loss is not finite, or an adapter gets no gradient.
@@ -43,11 +44,14 @@ def train(
         rows.add("model and adapters", "bytes", allocated(device))
     seconds: list[float] = []
     losses: list[float] = []
-    for ids in _tokens(model.config.get_text_config().vocab_size, options, device):
+    counts: list[tuple[int, int]] = []  # Tokens computed, and those with a loss
+    vocabulary = model.config.get_text_config().vocab_size
+    for batch in batches(options.data, vocabulary, options, device):
+        counts.append((batch["input_ids"].numel(), with_loss(batch)))
         synchronize(device)
         start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
-            loss = loss_of(model, ids)
+            loss = loss_of(model, batch)
         loss.backward()
         if not losses:
             _check_gradients(model)
@@ -59,10 +63,13 @@ def train(
         del loss
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the loss is not finite: {losses}")
-    seconds = seconds[options.warmup :]
+    seconds, counts = seconds[options.warmup :], counts[options.warmup :]
     rows.add("step", "s", *seconds)
-    tokens = options.micro_batch * options.seq
-    rows.add("throughput", "tokens/s", *(tokens / step for step in seconds))
+    timed = [*zip(counts, seconds, strict=True)]
+    rows.add("throughput", "tokens/s", *(tokens / step for (tokens, _), step in timed))
+    if options.data != "fixed":  # Of batches that differ: all tokens over all seconds
+        rate = sum(count for _, count in counts) / sum(seconds)
+        rows.add("throughput with loss", "tokens/s", rate)
     rows.add("first loss", "nats", losses[0])
     rows.add("last loss", "nats", losses[-1])
     for step, value in enumerate(losses[: options.losses]):
@@ -71,13 +78,6 @@ def train(
         rows.add("peak in training", "bytes", torch.cuda.max_memory_allocated(device))
         rows.add("reserved in training", "bytes", torch.cuda.max_memory_reserved(device))
         rows.add("resident between steps", "bytes", allocated(device))
-
-
-def _tokens(vocab: int, options: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    shape = (options.micro_batch, options.seq)
-    for _ in range(options.warmup + options.steps):
-        yield torch.randint(vocab, shape, generator=generator).to(device)
 
 
 def _check_gradients(model: Any) -> None:

@@ -80,7 +80,8 @@ def train(
         liger="liger" in added, liger_loss="liger-loss" in added, compile="compile" in added,
         merge_lora="merge-lora" in added,
         graphs=bool({"graphs", "graphs-keep"} & {*added}), graphs_keep="graphs-keep" in added,
-        fit=additions.DEVICE if "fit" in added else None,
+        fit=additions.DEVICE if "fit" in added else None, offload=None, data="fixed",
+        expert_rank=None,
     )  # fmt: skip
     torch.manual_seed(0)
     model = building.build(config, device, building.Packer("ours", config).visit)

@@ -40,7 +40,6 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ import additions
 import peers
 import torch
 from building import OURS, Packer, build, pack
+from chats import KINDS, LOSSES, Batch
 from common import RESULTS, Rows, allocated, environment, release, release_workspace, synchronize
 from loop import OPTIMIZERS, train
 from peers import UnavailableError
@@ -99,6 +99,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=None, help="default: all")
     parser.add_argument("--seq", type=int, default=None, help="default: 4096, or 64 with --tiny")
     parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--data", choices=list(KINDS), default="fixed", help="see chats.py")
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--expert-rank", type=int, help="of LoRA on experts; default: --rank")
@@ -136,6 +137,8 @@ def _options() -> argparse.Namespace:
         parser.error("--warmup and --steps: expected 1 or more")
     if options.losses > options.warmup + options.steps:
         parser.error(f"--losses {options.losses}: expected no more than --warmup and --steps")
+    if options.loss == "liger" and options.data != "fixed":
+        parser.error("--loss liger: only with --data fixed; for others --liger-loss")
     if options.chunk_mem_const and not (options.liger or options.liger_loss):
         parser.error("--chunk-mem-const: only with --liger or --liger-loss")
     additions.check(parser, options)
@@ -164,6 +167,7 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
         f"{f' expert_rank={options.expert_rank}' if options.expert_rank else ''}"
         f"{f' chunk_mem_const={options.chunk_mem_const}' if options.chunk_mem_const else ''}"
         f"{f' attention={options.attention}' if options.attention else ''}"
+        f"{f' data={options.data}' if options.data != 'fixed' else ''}"
         f"{' generate' if options.generate else ''}"
         f"{' pack=after' if options.pack == 'after' and peer == 'ours' else ''}"
     )
@@ -232,7 +236,7 @@ def measure(
     options: argparse.Namespace,
     device: torch.device,
     rows: Rows,
-    loss_of: Callable[[Any, Tensor], Tensor],
+    loss_of: Callable[[Any, Batch], Tensor],
 ) -> None:
     """Train one peer's adapted model, or let it generate."""
     if options.generate:
@@ -329,15 +333,18 @@ def lora_config(
     )
 
 
-def _loss(options: argparse.Namespace, device: torch.device) -> Callable[[Any, Tensor], Tensor]:
+def _loss(options: argparse.Namespace, device: torch.device) -> Callable[[Any, Batch], Tensor]:
+    if options.data in LOSSES:
+        return LOSSES[options.data]
     if options.loss == "stock":
         chunks = {"chunk_mem_const": options.chunk_mem_const} if options.chunk_mem_const else {}
-        return lambda model, ids: model(input_ids=ids, labels=ids, **chunks).loss
+        return lambda model, batch: model(**batch, **chunks).loss
     if device.type != "cuda":
         raise UnavailableError("Liger's loss needs a GPU")
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    return partial(chunked_loss, LigerFusedLinearCrossEntropyLoss())
+    fused = LigerFusedLinearCrossEntropyLoss()
+    return lambda model, batch: chunked_loss(fused, model, batch["input_ids"])
 
 
 def chunked_loss(fused: Callable[..., Tensor], model: Any, ids: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ BARS = {
     "checkpointing": "recomputed {}", "linear": "Linear {}", "adapters": "adapters {}",
     "with": "{}", "chunk_mem_const": "chunk_mem_const {}", "attention": "{}",
     "memory": "fitted to {}", "shared-gpu": "{} at once", "expert_rank": "rank {} on experts",
+    "data": "batches {}",
 }  # fmt: skip
 """What a bar's caption says of a whole model's setting, beside its peer and words without value."""
 

@@ -92,6 +92,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="the checkpoint's; default: a temporary one")
     parser.add_argument("--out", type=Path, default=RESULTS / "model.csv")
     parser.add_argument("--commit", help="for a copy of the tree without its history")
+    parser.set_defaults(data="fixed")
     options = parser.parse_args()
     options.seq = options.seq or (64 if options.tiny else 4096)
     options.lora = sorted(set(options.lora.split(",")), reverse=True)
@@ -200,7 +201,7 @@ def run(options: argparse.Namespace, folder: Path, device: torch.device, rows: R
     if device.type == "cuda":
         rows.add("peak while building", "bytes", peak)
         rows.add("model", "bytes", held)
-    train(model, lambda model, ids: model(input_ids=ids, labels=ids).loss, options, device, rows)
+    train(model, lambda model, batch: model(**batch).loss, options, device, rows)
 
 
 def write_checkpoint(config: Any, folder: Path, device: torch.device) -> None:
