@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import MoeQloraError
 from ..layout import human_bytes
+from .attention import attended
 from .blocks import top_k_in
 from .budget import Engine
 from .engines import ENGINES, Sharding
@@ -47,7 +48,9 @@ def advice_of(planner: Planner, capacities: Sequence[int], node: int) -> Advice 
     copies = f", {first.copies} copies" if first.copies > 1 else ""
     speed = f"{first.seconds:.3g} s a step, {first.tokens_per_s:,.0f} tokens/s"
     chosen = f"Take {_name(first)} over {first.ranks} ranks{copies}: {speed}; {first.reason}."
-    reason = " ".join([chosen, *(other.reason for other in others), _BASIS])
+    divides = any(advice.engine == "ep" for advice in ways) or not case.planner.expert_layers
+    without = [] if divides else ["Expert parallelism cannot divide these experts over them."]
+    reason = " ".join([chosen, *(other.reason for other in others), *without, _BASIS])
     return replace(first, reason=reason, alternatives=tuple(others))
 
 
@@ -166,7 +169,8 @@ def work_of(planner: Planner, capacities: Sequence[int] = ()) -> Work:
     active = sum(block.expert_active for block in blocks)
     others = sum(block.active for block in blocks) - active
     configs = getattr(text, "per_layer_config", None) or [text] * len(layers)
-    scores = (times + 1) * settings.seq * sum(_heads_width(each, hidden) for each in configs)
+    scores = 2 * (times + 1) * attended(text, settings.seq)
+    scores *= sum(_heads_width(each, hidden) for each in configs)
     return Work(
         layers=len(layers),
         expert_layers=sum(block.slot > 0 for block in layers),

@@ -87,19 +87,22 @@ def eager_attention(model: nn.Module) -> EagerAttention | None:
 
 
 def attended(config: Any, seq_len: int) -> float:
-    """Return how many tokens one attends to, over all layers and places of a sequence on average.
+    """Return how many tokens one attends to, on average of all places in a sequence.
 
-    Layers that attend to a window, or to chunks, attend to no more than that.
+    That is the mean of the layers with attention, some of which have a window, or attend within
+    chunks; without `layer_types`, a configuration's window is that of all layers.
     """
     text = config.get_text_config()
-    windows = {
-        "sliding_attention": getattr(text, "sliding_window", None),
-        "chunked_attention": getattr(text, "attention_chunk_size", None),
-        "full_attention": None,
+    window = getattr(text, "sliding_window", None) or seq_len
+    chunk = getattr(text, "attention_chunk_size", None) or seq_len
+    window, chunk = min(window, seq_len), min(chunk, seq_len)
+    spans = {
+        "full_attention": seq_len / 2,
+        "sliding_attention": window - window**2 / (2 * seq_len),
+        "chunked_attention": chunk / 2,
     }
-    types = [kind for kind in getattr(text, "layer_types", None) or () if kind in windows]
-    spans = [min(seq_len / 2, windows[kind] or seq_len) for kind in types]
-    return sum(spans) / len(spans) if spans else seq_len / 2
+    types = [kind for kind in getattr(text, "layer_types", None) or () if kind in spans]
+    return sum(spans[kind] for kind in types or ["sliding_attention"]) / max(len(types), 1)
 
 
 def hold_back(config: Any) -> str | None:

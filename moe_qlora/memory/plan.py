@@ -279,8 +279,10 @@ def _node(nodes: Any, devices: int) -> int:
     """Return how many GPUs a machine has, where so many devices are in these."""
     if nodes is None:
         return NODE
+    if not devices:
+        raise ConfigError(f"nodes is {nodes!r} without gpus: name those of all machines.")
     whole = isinstance(nodes, int) and not isinstance(nodes, bool) and nodes > 0
-    if not whole or not devices or devices % nodes:
+    if not whole or devices % nodes:
         raise ConfigError(
             f"nodes is {nodes!r}, and gpus names {devices}: give a whole number of 1 or more that "
             "divides them."

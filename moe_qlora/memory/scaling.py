@@ -102,9 +102,11 @@ class Links:
         """Return those of a card; beside NVLink each has 400 Gb/s between nodes, else 100."""
         return cls(pace.bus, _CARD if pace.bus > pace.link else _SLOW_CARD, node)
 
-    def nodes(self, gpus: int) -> int:
-        """Return how many nodes so many GPUs fill, one after the other."""
-        return cdiv(gpus, self.node)
+    def nodes(self, ranks: int, gpus: int) -> int:
+        """Return over how many nodes a group of ranks is spread at most, of GPUs in their order."""
+        if gpus <= self.node or self.node % ranks == 0:
+            return 1
+        return max(2, cdiv(ranks, self.node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +164,8 @@ def trip_bytes(work: Work, way: Way, tokens: int) -> int:
 
 def exposed(work: Work, way: Way, tokens: int, busy: float, links: Links) -> float:
     """Return the seconds of communication that `busy` seconds of compute do not hide."""
-    backward, nodes = _BACKWARD * busy, links.nodes(way.group)
-    every = links.nodes(way.gpus)
+    backward, nodes = _BACKWARD * busy, links.nodes(way.group, way.gpus)
+    every = links.nodes(way.gpus, way.gpus)
 
     def summed(own: float, whole: float) -> float:  # over copies of a share, and over all ranks
         seconds = 2 * ring(own / way.group, way.copies, min(way.copies, every), links)

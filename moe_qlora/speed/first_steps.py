@@ -66,6 +66,8 @@ class FirstSteps:
 
     def _give_back_once(self) -> None:
         fit = self.fit
+        if fit._given_back is not None:
+            fit._given_back.remove()
         if fit._is_recorded:
             fit._given_back = _give_back_once(fit._modules[fit._names[0]])
 

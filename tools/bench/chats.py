@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +123,7 @@ KINDS: dict[str, Callable[[int, int, int, torch.Generator], Batch]] = {
 }
 
 
-def _log_probabilities(model: torch.nn.Module, batch: Batch) -> Tensor:
+def _log_probabilities(model: Any, batch: Batch) -> Tensor:
     """Return that of each token with a label, 0 for others: `(B, S - 1)`, float32."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits = model(**inputs).logits[:, :-1]
@@ -135,7 +136,7 @@ def _log_probabilities(model: torch.nn.Module, batch: Batch) -> Tensor:
     )
 
 
-def dpo_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+def dpo_loss(model: Any, batch: Batch) -> Tensor:
     """The loss of Direct Preference Optimization (Rafailov et al., 2023, equation 7)."""
     with torch.no_grad(), model.disable_adapter():
         reference = _log_probabilities(model, batch).sum(1)
@@ -144,7 +145,7 @@ def dpo_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-def grpo_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+def grpo_loss(model: Any, batch: Batch) -> Tensor:
     """The clipped loss of GRPO (Shao et al., 2024, equation 3) without its KL term, as TRL's."""
     with torch.no_grad():
         before = _log_probabilities(model, batch)

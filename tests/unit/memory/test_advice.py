@@ -145,7 +145,7 @@ def test_nodes():
 
 @pytest.mark.parametrize(
     ("nodes", "gpus", "names"),
-    [(3, "8xH200", 8), (0, "8xH200", 8), (True, "8xH200", 8), (1.0, "8xH200", 8), (2, None, 0)],
+    [(3, "8xH200", 8), (0, "8xH200", 8), (True, "8xH200", 8), (1.0, "8xH200", 8)],
 )
 def test_nodes_that_make_no_sense(nodes, gpus, names):
     with pytest.raises(moe_qlora.ConfigError) as caught:
@@ -154,6 +154,11 @@ def test_nodes_that_make_no_sense(nodes, gpus, names):
         f"nodes is {nodes!r}, and gpus names {names}: give a whole number of 1 or more that "
         "divides them."
     )
+
+
+def test_nodes_without_gpus():
+    with pytest.raises(moe_qlora.ConfigError, match=r"^nodes is 2 without gpus: name those"):
+        moe_qlora.plan(config(1), nodes=2, **ASKED)
 
 
 def test_json():
@@ -168,7 +173,7 @@ def test_json():
 
 def test_layers_whose_heads_differ():
     """A configuration by layers; an attribute that differs cannot be asked of the whole."""
-    model = tiny_model("gemma4_text", device="meta", dtype=torch.bfloat16)
+    model = tiny_model("gemma4_text", device="meta", dtype=torch.bfloat16, sliding_window=64)
     layers = model.config.per_layer_config
     heads = [layer.num_attention_heads * 2 * layer.head_dim for layer in layers]
     made = [

@@ -310,8 +310,15 @@ def test_tokens_that_one_attends_to() -> None:
     assert attention.attended(tiny_config("qwen3_moe"), long) == long / 2
     half = tiny_config("gpt_oss", sliding_window=128, num_hidden_layers=2)
     half.layer_types = ["sliding_attention", "full_attention"]
-    assert attention.attended(half, long) == (128 + long / 2) / 2
+    window = 128 - 128**2 / (2 * long)
+    assert attention.attended(half, long) == (window + long / 2) / 2
     assert attention.attended(half, 100) == 50
+    every = tiny_config("mixtral", sliding_window=128)
+    assert attention.attended(every, long) == window
+    assert window == pytest.approx(sum(min(i + 0.5, 128) for i in range(long)) / long)
+    chunks = tiny_config("llama4_text", attention_chunk_size=1024, num_hidden_layers=2)
+    chunks.layer_types = ["chunked_attention"] * 2
+    assert attention.attended(chunks, long) == 512
     linear = tiny_config("qwen3_next", num_hidden_layers=2)
     linear.layer_types = ["linear_attention", "full_attention"]
     assert attention.attended(linear, long) == long / 2

@@ -41,6 +41,14 @@ def test_rings_by_hand():
     assert ring(8e9, 4, 4, slow) == pytest.approx(8e9 * 3 / 4 / 10e9 + 4 * 10e-6)
 
 
+def test_groups_that_lie_on_two_machines():
+    nodes = Links(200e9, 10e9).nodes
+    assert [nodes(n, 16) for n in (2, 4, 8, 16)] == [1, 1, 1, 2]
+    assert nodes(6, 6) == 1
+    assert nodes(6, 12) == 2  # Ranks 6 and 7 on the first, 8 to 11 on the second
+    assert nodes(24, 48) == 3
+
+
 def test_all_to_all_by_hand():
     slow = Links(200e9, 10e9)
     assert all_to_all(4e9, 4, slow) == pytest.approx(3e9 / 200e9)
