@@ -124,7 +124,7 @@ def _whole(
 ) -> Run:
     lora = "experts,attention" if peer == "ours" else "attention"
     words += f" layers=48 seq={seq} batch={batch} lora={lora} peer={peer}"
-    return find("model.csv", commit, QWEN, words, ["generate", *without])
+    return find("model.csv", commit, QWEN, words, ["generate", "data", *without])
 
 
 def of_table(batch: int) -> list[tuple[str, Run]]:
