@@ -49,7 +49,7 @@ def advice_of(planner: Planner, capacities: Sequence[int], node: int) -> Advice 
     speed = f"{first.seconds:.3g} s a step, {first.tokens_per_s:,.0f} tokens/s"
     chosen = f"Take {_name(first)} over {first.ranks} ranks{copies}: {speed}; {first.reason}."
     divides = any(advice.engine == "ep" for advice in ways) or not case.planner.expert_layers
-    without = [] if divides else ["Expert parallelism cannot divide these experts over them."]
+    without = [] if divides else ["Expert parallelism cannot divide these experts over these GPUs."]
     reason = " ".join([chosen, *(other.reason for other in others), *without, _BASIS])
     return replace(first, reason=reason, alternatives=tuple(others))
 

@@ -53,7 +53,7 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         peak, use = fullest(choice)
         return _needed(peak) <= use.capacity
 
-    ladder = Ladder.of(attended(planner.meta.base.config, seq))
+    ladder = Ladder.of(attended(planner.text_config, seq))
     none = at(path(layers, hosting, ladder)[0], layers, activities, ladder)
     choice = none
     if fits(none):

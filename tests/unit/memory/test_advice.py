@@ -161,6 +161,14 @@ def test_nodes_without_gpus():
         moe_qlora.plan(config(1), nodes=2, **ASKED)
 
 
+def test_experts_that_cannot_be_divided_are_named():
+    """Three GPUs share no experts evenly, and two do."""
+    said = "Expert parallelism cannot divide these experts over these GPUs."
+    found = advise("3xH200", 2)
+    assert said in found.reason and all(each.engine != "ep" for each in found.alternatives)
+    assert said not in advise("2xH200", 2).reason
+
+
 def test_json():
     plan = moe_qlora.plan(config(2), gpus="2xH200", **ASKED)
     said = json.loads(json.dumps(plan.as_dict()))["advice"]

@@ -362,6 +362,27 @@ def test_the_first_steps_are_compared_with_what_was_planned(
     assert all(("expandable_segments:True" in text) is (over == 1.0) for text in said)
 
 
+def test_after_a_smaller_choice_memory_is_given_back_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = adapted()
+    with fitted(model) as fit:
+        layers = [*fit._modules.values()]
+        for layer in layers:
+            layer.forward = _Recorded().forward
+        for name in ("max_memory_allocated", "max_memory_reserved"):
+            monkeypatch.setattr(torch.cuda, name, lambda device: 2 * fit.memory)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        check, hooks = FirstSteps(fit), []
+        for _ in range(4):
+            check(model, ())
+            hooks.append(fit._given_back)
+        assert hooks[0] is not None and hooks[:3] == hooks[:1] * 3
+        assert hooks[3] is not None and hooks[3] is not hooks[0]
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
 @pytest.mark.parametrize("removed", [False, True])
 def test_what_the_first_backward_reserved_is_given_back_once(
     removed: bool, monkeypatch: pytest.MonkeyPatch
