@@ -16,8 +16,9 @@ larger memory computes again or copies, a smaller one does too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from ..errors import ConfigError
@@ -81,8 +82,6 @@ class Ladder:
         return cls(levels, values, dict(zip(levels, sums, strict=True)))
 
 
-MEASURED = Ladder.of(_ATTENDED)
-
 ActivitiesByLevel = Mapping[str, Sequence[Activity]]
 """Level -> what each block does in a step in which all decoder layers are on that level."""
 
@@ -105,7 +104,7 @@ class LayerChoice:
 class Choice:
     """The most that layers can keep."""
 
-    steps: int  # Of `order`
+    steps: int  # Of `Choices.order`
     levels: dict[str, str]  # Decoder layer -> its level, in the model's order
     activities: tuple[Activity, ...]  # What each block then does
     host: int = 0  # Layers with experts in host memory, the last of those that have experts
@@ -117,19 +116,6 @@ class Choice:
             LayerChoice(name, level, "host" if name in hosted else "device")
             for name, level in self.levels.items()
         )
-
-
-def order(layers: Sequence[str], ladder: Ladder = MEASURED) -> Iterator[tuple[str, str]]:
-    """Yield (layer, its new level) for each step, given the layers in the model's order."""
-    return ((name, level) for level in ladder.levels[1:] for name in reversed(layers))
-
-
-def levels_at(layers: Sequence[str], steps: int, ladder: Ladder = MEASURED) -> dict[str, str]:
-    """Return the level of each layer after so many steps."""
-    levels = dict.fromkeys(layers, RECOMPUTE)
-    for (name, level), _ in zip(order(layers, ladder), range(steps), strict=False):
-        levels[name] = level
-    return levels
 
 
 def mixed(activities: ActivitiesByLevel, levels: Mapping[str, str]) -> tuple[Activity, ...]:
@@ -144,28 +130,120 @@ def mixed(activities: ActivitiesByLevel, levels: Mapping[str, str]) -> tuple[Act
 
 
 Place = tuple[int, int]
-"""A place on the path: layers with experts in host memory, and steps of `order`."""
+"""A place on the path: layers with experts in host memory, and steps of `Choices.order`."""
 
 
-def path(
-    layers: Sequence[str], hosting: Hosting | None = None, ladder: Ladder = MEASURED
-) -> tuple[Place, ...]:
-    """Return the places that a choice may be at, from the least memory to the most."""
-    rising = list(order(layers, ladder))
-    if hosting is None:
-        return tuple((0, steps) for steps in range(len(rising) + 1))
-    counts = list(hosting.counts)
-    host, steps, saved = counts.pop(0), 0, dict.fromkeys(layers, 0.0)
-    places = [(host, steps)]
-    while counts or steps < len(rising):
-        rise = rising[steps] if steps < len(rising) else None
-        value = 0.0 if rise is None else ladder.values[rise[1]]
-        if rise is None or (counts and _saves(hosting, host, counts[0], saved, value)):
-            host = counts.pop(0)
-        else:
-            steps, saved[rise[0]] = steps + 1, ladder.saved[rise[1]]
-        places.append((host, steps))
-    return tuple(places)
+@dataclass(frozen=True)
+class Choices:
+    """All choices that there are for a model, from the one that takes the least memory on."""
+
+    layers: tuple[str, ...]  # Names of the decoder layers, in the model's order
+    ladder: Ladder
+    hosting: Hosting | None = None  # Where packed experts may lie in host memory
+
+    @cached_property
+    def order(self) -> tuple[tuple[str, str], ...]:
+        """(layer, its new level) for each step."""
+        levels = self.ladder.levels[1:]
+        return tuple((name, level) for level in levels for name in reversed(self.layers))
+
+    @cached_property
+    def path(self) -> tuple[Place, ...]:
+        """The places that a choice may be at, from the least memory to the most."""
+        rising, hosting = self.order, self.hosting
+        if hosting is None:
+            return tuple((0, steps) for steps in range(len(rising) + 1))
+        counts = list(hosting.counts)
+        host, steps, saved = counts.pop(0), 0, dict.fromkeys(self.layers, 0.0)
+        places = [(host, steps)]
+        while counts or steps < len(rising):
+            rise = rising[steps] if steps < len(rising) else None
+            value = 0.0 if rise is None else self.ladder.values[rise[1]]
+            if rise is None or (counts and _saves(hosting, host, counts[0], saved, value)):
+                host = counts.pop(0)
+            else:
+                steps, saved[rise[0]] = steps + 1, self.ladder.saved[rise[1]]
+            places.append((host, steps))
+        return tuple(places)
+
+    def levels_at(self, steps: int) -> dict[str, str]:
+        """Return the level of each layer after so many steps."""
+        return dict.fromkeys(self.layers, RECOMPUTE) | dict(self.order[:steps])
+
+    def at(self, place: Place, activities: ActivitiesByLevel) -> Choice:
+        """Return the choice of a place."""
+        host, steps = place
+        levels = self.levels_at(steps)
+        return Choice(steps, levels, mixed(activities, levels), host)
+
+    def most_kept(
+        self,
+        activities: ActivitiesByLevel,
+        fits: Callable[[Choice], bool],
+        highest: str = KEEP,
+    ) -> Choice | None:
+        """Return the last choice on the path that fits, up to a level; None where none does."""
+        most = self.ladder.levels.index(highest) * len(self.layers)
+        for place in reversed(self.path):
+            if place[1] <= most and fits(choice := self.at(place, activities)):
+                return choice
+        return None
+
+    def choose(
+        self,
+        activities: ActivitiesByLevel,
+        needed: Callable[[Choice], int],
+        limit: int,
+        highest: str = KEEP,
+        advice: str = MORE_MEMORY,
+    ) -> Choice:
+        """Return the last choice on the path, up to a level, that needs at most `limit` bytes.
+
+        Raises:
+            ConfigError: Every choice needs more.
+        """
+        least: list[int] = []
+
+        def fits(choice: Choice) -> bool:
+            least[:] = [min((*least, needs := needed(choice)))]
+            return needs <= limit
+
+        choice = self.most_kept(activities, fits, highest)
+        if choice is None:
+            most = "" if self.hosting is None else f" and has experts of {self.hosting.most}"
+            where = most and f"{most} in host memory"
+            raise ConfigError(
+                f"memory is {limit} bytes ({human_bytes(limit)}), and a step that computes layers "
+                f"again{where} takes {human_bytes(least[0])}: {least[0] - limit} bytes are "
+                f"missing. {advice}"
+            )
+        return choice
+
+    def gain(self, activities: ActivitiesByLevel, choice: Choice) -> float:
+        """Return how many times as fast a step is as one that computes every layer again.
+
+        With `hosting`, that one also has as many experts in host memory as there may be.
+        """
+        if self.hosting is not None:
+            step = self.hosting.step(choice.host, self.saved_by(choice))
+            return self.hosting.step(self.hosting.most, {}) / step
+        every = self._value(activities, dict.fromkeys(choice.levels, KEEP))
+        kept = self._value(activities, choice.levels) / every if every else 0.0
+        return 1 / (1 - RECOMPUTED * kept)
+
+    def saved_by(self, choice: Choice) -> dict[str, float]:
+        """Return the part of each layer's recomputation that its level saves."""
+        return {name: self.ladder.saved[level] for name, level in choice.levels.items()}
+
+    def _value(self, activities: ActivitiesByLevel, levels: Mapping[str, str]) -> float:
+        """Return what is saved in time by what layers keep on these levels."""
+        saved = {level: {a.name: a.saved for a in blocks} for level, blocks in activities.items()}
+        rising, total = self.ladder.levels, 0.0
+        for name, level in levels.items():
+            for below, this in pairwise(rising[: rising.index(level) + 1]):
+                kept = max(saved[this][name] - saved[below][name], 0)
+                total += self.ladder.values[this] * kept
+        return total
 
 
 def _saves(
@@ -178,99 +256,6 @@ def _saves(
     seconds = hosting.waiting(host, saved) - hosting.waiting(fewer, saved)
     each = value * 1e-12 / hosting.pace.against_measured
     return seconds > each * (hosting.freed(host) - hosting.freed(fewer))
-
-
-def at(
-    place: Place,
-    layers: Sequence[str],
-    activities: ActivitiesByLevel,
-    ladder: Ladder = MEASURED,
-) -> Choice:
-    """Return the choice of a place."""
-    host, steps = place
-    levels = levels_at(layers, steps, ladder)
-    return Choice(steps, levels, mixed(activities, levels), host)
-
-
-def most_kept(
-    layers: Sequence[str],
-    activities: ActivitiesByLevel,
-    fits: Callable[[Choice], bool],
-    highest: str = KEEP,
-    hosting: Hosting | None = None,
-    ladder: Ladder = MEASURED,
-) -> Choice | None:
-    """Return the last choice on the path that fits, up to a level; None where none does."""
-    most = ladder.levels.index(highest) * len(layers)
-    for place in reversed(path(layers, hosting, ladder)):
-        if place[1] <= most and fits(choice := at(place, layers, activities, ladder)):
-            return choice
-    return None
-
-
-def choose(
-    layers: Sequence[str],
-    activities: ActivitiesByLevel,
-    needed: Callable[[Choice], int],
-    limit: int,
-    highest: str = KEEP,
-    hosting: Hosting | None = None,
-    ladder: Ladder = MEASURED,
-    advice: str = MORE_MEMORY,
-) -> Choice:
-    """Return the last choice on the path, up to a level, that needs no more than `limit` bytes.
-
-    Raises:
-        ConfigError: Every choice needs more.
-    """
-    least: list[int] = []
-
-    def fits(choice: Choice) -> bool:
-        least[:] = [min((*least, needs := needed(choice)))]
-        return needs <= limit
-
-    choice = most_kept(layers, activities, fits, highest, hosting, ladder)
-    if choice is None:
-        where = "" if hosting is None else f" and has experts of {hosting.most} in host memory"
-        raise ConfigError(
-            f"memory is {limit} bytes ({human_bytes(limit)}), and a step that computes layers "
-            f"again{where} takes {human_bytes(least[0])}: {least[0] - limit} bytes are missing. "
-            f"{advice}"
-        )
-    return choice
-
-
-def gain(
-    activities: ActivitiesByLevel,
-    levels: Mapping[str, str],
-    hosting: Hosting | None = None,
-    host: int = 0,
-    ladder: Ladder = MEASURED,
-) -> float:
-    """Return how many times as fast a step is as one that computes every layer again.
-
-    With `hosting`, that one also has as many experts in host memory as there may be.
-    """
-    if hosting is not None:
-        return hosting.step(hosting.most, {}) / hosting.step(host, saved_by(levels, ladder))
-    every = _value(activities, dict.fromkeys(levels, KEEP), ladder)
-    kept = _value(activities, levels, ladder) / every if every else 0.0
-    return 1 / (1 - RECOMPUTED * kept)
-
-
-def saved_by(levels: Mapping[str, str], ladder: Ladder = MEASURED) -> dict[str, float]:
-    """Return the part of each layer's recomputation that its level saves."""
-    return {name: ladder.saved[level] for name, level in levels.items()}
-
-
-def _value(activities: ActivitiesByLevel, levels: Mapping[str, str], ladder: Ladder) -> float:
-    """Return what is saved in time by what layers keep on these levels."""
-    saved = {level: {a.name: a.saved for a in blocks} for level, blocks in activities.items()}
-    total = 0.0
-    for name, level in levels.items():
-        for below, this in pairwise(ladder.levels[: ladder.levels.index(level) + 1]):
-            total += ladder.values[this] * max(saved[this][name] - saved[below][name], 0)
-    return total
 
 
 def counted(layers: Iterable[LayerChoice]) -> dict[str, int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .attention import attended
 from .budget import DeviceUse
-from .choice import KEEP, RECOMPUTE, Choice, Ladder, at, gain, most_kept, path, saved_by
+from .choice import KEEP, RECOMPUTE, Choice, Choices, Ladder
 from .devices import reserve_nbytes
 from .planner import LevelError, Planner
 from .report import PlannedFit
@@ -54,17 +54,16 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         return _needed(peak) <= use.capacity
 
     ladder = Ladder.of(attended(planner.text_config, seq))
-    none = at(path(layers, hosting, ladder)[0], layers, activities, ladder)
+    choices = Choices(tuple(layers), ladder, hosting)
+    none = choices.at(choices.path[0], activities)
     choice = none
     if fits(none):
         for level in ladder.levels[1:]:
             activities[level], more = planner.activities(batch, seq, capacities, level=level)
             workspace = max(workspace, more)
-        choice = most_kept(layers, activities, fits, hosting=hosting, ladder=ladder) or none
+        choice = choices.most_kept(activities, fits) or none
     peak, use = fullest(choice)
-    times = 1.0
-    if choice is not none:
-        times = gain(activities, choice.levels, hosting, choice.host, ladder)
+    times = 1.0 if choice is none else choices.gain(activities, choice)
     return PlannedFit(
         choice.layers(hosting),
         peak,
@@ -72,7 +71,7 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         use.capacity,
         times,
         hosting,
-        saved_by(choice.levels, ladder),
+        choices.saved_by(choice),
     )
 
 

@@ -32,18 +32,14 @@ from ..memory.budget import COMPONENTS, Activity, Peak, Settings, StepBudget
 from ..memory.choice import (
     ALL_KEPT,
     MORE_MEMORY,
+    Choices,
     Ladder,
     LayerChoice,
-    at,
-    choose,
     counted,
-    gain,
-    path,
-    saved_by,
     sentence,
 )
 from ..memory.devices import FRAGMENTATION
-from ..memory.hosting import Hosting, Pace
+from ..memory.hosting import Pace
 from ..memory.measure import MeasuredModel
 from ..packing.packed_list import PackedList
 from .first_steps import FirstSteps, expandable
@@ -151,10 +147,8 @@ class Fit:
         self._hook: Any = None
         self._given_back: Any = None  # The hook of `_give_back_once`
         self._activities: dict[str, tuple[Activity, ...]] = {}
-        self._names: tuple[str, ...] = ()  # Of the layers that run in a measured step
         self._sizes = 0, 0  # Sequences, and tokens in each
         self._experts = HostedExperts(base_model(model))
-        self._hosting: Hosting | None = None  # Without experts in host memory
 
     def _choose(self, batch: int, seq: int, memory: int | str | None) -> None:
         paced = pace(self._device) if self._experts.offload is not None else Pace()
@@ -165,19 +159,18 @@ class Fit:
             measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory)
             self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
             self._sizes = batch, seq
-            self._ladder = Ladder.of(attended(measured.base.config, seq))
             self._measure_once(levels.RECOMPUTE)
             ran = {activity.name for activity in self._activities[levels.RECOMPUTE]}
-            self._names = tuple(name for name in self._fitted if name in ran)
-            if not self._names:
+            names = tuple(name for name in self._fitted if name in ran)
+            if not names:
                 raise ConfigError(
                     f"fit_memory: no decoder layer of {type(measured.base).__name__} runs in a "
                     "step of text, which is what is measured."
                 )
             blocks = [block for block in measured.blocks if block.name in ran]
             could = self._could = self._experts.hosting(blocks, batch * seq, paced)
-            self._hosting = could if could.most else None
-            self._path = path(self._names, self._hosting, self._ladder)
+            ladder = Ladder.of(attended(measured.base.config, seq))
+            self._choices = Choices(names, ladder, could if could.most else None)
             self._measure_once(ALL_KEPT)
             self._resident = _resident(measured, self._device, could.freed(could.most))
             return int(self._fits(ALL_KEPT, self.memory, last=True))
@@ -187,7 +180,7 @@ class Fit:
 
         # Where all can be kept, which torch.compile takes half a minute for, that is all to know.
         every = self._least(keeps_all)
-        self._set(len(self._path) - 1 if every else self._least(place))
+        self._set(len(self._choices.path) - 1 if every else self._least(place))
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(FirstSteps(self))
 
@@ -197,7 +190,7 @@ class Fit:
         torch.compile takes long for each level: where all layers can be on one, those below it
         need no measurement, and where they cannot, those above it.
         """
-        rising = self._ladder.levels
+        rising = self._choices.ladder.levels
         lowest, highest = 0, len(rising) - 1
         fits = self._fits(levels.RECOMPUTE, memory)
         if fits and self._fits(levels.RECOMPUTE, memory, last=True):
@@ -211,17 +204,14 @@ class Fit:
                 lowest = middle
             else:
                 highest = middle
-        choice = choose(
-            self._names,
+        choice = self._choices.choose(
             self._known,
             lambda choice: self._needed(choice.activities, self._could.freed(choice.host)),
             memory,
             rising[highest],
-            self._hosting,
-            self._ladder,
-            advice=MORE_MEMORY if fits else self._advice(memory),
+            MORE_MEMORY if fits else self._advice(memory),
         )
-        return self._path.index((choice.host, choice.steps))
+        return self._choices.path.index((choice.host, choice.steps))
 
     def _advice(self, memory: int) -> str:
         """Say what to do where nothing fits."""
@@ -238,8 +228,8 @@ class Fit:
     def _fits(self, level: str, memory: int, last: bool = False) -> bool:
         """Whether all layers can be on a level, at the first place on the path or the last."""
         level_of_all = levels.KEEP if level == ALL_KEPT else level
-        steps = self._ladder.levels.index(level_of_all) * len(self._names)
-        hosts = [host for host, done in self._path if done == steps]
+        steps = self._choices.ladder.levels.index(level_of_all) * len(self._choices.layers)
+        hosts = [host for host, done in self._choices.path if done == steps]
         freed = self._could.freed(hosts[-1 if last else 0])
         return self._needed(tuple(self._activities[level]), freed) <= memory
 
@@ -247,7 +237,7 @@ class Fit:
     def _known(self) -> dict[str, tuple[Activity, ...]]:
         """What blocks do on each level: on one that was not measured, as on the one above."""
         known, above = dict(self._activities), self._activities[ALL_KEPT]
-        for level in reversed(self._ladder.levels):
+        for level in reversed(self._choices.ladder.levels):
             above = known.setdefault(level, above)
         return known
 
@@ -330,13 +320,13 @@ class Fit:
 
     def _set(self, place: int) -> None:
         self._place = place
-        choice = at(self._path[place], self._names, self._known, self._ladder)
+        choice = self._choices.at(self._choices.path[place], self._known)
         freed = self._could.freed(choice.host)
-        self.layers = choice.layers(self._hosting)
+        self.layers = choice.layers(self._choices.hosting)
         self.peak = self._resident + self._budget_of(choice.activities).nbytes - freed
         self._needs = self._needed(choice.activities, freed)
-        self.gain = gain(self._known, choice.levels, self._hosting, choice.host, self._ladder)
-        self._saved = saved_by(choice.levels, self._ladder)
+        self.gain = self._choices.gain(self._known, choice)
+        self._saved = self._choices.saved_by(choice)
         for name, layer in self._fitted.items():
             layer.level = choice.levels.get(name, levels.RECOMPUTE)
         self._experts.hold(choice.host)
@@ -375,7 +365,8 @@ class Fit:
 
     def __str__(self) -> str:
         counts = counted(self.layers)
-        return sentence(counts, self.peak, self.memory, self.gain, self._hosting, self._saved)
+        hosting = self._choices.hosting
+        return sentence(counts, self.peak, self.memory, self.gain, hosting, self._saved)
 
 
 def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -12,25 +12,22 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.memory.budget import Activity
 from moe_qlora.memory.choice import (
     LEVELS,
-    MEASURED,
+    Choice,
+    Choices,
     Ladder,
     LayerChoice,
-    choose,
     counted,
-    gain,
-    levels_at,
     mixed,
-    order,
     sentence,
 )
 
-LONG = Ladder.of(16_384)
+MEASURED, LONG = Ladder.of(2048), Ladder.of(16_384)
 ladders = st.sampled_from([MEASURED, LONG])
 
 
 def model_of(saved, ladder=MEASURED):
-    """Activities by level: an embedding, layers that save so much more a level, and a head."""
-    layers = [f"layers.{place}" for place in range(len(saved))]
+    """Choices, and activities by level: an embedding, layers that save so much more, a head."""
+    layers = tuple(f"layers.{place}" for place in range(len(saved)))
     activities = {}
     for place, level in enumerate(ladder.levels):
         inner = [
@@ -40,7 +37,7 @@ def model_of(saved, ladder=MEASURED):
         # What is no layer differs here so that a mistake shows.
         ends = [Activity(name, 5 + place, 6, 6) for name in ("embed", "head")]
         activities[level] = (ends[0], *inner, ends[1])
-    return layers, activities
+    return Choices(layers, ladder), activities
 
 
 def needed(blocks):
@@ -64,31 +61,29 @@ sizes = st.lists(st.tuples(*[st.integers(0, 50)] * len(LEVELS)), min_size=1, max
 def test_a_choice_is_the_largest_that_fits_and_larger_memory_never_keeps_less(
     saved, first, second, ladder
 ):
-    layers, activities = model_of(saved, ladder)
+    choices, activities = model_of(saved, ladder)
     least = needed(activities["recompute"])
     small, large = sorted((least + first, least + second))
-    less, more = (
-        choose(layers, activities, total, limit, ladder=ladder) for limit in (small, large)
-    )
+    less, more = (choices.choose(activities, total, limit) for limit in (small, large))
     for choice, limit in ((less, small), (more, large)):
         assert needed(choice.activities) <= limit
         after = [
-            needed(mixed(activities, levels_at(layers, n, ladder)))
-            for n in range(choice.steps + 1, (len(LEVELS) - 1) * len(layers) + 1)
+            needed(mixed(activities, choices.levels_at(n)))
+            for n in range(choice.steps + 1, len(choices.order) + 1)
         ]
         assert all(peak > limit for peak in after)
     rank = ladder.levels.index
-    assert all(rank(less.levels[name]) <= rank(more.levels[name]) for name in layers)
+    assert all(rank(less.levels[name]) <= rank(more.levels[name]) for name in choices.layers)
 
 
 def test_levels_rise_experts_first_and_from_the_last_layer():
-    layers = ["a", "b", "c"]
-    assert list(order(layers)) == [
+    choices = Choices(("a", "b", "c"), MEASURED)
+    assert list(choices.order) == [
         (name, level) for level, name in product(LEVELS[1:], ("c", "b", "a"))
     ]
-    assert levels_at(layers, 0) == dict.fromkeys(layers, "recompute")
-    assert levels_at(layers, 4) == {"a": "experts", "b": "experts", "c": "attention"}
-    assert levels_at(layers, 12) == dict.fromkeys(layers, "keep")
+    assert choices.levels_at(0) == dict.fromkeys("abc", "recompute")
+    assert choices.levels_at(4) == {"a": "experts", "b": "experts", "c": "attention"}
+    assert choices.levels_at(12) == dict.fromkeys("abc", "keep")
 
 
 def test_in_long_sequences_attention_comes_before_the_experts():
@@ -104,7 +99,7 @@ def test_in_long_sequences_attention_comes_before_the_experts():
     )
     assert LONG.saved["attention alone"] == pytest.approx(8 * 0.19 / every)
     assert LONG.saved["attention"] == pytest.approx(1 - 0.16 / every)
-    assert levels_at(["a", "b"], 3, LONG) == {"a": "attention alone", "b": "attention"}
+    assert Choices(("a", "b"), LONG).levels_at(3) == {"a": "attention alone", "b": "attention"}
 
 
 def test_blocks_that_are_no_layers_and_the_order_of_running_stay():
@@ -116,25 +111,28 @@ def test_blocks_that_are_no_layers_and_the_order_of_running_stay():
 
 
 def test_where_computing_all_again_does_not_fit_the_missing_bytes_are_said():
-    layers, activities = model_of([(1, 2, 3, 4, 5)])
+    choices, activities = model_of([(1, 2, 3, 4, 5)])
     least = needed(activities["recompute"])
     with pytest.raises(ConfigError, match=r": 3 bytes are missing\."):
-        choose(layers, activities, total, least - 3)
-    assert needed(choose(layers, activities, total, least).activities) == least
+        choices.choose(activities, total, least - 3)
+    assert needed(choices.choose(activities, total, least).activities) == least
+
+
+def gain(choices, activities, *levels):
+    return choices.gain(activities, Choice(0, dict(zip(choices.layers, levels, strict=True)), ()))
 
 
 def test_the_gain_weighs_bytes_by_what_they_save():
-    layers, activities = model_of([(10, 100, 40, 50, 200), (10, 0, 40, 50, 200)])
+    model = model_of([(10, 100, 40, 50, 200), (10, 0, 40, 50, 200)])
     every = 100 * 8 + 2 * (40 * 7 + 50 * 3 + 200)
-    assert gain(activities, dict.fromkeys(layers, "recompute")) == 1.0
-    assert gain(activities, dict.fromkeys(layers, "keep")) == pytest.approx(1 / 0.74)
-    part = gain(activities, {"layers.0": "attention", "layers.1": "experts"})
+    assert gain(*model, "recompute", "recompute") == 1.0
+    assert gain(*model, "keep", "keep") == pytest.approx(1 / 0.74)
+    part = gain(*model, "attention", "experts")
     assert part == pytest.approx(1 / (1 - 0.26 * (100 * 8 + 40 * 7) / every))
 
 
 def test_layers_that_save_the_same_on_every_level_gain_nothing():
-    layers, activities = model_of([(10, 0, 0, 0, 0)])
-    assert gain(activities, dict.fromkeys(layers, "keep")) == 1.0
+    assert gain(*model_of([(10, 0, 0, 0, 0)]), "keep") == 1.0
 
 
 def test_layers_are_counted_and_told_in_one_sentence():

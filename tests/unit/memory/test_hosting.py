@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_qlora.memory.choice import LEVELS, choose, counted, gain, path, saved_by, sentence
+from moe_qlora.memory.choice import LEVELS, Choice, Choices, counted, sentence
 from moe_qlora.memory.devices import GPUS, gpu_of_device, pace_of
 from moe_qlora.memory.hosting import ExpertLayer, Hosting, Pace, operations
-from tests.unit.memory.test_choice import model_of, needed
+from tests.unit.memory.test_choice import MEASURED, model_of, needed
 
 MB = 1 << 20
 
@@ -80,36 +81,40 @@ def test_one_or_two_layers_free_nothing():
     assert hosting_of([5] * 5, most=2).counts == (0,)
 
 
-def orders(hosting, layers):
-    places = path(layers, hosting)
+def choices_of(hosting):
+    """Choices for layers that all have experts."""
+    return Choices(tuple(layer.name for layer in hosting.layers), MEASURED, hosting)
+
+
+def orders(hosting):
+    places = choices_of(hosting).path
     assert places[0] == (hosting.counts[0], 0)
-    assert places[-1] == (0, (len(LEVELS) - 1) * len(layers))
+    assert places[-1] == (0, (len(LEVELS) - 1) * len(hosting.layers))
     for (host, steps), (fewer, more) in pairwise(places):
         assert (fewer < host) != (more > steps) and more - steps in (0, 1)
     return places
 
 
 def test_hidden_copies_leave_memory_to_activations_and_slow_ones_bring_experts_first():
-    layers = [f"layers.{i}" for i in range(6)]
-    hidden = orders(hosting_of([MB] * 6, link=1e12), layers)
+    hidden = orders(hosting_of([MB] * 6, link=1e12))
     assert [host for host, _ in hidden] == [6] * 25 + [5, 4, 3, 0]
-    slow = orders(hosting_of([MB] * 6, link=1e3), layers)
+    slow = orders(hosting_of([MB] * 6, link=1e3))
     assert [steps for _, steps in slow] == [0] * 5 + list(range(1, 25))
-    assert path(layers) == tuple((0, steps) for steps in range(25))
+    layers = tuple(f"layers.{i}" for i in range(6))
+    assert Choices(layers, MEASURED).path == tuple((0, steps) for steps in range(25))
 
 
 def test_between_the_two_what_saves_more_time_a_byte_comes_first():
     """Forwards hide half of the copies, backwards hide all until layers keep more."""
-    layers = [f"layers.{i}" for i in range(40)]
     size, seconds = 100 * MB, 1e-2
     hosting = hosting_of([size] * 40, link=size / (2 * 0.26 * seconds), seconds=seconds)
     # A copy saves 2.6 ms of 105 MB, 25 us a MB, of which an activation saves 8; but when few are
     # left, those that are still there from the pass before.
-    assert [steps for _, steps in orders(hosting, layers)][:36] == [0] * 36
+    assert [steps for _, steps in orders(hosting)][:36] == [0] * 36
     faster = hosting_of([size] * 40, link=size / (1.1 * 0.26 * seconds), seconds=seconds)
     # One of 2.86 ms: 0.26 ms are not hidden, 2.5 us a MB: after experts' and attention's 8 and 7,
     # before the products' 3.
-    places = orders(faster, layers)
+    places = orders(faster)
     brought = next(steps for (host, steps) in places if host < 40)
     assert 2 * 40 <= brought <= 4 * 40
 
@@ -120,9 +125,10 @@ sizes = st.lists(st.tuples(*[st.integers(0, 50)] * len(LEVELS)), min_size=1, max
 @settings(deadline=None, max_examples=100)
 @given(sizes, st.lists(st.integers(1, 60), min_size=5, max_size=5), st.data())
 def test_a_larger_memory_never_computes_again_or_copies_more(saved, experts, data):
-    layers, activities = model_of(saved)
-    link = data.draw(st.floats(1e-2, 1e12))
+    choices, activities = model_of(saved)
+    layers, link = choices.layers, data.draw(st.floats(1e-2, 1e12))
     hosting = hosting_of(experts[: len(saved)], link=link)
+    choices = replace(choices, hosting=hosting)
 
     def total(choice):
         return needed(choice.activities) + sum(experts[: len(saved)]) - hosting.freed(choice.host)
@@ -130,9 +136,7 @@ def test_a_larger_memory_never_computes_again_or_copies_more(saved, experts, dat
     least = needed(activities["recompute"]) + sum(experts[: len(saved)])
     least -= hosting.freed(hosting.counts[0])
     small, large = sorted(least + data.draw(st.integers(0, 1200)) for _ in range(2))
-    less, more = (
-        choose(layers, activities, total, limit, hosting=hosting) for limit in (small, large)
-    )
+    less, more = (choices.choose(activities, total, limit) for limit in (small, large))
     assert total(less) <= small and total(more) <= large
     assert less.host >= more.host
     rank = LEVELS.index
@@ -144,7 +148,8 @@ def test_a_larger_memory_never_computes_again_or_copies_more(saved, experts, dat
 
 def test_the_sentence_says_what_is_where_and_what_copies_cost():
     hosting = hosting_of([256 * MB] * 4, link=256 * MB)
-    choice = choose(*model_of([(1, 2, 3, 4, 5)] * 4), lambda choice: 0, 1, "recompute", hosting)
+    activities = model_of([(1, 2, 3, 4, 5)] * 4)[1]
+    choice = choices_of(hosting).choose(activities, lambda choice: 0, 1, "recompute")
     assert choice.host == 0  # All fit
     hosted = [*choice.layers()][:1]
     assert counted(hosted)["host"] == 0
@@ -162,11 +167,10 @@ def test_the_sentence_says_what_is_where_and_what_copies_cost():
 
 
 def test_the_gain_is_against_copying_all_and_computing_all_again():
-    layers = [f"layers.{i}" for i in range(4)]
-    hosting = hosting_of([10] * 4, link=10)
-    keeps = dict.fromkeys(layers, "keep")
-    assert saved_by(keeps) == dict.fromkeys(layers, 1.0)
-    assert gain({}, keeps, hosting, 0) == pytest.approx((5 + 0.96) / (5 - 4 * 0.26))
+    choices = choices_of(hosting_of([10] * 4, link=10))
+    keeps = Choice(16, dict.fromkeys(choices.layers, "keep"), ())
+    assert choices.saved_by(keeps) == dict.fromkeys(choices.layers, 1.0)
+    assert choices.gain({}, keeps) == pytest.approx((5 + 0.96) / (5 - 4 * 0.26))
 
 
 def test_paces_of_cards():
