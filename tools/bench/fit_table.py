@@ -132,7 +132,8 @@ CASES = (
 def main() -> None:
     """Run the cases that the command line asks for."""
     options = _options()
-    cases = [case for case in CASES if not options.only or case.name in options.only]
+    named = {case.name: case for case in CASES}
+    cases = [named[name] for name in options.only or named]
     if options.list:
         for case in cases:
             print(f"{case.name:24s} {case.limit:4.0f} s  {shlex.join(command(case, options))}")
@@ -150,7 +151,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--within", type=float, default=540, help="seconds for all cases")
-    parser.add_argument("--only", default="", help="names of cases, by commas; default: all")
+    parser.add_argument("--only", default="", help="names of cases, by commas, in this order; default: all")
     parser.add_argument("--list", action="store_true", help="say what would be run")
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--device", default="cuda")
