@@ -151,7 +151,9 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--within", type=float, default=540, help="seconds for all cases")
-    parser.add_argument("--only", default="", help="names of cases, by commas, in this order; default: all")
+    parser.add_argument(
+        "--only", default="", help="names of cases, by commas, in this order; default: all"
+    )
     parser.add_argument("--list", action="store_true", help="say what would be run")
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--device", default="cuda")
