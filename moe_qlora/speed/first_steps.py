@@ -69,7 +69,7 @@ class FirstSteps:
         if fit._given_back is not None:
             fit._given_back.remove()
         if fit._is_recorded:
-            fit._given_back = _give_back_once(fit._modules[fit._names[0]])
+            fit._given_back = _give_back_once(fit._modules[fit._choices.layers[0]])
 
 
 def _give_back_once(layer: nn.Module) -> Any:

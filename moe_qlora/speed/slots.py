@@ -206,7 +206,9 @@ class Slots:
             if slot.block is not block or not slot.leases:
                 raise RuntimeError(
                     "experts in host memory were read in a CUDA graph that graph_layers does not "
-                    "record: call remove() on what offload_experts returned before recording it"
+                    "record, which would read them again after remove() has freed them: in "
+                    "generate, give disable_compile=True; elsewhere, call remove() on what "
+                    "offload_experts returned before recording it"
                 )
             return slot, None
         with self._lock:

@@ -82,6 +82,12 @@ LIMITED = "a86cc53"
 LONG = "113bddd"
 """Commit of 32,768 tokens, fitted to 80 GiB."""
 
+UNSLOTH = "ecfbbe4"
+"""Commit of Unsloth's runs of all 48 layers, at micro-batch 1."""
+
+KEPT = "checkpointing=none"
+CHECKPOINTED = "checkpointing=unsloth"
+
 FITTED = "checkpointing=fit with=liger-loss,merge-lora,compile,graphs{},adamw_fused"
 
 SETTINGS = {
@@ -208,6 +214,7 @@ def whole_models() -> Iterator[str]:
         f"Ours with the fastest setting above, fitted to 80 GiB: {long.speed} tokens/s at "
         f"{long.peak}, {gigabytes(long.p50['reserved in training'])} reserved. {source([long])}"
     )
+    yield from unsloth()
     yield "### Without Liger, graphs and fused AdamW"
     yield (
         "Stock loss, checkpointing, torch's AdamW. At micro-batch 1 the GPU waits for Python, so "
@@ -215,6 +222,36 @@ def whole_models() -> Iterator[str]:
     )
     yield from shown(plain("3229181", 1), "Micro-batch 1:")
     yield from shown(plain("ecb58ce", 4), "Micro-batch 4:")
+
+
+def unsloth() -> Iterator[str]:
+    """The part on Unsloth's training of all layers."""
+    yield "### All 48 layers by Unsloth"
+    runs = [
+        (f"Unsloth, {experts} experts, {how}", _unsloth(experts, words))
+        for experts in ("bf16", "nf4+double")
+        for how, words in (("all kept", KEPT), ("its own checkpointing", CHECKPOINTED))
+    ]
+    best = max((run for _, run in runs), key=lambda run: run.p50["throughput"])
+    ours = dict(whole(LIMITED, 1, kind="fitted"))["ours"]
+    yield (
+        "LoRA on attention and experts, micro-batch 1, fused AdamW, and else what it chooses by "
+        "itself, 4-bit Linear layers and fp32 adapters among it, with transformers "
+        f"{best.where['transformers']}. This was another H200 than that of the limits above, where "
+        f"this package makes {ours.speed} tokens/s in {ours.peak}; Unsloth's best here is "
+        f"{best.speed} in {best.peak}. Its 8 layers, further down, took less time each, so the GPU "
+        "may have waited for this machine's host. PEFT's LoRA on bf16 experts, compiled, ran out "
+        "of the H200's memory with all activations kept."
+    )
+    rows = [
+        (what, gigabytes(run.p50["model"]), run.peak, run.speed, run.spread) for what, run in runs
+    ]
+    yield table(("", "model", "peak", "tokens/s", "20th to 80th percentile"), rows)
+    yield source([run for _, run in runs])
+
+
+def _unsloth(experts: str, words: str) -> Run:
+    return find("model.csv", UNSLOTH, QWEN, f"layers=48 {words} {experts} peer=unsloth")
 
 
 def eight_layers() -> Iterator[str]:
