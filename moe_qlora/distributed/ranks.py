@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertsModule, ModelLayout, unwrapped_name
 from ..packing.decoders import is_shardable, is_share
+from ..packing.packed_list import PackedList
 from ..packing.parametrize import decoder_of, is_hosted, iter_packed, original_of
 from ..world import CHECKED, WholeTensor, World, first_share
 from . import gather
@@ -139,21 +140,24 @@ def _checked(model: nn.Module) -> set[str]:
 
 
 def _refuse_sharded_host(model: nn.Module) -> None:
-    """Raise where an engine has sharded a model whose experts lie in host memory."""
-    if "host" in _checked(model):
+    """Raise where an engine has sharded a model whose experts lie in host memory.
+
+    Both may come after steps without the other, so each forward looks.
+    """
+    lists = (module for module in model.modules() if isinstance(module, PackedList))
+    if all(each.host is None for each in lists):
         return
-    hosted = [(n, m, leaf) for n, m, leaf in iter_packed(model) if is_hosted(m)]
     engine = any(isinstance(module, FSDPModule) for module in model.modules())
-    for name, module, leaf in hosted:
+    for name, module, leaf in iter_packed(model):
         codes = original_of(module, leaf)
-        if engine or hasattr(codes, "device_mesh") or hasattr(codes, "ds_id"):
+        zero = hasattr(codes, "ds_id")
+        if is_hosted(module) and (engine or zero or hasattr(codes, "device_mesh")):
+            own = "ZeRO's zero_optimization.offload_param" if zero else "FSDP2's CPUOffloadPolicy"
             raise ConfigError(
                 f"{unwrapped_name(name)}.{leaf} lies in host memory, by offload_experts, and the "
                 "model is sharded over ranks: train it under DDP, or call remove() on what "
-                "offload_experts returned before sharding, and let the engine offload (FSDP2's "
-                "CPUOffloadPolicy)."
+                f"offload_experts returned before sharding, and let the engine offload ({own})."
             )
-    _checked(model).add("host")
 
 
 def _warn_of_whole_statistics(model: nn.Module) -> None:

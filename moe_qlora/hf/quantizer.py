@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.accelerate import get_max_memory
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.integrity import FolderCheck, model_problems, warn_of_changes
@@ -136,6 +137,12 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 "enabled(offload=True): this load divides or shards the model over ranks "
                 "(distributed_config, expert_mesh), and experts in host memory are whole on each "
                 "rank: load it without these, for DDP, or without offload."
+            )
+        if self._offloads() and is_deepspeed_zero3_enabled():
+            raise ConfigError(
+                "enabled(offload=True): DeepSpeed's ZeRO-3 shards every weight, and experts in "
+                "host memory are whole on each rank: use ZeRO-1 or ZeRO-2, or leave offload out "
+                "and give zero_optimization.offload_param."
             )
         if ranks is not None:
             ranks.begin(model, lambda: self._facts(files, dtype))

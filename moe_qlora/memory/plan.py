@@ -162,6 +162,12 @@ def plan(
         "offload": offload,
         "accumulation": accumulation,
     }
+    if not (offload is None or isinstance(offload, bool)):
+        raise ConfigError(
+            f"offload is {offload!r}; give True or False. Of experts in files, as "
+            "enabled(offload='disk') leaves them, `fit` is the same as of experts in host memory, "
+            "which then takes none; copies wait for the drive."
+        )
     capacities, card = devices_of(gpus)
     node = _node(nodes, len(capacities))
     if isinstance(model, (str, Path)):

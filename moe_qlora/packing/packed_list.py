@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -70,11 +71,15 @@ class Host(Protocol):
     def check(self) -> None:
         """Raise where the module's own tensors cannot be read any more."""
 
+    def files(self) -> Iterable[Path]:
+        """Return the files that it is read from, in each step."""
+
 
 class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes can go to the meta device and come back empty."""
 
     host: Host | None = None
+    offload: object | None = None  # What had it in host memory first, and may again
     moves: int = 0  # How often it went to host memory, or came back
     handle: Tensor  # `()` int64 on the CPU, of `fetch_by`, while it is in host memory
 
@@ -105,11 +110,11 @@ class PackedList(P.ParametrizationList):
             self.host.check()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        held = {key: value for key, value in self.__dict__.items() if key != "host"}
+        held = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(held, memo))
-        if self.host is not None:
-            codes, decoder = new._parameters["original"], new._modules["0"]
-            put(codes, decoder, read(cast(Tensor, codes), decoder).to(self.host.device))
+        codes, decoder = cast(Tensor, new._parameters["original"]), new._modules["0"]
+        if self.host is not None and not codes.is_meta:  # as a copy to meta has them
+            put(codes, decoder, read(codes, decoder).to(self.host.device))
         return new
 
     def _save_to_state_dict(self, *args: Any) -> None:
@@ -119,7 +124,7 @@ class PackedList(P.ParametrizationList):
 
     def forward(self) -> Tensor:
         """Return the dequantized weight, on the device that computes."""
-        return super().forward() if self.host is None else _fetched(self)
+        return super().forward() if self.host is None else _unpacked(self)
 
     def __repr__(self) -> str:
         """Return one line for `print(model)`: codec, shape and dtype of the weight, its bytes."""
@@ -135,14 +140,18 @@ class PackedList(P.ParametrizationList):
 
 def fetch_by(handle: Tensor) -> PackedWeight:
     """Return the weight on the device that computes, by the handle that compiled code has of it."""
-    chain = _by_number[int(handle)]
-    if chain.host is None:  # a backward after `remove`
+    return fetched(_by_number[int(handle)])
+
+
+def fetched(chain: PackedList) -> PackedWeight:
+    """Return the weight on the device that computes, wherever it lies by now."""
+    if chain.host is None:
         return read(chain.original, chain[0])
     return chain.host.fetch(chain)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
-def _fetched(chain: PackedList) -> Tensor:
+def _unpacked(chain: PackedList) -> Tensor:
     """Return what `ParametrizationList.forward` does of a weight in host memory."""
     assert chain.host is not None
     with torch.no_grad():

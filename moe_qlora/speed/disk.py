@@ -76,6 +76,10 @@ class OnDisk:
         """Raise a `CheckpointError` where a file was changed or removed."""
         self._disk.check(self._parts.values())
 
+    def files(self) -> set[Path]:
+        """Return the files that it is read from."""
+        return self._disk.files(self._parts.values())
+
     @property
     def host_nbytes(self) -> int:
         """Bytes of what no file has."""
@@ -110,6 +114,11 @@ class Disk:
         """Raise where a file of these parts was changed or removed."""
         for path in {part.source for part in parts if isinstance(part.source, Path)}:
             self._files[path].check()
+
+    def files(self, parts: Iterable[_Part]) -> set[Path]:
+        """Return the files of these parts, with their whole paths."""
+        named = {part.source for part in parts if isinstance(part.source, Path)}
+        return {self._files[path].path for path in named}
 
     def forget_places(self) -> None:
         """Forget where other tensors lie: their addresses may become another's."""
@@ -172,7 +181,7 @@ class _File:
     """A file that is read for as long as the model is used."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()  # however the working directory changes
         with reading(path):
             self._handle = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)

@@ -32,7 +32,7 @@ def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
         if is_share(packed_list.original):
             raise ConfigError(
                 f"offload_experts: {full} is sharded over ranks, by an engine with offloading of "
-                "its own (FSDP2's CPUOffloadPolicy)."
+                "its own (FSDP2's CPUOffloadPolicy, ZeRO's zero_optimization.offload_param)."
             )
         if share_of(module) is not None:
             raise ConfigError(f"offload_experts: the experts of {full} are divided over ranks.")

@@ -6,6 +6,7 @@ import mmap
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,10 @@ class HostMemory:
 
     def check(self) -> None:
         """Do nothing: it can be read for as long as it is there."""
+
+    def files(self) -> set[Path]:
+        """Return no file."""
+        return set()
 
     def lock(self, device: torch.device) -> None:
         """Page-lock the memory, if the device is CUDA, so that copies run beside kernels."""

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -31,7 +32,7 @@ from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
 from ..packing.decoders import read
-from ..packing.packed_list import PackedList, make_compact, put
+from ..packing.packed_list import PackedList, fetched, make_compact, put
 from .disk import Disk, OnDisk, Places
 from .expert_layers import device_of_layers, expert_groups, tied_lists
 from .host_memory import HostMemory
@@ -54,7 +55,8 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
     State dicts, `save_pretrained` and exports read the host memory. `copy.deepcopy` returns a model
     with all experts on the device. Merging into the weights is refused until `remove()`. Layers
     that `graph_layers` records, called before or after, are recorded anew. Code of torch.compile
-    fetches experts in its operators.
+    fetches experts in its operators. CUDA graphs of others are refused: `generate` on a static
+    cache, which transformers compiles with them, needs `disable_compile=True`.
 
     Args:
         model: A transformers model with packed experts, or a PEFT model around one, on CUDA or a
@@ -63,7 +65,8 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
 
     Returns:
         What was moved: `remove()`, or the end of a `with` block, moves it back. Where all experts
-        are in host memory already, as after `enabled(offload=True)`, what moved them.
+        have been in host memory already, as after `enabled(offload=True)`, what moved them; some
+        or all may be on the device, if `fit_memory` has brought them there.
 
     Raises:
         ConfigError: No experts are packed, or fewer decoder layers than `layers` have such; they
@@ -80,15 +83,15 @@ def _offload(model: nn.Module, layers: int | None, places: Places | None) -> Off
             f"offload_experts: {type(model).__name__} has no packed experts; load it under "
             "moe_qlora.enabled(), or call quantize_experts first."
         )
-    found = {id(each.host): each.host for lists in groups.values() for each in lists}
-    owners = {host.layer.offload for host in found.values() if isinstance(host, _Hosted)}
-    if layers is None and None not in found.values() and len(owners) == 1:
-        return owners.pop()
+    owners = {each.offload for lists in groups.values() for each in lists}
+    if layers is None and len(owners) == 1 and isinstance(off := owners.pop(), Offload):
+        return off
     for name, lists in groups.items():
-        if any(each.host is not None for each in lists):
+        if any(each.offload is not None for each in lists):
             raise ConfigError(
-                f"offload_experts: experts of {unwrapped_name(name)} are in host memory already; "
-                "call remove() on what the first call returned."
+                f"offload_experts: experts of {unwrapped_name(name)} are in host memory already, "
+                "or fit_memory has brought them to the device; call remove() on what the first "
+                "call returned, after enabled(offload=True) on what offload_experts(model) returns."
             )
     count = len(groups) if layers is None else layers
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= len(groups):
@@ -124,6 +127,10 @@ class Offload:
         self._lock = threading.Lock()
         self._blocks: list[_Layer] = []
         self._resting: list[_Layer] = []  # Of files, while `hold` has them on the device
+        # The places of layers that the pass before has read, None for all; and of this pass
+        self._reached: set[_Layer] | None = None
+        self._passed: list[_Layer] = []
+        self._own(self)
         try:
             for place, lists in enumerate(groups.values()):
                 self._blocks.append(_Layer(lists, self, place))
@@ -165,7 +172,13 @@ class Offload:
         while self._blocks:  # One that does not fit on the device stays where it is
             self._blocks[-1].leave()
             self._blocks.pop()
+        self._own(None)
         self._groups, self._resting = {}, []
+
+    def _own(self, offload: Offload | None) -> None:
+        """Note on all packed weights what may have them in host memory."""
+        for each in (each for lists in self._groups.values() for each in lists):
+            each.offload = offload
 
     def hold(self, count: int) -> None:
         """Let experts of the last `count` of these layers be in host memory, the others' not.
@@ -218,7 +231,9 @@ class Offload:
                 most = max(each.nbytes for each in self._blocks)
                 self._slots = Slots(self.slots, most, copier_of(self.device))
             slots = self._slots
-        return slots.fetch(block, self._following(block, training))
+            self._pass(block)
+            following = self._following(block, training)
+        return slots.fetch(block, following)
 
     def move(self, device: torch.device) -> None:
         """Compute on another device from now on."""
@@ -247,16 +262,32 @@ class Offload:
                 self._slots.forget(block)
             block.write()
 
+    def _pass(self, block: _Layer) -> None:
+        """Note that a pass reads a layer; a forward that reads an earlier one is another pass."""
+        if in_backward() or (self._passed and block is self._passed[-1]):
+            return
+        if self._passed and block.place < self._passed[-1].place:
+            self._reached, self._passed = {*self._passed}, []
+        self._passed.append(block)
+
     def _following(self, block: _Layer, training: bool) -> _Layer | None:
-        """Return the layer that is read next: forwards, in training then backwards."""
-        at, last = self._blocks.index(block), len(self._blocks) - 1
+        """Return the layer that is read next: forwards, in training then backwards.
+
+        Layers that neither this pass nor the one before has read, as those of a vision tower in a
+        step of text, are left out.
+        """
+        blocks = self._blocks
+        if self._reached is not None:
+            read = {*self._reached, *self._passed, block}
+            blocks = [each for each in blocks if each in read]
+        at, last = blocks.index(block), len(blocks) - 1
         if last == 0:
             return None
         if in_backward():
-            return self._blocks[at - 1 if at else 1]
+            return blocks[at - 1 if at else 1]
         if at < last:
-            return self._blocks[at + 1]
-        return self._blocks[last - 1 if training else 0]
+            return blocks[at + 1]
+        return blocks[last - 1 if training else 0]
 
     def _drop_slots(self) -> None:
         with self._lock:
@@ -264,6 +295,7 @@ class Offload:
                 self._slots.finish()
                 self._copies += self._slots.copies
                 self._slots = None
+            self._reached, self._passed = None, []
             if self._disk is not None:
                 self._disk.free()
 
@@ -279,7 +311,12 @@ class _Layer(Block):
             end = record.end
         self.store = offload.store(end)
         self.place = place
-        self.write()
+        try:
+            self.write()
+        except BaseException:
+            for record in self._records:
+                record.undo()
+            raise
         for record in self._records:
             record.settle(record)
 
@@ -303,8 +340,10 @@ class _Layer(Block):
     def leave(self, keeps: bool = False) -> None:
         """Move the weights back to the device, and free the host memory, or keep it for `back`."""
         self.store.check()
-        for record in self._records:
-            record.leave(self.offload.device)
+        # All of them first: a layer that does not fit on the device stays whole where it is.
+        copies = [record.on_device(self.offload.device) for record in self._records]
+        for record, packed in zip(self._records, copies, strict=True):
+            record.leave(packed)
             record.settle(None)
         if keeps:
             return
@@ -341,8 +380,8 @@ class _Hosted:
         return self.layer.offload.device
 
     def fetch(self, packed_list: PackedList) -> PackedWeight:
-        if packed_list.host is not self:  # a backward after `remove`
-            return read(packed_list.original, packed_list[0])
+        if packed_list.host is not self:  # a backward after `remove`, or after another move
+            return fetched(packed_list)
         slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
         packed = self._views.get(slot)
         if packed is None:
@@ -359,6 +398,9 @@ class _Hosted:
 
     def check(self) -> None:
         self.layer.store.check()
+
+    def files(self) -> Iterable[Path]:
+        return self.layer.store.files()
 
     def settle(self, host: _Hosted | None) -> None:
         """Be the lists' host, or let them have none."""
@@ -385,10 +427,21 @@ class _Hosted:
         self._views.clear()
 
     @torch.no_grad()
-    def leave(self, device: torch.device) -> None:
+    def on_device(self, device: torch.device) -> PackedWeight:
+        """Return a copy of the weight on the device."""
         with torch.inference_mode(False):
-            self._put(self._read().map(lambda tensor: tensor.to(device, copy=True)))
+            return self._read().map(lambda tensor: tensor.to(device, copy=True))
+
+    def leave(self, packed: PackedWeight) -> None:
+        """Let the modules have a weight on the device."""
+        with torch.no_grad(), torch.inference_mode(False):
+            self._put(packed)
         self._left = self._state()
+
+    def undo(self) -> None:
+        """Undo a first `write`, where it was done."""
+        if self._seen is not None:
+            self.leave(self.on_device(self.device))
 
     def back(self, store: HostMemory | OnDisk) -> None:
         """Let the modules have what they had before `leave`."""
@@ -419,9 +472,9 @@ class _Hosted:
 
 
 def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:
-    """Return what has moved some of these weights to host memory."""
-    hosts = (each.host for lists in groups.values() for each in lists)
-    return next((host.layer.offload for host in hosts if isinstance(host, _Hosted)), None)
+    """Return what has moved some of these weights to host memory, wherever they are now."""
+    owners = (each.offload for lists in groups.values() for each in lists)
+    return next((owner for owner in owners if isinstance(owner, Offload)), None)
 
 
 def tensors_of(packed: PackedWeight) -> list[Tensor]:

@@ -115,8 +115,10 @@ def run_refusals(folder: str) -> dict[str, str]:
     def hosted() -> Any:
         return load(folder, {}, offload=True)
 
-    def shard(**options: Any) -> Any:
+    def shard(stepped: bool = False, **options: Any) -> Any:
         model = training.adapted(hosted())
+        if stepped:
+            model(input_ids=torch.arange(6)[None])
         for layer in model.get_base_model().model.layers:
             fully_shard(layer, **options)
         return fully_shard(model, **options)(input_ids=torch.arange(6)[None])
@@ -129,6 +131,7 @@ def run_refusals(folder: str) -> dict[str, str]:
 
     return {
         "fsdp2": said(shard),
+        "fsdp2, after a step": said(lambda: shard(stepped=True)),
         "fsdp2, offload": said(lambda: shard(offload_policy=CPUOffloadPolicy(pin_memory=False))),
         "sharded first": said(sharded_first),
         "prepare_sharding": said(lambda: moe_qlora.prepare_sharding(hosted())),
@@ -167,7 +170,7 @@ def test_two_ranks_train_as_with_resident_experts(two: Any, way: str) -> None:
 def test_what_cannot_be_had_is_one_sentence(two: Any) -> None:
     for result in two:
         texts = result["refusals"]
-        for name in ("fsdp2", "fsdp2, offload"):
+        for name in ("fsdp2", "fsdp2, after a step", "fsdp2, offload"):
             assert "offload_experts, and the model is sharded over ranks" in texts[name], name
         assert "is sharded over ranks, by an engine" in texts["sharded first"]
         for name in ("prepare_sharding", "expert_parallel"):
