@@ -569,13 +569,14 @@ def test_a_limit_of_locked_memory_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 def test_slots_of_the_cpu_copy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_qlora.speed.offload.copier_of", lambda _: slots.HostCopier())
     model = with_lora(packed())
     ids, weights = token_ids(model), bits(model)
     resident = train(model, ids)
     model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model):
-        assert equal(train(model, ids), resident)
+    with monkeypatch.context() as patch:  # undone before what the fixture has set
+        patch.setattr("moe_qlora.speed.offload.copier_of", lambda _: slots.HostCopier())
+        with moe_qlora.offload_experts(model):
+            assert equal(train(model, ids), resident)
 
 
 @pytest.mark.parametrize("way", ["kept", "recomputed"])
