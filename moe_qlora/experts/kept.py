@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -34,20 +35,30 @@ _active = _Active()
 
 
 def kept_tensors() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return contexts for the forward of one checkpoint, and for its recomputation."""
+    """Return contexts for the forward of one checkpoint, and for its recomputations.
+
+    The first recomputation takes what the forward has kept, and a second one makes all anew.
+    """
     held: deque[_Tensors] = deque()
-    return _as_active(held, None), _as_active(None, held)
+    return _As(held, None), _As(None, held)
 
 
-@contextmanager
-def _as_active(keeps: deque[_Tensors] | None, returns: deque[_Tensors] | None) -> Iterator[None]:
-    # Autograd recomputes in a thread of its own, so each thread has its state.
-    before = _active.keeps, _active.returns
-    _active.keeps, _active.returns = keeps, returns
-    try:
-        yield
-    finally:
-        _active.keeps, _active.returns = before
+class _As:
+    """This thread's state in a block, which may be entered again: once for each backward."""
+
+    def __init__(self, keeps: deque[_Tensors] | None, returns: deque[_Tensors] | None) -> None:
+        self.state = keeps, returns
+        self.before: list[Any] = []
+
+    def __enter__(self) -> None:
+        # Autograd recomputes in a thread of its own, so each thread has its state.
+        self.before.append((_active.keeps, _active.returns))
+        _active.keeps, _active.returns = self.state
+
+    def __exit__(self, *_: object) -> None:
+        _active.keeps, _active.returns = self.before.pop()
+        if (left := self.state[1]) is not None:
+            left.clear()  # of a recomputation that ended early; the next one starts at the first
 
 
 def keep(tensors: Sequence[Tensor]) -> None:

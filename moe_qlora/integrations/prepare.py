@@ -13,6 +13,7 @@ layers are compiled, and neither joined nor recorded.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,12 @@ _COMPILED = "_compiled_call_impl"
 
 
 def prepare_training(
-    model: nn.Module, *, batch_size: int, seq_len: int, memory: int | str | None = None
+    model: nn.Module,
+    *,
+    batch_size: int,
+    seq_len: int,
+    memory: int | str | None = None,
+    padded: bool = False,
 ) -> PreparedTraining:
     """Make training steps of a model as fast as its device and memory allow.
 
@@ -59,6 +65,7 @@ def prepare_training(
         seq_len: Tokens in a sequence; padding counts. CUDA graphs need batches of one length.
         memory: Bytes that the step may take on this device, or a string such as "24GiB"; None for
             what the device has free.
+        padded: Whether batches are padded or packed, as `fit_memory` measures them then.
 
     Returns:
         What was set: `str()` says it in at most six lines, which are also logged at INFO.
@@ -72,10 +79,8 @@ def prepare_training(
     if (earlier := vars(base).get(_PREPARED)) is not None:
         earlier.remove()
     with ExitStack() as undo:
-        if _is_on_cuda(model):
-            prepared = _on_cuda(model, batch_size, seq_len, memory, undo)
-        else:
-            prepared = _on_cpu(model, batch_size, seq_len, memory, undo)
+        sizes = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory, "padded": padded}
+        prepared = (_on_cuda if _is_on_cuda(model) else _on_cpu)(model, sizes, undo)
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
         prepared._undo = undo.pop_all()
@@ -115,25 +120,22 @@ class PreparedTraining:
         return PreparedTraining(list(self._lines))
 
 
-def _on_cpu(
-    model: nn.Module, batch_size: int, seq_len: int, memory: int | str | None, undo: ExitStack
-) -> PreparedTraining:
+def _on_cpu(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> PreparedTraining:
     where = "prepare_training: this model is not on a CUDA device, where Liger, torch.compile and"
     where += " CUDA graphs would make it quicker"
-    if memory is None:
+    if sizes["memory"] is None:
         return PreparedTraining([f"{where}; nothing is changed."])
     prepared = PreparedTraining([f"{where}."])
-    _fit(prepared, model, batch_size, seq_len, memory, undo)
+    _fit(prepared, model, sizes, undo)
     return prepared
 
 
-def _on_cuda(
-    model: nn.Module, batch_size: int, seq_len: int, memory: int | str | None, undo: ExitStack
-) -> PreparedTraining:
+def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> PreparedTraining:
     layers = [layer for layer in decoder_layers(model).values() if _is_on_cuda(layer)]
     obstacle = _obstacle(layers)
     compiles = obstacle is None and has_triton()
-    prepared = PreparedTraining([f"Prepared for batches of {batch_size} x {seq_len} tokens."])
+    batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
+    prepared = PreparedTraining([f"Prepared for batches of {batch}."])
     try:
         undo.enter_context(apply_liger(base_model(model), in_layers=not compiles))
         parts = [] if has_own_forward(base_model(model)) else ["loss"]
@@ -145,7 +147,7 @@ def _on_cuda(
         prepared._lines += _quicken(prepared, model, layers, compiles, undo)
     else:
         prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
-    _fit(prepared, model, batch_size, seq_len, memory, undo)
+    _fit(prepared, model, sizes, undo)
     return prepared
 
 
@@ -193,16 +195,11 @@ def _join(model: nn.Module, undo: ExitStack) -> list[str]:
 
 
 def _fit(
-    prepared: PreparedTraining,
-    model: nn.Module,
-    batch_size: int,
-    seq_len: int,
-    memory: int | str | None,
-    undo: ExitStack,
+    prepared: PreparedTraining, model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack
 ) -> None:
     from ..speed.fit import fit_memory
 
-    prepared.fit = fit_memory(model, batch_size=batch_size, seq_len=seq_len, memory=memory)
+    prepared.fit = fit_memory(model, **sizes)
     undo.callback(prepared.fit.remove)
     prepared._lines.append(f"Memory: {prepared.fit}.")
 

@@ -15,7 +15,7 @@ the loss's gradient for them, and that of the logits).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
@@ -87,6 +87,7 @@ class Settings:
     targets: str = "attention"  # As of `plan`
     adapter_dtype: str = "float32"  # "float32" (what `get_peft_model` gives) or "bfloat16"
     optimizer: str = "adamw"  # One of `OPTIMIZERS`
+    foreach: bool = True  # Whether AdamW's step takes all weights at once, as it does on CUDA
     checkpointing: bool = True  # Whether layers are computed again in backward
     accumulation: int = 1  # Micro-batches to a step; over 1, gradients live through all of them
     workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
@@ -215,12 +216,17 @@ class OptimizerBytes:
     step: int  # Temporaries of a step, in addition to states and gradients
 
 
-def optimizer_nbytes(optimizer: str, sizes: Iterable[int], itemsize: int) -> OptimizerBytes:
+def optimizer_nbytes(
+    optimizer: str, sizes: Sequence[int], itemsize: int, *, foreach: bool = True
+) -> OptimizerBytes:
     """Return the bytes for trained tensors of these sizes, in weights of `itemsize` bytes."""
     if optimizer == "adamw":
-        # The step takes the root of all second moments at once (torch's foreach implementation).
+        # The step takes the root of all second moments at once (torch's foreach implementation),
+        # or of one after the other, and divides it by a number.
         total = itemsize * sum(sizes)
-        return OptimizerBytes(2 * total, 0, total)
+        return OptimizerBytes(
+            2 * total, 0, total if foreach else 2 * itemsize * max(sizes, default=0)
+        )
     resident = paged = 0
     for size in sizes:
         eight = optimizer.endswith("8bit") and size >= _SMALLEST_8BIT
@@ -271,7 +277,12 @@ class StepBudget:
         self.last = activities[-1].name if activities else ""
         size = state_itemsize or itemsize
         self._states = [
-            optimizer_nbytes(settings.optimizer, [n for b in group for n in b.trained], size)
+            optimizer_nbytes(
+                settings.optimizer,
+                [n for b in group for n in b.trained],
+                size,
+                foreach=settings.foreach,
+            )
             for group in groups
         ]
         self._blocks = {block.name: block for group in groups for block in group}
@@ -373,7 +384,8 @@ class StepBudget:
     def _moments(self, first: int, last: int) -> Iterator[_Moment]:
         """Yield every moment that can be the peak."""
         every = sum(self._gradients[first:last])
-        step = sum(state.step for state in self._states[first:last])
+        steps = [state.step for state in self._states[first:last]]
+        step = sum(steps) if self.settings.foreach else max(steps, default=0)
         yield _Moment(None, "", 0, step, every)
         engine = self.settings.engine
         # DeepSpeed's sums of gradients have a buffer that is there at any time.

@@ -196,13 +196,16 @@ class Choices:
         limit: int,
         highest: str = KEEP,
         advice: str = MORE_MEMORY,
+        tried: Iterable[int] = (),
     ) -> Choice:
         """Return the last choice on the path, up to a level, that needs at most `limit` bytes.
+
+        `tried` is what others need, which do not fit.
 
         Raises:
             ConfigError: Every choice needs more.
         """
-        least: list[int] = []
+        least = [*tried]
 
         def fits(choice: Choice) -> bool:
             least[:] = [min((*least, needs := needed(choice)))]

@@ -18,8 +18,8 @@ is cheaper kept.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
@@ -158,15 +158,24 @@ def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]
         held: deque[Any] = deque()
         pairs.append((_Keeps(level, held), _Returns(level, held)))
     forward, again = zip(*pairs, strict=True)
-    return _all_of(forward), _all_of(again)
+    return _All(forward), _All(again)
 
 
-@contextmanager
-def _all_of(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _All:
+    """Several contexts, which may be entered again: torch recomputes once for each backward."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self.contexts = contexts
+        self.entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context)
+            self.entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered.pop().__exit__(*error)
 
 
 def _keeps(level: str, operator: Any, args: Sequence[Any]) -> bool:
@@ -218,6 +227,10 @@ class _Keeps(_LayerMode):
 
 
 class _Returns(_LayerMode):
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.held.clear()  # of a recomputation that ended early; the next one starts at the first
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.held and self.is_kept(func, args):
             return self.held.popleft()

@@ -26,6 +26,13 @@ from .tracker import MemoryTracker
 
 _HIDDEN = "hidden_states"
 
+Arguments = Callable[[Tensor], dict[str, Any]]
+"""Token ids (batch, seq) -> other arguments of a forward."""
+
+
+def _none(ids: Tensor) -> dict[str, Any]:
+    return {}
+
 
 class MeasuredModel:
     """A model with its blocks, ready for measured steps.
@@ -46,28 +53,31 @@ class MeasuredModel:
         self.itemsize = max((p.itemsize for p in self.trained), default=4)
         self.device = next(iter(self.trained), next(model.parameters())).device
 
-    def step(self, batch: int, seq: int, *, holds: bool = False) -> tuple[Activity, ...]:
+    def step(
+        self, batch: int, seq: int, *, holds: bool = False, arguments: Arguments = _none
+    ) -> tuple[Activity, ...]:
         """Run one step; return what each block does, in running order.
 
         With `holds`, what layers are given is alive in their backward whether they need it or not:
-        layers before them that are computed again hold it.
+        layers before them that are computed again hold it. `arguments` makes others of the forward.
         """
         vocabulary = self.base.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (batch, seq), generator=generator)
         if self.device.type == "cuda":
-            self._run(ids, holds)  # For what kernels and libraries allocate once
-            return self._run(ids, holds)
+            self._run(ids, holds, arguments)  # For what kernels and libraries allocate once
+            return self._run(ids, holds, arguments)
         # What a loop over experts allocates goes by the busiest: equal tokens have all in one.
-        busiest = self._run(torch.zeros_like(ids), holds)
-        most = zip(self._run(ids, holds), busiest, strict=True)
+        busiest = self._run(torch.zeros_like(ids), holds, arguments)
+        most = zip(self._run(ids, holds, arguments), busiest, strict=True)
         return tuple(_larger(first, second) for first, second in most)
 
-    def _run(self, ids: Tensor, holds: bool) -> tuple[Activity, ...]:
+    def _run(self, ids: Tensor, holds: bool, arguments: Arguments) -> tuple[Activity, ...]:
         own = {block.name: self.itemsize * sum(block.trained) for block in self.blocks}
         ids, cuda = ids.to(self.device), self.device.type == "cuda"
+        more = arguments(ids)
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        known = self._known(ids, anchor)  # Slots too, which may go afterwards
+        known = self._known(ids, anchor, *tensors_of(more))  # Slots too, which may go afterwards
         tracker: Any = _Allocator(self.device) if cuda else _Tensors(known)
         with ExitStack() as stack:
             stack.enter_context(_as_before(self.model, self.device))
@@ -80,7 +90,7 @@ class MeasuredModel:
             start = tracker.live
             recorder = BlockRecorder(tracker, self.modules)
             try:
-                loss = loss_of(self.model, ids)
+                loss = loss_of(self.model, ids, **more)
                 recorder.start_backward()
                 # Not `backward`: hooks of DDP wait for the gradients of all layers.
                 grads = torch.autograd.grad(loss, self.trained, allow_unused=True)
@@ -101,7 +111,7 @@ class MeasuredModel:
         held: list[Tensor] = []
 
         def hold(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            first = layer is layers[0]
+            first = not held  # of those that run: a tower's may not
             named = {key: value for key, value in kwargs.items() if first or key != _HIDDEN}
             held.extend(tensors_of((args if first else args[1:], named)))
 
@@ -130,10 +140,16 @@ def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Bl
 
 
 def _larger(first: Activity, second: Activity) -> Activity:
-    sizes = ("saved", "forward", "backward")
-    return replace(
-        first, **{name: max(getattr(first, name), getattr(second, name)) for name in sizes}
+    """Return the most of two steps, and of one between them, which saves as much and works as much.
+
+    So a batch does of which one half goes to all experts, and the other to a few.
+    """
+    saved = max(first.saved, second.saved)
+    forward, backward = (
+        saved + max(getattr(each, phase) - each.saved for each in (first, second))
+        for phase in ("forward", "backward")
     )
+    return replace(first, saved=saved, forward=forward, backward=backward)
 
 
 class _Tensors(MemoryTracker):

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from ..detection.trace import tensors_of
 from ..kernels.cards import PORTABLE, Card, planned_for
 from ..kernels.workspace import PlannedWorkspace, planned
+from ..lora.names import base_model
 from ..models.named import quiet
 from . import levels
 from .attention import counted_attention
@@ -191,14 +192,19 @@ def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
         vars(module).update(own)
 
 
-def loss_of(model: Any, ids: Tensor) -> Tensor:
-    """Return the model's own loss of a batch, or a number made of its first output."""
+def loss_of(model: Any, ids: Tensor, **more: Any) -> Tensor:
+    """Return the model's own loss of a batch, or a number made of its first output.
+
+    Token ids are no labels of a model that classifies. `more` are other arguments of its forward.
+    """
+    classifies = hasattr(base_model(model), "num_labels")
     try:
-        loss = getattr(model(input_ids=ids, labels=ids), "loss", None)
+        labels = {} if classifies else {"labels": ids}
+        loss = getattr(model(input_ids=ids, **labels, **more), "loss", None)
     except TypeError:
         loss = None
     if loss is None:
-        out = tensors_of(model(input_ids=ids))
+        out = tensors_of(model(input_ids=ids, **more))
         loss = next(tensor for tensor in out if tensor.requires_grad).float().mean()
     return loss
 

@@ -42,10 +42,11 @@ from ..memory.devices import FRAGMENTATION
 from ..memory.hosting import Pace
 from ..memory.measure import MeasuredModel
 from ..packing.packed_list import PackedList
+from . import masked
 from .first_steps import FirstSteps, expandable
 from .fitted import FittedLayer, RunsLevels, decoder_layers, fitted, runs_recorded
 from .hosted import HostedExperts, pace
-from .overrides import Overrides
+from .overrides import Overrides, release_copy
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +57,12 @@ _GAPS_OF_EXPANDABLE = 0.02
 
 
 def fit_memory(
-    model: nn.Module, *, batch_size: int, seq_len: int, memory: int | str | None = None
+    model: nn.Module,
+    *,
+    batch_size: int,
+    seq_len: int,
+    memory: int | str | None = None,
+    padded: bool = False,
 ) -> Fit:
     """Keep as many activations as the memory holds, and compute the rest again in backward.
 
@@ -73,9 +79,13 @@ def fit_memory(
     device stay there; if nothing fits, the error says what `offload_experts` would free.
 
     What is fitted wins over `gradient_checkpointing_enable`, which does nothing until `remove`.
-    Batches of more tokens compute their layers again, and so do layers that a step of text does not
-    reach, as those of a vision tower, whose memory is not planned. The optimizer is taken to be
-    AdamW with two states in the trained weights' dtype.
+    Batches of more or longer sequences compute their layers again, and so do layers that a step of
+    text does not reach, as those of a vision tower, whose memory is not planned. The optimizer is
+    taken to be AdamW with two states in the trained weights' dtype.
+
+    A step of whole sequences is measured, and a warning says so if the first batches are others:
+    with a mask, most kinds of attention take more memory (a third of a step's, torch's sdpa of a
+    tiny model on a CPU).
 
     With torch.distributed running, every rank has to call it, and all ranks decide alike.
 
@@ -85,6 +95,8 @@ def fit_memory(
         seq_len: Tokens in the longest sequence.
         memory: Bytes that tensors may take on the device, or a text such as "24GiB"; None for what
             the CUDA device has free, and what torch has reserved there.
+        padded: Measure a step of a padded batch: for batches that are padded, or packed with
+            positions that start anew.
 
     Returns:
         What was chosen: `str()` is one sentence, and `remove()`, or the end of a `with` block,
@@ -102,11 +114,16 @@ def fit_memory(
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
-    if any(fitted(layer) is not None for layer in layers.values()):
-        raise ConfigError(
-            "fit_memory has been called on this model before: call remove() on what it returned."
-        )
-    fit = Fit(model, layers, device, batch_size * seq_len)
+    if any(found := [each for layer in layers.values() if (each := fitted(layer)) is not None]):
+        if not all(each.is_copy for each in found):
+            raise ConfigError(
+                "fit_memory has been called on this model before: call remove() on what it "
+                "returned."
+            )
+        for each in found:  # of a model that this one was copied from
+            each.remove()
+        release_copy(model)
+    fit = Fit(model, layers, device, (batch_size, seq_len), padded)
     try:
         fit._choose(batch_size, seq_len, memory)
     except BaseException:
@@ -133,18 +150,21 @@ class Fit:
         model: Any,
         layers: dict[str, nn.Module],
         device: torch.device,
-        tokens: int,
+        promised: tuple[int, int],
+        pads: bool,
     ) -> None:
         self.memory, self.peak, self.gain = 0, 0, 1.0
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._modules, self._device = model, layers, device
         warned: set[str] = set()
         self._fitted = {
-            name: FittedLayer(layer, levels.RECOMPUTE, tokens, warned)
+            name: FittedLayer(layer, levels.RECOMPUTE, promised, warned)
             for name, layer in layers.items()
         }
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
+        self._masked: Any = None  # The hook of `masked.WholeBatches`
+        self._arguments: dict[str, Any] = {"arguments": masked.padded} if pads else {}
         self._given_back: Any = None  # The hook of `_give_back_once`
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._sizes = 0, 0  # Sequences, and tokens in each
@@ -157,7 +177,8 @@ class Fit:
         def keeps_all() -> int:
             self.memory = _limit(memory, self._device)
             measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory)
-            self._budget_of = partial(_budget, measured, Settings(batch=batch, seq=seq))
+            settings = Settings(batch=batch, seq=seq, foreach=self._device.type == "cuda")
+            self._budget_of = partial(_budget, measured, settings)
             self._sizes = batch, seq
             self._measure_once(levels.RECOMPUTE)
             ran = {activity.name for activity in self._activities[levels.RECOMPUTE]}
@@ -183,6 +204,10 @@ class Fit:
         self._set(len(self._choices.path) - 1 if every else self._least(place))
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(FirstSteps(self))
+        if not self._arguments:
+            watch = masked.WholeBatches()
+            watch.hook = self._model.register_forward_pre_hook(watch, with_kwargs=True)
+            self._masked = watch.hook
 
     def _chosen(self, memory: int) -> int:
         """Return the place on the path that so many bytes can hold.
@@ -210,6 +235,7 @@ class Fit:
             memory,
             rising[highest],
             MORE_MEMORY if fits else self._advice(memory),
+            [self._needed_by_all(ALL_KEPT, last=True)],
         )
         return self._choices.path.index((choice.host, choice.steps))
 
@@ -227,11 +253,15 @@ class Fit:
 
     def _fits(self, level: str, memory: int, last: bool = False) -> bool:
         """Whether all layers can be on a level, at the first place on the path or the last."""
+        return self._needed_by_all(level, last=last) <= memory
+
+    def _needed_by_all(self, level: str, *, last: bool = False) -> int:
+        """Return the bytes that a step needs with all layers on a level, at such a place."""
         level_of_all = levels.KEEP if level == ALL_KEPT else level
         steps = self._choices.ladder.levels.index(level_of_all) * len(self._choices.layers)
         hosts = [host for host, done in self._choices.path if done == steps]
         freed = self._could.freed(hosts[-1 if last else 0])
-        return self._needed(tuple(self._activities[level]), freed) <= memory
+        return self._needed(tuple(self._activities[level]), freed)
 
     @property
     def _known(self) -> dict[str, tuple[Activity, ...]]:
@@ -263,7 +293,8 @@ class Fit:
         for layer in self._fitted.values():
             layer.level, layer.measures = level, True
         try:
-            done = self._measured.step(batch, seq, holds=name == levels.KEEP)
+            holds = name == levels.KEEP
+            done = self._measured.step(batch, seq, holds=holds, **self._arguments)
         except torch.cuda.OutOfMemoryError:
             if level == levels.RECOMPUTE:
                 raise ConfigError(
@@ -333,25 +364,26 @@ class Fit:
 
     def _keep_less(self, excess: int) -> None:
         """Choose anew where steps take so many bytes more than was planned."""
-        for layer in self._modules.values():
-            if isinstance(runs := getattr(layer.forward, "__self__", None), RunsLevels):
-                runs.forget()
-        gc.collect()  # Graphs, whose memory would stay reserved beside that of the next ones
-        torch.cuda.empty_cache()
+        self._forget_recordings()
         try:
             place = self._chosen(self.memory - excess)
         except ConfigError:
             place = 0
         self._set(min(place, self._place))
 
+    def _forget_recordings(self) -> None:
+        for layer in self._modules.values():
+            if isinstance(runs := getattr(layer.forward, "__self__", None), RunsLevels):
+                runs.forget()
+        gc.collect()  # Graphs, whose memory would stay reserved beside that of the next ones
+        torch.cuda.empty_cache()
+
     def remove(self) -> None:
         """Let the layers run as before."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        if self._given_back is not None:
-            self._given_back.remove()
-            self._given_back = None
+        for hook in (self._hook, self._masked, self._given_back):
+            if hook is not None:
+                hook.remove()
+        self._hook = self._masked = self._given_back = None
         for layer in self._fitted.values():
             layer.remove()
         self._overrides.remove()

@@ -7,6 +7,7 @@ asks `level_of` for each call in its place.
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -30,8 +31,10 @@ class RunsLevels:
 class FittedLayer(RunsLevels):
     """The forward of one decoder layer, in place of its own."""
 
-    def __init__(self, layer: Any, level: str, tokens: int, warned: set[str]) -> None:
-        self.layer, self.level, self.tokens, self.warned = layer, level, tokens, warned
+    def __init__(self, layer: Any, level: str, promised: tuple[int, int], warned: set[str]) -> None:
+        self.layer, self.level, self.warned = layer, level, warned
+        self.promised = promised  # Sequences of a batch, and tokens of each
+        self._first = weakref.ref(layer)  # Of a copy still the layer that it was copied from
         self.measures = False  # Whether its steps are measured, and not to be recorded
         self.compiled: Any = None  # What torch.compile had put in the layer's place
         self._before = layer.__dict__.get("forward")
@@ -40,6 +43,11 @@ class FittedLayer(RunsLevels):
             self._before = None
         else:
             self.install()
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it came with a copy of the layer, and nobody has what would remove it."""
+        return self._first() is not self.layer
 
     def install(self) -> None:
         """Put `forward` in the place of the layer's own."""
@@ -60,7 +68,8 @@ class FittedLayer(RunsLevels):
     def remove(self) -> None:
         """Restore the layer's forward."""
         held = self.layer.__dict__
-        held.pop(_FITTED, None)
+        if held.get(_FITTED) is self:
+            del held[_FITTED]
         if getattr(held.get("forward"), "__self__", None) is self:
             del held["forward"]
             if self._before is not None:
@@ -106,23 +115,38 @@ def measures(layer: nn.Module) -> bool:
 def level_of(layer: nn.Module, args: Any, kwargs: Any, default: str) -> str:
     """Return the level of a layer's call; `default` where `fit_memory` has set none.
 
-    Calls of more tokens than were promised compute the layer again.
+    Calls of more or longer sequences than were promised compute the layer again.
     """
     found = fitted(layer)
     if found is None:
         return default
     x = args[0] if args else kwargs.get("hidden_states")
-    if isinstance(x, Tensor) and x.shape[:-1].numel() > found.tokens:
-        if not torch.compiler.is_compiling() and "tokens" not in found.warned:
-            found.warned.add("tokens")
-            _log.warning(
-                "fit_memory: a batch has %d tokens, and %d were promised (batch_size x seq_len): "
-                "its layers are computed again in backward.",
-                x.shape[:-1].numel(),
-                found.tokens,
-            )
+    if isinstance(x, Tensor) and _exceeds(x.shape, found):
         return levels.RECOMPUTE
     return found.level
+
+
+def _exceeds(shape: torch.Size, layer: FittedLayer) -> bool:
+    """Whether hidden states (batch, tokens, ...) are more than was promised; say so once.
+
+    What attention takes grows with the square of a sequence, whatever the others are. Of hidden
+    states (tokens, hidden) the sequences are not known.
+    """
+    batch, length = layer.promised
+    tokens = shape[:2].numel() if len(shape) > 2 else shape[0]
+    longer = len(shape) > 2 and shape[1] > length
+    if tokens <= batch * length and not longer:
+        return False
+    if not torch.compiler.is_compiling() and "tokens" not in layer.warned:
+        layer.warned.add("tokens")
+        what = "sequences of %d tokens, and seq_len=%d" if longer else "%d tokens, and %d"
+        _log.warning(
+            f"fit_memory: a batch has {what} were promised: its layers are computed again in "
+            "backward, and may take more memory than was planned.",
+            shape[1] if longer else tokens,
+            length if longer else batch * length,
+        )
+    return True
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,13 @@ _ENABLE = "gradient_checkpointing_enable"
 _FLAG = "gradient_checkpointing"
 
 
+def release_copy(model: nn.Module) -> None:
+    """Let gradient checkpointing be switched on for a copy of a model that has overrides."""
+    for host in model.modules():
+        if _ENABLE in vars(getattr(host, _ENABLE, None) or object):
+            vars(host).pop(_ENABLE, None)
+
+
 class Overrides:
     """Layers without their own checkpointing, on a model that nothing switches it on for."""
 
@@ -37,6 +44,7 @@ class Overrides:
                     type(host).__name__,
                 )
 
+        gradient_checkpointing_enable.__dict__[_ENABLE] = self
         return gradient_checkpointing_enable
 
     def remove(self) -> None:

@@ -102,7 +102,7 @@ def equal(first: tuple[list[float], Any], second: tuple[list[float], Any]) -> bo
     )
 
 
-def measured_peak(model: Any, ids: Tensor, steps: int = 2) -> int:
+def measured_peak(model: Any, ids: Tensor, steps: int = 2, **batch: Any) -> int:
     """The most bytes of tensors at once in steps of AdamW, weights and states included.
 
     Experts in host memory are not.
@@ -114,7 +114,7 @@ def measured_peak(model: Any, ids: Tensor, steps: int = 2) -> int:
     live = _Live([*model.parameters(), *model.buffers(), *statistics], hosted_tensors(base))
     with live:
         for _ in range(steps):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model(input_ids=ids, labels=ids, **batch).loss
             loss.backward()
             del loss
             optimizer.step()

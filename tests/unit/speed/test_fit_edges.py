@@ -1,0 +1,239 @@
+"""`fit_memory` with batches and models that are not those of every day."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+import moe_qlora
+from moe_qlora.memory import levels
+from moe_qlora.testing import tiny_config, tiny_model
+from tests.helpers.fitting import (
+    BATCH,
+    SEQ,
+    adapted,
+    equal,
+    fitted,
+    least_memory,
+    measured_peak,
+    token_ids,
+    train,
+    with_lora,
+)
+
+
+def two_backwards(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
+    """The gradients of two numbers of one forward, each with a backward of its own."""
+    model.zero_grad()
+    logits = model(input_ids=ids).logits.log_softmax(-1)
+    found = []
+    for part in (logits[:, ::2].square().mean(), logits[:, 1::2, 3].mean()):
+        part.backward(retain_graph=True)
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("level", levels.EVERY)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_two_backwards_of_one_forward(model_type: str, level: str) -> None:
+    """A recomputation that ended early has left what the next one must not take for its own."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
+    model = adapted(model_type, **wide)
+    ids = token_ids(model, seq=24)
+    expected = two_backwards(model, ids)
+    with fitted(model, seq_len=24) as fit:
+        for layer in fit._fitted.values():
+            layer.level = level
+        found = two_backwards(model, ids)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.keys() == other.keys() and len(mine) > 4
+        assert all(torch.equal(grad, other[name]) for name, grad in mine.items())
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "hy_v4"])
+def test_streams_of_hidden_states_are_no_tokens(
+    model_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted(model_type)
+    ids, ran = token_ids(model), 0
+
+    def count(*_: Any) -> None:
+        nonlocal ran
+        ran += 1
+
+    for layer in model.get_base_model().model.layers:
+        layer.mlp.register_forward_hook(count)
+    with caplog.at_level(logging.WARNING), fitted(model) as fit:
+        assert {layer.activations for layer in fit.layers} == {"keep"}
+        ran = 0
+        train(model, ids, 1)
+        assert ran == len(fit.layers)
+        assert measured_peak(model, ids) <= fit.peak * 1.001
+    assert "were promised" not in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH, SEQ + 1), (BATCH + 1, SEQ)])
+def test_more_or_longer_sequences_are_computed_again(
+    shape: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted("gpt_oss")
+    ids = token_ids(model, *shape)
+    expected = train(adapted("gpt_oss"), ids, 1)
+    ran: list[str] = []
+    layer = model.get_base_model().model.layers[0]
+    layer.mlp.router.register_forward_hook(lambda *_: ran.append("router"))
+    with caplog.at_level(logging.WARNING), fitted(model):
+        ran.clear()
+        train(model, token_ids(model), 1)
+        assert len(ran) == 1 and "were promised" not in caplog.text
+    model = adapted("gpt_oss")
+    with caplog.at_level(logging.WARNING), fitted(model):
+        assert equal(train(model, ids, 1), expected)
+    assert caplog.text.count("were promised") == 1
+    assert ("sequences of 96 tokens, and seq_len=48" in caplog.text) == (shape[0] == 1)
+
+
+def test_an_old_choice_does_not_undo_a_newer_one() -> None:
+    model = adapted(num_hidden_layers=4)
+    least = least_memory(model)
+    with fitted(model) as old:
+        old.remove()
+        new = fitted(model, least)
+    assert "recompute" in {layer.activations for layer in new.layers}
+    assert measured_peak(model, token_ids(model)) <= least
+    new.remove()
+    assert not any("forward" in vars(layer) for layer in model.get_base_model().model.layers)
+
+
+def test_a_copy_of_a_fitted_model_is_fitted_anew() -> None:
+    model = adapted()
+    ids = token_ids(model)
+    expected = train(adapted(), ids, 1)
+    with fitted(model) as fit:
+        copied = copy.deepcopy(model)
+        with pytest.raises(moe_qlora.ConfigError, match="called on this model before"):
+            fitted(model)
+        with fitted(copied, least_memory(copied)) as other:
+            assert {layer.activations for layer in other.layers} != {"keep"}
+            assert equal(train(copied, ids, 1), expected)
+        assert {layer.activations for layer in fit.layers} == {"keep"}
+        assert equal(train(model, ids, 1), expected)
+    copied.gradient_checkpointing_enable()
+    assert copied.is_gradient_checkpointing
+    assert not any("forward" in vars(layer) for layer in copied.get_base_model().model.layers)
+
+
+def padded_batches(ids: Tensor) -> dict[str, dict[str, Any]]:
+    mask, places = torch.ones_like(ids), torch.arange(ids.shape[1])
+    mask[0, :5], mask[-1, -9:] = 0, 0
+    return {
+        "padded": {"attention_mask": mask},
+        "packed": {"position_ids": (places % 20)[None].expand_as(ids), "use_cache": False},
+    }
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_steps_of_padded_batches_are_measured_where_asked_for(
+    model_type: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted(model_type, num_hidden_layers=4)
+    ids = token_ids(model, 1, 96)
+    batch = padded_batches(ids)[kind]
+    sizes = {"batch_size": 1, "seq_len": 96, "padded": True}
+    with pytest.raises(moe_qlora.ConfigError, match="bytes are missing") as error:
+        fitted(model, 1, **sizes)
+    least = 1 + int(str(error.value).split(": ")[-1].split()[0])
+    whole = fitted(model, **sizes)
+    most = whole.peak
+    whole.remove()
+    for memory in (least, (least + most) // 2, most):
+        with caplog.at_level(logging.WARNING), fitted(model, memory, **sizes) as fit:
+            assert measured_peak(model, ids, **batch) <= fit.peak * 1.001 <= memory * 1.001
+    assert "padded or packed" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+def test_batches_that_are_padded_unasked_are_said_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted()
+    ids = token_ids(model)
+    batch = padded_batches(ids)[kind]
+    expected = model(input_ids=ids, labels=ids, **batch).loss.item()
+    with caplog.at_level(logging.WARNING), fitted(model):
+        model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+        assert "padded" not in caplog.text
+        for _ in range(2):
+            assert model(input_ids=ids, labels=ids, **batch).loss.item() == expected
+    assert caplog.text.count("a batch is padded or packed") == 1
+
+
+@pytest.mark.parametrize(
+    "kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification]
+)
+def test_models_that_classify(kind: Any) -> None:
+    config = tiny_config("qwen3_moe")
+    config.num_labels, config.pad_token_id = 3, 0
+    model = kind.from_config(config)
+    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
+    model = with_lora(model)
+    with fitted(model) as fit:
+        assert {layer.activations for layer in fit.layers} == {"keep"}
+    with pytest.raises(moe_qlora.ConfigError, match="bytes are missing"):
+        fitted(model, 1)
+
+
+def test_the_least_memory_is_that_of_keeping_all_where_this_is_less() -> None:
+    """Of few tokens, recomputing a layer of Mamba takes more than what it saves."""
+    model = adapted("jamba")
+    sizes = {"batch_size": 1, "seq_len": 100}
+    least = least_memory(model, 1, 100)
+    with fitted(model, least, **sizes) as fit:
+        assert fit.peak <= least
+    with pytest.raises(moe_qlora.ConfigError, match=r": 1 bytes are missing"):
+        fitted(model, least - 1, **sizes)
+
+
+def test_batches_of_which_a_part_goes_to_few_experts() -> None:
+    """As padding does: saved is as of random tokens, and work as of equal ones."""
+    model = adapted("dbrx")
+    ids = token_ids(model, 2, 64)
+    ids[:, 32:] = 7
+    with fitted(model, seq_len=64) as fit:
+        assert measured_peak(model, ids) <= fit.peak
+
+
+def test_a_first_layer_that_a_tower_comes_before() -> None:
+    """Of a text model its first layer's input is held, whatever comes first in the modules."""
+    model = adapted("qwen3_vl_moe")
+    with fitted(model) as fit:
+        mine = [layer for layer in fit._fitted.values() if "language" in str(layer.layer.__class__)]
+        assert mine or fit.layers
+        names = [layer.name for layer in fit.layers]
+        fit._fitted[names[0]].level = "projections"
+        choice = dict.fromkeys(names, "keep") | {names[0]: "projections"}
+        fit._measure_once("projections")
+        needed = fit._needed(levels.choice.mixed(fit._known, choice))
+        assert measured_peak(model, token_ids(model)) <= needed
+
+
+@pytest.mark.parametrize(("rank", "seq"), [(64, 17), (16, 3)])
+def test_of_few_tokens_the_optimizer_is_the_peak(rank: int, seq: int) -> None:
+    """On a CPU AdamW steps one weight after the other."""
+    model = tiny_model("qwen3_moe", seed=0)
+    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
+    config = LoraConfig(r=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    model = moe_qlora.get_peft_model(model, config).train()
+    sizes = {"batch_size": 1, "seq_len": seq}
+    with fitted(model, **sizes) as fit:
+        measured = measured_peak(model, token_ids(model, 1, seq))
+        assert measured <= fit.peak <= 1.03 * measured
