@@ -107,7 +107,7 @@ def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compi
     model = packed(model_type, ALL_EXPERTS if compiled else None)
     wanted = [gradients(model, batch(step)) for step in range(4)]
     layers = model.get_base_model().model.layers
-    fitted = [FittedLayer(layer, level, (100, 100), set()) for layer in layers]
+    fitted = [FittedLayer(layer, level, (1, 10_000), set()) for layer in layers]
     if not compiled:  # The same kernels run
         assert_near(gradients(model, batch(3)), wanted[3])
     with moe_qlora.graph_layers(model, compiled=compiled) as graphs:
@@ -127,7 +127,7 @@ def test_layers_whose_level_changes_are_recorded_anew(changed: list[int]) -> Non
     model = packed(config={"num_hidden_layers": 4})
     wanted = [gradients(model, batch(step)) for step in range(9)]
     layers = model.get_base_model().model.layers
-    fitted = [FittedLayer(layer, levels.KEEP, (100, 100), set()) for layer in layers]
+    fitted = [FittedLayer(layer, levels.KEEP, (1, 10_000), set()) for layer in layers]
     with moe_qlora.graph_layers(model) as graphs:
         for step in range(9):
             if step == 4:
@@ -146,7 +146,7 @@ def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again(
     layers = model.get_base_model().model.layers
     order = [levels.KEEP, levels.RECOMPUTE, levels.EXPERTS, levels.KEEP, levels.ATTENTION]
     for layer, level in zip(layers, [*order, levels.KEEP], strict=True):
-        FittedLayer(layer, level, (100, 100), set())
+        FittedLayer(layer, level, (1, 10_000), set())
     with moe_qlora.graph_layers(model) as graphs:
         for place, step in enumerate(steps):
             if place == 4:

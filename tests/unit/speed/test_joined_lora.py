@@ -406,7 +406,7 @@ def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
     wanted = step()
     join_lora(model)
     for layer in model.get_base_model().model.layers:
-        FittedLayer(layer, level, (100, 100), set())
+        FittedLayer(layer, level, (1, 10_000), set())
     products.clear()
     assert distance(step(), wanted) < 1e-4
     assert products == [9, 3] * (2 if level == levels.KEEP else 4)
@@ -427,7 +427,7 @@ def test_compiled_layers_that_keep_a_part(level: str, monkeypatch: pytest.Monkey
     join_lora(model)
     for layer in model.get_base_model().model.layers:
         layer.compile()
-        FittedLayer(layer, level, (100, 100), set())
+        FittedLayer(layer, level, (1, 10_000), set())
     counters.clear()
     try:
         assert distance(step(), wanted) < 1e-4
