@@ -112,9 +112,10 @@ class PackedList(P.ParametrizationList):
         memo[id(self)] = new
         held = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(held, memo))
-        codes, decoder = cast(Tensor, new._parameters["original"]), new._modules["0"]
-        if self.host is not None and not codes.is_meta:  # as a copy to meta has them
-            put(codes, decoder, read(codes, decoder).to(self.host.device))
+        if self.host is not None:
+            codes, decoder = cast(Tensor, new._parameters["original"]), new._modules["0"]
+            if not codes.is_meta:  # as a copy to meta has them
+                put(codes, decoder, read(codes, decoder).to(self.host.device))
         return new
 
     def _save_to_state_dict(self, *args: Any) -> None:
