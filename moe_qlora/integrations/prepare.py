@@ -79,7 +79,8 @@ def prepare_training(
     if (earlier := vars(base).get(_PREPARED)) is not None:
         earlier.remove()
     with ExitStack() as undo:
-        sizes = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory, "padded": padded}
+        sizes = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
+        sizes |= {"padded": True} if padded else {}
         prepared = (_on_cuda if _is_on_cuda(model) else _on_cpu)(model, sizes, undo)
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)

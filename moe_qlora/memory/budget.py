@@ -222,11 +222,9 @@ def optimizer_nbytes(
     """Return the bytes for trained tensors of these sizes, in weights of `itemsize` bytes."""
     if optimizer == "adamw":
         # The step takes the root of all second moments at once (torch's foreach implementation),
-        # or of one after the other, and divides it by a number.
-        total = itemsize * sum(sizes)
-        return OptimizerBytes(
-            2 * total, 0, total if foreach else 2 * itemsize * max(sizes, default=0)
-        )
+        # or of one after the other: the root, its quotient, and that of the weight before.
+        total, largest = itemsize * sum(sizes), itemsize * max(sizes, default=0)
+        return OptimizerBytes(2 * total, 0, total if foreach else 3 * largest)
     resident = paged = 0
     for size in sizes:
         eight = optimizer.endswith("8bit") and size >= _SMALLEST_8BIT

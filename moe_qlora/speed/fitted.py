@@ -134,17 +134,18 @@ def _exceeds(shape: torch.Size, layer: FittedLayer) -> bool:
     """
     batch, length = layer.promised
     tokens = shape[:2].numel() if len(shape) > 2 else shape[0]
-    longer = len(shape) > 2 and shape[1] > length
-    if tokens <= batch * length and not longer:
+    if tokens > batch * length:
+        said = f"has {tokens} tokens, and {batch * length} were promised (batch_size x seq_len)"
+    elif len(shape) > 2 and shape[1] > length:
+        said = f"has sequences of {shape[1]} tokens, and {length} were promised (seq_len)"
+    else:
         return False
     if not torch.compiler.is_compiling() and "tokens" not in layer.warned:
         layer.warned.add("tokens")
-        what = "sequences of %d tokens, and seq_len=%d" if longer else "%d tokens, and %d"
         _log.warning(
-            f"fit_memory: a batch has {what} were promised: its layers are computed again in "
-            "backward, and may take more memory than was planned.",
-            shape[1] if longer else tokens,
-            length if longer else batch * length,
+            "fit_memory: a batch %s: its layers are computed again in backward, and may take more "
+            "memory than was planned.",
+            said,
         )
     return True
 
