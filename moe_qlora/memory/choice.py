@@ -200,7 +200,7 @@ class Choices:
     ) -> Choice:
         """Return the last choice on the path, up to a level, that needs at most `limit` bytes.
 
-        `tried` is what others need, which do not fit.
+        `tried` are the bytes that other choices need, known not to fit.
 
         Raises:
             ConfigError: Every choice needs more.
@@ -213,8 +213,8 @@ class Choices:
 
         choice = self.most_kept(activities, fits, highest)
         if choice is None:
-            most = "" if self.hosting is None else f" and has experts of {self.hosting.most}"
-            where = most and f"{most} in host memory"
+            hosting = self.hosting
+            where = "" if hosting is None else f" and has experts of {hosting.most} in host memory"
             raise ConfigError(
                 f"memory is {limit} bytes ({human_bytes(limit)}), and a step that computes layers "
                 f"again{where} takes {human_bytes(least[0])}: {least[0] - limit} bytes are "

@@ -140,16 +140,10 @@ def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Bl
 
 
 def _larger(first: Activity, second: Activity) -> Activity:
-    """Return the most of two steps, and of one between them, which saves as much and works as much.
-
-    So a batch does of which one half goes to all experts, and the other to a few.
-    """
-    saved = max(first.saved, second.saved)
-    forward, backward = (
-        saved + max(getattr(each, phase) - each.saved for each in (first, second))
-        for phase in ("forward", "backward")
+    sizes = ("saved", "forward", "backward")
+    return replace(
+        first, **{name: max(getattr(first, name), getattr(second, name)) for name in sizes}
     )
-    return replace(first, saved=saved, forward=forward, backward=backward)
 
 
 class _Tensors(MemoryTracker):

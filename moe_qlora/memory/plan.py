@@ -164,9 +164,8 @@ def plan(
     }
     if not (offload is None or isinstance(offload, bool)):
         raise ConfigError(
-            f"offload is {offload!r}; give True or False. Of experts in files, as "
-            "enabled(offload='disk') leaves them, `fit` is the same as of experts in host memory, "
-            "which then takes none; copies wait for the drive."
+            f"offload is {offload!r}; give True or False: experts that enabled(offload='disk') "
+            "leaves in files are not planned."
         )
     capacities, card = devices_of(gpus)
     node = _node(nodes, len(capacities))

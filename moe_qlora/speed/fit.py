@@ -83,9 +83,9 @@ def fit_memory(
     text does not reach, as those of a vision tower, whose memory is not planned. The optimizer is
     taken to be AdamW with two states in the trained weights' dtype.
 
-    A step of whole sequences is measured, and a warning says so if the first batches are others:
-    with a mask, most kinds of attention take more memory (a third of a step's, torch's sdpa of a
-    tiny model on a CPU).
+    A step of whole sequences is measured, unless `padded` is given, and a warning says so if one of
+    the first batches is padded or packed: attention with a mask often takes more memory (up to a
+    third more in a step, torch's sdpa, tiny models on a CPU).
 
     With torch.distributed running, every rank has to call it, and all ranks decide alike.
 
@@ -114,7 +114,7 @@ def fit_memory(
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
-    if any(found := [each for layer in layers.values() if (each := fitted(layer)) is not None]):
+    if found := [each for layer in layers.values() if (each := fitted(layer)) is not None]:
         if not all(each.is_copy for each in found):
             raise ConfigError(
                 "fit_memory has been called on this model before: call remove() on what it "
@@ -163,7 +163,7 @@ class Fit:
         }
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
-        self._masked: Any = None  # The hook of `masked.WholeBatches`
+        self._masked: Any = None  # `masked.MaskedBatchWarning`
         self._arguments: dict[str, Any] = {"arguments": masked.padded} if pads else {}
         self._given_back: Any = None  # The hook of `_give_back_once`
         self._activities: dict[str, tuple[Activity, ...]] = {}
@@ -205,9 +205,7 @@ class Fit:
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(FirstSteps(self))
         if not self._arguments:
-            watch = masked.WholeBatches()
-            watch.hook = self._model.register_forward_pre_hook(watch, with_kwargs=True)
-            self._masked = watch.hook
+            self._masked = masked.MaskedBatchWarning(self._model)
 
     def _chosen(self, memory: int) -> int:
         """Return the place on the path that so many bytes can hold.

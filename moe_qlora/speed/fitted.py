@@ -129,8 +129,8 @@ def level_of(layer: nn.Module, args: Any, kwargs: Any, default: str) -> str:
 def _exceeds(shape: torch.Size, layer: FittedLayer) -> bool:
     """Whether hidden states (batch, tokens, ...) are more than was promised; say so once.
 
-    What attention takes grows with the square of a sequence, whatever the others are. Of hidden
-    states (tokens, hidden) the sequences are not known.
+    Longer sequences in fewer rows are: attention may take memory by the square of the length. Of
+    hidden states (tokens, hidden) the length of sequences is not known.
     """
     batch, length = layer.promised
     tokens = shape[:2].numel() if len(shape) > 2 else shape[0]

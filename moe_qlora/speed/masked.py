@@ -1,7 +1,7 @@
 """Padded and packed batches: with most kinds of attention their steps take more memory.
 
-Attention then has a mask of all pairs of tokens, and kernels that go by it. `fit_memory` measures
-such a step where it is told to, and says so where it was not, and such batches come.
+Attention then has a mask of all pairs of tokens, and kernels that read it. `fit_memory` measures
+such a step with `padded=True`. Without, a warning says so when such a batch comes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ def padded(ids: Tensor) -> dict[str, Any]:
     return {"attention_mask": mask}
 
 
-class WholeBatches:
-    """Before each of a model's first forwards in training: warns of a batch that has a mask.
+class MaskedBatchWarning:
+    """Warns once if one of a model's first batches in training is padded or packed."""
 
-    `hook` is its own, to be removed after the last of them.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.seen = 0
-        self.hook: Any = None
+        self.hook = model.register_forward_pre_hook(self._look, with_kwargs=True)
 
-    def __call__(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def remove(self) -> None:
+        """Look at no further batch."""
+        self.hook.remove()
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         self.seen += 1
@@ -46,8 +47,8 @@ class WholeBatches:
                 "measured: with most kinds of attention it takes more memory. Call "
                 "fit_memory(..., padded=True), which measures a padded one."
             )
-        if self.hook is not None and (masked or self.seen >= _BATCHES_SEEN):
-            self.hook.remove()
+        if masked or self.seen >= _BATCHES_SEEN:
+            self.remove()
 
 
 def _is_masked(kwargs: Mapping[str, Any]) -> bool:

@@ -127,9 +127,8 @@ class Offload:
         self._lock = threading.Lock()
         self._blocks: list[_Layer] = []
         self._resting: list[_Layer] = []  # Of files, while `hold` has them on the device
-        # The places of layers that the pass before has read, None for all; and of this pass
-        self._reached: set[_Layer] | None = None
-        self._passed: list[_Layer] = []
+        self._read: list[_Layer] | None = None  # Layers that passes read, by place; None: all
+        self._passed: list[_Layer] = []  # Those that this forward has read
         self._own(self)
         try:
             for place, lists in enumerate(groups.values()):
@@ -231,8 +230,7 @@ class Offload:
                 most = max(each.nbytes for each in self._blocks)
                 self._slots = Slots(self.slots, most, copier_of(self.device))
             slots = self._slots
-            self._pass(block)
-            following = self._following(block, training)
+            following = self._following(block, training, self._order(block))
         return slots.fetch(block, following)
 
     def move(self, device: torch.device) -> None:
@@ -262,32 +260,33 @@ class Offload:
                 self._slots.forget(block)
             block.write()
 
-    def _pass(self, block: _Layer) -> None:
-        """Note that a pass reads a layer; a forward that reads an earlier one is another pass."""
-        if in_backward() or (self._passed and block is self._passed[-1]):
-            return
-        if self._passed and block.place < self._passed[-1].place:
-            self._reached, self._passed = {*self._passed}, []
-        self._passed.append(block)
+    def _order(self, block: _Layer) -> list[_Layer]:
+        """Note that a layer is read; return the layers that are read, in the model's order.
 
-    def _following(self, block: _Layer, training: bool) -> _Layer | None:
-        """Return the layer that is read next: forwards, in training then backwards.
-
-        Layers that neither this pass nor the one before has read, as those of a vision tower in a
-        step of text, are left out.
+        A forward that reads an earlier layer than before is a new one. Layers that it and the one
+        before it have not read are left out, as those of a vision tower in steps of text.
         """
-        blocks = self._blocks
-        if self._reached is not None:
-            read = {*self._reached, *self._passed, block}
-            blocks = [each for each in blocks if each in read]
-        at, last = blocks.index(block), len(blocks) - 1
+        passed = self._passed
+        if not in_backward() and (not passed or block is not passed[-1]):
+            if passed and block.place < passed[-1].place:
+                self._read, self._passed = passed, []
+            self._passed.append(block)
+        if self._read is None:
+            return self._blocks
+        if block not in self._read:
+            self._read = sorted([*self._read, block], key=lambda each: each.place)
+        return self._read
+
+    def _following(self, block: _Layer, training: bool, order: Sequence[_Layer]) -> _Layer | None:
+        """Return the layer that is read next: forwards, in training then backwards."""
+        at, last = order.index(block), len(order) - 1
         if last == 0:
             return None
         if in_backward():
-            return blocks[at - 1 if at else 1]
+            return order[at - 1 if at else 1]
         if at < last:
-            return blocks[at + 1]
-        return blocks[last - 1 if training else 0]
+            return order[at + 1]
+        return order[last - 1 if training else 0]
 
     def _drop_slots(self) -> None:
         with self._lock:
@@ -295,7 +294,7 @@ class Offload:
                 self._slots.finish()
                 self._copies += self._slots.copies
                 self._slots = None
-            self._reached, self._passed = None, []
+            self._read, self._passed = None, []
             if self._disk is not None:
                 self._disk.free()
 

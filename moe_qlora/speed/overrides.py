@@ -12,13 +12,15 @@ _log = logging.getLogger(__name__)
 
 _ENABLE = "gradient_checkpointing_enable"
 _FLAG = "gradient_checkpointing"
+_BY = "_moe_qlora_overrides"
+"""Attribute of the function that stands in for `_ENABLE`: the `Overrides` that put it there."""
 
 
 def release_copy(model: nn.Module) -> None:
     """Let gradient checkpointing be switched on for a copy of a model that has overrides."""
     for host in model.modules():
-        if _ENABLE in vars(getattr(host, _ENABLE, None) or object):
-            vars(host).pop(_ENABLE, None)
+        if isinstance(getattr(vars(host).get(_ENABLE), _BY, None), Overrides):
+            del vars(host)[_ENABLE]
 
 
 class Overrides:
@@ -44,7 +46,7 @@ class Overrides:
                     type(host).__name__,
                 )
 
-        gradient_checkpointing_enable.__dict__[_ENABLE] = self
+        setattr(gradient_checkpointing_enable, _BY, self)
         return gradient_checkpointing_enable
 
     def remove(self) -> None:

@@ -203,27 +203,18 @@ def test_the_least_memory_is_that_of_keeping_all_where_this_is_less() -> None:
         fitted(model, least - 1, **sizes)
 
 
-def test_batches_of_which_a_part_goes_to_few_experts() -> None:
-    """As padding does: saved is as of random tokens, and work as of equal ones."""
-    model = adapted("dbrx")
-    ids = token_ids(model, 2, 64)
-    ids[:, 32:] = 7
-    with fitted(model, seq_len=64) as fit:
-        assert measured_peak(model, ids) <= fit.peak
-
-
 def test_a_first_layer_that_a_tower_comes_before() -> None:
     """Of a text model its first layer's input is held, whatever comes first in the modules."""
     model = adapted("qwen3_vl_moe")
-    with fitted(model) as fit:
-        mine = [layer for layer in fit._fitted.values() if "language" in str(layer.layer.__class__)]
-        assert mine or fit.layers
-        names = [layer.name for layer in fit.layers]
-        fit._fitted[names[0]].level = "projections"
-        choice = dict.fromkeys(names, "keep") | {names[0]: "projections"}
-        fit._measure_once("projections")
-        needed = fit._needed(levels.choice.mixed(fit._known, choice))
-        assert measured_peak(model, token_ids(model)) <= needed
+    sizes = {"batch_size": 3, "seq_len": 17}
+    least = least_memory(model, 3, 17)
+    with fitted(model, **sizes) as fit:
+        most = fit.peak
+    with fitted(model, (least + most) // 2, **sizes) as fit:
+        running = [layer.level for layer in fit.layers if layer.name in fit._choices.layers]
+        assert running[0] != "keep" and running[-1] == "keep"
+        for ids in (token_ids(model, 3, 17), torch.zeros(3, 17, dtype=torch.long)):
+            assert measured_peak(model, ids) <= fit.peak
 
 
 @pytest.mark.parametrize(("rank", "seq"), [(64, 17), (16, 3)])
