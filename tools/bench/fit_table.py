@@ -161,6 +161,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / "model.csv")
     log = Path(tempfile.gettempdir()) / "fit_table.log"
     parser.add_argument("--log", type=Path, default=log, help=f"default: {log}")
+    parser.add_argument("--profile", type=Path, help="a folder for kernels of a step of each case")
     parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
     options.only = options.only.split(",") if options.only else []
@@ -182,6 +183,7 @@ def command(case: Case, options: argparse.Namespace) -> list[str]:
     call += ["--device", options.device, "--out", str(options.out)]
     call += ["--tiny"] if options.tiny else []
     call += ["--layers", str(options.layers)] if options.layers else []
+    call += ["--profile", str(options.profile / f"{case.name}.csv")] if options.profile else []
     return call + (["--commit", options.commit] if options.commit else [])
 
 

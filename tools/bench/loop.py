@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,21 +48,25 @@ def train(
     losses: list[float] = []
     counts: list[tuple[int, int]] = []  # Tokens computed, and those with a loss
     vocabulary = model.config.get_text_config().vocab_size
-    for batch in batches(options.data, vocabulary, options, device):
-        counts.append((batch["input_ids"].numel(), with_loss(batch)))
-        synchronize(device)
-        start = time.perf_counter()
+
+    def step(batch: Batch, first: bool = False) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext():
             loss = loss_of(model, batch)
         loss.backward()
-        if not losses:
+        if first:
             _check_gradients(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         synchronize(device)
+        return loss.detach()
+
+    for batch in batches(options.data, vocabulary, options, device):
+        counts.append((batch["input_ids"].numel(), with_loss(batch)))
+        synchronize(device)
+        start = time.perf_counter()
+        loss = step(batch, first=not losses)
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
-        del loss
     if not all(map(math.isfinite, losses)):
         raise RuntimeError(f"the loss is not finite: {losses}")
     seconds, counts = seconds[options.warmup :], counts[options.warmup :]
@@ -72,12 +78,30 @@ def train(
         rows.add("throughput with loss", "tokens/s", rate)
     rows.add("first loss", "nats", losses[0])
     rows.add("last loss", "nats", losses[-1])
-    for step, value in enumerate(losses[: options.losses]):
-        rows.add(f"loss of step {step}", "nats", value)
+    for index, value in enumerate(losses[: options.losses]):
+        rows.add(f"loss of step {index}", "nats", value)
     if device.type == "cuda":
         rows.add("peak in training", "bytes", torch.cuda.max_memory_allocated(device))
         rows.add("reserved in training", "bytes", torch.cuda.max_memory_reserved(device))
         rows.add("resident between steps", "bytes", allocated(device))
+    if options.profile:
+        _profile(partial(step, batch), device, options.profile)
+
+
+def _profile(step: Callable[[], Tensor], device: torch.device, path: Path) -> None:
+    """Write when each kernel of one more step began, how long it took and its name."""
+    where = device.type.upper()
+    activity = getattr(torch.profiler.ProfilerActivity, where)
+    with torch.profiler.profile(activities=[activity]) as profile:
+        step()
+    kernels = [event for event in profile.events() if event.device_type.name == where]
+    kernels.sort(key=lambda event: event.time_range.start)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["start_us", "us", "kernel"])
+        for kernel in kernels:
+            start = kernel.time_range.start - kernels[0].time_range.start
+            table.writerow([f"{start:.1f}", f"{kernel.time_range.elapsed_us():.1f}", kernel.name])
 
 
 def _check_gradients(model: Any) -> None:

@@ -118,6 +118,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--losses", type=int, default=0, help="record those of the first N steps")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps before those that count")
+    parser.add_argument("--profile", type=Path, help="a CSV file of the kernels of one more step")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "model.csv")

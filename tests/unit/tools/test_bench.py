@@ -197,6 +197,17 @@ def test_lora_of_ours_is_joined(tmp_path, monkeypatch, additions):
     assert "with=merge-lora" in ours["setting"] and "with=" not in frozen["setting"]
 
 
+def test_the_kernels_of_a_step_are_listed_in_the_order_in_which_they_began(monkeypatch, tmp_path):
+    path = tmp_path / "kernels.csv"
+    out = tmp_path / "model.csv"
+    called(monkeypatch, "model", "--peers", "ours", "--steps", 1, "--out", out, "--profile", path)
+    with path.open(encoding="utf-8") as file:
+        kernels = [*csv.DictReader(file)]
+    assert {"aten::embedding", "aten::mm"} <= {kernel["kernel"] for kernel in kernels}
+    starts = [float(kernel["start_us"]) for kernel in kernels]
+    assert starts == sorted(starts) and starts[0] == 0
+
+
 @pytest.mark.parametrize(
     "words", [("--fit", "--graphs-keep"), ("--fit", "--generate", "1"), ("--losses", "16")]
 )
@@ -486,7 +497,8 @@ def test_every_case_of_the_table_is_a_setting_of_its_own(monkeypatch):
     import plot
 
     settings, captions = set(), set()
-    options = SimpleNamespace(device="cuda", out="out.csv", tiny=False, layers=None, commit="abc")
+    options = SimpleNamespace(device="cuda", out="out.csv", tiny=False, layers=None)
+    options.commit, options.profile = "abc", None
     for case in fit_table.CASES:
         words = fit_table.command(case, options)
         assert Path(words[2]).exists()
