@@ -56,7 +56,7 @@ _EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection
 _TOP_K = "aten::topk"
 """Kept in compiled code: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
-_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1}
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "moe_qlora::lora_linears": 0}
 """Operators of Linear layers, and the place of their input among the arguments."""
 _LEAST_INNER = 256
 """Least inner dimension of a product that is kept: an element takes two operations for each, so

@@ -6,7 +6,8 @@ for each dA, and as many gradients of x are added. Here, with n layers of one pa
     first of them    z = s [A_1; ...; A_n] x, for its input x of this call
     each             y_i = W_i x + B_i z_i, if it is given that very tensor; else PEFT's forward
 
-A forward of a few tokens shows which layers these are. In the order of their calls, the first puts
+The first computes all y_i at once (`lora_linears.py`) where no W_i is packed and all dtypes are the
+same. A forward of a few tokens shows which layers these are. In the order of their calls, the first puts
 z into the model's `_Shared`, and the last one empties it. Dynamo sees both in one frame, and the
 same guards in each decoder layer. What an exception in between leaves, the first layers of the next
 forward replace. The parent's forward stays: to find x in it, its code would have to be known.
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..lora.names import base_model
+from . import lora_linears
 
 _MEMBER = "_moe_qlora_joined"
 """Entry of a layer's `__dict__`: its `_Member`."""
@@ -52,6 +54,7 @@ def join_lora(model: nn.Module) -> JoinedLora:
     Raises:
         Exception: The model's own, where it does not run on `input_ids` alone. It is as it was.
     """
+    lora_linears.register()  # not within what is compiled
     shared, members = _Shared(), []
     for layers in _groups(model):
         for place, layer in enumerate(layers):
@@ -106,9 +109,11 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute a layer from its group's product, or as PEFT does."""
     member: _Member | None = getattr(layer, _MEMBER, None)
     pairs = None if member is None else _pairs(member, x, not args and not kwargs)
-    if not pairs:
+    if pairs is None or (isinstance(pairs, list) and not pairs):
         own: Callable[..., Tensor] = type(layer).forward
         return own(layer, x, *args, **kwargs)
+    if isinstance(pairs, Tensor):
+        return pairs
     result = total = layer.base_layer(x)
     for z, b in pairs:
         total = total + b(z)
@@ -116,7 +121,7 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _pairs(member: _Member, x: Tensor, alone: bool) -> Any:
-    """Return (s A x, B) of a layer's active adapters; None where PEFT's forward has to run.
+    """Return a layer's output, or (s A x, B) of its active adapters; None for PEFT's forward.
 
     `alone` is whether x is the only argument: others, as `adapter_names`, are PEFT's to read.
     """
@@ -135,7 +140,7 @@ def _pairs(member: _Member, x: Tensor, alone: bool) -> Any:
 
 
 def _products(layers: tuple[Any, ...], x: Tensor) -> tuple[Any, Tensor, bool, list[Any]] | None:
-    """Return a group's first layer, its input, whether gradients are on, and all layers' pairs.
+    """Return a group's first layer, its input, whether gradients are on, and `_pairs` of each.
 
     None where PEFT's forward has to run.
     """
@@ -144,6 +149,8 @@ def _products(layers: tuple[Any, ...], x: Tensor) -> tuple[Any, Tensor, bool, li
     factors, scalings = [a.weight for a, _, _ in flat], [scaling for _, _, scaling in flat]
     if None in adapters or len({(factor.dtype, factor.device) for factor in factors}) != 1:
         return None
+    if (outs := _outputs(layers, adapters, x)) is not None:
+        return layers[0], x, torch.is_grad_enabled(), outs
     given = x
     # As PEFT: bitsandbytes' layers leave the cast to autocast.
     if type(layers[0]) is Linear or not torch.is_autocast_enabled():
@@ -154,6 +161,49 @@ def _products(layers: tuple[Any, ...], x: Tensor) -> tuple[Any, Tensor, bool, li
     rest = iter(parts if alike else [p * s for p, s in zip(parts, scalings, strict=True)])
     pairs = [[(next(rest), b) for _, b, _ in found or ()] for found in adapters]
     return layers[0], x, torch.is_grad_enabled(), pairs
+
+
+def _outputs(layers: tuple[Any, ...], adapters: list[Any], x: Tensor) -> list[Tensor] | None:
+    """Return each layer's output; None where a product is more than one with a weight like x."""
+    device = x.device.type
+    casts = torch.is_autocast_enabled(device)
+    if casts and torch.get_autocast_dtype(device) != x.dtype:
+        return None
+    bases = [layer.base_layer for layer in layers]
+    flat = [(place, *each) for place, found in enumerate(adapters) for each in found]
+    factors = [module for _, a, b, _ in flat for module in (a, b)]
+    if not all(_is_plain(base, x) and _is_frozen(base) for base in bases):
+        return None
+    if not all(_is_plain(factor, x, casts) for factor in factors):
+        return None
+    adapted = lora_linears.Adapted(
+        [base.weight for base in bases],
+        [base.bias for base in bases],
+        [a.weight.to(x.dtype) for _, a, _, _ in flat],
+        [b.weight.to(x.dtype) for _, _, b, _ in flat],
+        [place for place, *_ in flat],
+        [scaling for *_, scaling in flat],
+    )
+    return lora_linears.compute(x, adapted)
+
+
+def _is_plain(module: Any, x: Tensor, casts: bool = False) -> bool:
+    """Whether a module's call is the product with its weight, which has x's dtype or is cast."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    if len(module._forward_pre_hooks) or len(module._forward_hooks):
+        return False
+    tensors = [module.weight, *([] if module.bias is None else [module.bias])]
+    return all(
+        (casts or each.dtype == x.dtype)
+        and each.device == x.device
+        and not hasattr(each, "device_mesh")  # sharded over ranks
+        for each in tensors
+    )
+
+
+def _is_frozen(base: Any) -> bool:
+    return not any(parameter.requires_grad for parameter in base.parameters())
 
 
 def _active(layer: Any) -> list[tuple[Any, Any, float]] | None:

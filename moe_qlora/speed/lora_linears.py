@@ -1,0 +1,182 @@
+"""Linear layers with one input and LoRA, as one operator: products are added where sums lie.
+
+For layers i with frozen W_i and factors A_j, B_j, s_j of their adapters j:
+
+    forward     z = x [A_1; A_2; ...]^T    y_i = x W_i^T + bias_i    then y_i += s_j z_j B_j^T
+    backward    dz_j = s_j g_i B_j         dx = g_1 W_1              then dx += g_i W_i, + dz [A_1; ...]
+                dA = dz^T x                dB_j = s_j g_i^T z_j
+
+A matrix product adds to what is in its output (beta = 1 of BLAS). Summed by themselves, y_i and dx
+are written, read and written again: of q and o of Qwen3-30B-A3B with 16,384 tokens 2 x 0.13 ms, of
+15.2 for a layer (H100).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..experts.projection import first_order
+
+_CONSTANTS = "int[] biased, int[] owners, float[] scalings"
+_FORWARD = f"(Tensor x, Tensor[] frozen, Tensor[] a, Tensor[] b, {_CONSTANTS}) -> Tensor[]"
+_BACKWARD = (
+    "(Tensor?[] grads, Tensor x, Tensor z, Tensor[] frozen, Tensor[] a, Tensor[] b, bool needs_x, "
+    f"{_CONSTANTS}) -> Tensor[]"
+)
+
+
+class Adapted(NamedTuple):
+    """Linear layers with the same input, and their adapters."""
+
+    weights: Sequence[Tensor]  # `(out, in)` of each layer
+    biases: Sequence[Tensor | None]  # `(out,)` of each layer
+    a: Sequence[Tensor]  # `(r, in)` of each adapter, those of the first layer first
+    b: Sequence[Tensor]  # `(out, r)` of each adapter
+    owners: Sequence[int]  # The layer of each adapter
+    scalings: Sequence[float]
+
+
+def compute(x: Tensor, layers: Adapted) -> list[Tensor]:
+    """Return each layer's output `(..., out)` for x `(..., in)`; all tensors have one dtype.
+
+    Gradients flow to x and the adapters. `register` has been called.
+    """
+    biased = [i for i, bias in enumerate(layers.biases) if bias is not None]
+    frozen = [*layers.weights, *(layers.biases[i] for i in biased)]
+    *outs, _ = torch.ops.moe_qlora.lora_linears(
+        x, frozen, layers.a, layers.b, biased, layers.owners, layers.scalings
+    )
+    return outs
+
+
+def _parts(
+    count: int, z: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], owners: Sequence[int],
+    scalings: Sequence[float],
+) -> list[list[tuple[int, Tensor, Tensor, float]]]:  # fmt: skip
+    """Return for each of `count` layers its adapters: (place, columns of z, B, scaling)."""
+    found: list[list[tuple[int, Tensor, Tensor, float]]] = [[] for _ in range(count)]
+    columns = z.split([len(each) for each in a], 1)
+    for place, (owner, part) in enumerate(zip(owners, columns, strict=True)):
+        found[owner].append((place, part, b[place], scalings[place]))
+    return found
+
+
+def _forward(
+    x: Tensor, frozen: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor],
+    biased: Sequence[int], owners: Sequence[int], scalings: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
+    """Return the outputs, and z `(T, R)`."""
+    with _without_autocast(x):
+        rows = x.reshape(-1, x.shape[-1])
+        count = len(frozen) - len(biased)
+        biases = dict(zip(biased, frozen[count:], strict=True))
+        z = linear(rows, _stacked(a))
+        outs = []
+        for i, adapters in enumerate(_parts(count, z, a, b, owners, scalings)):
+            y = linear(rows, frozen[i], biases.get(i))
+            for _, part, factor, scaling in adapters:
+                y.addmm_(part, factor.t(), alpha=scaling)
+            outs.append(y.view(*x.shape[:-1], -1))
+        return [*outs, z]
+
+
+def _backward(
+    grads: Sequence[Tensor | None], x: Tensor, z: Tensor, frozen: Sequence[Tensor],
+    a: Sequence[Tensor], b: Sequence[Tensor], needs_x: bool, biased: Sequence[int],
+    owners: Sequence[int], scalings: Sequence[float],
+) -> list[Tensor]:  # fmt: skip
+    """Return dx, empty unless `needs_x`, the dA one below the other `(R, in)`, and each dB."""
+    with _without_autocast(x):
+        rows, factors = x.reshape(-1, x.shape[-1]), _stacked(a)
+        dz, dx = torch.empty_like(z), None
+        of_b = [torch.zeros_like(factor) for factor in b]
+        count = len(frozen) - len(biased)
+        of_z = dz.split([len(each) for each in a], 1)
+        for i, adapters in enumerate(_parts(count, z, a, b, owners, scalings)):
+            given = grads[i]
+            if given is None:
+                for place, *_ in adapters:
+                    of_z[place].zero_()
+                continue
+            grad = given.reshape(len(rows), -1)
+            for place, part, factor, scaling in adapters:
+                _product(of_z[place], grad, factor, scaling)
+                _product(of_b[place], grad.t(), part, scaling)
+            if needs_x:
+                dx = grad @ frozen[i] if dx is None else dx.addmm_(grad, frozen[i])
+        of_a = dz.t() @ rows
+        if not needs_x:
+            return [x.new_empty(0), of_a, *of_b]
+        dx = dz @ factors if dx is None else dx.addmm_(dz, factors)
+        return [dx.view(x.shape), of_a, *of_b]
+
+
+def _product(out: Tensor, a: Tensor, b: Tensor, scaling: float) -> None:
+    torch.addmm(out, a, b, beta=0, alpha=scaling, out=out)
+
+
+def _stacked(a: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(a)) if len(a) > 1 else a[0]
+
+
+def _without_autocast(x: Tensor) -> Any:
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _forward_fake(
+    x: Tensor, frozen: Any, a: Any, b: Any, biased: Any, owners: Any, scalings: Any
+) -> list[Tensor]:
+    shape, count = x.shape[:-1], len(frozen) - len(biased)
+    outs = [x.new_empty(*shape, weight.shape[0]) for weight in frozen[:count]]
+    return [*outs, x.new_empty(shape.numel(), sum(each.shape[0] for each in a))]
+
+
+def _backward_fake(
+    grads: Any, x: Tensor, z: Tensor, frozen: Any, a: Any, b: Any, needs_x: bool, *constants: Any
+) -> list[Tensor]:
+    dx = x.new_empty(x.shape if needs_x else 0)
+    of_a = x.new_empty(z.shape[1], x.shape[-1])
+    return [dx, of_a, *(factor.new_empty(factor.shape) for factor in b)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    x, frozen, a, b, *constants = inputs
+    ctx.counts, ctx.constants = (len(frozen), len(a)), constants
+    ctx.save_for_backward(x, output[-1], *frozen, *a, *b)
+    ctx.set_materialize_grads(False)
+
+
+@first_order
+def _autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
+    x, z, *rest = ctx.saved_tensors
+    tensors, (count, adapters) = iter(rest), ctx.counts
+    frozen, a, b = (_take(tensors, n) for n in (count, adapters, adapters))
+    dx, of_a, *of_b = torch.ops.moe_qlora.lora_linears_backward(
+        list(grads[:-1]), x, z, frozen, a, b, ctx.needs_input_grad[0], *ctx.constants
+    )
+    of_each = list(of_a.split([len(each) for each in a]))
+    # torch takes an empty list for one of tensors.
+    no_grads = [[] if value == [] else None for value in ctx.constants]
+    return dx if ctx.needs_input_grad[0] else None, [None] * count, of_each, of_b, *no_grads
+
+
+def _take(tensors: Iterator[Tensor], count: int) -> list[Tensor]:
+    return [next(tensors) for _ in range(count)]
+
+
+def register() -> None:
+    """Define the operators, once; nothing is registered on import."""
+    if hasattr(torch.ops.moe_qlora, "lora_linears"):
+        return
+    operator: Any = partial(torch.library.custom_op, mutates_args=())
+    forward = operator("moe_qlora::lora_linears", _forward, schema=_FORWARD)
+    forward.register_fake(_forward_fake)
+    forward.register_autograd(_autograd, setup_context=_setup)
+    backward = operator("moe_qlora::lora_linears_backward", _backward, schema=_BACKWARD)
+    backward.register_fake(_backward_fake)
