@@ -6,11 +6,14 @@ for each dA, and as many gradients of x are added. Here, with n layers of one pa
     first of them    z = s [A_1; ...; A_n] x, for its input x of this call
     each             y_i = W_i x + B_i z_i, if it is given that very tensor; else PEFT's forward
 
-The first computes all y_i at once (`lora_linears.py`) where no W_i is packed and all dtypes are the
-same. A forward of a few tokens shows which layers these are. In the order of their calls, the first puts
-z into the model's `_Shared`, and the last one empties it. Dynamo sees both in one frame, and the
-same guards in each decoder layer. What an exception in between leaves, the first layers of the next
-forward replace. The parent's forward stays: to find x in it, its code would have to be known.
+The first computes all y_i at once (`lora_linears.py`) where all dtypes are the same and no W_i is
+in int8.
+
+A forward of a few tokens shows which layers these are. In the order of their calls, the first puts
+z, or all y_i, into the model's `_Shared`, and the last one empties it. Dynamo sees both in one
+frame, and the same guards in each decoder layer. What an exception in between leaves, the first
+layers of the next forward replace. The parent's forward stays: to find x in it, its code would have
+to be known.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
+import bitsandbytes
 import torch
 from peft.tuners.lora import Linear
 from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt
@@ -169,16 +173,13 @@ def _outputs(layers: tuple[Any, ...], adapters: list[Any], x: Tensor) -> list[Te
     casts = torch.is_autocast_enabled(device)
     if casts and torch.get_autocast_dtype(device) != x.dtype:
         return None
-    bases = [layer.base_layer for layer in layers]
+    frozen: Any = [_frozen(layer.base_layer, x) for layer in layers]
     flat = [(place, *each) for place, found in enumerate(adapters) for each in found]
     factors = [module for _, a, b, _ in flat for module in (a, b)]
-    if not all(_is_plain(base, x) and _is_frozen(base) for base in bases):
-        return None
-    if not all(_is_plain(factor, x, casts) for factor in factors):
+    if None in frozen or not all(_is_plain(factor, x, casts) for factor in factors):
         return None
     adapted = lora_linears.Adapted(
-        [base.weight for base in bases],
-        [base.bias for base in bases],
+        frozen,
         [a.weight.to(x.dtype) for _, a, _, _ in flat],
         [b.weight.to(x.dtype) for _, _, b, _ in flat],
         [place for place, *_ in flat],
@@ -187,11 +188,29 @@ def _outputs(layers: tuple[Any, ...], adapters: list[Any], x: Tensor) -> list[Te
     return lora_linears.compute(x, adapted)
 
 
+def _frozen(base: Any, x: Tensor) -> lora_linears.Frozen | None:
+    """Describe a frozen Linear layer; None for another layer, or one that computes otherwise."""
+    weight, bias = base.weight, base.bias
+    if any(parameter.requires_grad for parameter in base.parameters()):
+        return None
+    if type(base) is not bitsandbytes.nn.Linear4bit:
+        return lora_linears.describe(weight, bias) if _is_plain(base, x) else None
+    state = getattr(weight, "quant_state", None)
+    if state is None or _is_changed(base) or (bias is not None and bias.dtype != x.dtype):
+        return None
+    alike = base.compute_dtype == state.dtype == x.dtype and weight.device == x.device
+    return lora_linears.describe(weight, bias, state) if alike else None
+
+
+def _is_changed(module: Any) -> bool:
+    """Whether other code has put something around a module's forward."""
+    hooked = len(module._forward_pre_hooks) or len(module._forward_hooks)
+    return bool(hooked) or "forward" in vars(module)
+
+
 def _is_plain(module: Any, x: Tensor, casts: bool = False) -> bool:
     """Whether a module's call is the product with its weight, which has x's dtype or is cast."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        return False
-    if len(module._forward_pre_hooks) or len(module._forward_hooks):
+    if type(module) is not nn.Linear or _is_changed(module):
         return False
     tensors = [module.weight, *([] if module.bias is None else [module.bias])]
     return all(
@@ -200,10 +219,6 @@ def _is_plain(module: Any, x: Tensor, casts: bool = False) -> bool:
         and not hasattr(each, "device_mesh")  # sharded over ranks
         for each in tensors
     )
-
-
-def _is_frozen(base: Any) -> bool:
-    return not any(parameter.requires_grad for parameter in base.parameters())
 
 
 def _active(layer: Any) -> list[tuple[Any, Any, float]] | None:

@@ -2,9 +2,11 @@
 
 For layers i with frozen W_i and factors A_j, B_j, s_j of their adapters j:
 
-    forward     z = x [A_1; A_2; ...]^T    y_i = x W_i^T + bias_i    then y_i += s_j z_j B_j^T
-    backward    dz_j = s_j g_i B_j         dx = g_1 W_1              then dx += g_i W_i, + dz [A_1; ...]
-                dA = dz^T x                dB_j = s_j g_i^T z_j
+    forward     z = x [A_1; A_2; ...]^T
+                y_i = x W_i^T + bias_i, then y_i += s_j z_j B_j^T
+    backward    dz_j = s_j g_i B_j
+                dx = g_1 W_1, then dx += g_i W_i, then dx += dz [A_1; A_2; ...]
+                dA = dz^T x, dB_j = s_j g_i^T z_j
 
 A matrix product adds to what is in its output (beta = 1 of BLAS). Summed by themselves, y_i and dx
 are written, read and written again: of q and o of Qwen3-30B-A3B with 16,384 tokens 2 x 0.13 ms, of
@@ -17,26 +19,105 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import bitsandbytes
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from ..experts.projection import first_order
 
-_CONSTANTS = "int[] biased, int[] owners, float[] scalings"
+_CONSTANTS = "int[] numbers, int[] owners, float[] scalings"
 _FORWARD = f"(Tensor x, Tensor[] frozen, Tensor[] a, Tensor[] b, {_CONSTANTS}) -> Tensor[]"
 _BACKWARD = (
     "(Tensor?[] grads, Tensor x, Tensor z, Tensor[] frozen, Tensor[] a, Tensor[] b, bool needs_x, "
     f"{_CONSTANTS}) -> Tensor[]"
 )
+_TYPES = ("nf4", "fp4")
+
+
+_NUMBERS = 7
+"""Of one layer in `Frozen.numbers`."""
+
+
+class Frozen(NamedTuple):
+    """A frozen layer as the operators take it, with a bias or without; made by `describe`."""
+
+    tensors: list[Tensor]  # The weight, or its codes and statistics; then the bias
+    numbers: list[int]  # Of `_Layer`
+
+
+def describe(weight: Tensor, bias: Tensor | None, state: Any = None) -> Frozen:
+    """Describe a layer for the operators.
+
+    Args:
+        weight: `(out, in)`, or bitsandbytes' packed codes of it.
+        bias: `(out,)`, in the dtype of the input.
+        state: bitsandbytes' `QuantState` of packed codes, with the dtype of the input.
+    """
+    if state is None:
+        tensors, packed, shape = [weight], [0, 0, 0], weight.shape
+    else:
+        tensors, shape = [weight, state.absmax, state.code], state.shape
+        packed = [state.blocksize, 0, _TYPES.index(state.quant_type)]
+        if state.nested:
+            tensors += [state.offset, state.state2.absmax, state.state2.code]
+            packed[1] = state.state2.blocksize
+    biases = [] if bias is None else [bias]
+    tensors += biases
+    return Frozen(tensors, [len(tensors), len(biases), *packed, *shape])
+
+
+class _Layer:
+    """What a `Frozen` describes."""
+
+    def __init__(self, tensors: list[Tensor], numbers: Sequence[int]) -> None:
+        _, biased, self.blocksize, self.nested, self.type, *self.shape = numbers
+        self.bias = tensors.pop() if biased else None
+        self.tensors = tensors
+
+    def product(self, rows: Tensor) -> Tensor:
+        """Return a new tensor: rows `(T, in)` times the weight, and the bias."""
+        if not self.blocksize:
+            return linear(rows, self.tensors[0], self.bias)
+        y: Tensor = bitsandbytes.matmul_4bit(
+            rows, self.tensors[0], self._state(rows.dtype), bias=self.bias
+        )
+        return y
+
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight `(out, in)`."""
+        if not self.blocksize:
+            return self.tensors[0]
+        codes, state = self.tensors[0].view(-1, 1), self._state(dtype)
+        weight: Tensor = bitsandbytes.functional.dequantize_4bit(codes, state)
+        return weight
+
+    def _state(self, dtype: torch.dtype) -> Any:
+        make, nested = bitsandbytes.functional.QuantState, {}
+        _, absmax, code, *second = self.tensors
+        if second:
+            offset, absmax2, code2 = second
+            state2 = make(absmax2, blocksize=self.nested, code=code2, dtype=torch.float32)
+            nested = {"offset": offset, "state2": state2}
+        return make(
+            absmax, shape=torch.Size(self.shape), code=code, blocksize=self.blocksize,
+            quant_type=_TYPES[self.type], dtype=dtype, **nested,
+        )  # fmt: skip
+
+
+def _layers(tensors: Sequence[Tensor], numbers: Sequence[int]) -> list[_Layer]:
+    rest, layers = iter(tensors), []
+    for first in range(0, len(numbers), _NUMBERS):
+        own = numbers[first : first + _NUMBERS]
+        layers.append(_Layer([next(rest) for _ in range(own[0])], own))
+    return layers
 
 
 class Adapted(NamedTuple):
-    """Linear layers with the same input, and their adapters."""
+    """Layers with the same input, and their adapters."""
 
-    weights: Sequence[Tensor]  # `(out, in)` of each layer
-    biases: Sequence[Tensor | None]  # `(out,)` of each layer
-    a: Sequence[Tensor]  # `(r, in)` of each adapter, those of the first layer first
+    frozen: Sequence[Frozen]
+    a: Sequence[Tensor]  # `(r, in)` of each adapter
     b: Sequence[Tensor]  # `(out, r)` of each adapter
     owners: Sequence[int]  # The layer of each adapter
     scalings: Sequence[float]
@@ -47,10 +128,10 @@ def compute(x: Tensor, layers: Adapted) -> list[Tensor]:
 
     Gradients flow to x and the adapters. `register` has been called.
     """
-    biased = [i for i, bias in enumerate(layers.biases) if bias is not None]
-    frozen = [*layers.weights, *(layers.biases[i] for i in biased)]
+    tensors = [tensor for each in layers.frozen for tensor in each.tensors]
+    numbers = [number for each in layers.frozen for number in each.numbers]
     *outs, _ = torch.ops.moe_qlora.lora_linears(
-        x, frozen, layers.a, layers.b, biased, layers.owners, layers.scalings
+        x, tensors, layers.a, layers.b, numbers, layers.owners, layers.scalings
     )
     return outs
 
@@ -69,17 +150,15 @@ def _parts(
 
 def _forward(
     x: Tensor, frozen: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor],
-    biased: Sequence[int], owners: Sequence[int], scalings: Sequence[float],
+    numbers: Sequence[int], owners: Sequence[int], scalings: Sequence[float],
 ) -> list[Tensor]:  # fmt: skip
     """Return the outputs, and z `(T, R)`."""
     with _without_autocast(x):
         rows = x.reshape(-1, x.shape[-1])
-        count = len(frozen) - len(biased)
-        biases = dict(zip(biased, frozen[count:], strict=True))
-        z = linear(rows, _stacked(a))
-        outs = []
-        for i, adapters in enumerate(_parts(count, z, a, b, owners, scalings)):
-            y = linear(rows, frozen[i], biases.get(i))
+        layers, z, outs = _layers(frozen, numbers), linear(rows, _stacked(a)), []
+        parts = _parts(len(layers), z, a, b, owners, scalings)
+        for layer, adapters in zip(layers, parts, strict=True):
+            y = layer.product(rows)
             for _, part, factor, scaling in adapters:
                 y.addmm_(part, factor.t(), alpha=scaling)
             outs.append(y.view(*x.shape[:-1], -1))
@@ -88,28 +167,29 @@ def _forward(
 
 def _backward(
     grads: Sequence[Tensor | None], x: Tensor, z: Tensor, frozen: Sequence[Tensor],
-    a: Sequence[Tensor], b: Sequence[Tensor], needs_x: bool, biased: Sequence[int],
+    a: Sequence[Tensor], b: Sequence[Tensor], needs_x: bool, numbers: Sequence[int],
     owners: Sequence[int], scalings: Sequence[float],
 ) -> list[Tensor]:  # fmt: skip
     """Return dx, empty unless `needs_x`, the dA one below the other `(R, in)`, and each dB."""
     with _without_autocast(x):
         rows, factors = x.reshape(-1, x.shape[-1]), _stacked(a)
         dz, dx = torch.empty_like(z), None
-        of_b = [torch.zeros_like(factor) for factor in b]
-        count = len(frozen) - len(biased)
-        of_z = dz.split([len(each) for each in a], 1)
-        for i, adapters in enumerate(_parts(count, z, a, b, owners, scalings)):
-            given = grads[i]
+        of_b = [torch.empty_like(factor) for factor in b]
+        layers, of_z = _layers(frozen, numbers), dz.split([len(each) for each in a], 1)
+        parts = _parts(len(layers), z, a, b, owners, scalings)
+        for given, layer, adapters in zip(grads, layers, parts, strict=True):
             if given is None:
                 for place, *_ in adapters:
                     of_z[place].zero_()
+                    of_b[place].zero_()
                 continue
             grad = given.reshape(len(rows), -1)
             for place, part, factor, scaling in adapters:
                 _product(of_z[place], grad, factor, scaling)
                 _product(of_b[place], grad.t(), part, scaling)
             if needs_x:
-                dx = grad @ frozen[i] if dx is None else dx.addmm_(grad, frozen[i])
+                weight = layer.weight(x.dtype)
+                dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
         of_a = dz.t() @ rows
         if not needs_x:
             return [x.new_empty(0), of_a, *of_b]
@@ -130,10 +210,10 @@ def _without_autocast(x: Tensor) -> Any:
 
 
 def _forward_fake(
-    x: Tensor, frozen: Any, a: Any, b: Any, biased: Any, owners: Any, scalings: Any
+    x: Tensor, frozen: Any, a: Any, b: Any, numbers: Any, owners: Any, scalings: Any
 ) -> list[Tensor]:
-    shape, count = x.shape[:-1], len(frozen) - len(biased)
-    outs = [x.new_empty(*shape, weight.shape[0]) for weight in frozen[:count]]
+    shape = x.shape[:-1]
+    outs = [x.new_empty(*shape, features) for features in numbers[_NUMBERS - 2 :: _NUMBERS]]
     return [*outs, x.new_empty(shape.numel(), sum(each.shape[0] for each in a))]
 
 
@@ -162,7 +242,7 @@ def _autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     )
     of_each = list(of_a.split([len(each) for each in a]))
     # torch takes an empty list for one of tensors.
-    no_grads = [[] if value == [] else None for value in ctx.constants]
+    no_grads: list[Any] = [[] if value == [] else None for value in ctx.constants]
     return dx if ctx.needs_input_grad[0] else None, [None] * count, of_each, of_b, *no_grads
 
 
@@ -174,7 +254,9 @@ def register() -> None:
     """Define the operators, once; nothing is registered on import."""
     if hasattr(torch.ops.moe_qlora, "lora_linears"):
         return
-    operator: Any = partial(torch.library.custom_op, mutates_args=())
+    # With the strides that a compiler chooses: else it copies gradients to those of eager code.
+    tags = torch.Tag.flexible_layout
+    operator: Any = partial(torch.library.custom_op, mutates_args=(), tags=tags)
     forward = operator("moe_qlora::lora_linears", _forward, schema=_FORWARD)
     forward.register_fake(_forward_fake)
     forward.register_autograd(_autograd, setup_context=_setup)
