@@ -255,7 +255,7 @@ def register() -> None:
     if hasattr(torch.ops.moe_qlora, "lora_linears"):
         return
     # With the strides that a compiler chooses: else it copies gradients to those of eager code.
-    tags = torch.Tag.flexible_layout
+    tags = (torch.Tag.flexible_layout,)
     operator: Any = partial(torch.library.custom_op, mutates_args=(), tags=tags)
     forward = operator("moe_qlora::lora_linears", _forward, schema=_FORWARD)
     forward.register_fake(_forward_fake)
