@@ -53,7 +53,7 @@ _ATTENTION_OPERATORS = (
     "moe_qlora::planned_attention",
 )
 _EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection")
-_TOP_K = ("aten::topk", "moe_qlora::top_k")
+_TOP_K = "aten::topk"
 """Kept in compiled code: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
 _PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "moe_qlora::lora_linears": 0}
@@ -243,7 +243,7 @@ def _compiled(level: str) -> Callable[[], Any]:
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = _name(operator)
         experts = name in _EXPERTS_OPERATORS and level != ATTENTION_ALONE
-        keeps = experts or name in _TOP_K or _keeps(level, operator, args)
+        keeps = experts or name == _TOP_K or _keeps(level, operator, args)
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return lambda: create_selective_checkpoint_contexts(policy)

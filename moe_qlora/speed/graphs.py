@@ -45,7 +45,6 @@ from .fitted import (
     level_of,
     measures,
     own_forward,
-    runner,
     without_cache,
 )
 from .passes import Passes
@@ -262,7 +261,7 @@ class _GraphedLayer(RunsLevels):
         compiled_before = layer._compiled_call_impl or (found.compiled if found else None)
         self._compiled: Callable[..., Any] | None = compiled_before
         compiles = compiled or self._compiled is not None
-        self._run = runner(own_forward(layer), compiles=compiles)
+        self._run = levels.runner(own_forward(layer), compiles=compiles)
         reason = self._obstacle()
         self.active = reason is None
         if reason is None:
