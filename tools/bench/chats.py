@@ -4,7 +4,8 @@
     longest  chats of mixed lengths, padded to the longest of the batch, as collators do
     padded   the same, padded to `--seq`, so that all batches have one shape
     packed   chats one after the other in rows of `--seq` tokens; positions start anew with each, by
-             which transformers keeps attention apart
+             which transformers keeps attention apart. A row of one chat has no mask, and is
+             compiled for itself: the first two batches are such
     dpo      pairs of a chosen and a rejected answer to one prompt, padded to `--seq`; the reference
              is the model without its adapter. `--micro-batch` counts pairs
     grpo     answers to prompts, padded to `--seq`, with advantages; log-probabilities of before the
@@ -32,6 +33,8 @@ Loss = Callable[..., Tensor]
 MEDIAN, SPREAD = 512, 0.94
 LEAST = 16  # Tokens of a chat
 IGNORED = -100
+_SINGLE = 2
+"""Batches of one chat a row, at the start of packed ones: the second of a kind is recorded."""
 BETA, CLIP = 0.1, 0.2  # TRL's defaults of DPO and of GRPO
 
 
@@ -40,8 +43,9 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield the batches of all steps, the same for each peer."""
     generator = torch.Generator().manual_seed(1)
-    for _ in range(options.warmup + options.steps):
-        made = KINDS[kind](vocabulary, options.micro_batch, options.seq, generator)
+    for step in range(options.warmup + options.steps):
+        make = _single if kind == "packed" and step < _SINGLE else KINDS[kind]
+        made = make(vocabulary, options.micro_batch, options.seq, generator)
         yield {name: tensor.to(device) for name, tensor in made.items()}
 
 
@@ -101,6 +105,14 @@ def _packed(vocabulary: int, rows: int, seq: int, generator: torch.Generator) ->
         made.append(list(torch.cat(parts, 1)))
     names = ("input_ids", "labels", "position_ids")
     return {name: torch.stack([row[i] for row in made]) for i, name in enumerate(names)}
+
+
+def _single(vocabulary: int, rows: int, seq: int, generator: torch.Generator) -> Batch:
+    """Rows of one chat each."""
+    ids = torch.randint(vocabulary, (rows, seq), generator=generator)
+    labels = ids.clone()
+    labels[:, : seq // 3] = IGNORED
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(seq).expand(rows, seq)}
 
 
 def _pairs(vocabulary: int, rows: int, seq: int, generator: torch.Generator) -> Batch:
