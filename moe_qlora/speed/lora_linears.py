@@ -33,7 +33,7 @@ _BACKWARD = (
     f"{_CONSTANTS}) -> Tensor[]"
 )
 _TYPES = ("nf4", "fp4")
-
+"""Of packed codes, by their number in `Frozen.numbers`."""
 
 _NUMBERS = 7
 """Of one layer in `Frozen.numbers`."""
@@ -43,7 +43,7 @@ class Frozen(NamedTuple):
     """A frozen layer as the operators take it, with a bias or without; made by `describe`."""
 
     tensors: list[Tensor]  # The weight, or its codes and statistics; then the bias
-    numbers: list[int]  # Of `_Layer`
+    numbers: list[int]  # What `_Layer` reads
 
 
 def describe(weight: Tensor, bias: Tensor | None, state: Any = None) -> Frozen:
@@ -161,7 +161,7 @@ def _forward(
             y = layer.product(rows)
             for _, part, factor, scaling in adapters:
                 y.addmm_(part, factor.t(), alpha=scaling)
-            outs.append(y.view(*x.shape[:-1], -1))
+            outs.append(y.view(*x.shape[:-1], y.shape[1]))
         return [*outs, z]
 
 

@@ -87,7 +87,7 @@ def gradients(outs: list[Tensor], x: Tensor, made: Group, used: Any) -> list[Ten
 @pytest.mark.parametrize("needs_x", [False, True])
 @pytest.mark.parametrize("used", [(0, 1, 2), (1,), (0, 2)])
 @pytest.mark.parametrize("owners", [(0, 1, 2), (2, 2), (1,)])
-@pytest.mark.parametrize("shape", [(6, IN), (2, 5, IN), (1, IN)])
+@pytest.mark.parametrize("shape", [(6, IN), (2, 5, IN), (1, IN), (0, IN)])
 def test_outputs_and_gradients(shape: Any, owners: Any, used: Any, needs_x: bool) -> None:
     made = group(torch.float64, owners=owners)
     x = torch.randn(shape, dtype=torch.float64).requires_grad_(needs_x)
