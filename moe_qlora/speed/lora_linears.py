@@ -183,7 +183,7 @@ def _backward(
                     of_z[place].zero_()
                     of_b[place].zero_()
                 continue
-            grad = given.reshape(len(rows), -1)
+            grad = given.reshape(len(rows), given.shape[-1])
             for place, part, factor, scaling in adapters:
                 _product(of_z[place], grad, factor, scaling)
                 _product(of_b[place], grad.t(), part, scaling)
