@@ -30,12 +30,14 @@ from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ..lora import merging
 from ..lora.names import base_model
 from . import lora_linears
 
 _MEMBER = "_moe_qlora_joined"
 """Entry of a layer's `__dict__`: its `_Member`."""
-_KINDS = (Linear, Linear4bit, Linear8bitLt)  # A subclass may compute something else
+_KINDS = (Linear, Linear4bit, Linear8bitLt, merging.Linear4bit, merging.Linear8bitLt)
+"""Layers that compute y as above; another subclass may not."""
 _TOKENS = 8
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.lora.merging import merge_exactly
 from moe_qlora.memory import levels
 from moe_qlora.speed import joined_lora, lora_linears
 from moe_qlora.speed.fitted import FittedLayer
@@ -191,6 +192,25 @@ def test_int8_layers(products: list[int]) -> None:
     wanted = results(model)
     with join_lora(model):
         assert distance(results(model), wanted) < 1e-5 and products == [9, 3] * 4
+
+
+@pytest.mark.filterwarnings("ignore:Merge lora module")
+@pytest.mark.parametrize("make", [linear_4bit, linear_8bit])
+def test_layers_that_merge_exactly(make: Any, products: list[int]) -> None:
+    """`moe_qlora.get_peft_model` puts classes of its own over bitsandbytes' layers."""
+    model = adapted(make)
+    wanted = results(model)
+    merge_exactly(model)
+    plain = copy.deepcopy(model)
+    plain.merge_adapter()
+    with join_lora(model) as joined:
+        assert (joined.layers, joined.products) == (12, 4)
+        products.clear()
+        assert distance(results(model), wanted) < 1e-5 and products == [9, 3] * 4
+        model.merge_adapter()
+        assert torch.equal(results(model)[0], results(plain)[0])
+        model.unmerge_adapter()
+        assert distance(results(model), wanted) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:Already unmerged")  # of layers without this adapter
