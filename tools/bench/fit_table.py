@@ -119,6 +119,14 @@ CASES = (
         for data, sizes in BATCHES.items()
         for name, peer, additions in (("", "ours", FIT), ("-frozen", "frozen", THEIRS[data]))
     ),
+    Case("packed-flex", "ours", FLEX, "--data packed", 140),
+    Case(
+        "packed-flex-frozen",
+        "frozen",
+        f"--attention flex_attention {THEIRS['packed']}",
+        "--data packed",
+        140,
+    ),
     Case("one-frozen-graphs", "frozen", f"{FAST} --graphs-keep"),
     Case("one-peft", "peft", FAST, "--no-checkpointing"),
     Case("four-peft-recomputed", "peft", FAST, "--micro-batch 4"),
