@@ -32,7 +32,7 @@ _BACKWARD = (
     "(Tensor?[] grads, Tensor x, Tensor z, Tensor[] frozen, Tensor[] a, Tensor[] b, bool needs_x, "
     f"{_CONSTANTS}) -> Tensor[]"
 )
-_TYPES = ("nf4", "fp4")
+_TYPES = bitsandbytes.functional.QuantState.valid_quant_types
 """Of packed codes, by their number in `Frozen.numbers`."""
 
 _NUMBERS = 7

@@ -44,7 +44,8 @@ def test_the_page_of_speed_can_show_what_the_table_of_what_fits_measures(script,
     figures = {"model": 1e9, "throughput": 2e4, "peak in training": 3e9, "planned peak": 3.1e9}
     figures |= {"reserved in training": 3.2e9, **dict.fromkeys(how_fast.KINDS.values(), 16)}
     start = {"date": "2026-01-02", "commit": "abc", "gpu": "NVIDIA H200", "name": how_fast.QWEN}
-    options = SimpleNamespace(device="cuda", out="x", tiny=False, layers=None, commit=None)
+    options = SimpleNamespace(device="cuda", out="x", tiny=False, layers=None)
+    options.commit = options.profile = None
     rows = []
     for number, case in enumerate(fit_table.CASES):
         monkeypatch.setattr("sys.argv", fit_table.command(case, options)[2:])
