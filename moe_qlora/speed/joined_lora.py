@@ -205,9 +205,10 @@ def _frozen(base: Any, x: Tensor) -> lora_linears.Frozen | None:
 
 
 def _is_changed(module: Any) -> bool:
-    """Whether other code has put something around a module's forward."""
-    hooked = len(module._forward_pre_hooks) or len(module._forward_hooks)
-    return bool(hooked) or "forward" in vars(module)
+    """Whether other code has put something around a module's forward or backward."""
+    forward = len(module._forward_pre_hooks) or len(module._forward_hooks)
+    backward = len(module._backward_pre_hooks) or len(module._backward_hooks)
+    return bool(forward or backward) or "forward" in vars(module)
 
 
 def _is_plain(module: Any, x: Tensor, casts: bool = False) -> bool:

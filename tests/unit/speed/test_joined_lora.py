@@ -290,6 +290,24 @@ def test_what_is_not_known_runs_as_it_did(lora: Any, change: Any, products: list
     assert distance(got, wanted) < 1e-6
 
 
+@pytest.mark.parametrize("make", [linear, linear_4bit])
+@pytest.mark.parametrize(
+    "add",
+    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+)
+def test_hooks_of_the_frozen_layers_and_of_their_factors_are_called(make: Any, add: str) -> None:
+    model = adapted(make)
+    model.get_base_model().embedding.requires_grad_(True)
+    wanted, calls = results(model), []
+    block = model.get_base_model().blocks[1]
+    for module in (block.k.base_layer, block.v.lora_B["default"], block.o.base_layer):
+        getattr(module, add)(lambda *_: calls.append(1) or None)
+    with join_lora(model):
+        calls.clear()
+        assert distance(results(model), wanted) < 1e-5
+    assert len(calls) == 3
+
+
 def test_a_layer_is_joined_with_those_of_its_call_alone(products: list[int]) -> None:
     model = adapted()
     plain = copy.deepcopy(model)
