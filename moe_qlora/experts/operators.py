@@ -110,10 +110,10 @@ def _layer_setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) ->
 @first_order
 def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     x, weights, *rest = ctx.saved_tensors
-    biases, lora, packed, saved = _split(rest, ctx.counts)
+    biases, lora, packed, saved = split(rest, ctx.counts)
     lists = [None] * len(biases), [None] * len(lora), [None] * len(packed)
     if grads[0] is None:
-        return None, None, None, *lists, *_no_grads(ctx.constants)
+        return None, None, None, *lists, *no_grads(ctx.constants)
     need = ctx.needs_input_grad
     out = torch.ops.moe_qlora.experts_layer_backward(
         grads[0], x, weights, biases, lora, packed, saved, need[0], *ctx.constants
@@ -125,16 +125,16 @@ def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
         lists[0],
         list(out[2:]),
         lists[2],
-        *_no_grads(ctx.constants),
+        *no_grads(ctx.constants),
     )
 
 
-def _no_grads(constants: Sequence[Any]) -> list[list[Any] | None]:
+def no_grads(constants: Sequence[Any]) -> list[list[Any] | None]:
     """Return no gradient for each constant; torch treats an empty list as one of tensors."""
     return [[] if value == [] else None for value in constants]
 
 
-def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+def split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
     """Cut a list into parts of these lengths, and the rest."""
     parts, rest = [], list(tensors)
     for count in counts:
@@ -210,20 +210,20 @@ def _projection_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 @first_order
 def _projection_autograd(ctx: Any, grad: Tensor) -> Any:
     # Read once: under a checkpoint, saved tensors can be read a single time.
-    single, dropped, a, b, packed = _split(ctx.saved_tensors, (5, *ctx.counts))
+    single, dropped, a, b, packed = split(ctx.saved_tensors, (5, *ctx.counts))
     # A list is one input: there are no flags of its members.
     needs = [*ctx.needs_input_grad[:3], *ctx.constants[-1], *([True] * (len(a) + len(b)))]
     grads = torch.ops.moe_qlora.experts_projection_backward(
         grad, needs, *single, dropped, a, b, packed, *ctx.constants
     )
-    lists = _split(grads[3:], ctx.counts[:2])
+    lists = split(grads[3:], ctx.counts[:2])
     return (
         *(g if flag else None for g, flag in zip(grads[:3], needs[:3], strict=True)),
         None,
         None,
         *lists,
         [None] * len(packed),
-        *_no_grads(ctx.constants),
+        *no_grads(ctx.constants),
     )
 
 

@@ -115,11 +115,11 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute a layer from its group's product, or as PEFT does."""
     member: _Member | None = getattr(layer, _MEMBER, None)
     pairs = None if member is None else _pairs(member, x, not args and not kwargs)
-    if pairs is None or (isinstance(pairs, list) and not pairs):
-        own: Callable[..., Tensor] = type(layer).forward
-        return own(layer, x, *args, **kwargs)
     if isinstance(pairs, Tensor):
         return pairs
+    if not pairs:
+        own: Callable[..., Tensor] = type(layer).forward
+        return own(layer, x, *args, **kwargs)
     result = total = layer.base_layer(x)
     for z, b in pairs:
         total = total + b(z)

@@ -15,7 +15,7 @@ are written, read and written again: of q and o of Qwen3-30B-A3B with 16,384 tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from ..experts.operators import no_grads, split
 from ..experts.projection import first_order
 
 _CONSTANTS = "int[] numbers, int[] owners, float[] scalings"
@@ -235,19 +236,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
 @first_order
 def _autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
     x, z, *rest = ctx.saved_tensors
-    tensors, (count, adapters) = iter(rest), ctx.counts
-    frozen, a, b = (_take(tensors, n) for n in (count, adapters, adapters))
+    frozen, a, b = split(rest, ctx.counts)
     dx, of_a, *of_b = torch.ops.moe_qlora.lora_linears_backward(
         list(grads[:-1]), x, z, frozen, a, b, ctx.needs_input_grad[0], *ctx.constants
     )
     of_each = list(of_a.split([len(each) for each in a]))
-    # torch takes an empty list for one of tensors.
-    no_grads: list[Any] = [[] if value == [] else None for value in ctx.constants]
-    return dx if ctx.needs_input_grad[0] else None, [None] * count, of_each, of_b, *no_grads
-
-
-def _take(tensors: Iterator[Tensor], count: int) -> list[Tensor]:
-    return [next(tensors) for _ in range(count)]
+    dx = dx if ctx.needs_input_grad[0] else None
+    return dx, [None] * len(frozen), of_each, of_b, *no_grads(ctx.constants)
 
 
 def register() -> None:
