@@ -23,6 +23,7 @@ from ..errors import ConfigError, first_line
 from ..experts.backend import has_triton
 from ..lora.names import base_model
 from ..speed.fitted import RunsLevels, decoder_layers
+from ..speed.top_k import compile_options
 from ..world import runs_distributed
 from .liger import apply_liger, has_own_forward
 
@@ -176,7 +177,7 @@ def _quicken(
             return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
     for layer in layers if compiles else ():
         undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
-        layer.compile()
+        layer.compile(options=compile_options())
     return [compiled, f"CUDA graphs: not used; {sharded.rstrip('.')}."]
 
 

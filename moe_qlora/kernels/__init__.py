@@ -13,6 +13,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     quantized_mm_skinny.py  the same for the fewest, as in generation
     quantized_mm_hopper.py  the same on Hopper; quantized_mm_rs.py, for more rows
     grouped_mm.py           many rows: codes to 16 bit, then torch's grouped matmul or our own
+    top_k.py                the router's top-k, before the layer
     workspace.py            the buffer that is dequantized into
     cards.py                device capabilities
     launch.py               launches kernels with little of the host's time; nothing on meta

@@ -18,6 +18,7 @@ from . import workspace
 from .cards import Card
 from .factors import Factors
 from .limits import ColumnOrder, tile_rows
+from .streams import SecondStream
 from .weights import PackedWeight, WeightSpec
 
 
@@ -83,6 +84,15 @@ class ExpertMatmul(NamedTuple):
         right, below = self.beside
         return right if self.problem.by_rows or below is None else below.transpose(1, 2)
 
+    def ordered(self, x: Tensor, second: SecondStream) -> Tensor:
+        """Return rows `(R, K)` as the kernel reads them, put in its order on the second stream."""
+        if self.kernel.reorder is None:
+            return x
+        out = torch.empty_like(x)
+        with second.beside():
+            self.kernel.reorder(x, out)
+        return out
+
     def spans(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield the slices of features that a call of `count` rows goes in: one, if the cap allows.
 
@@ -120,7 +130,7 @@ class Kernel:
     on_codes: bool = True  # Whether it multiplies on the codes; else on a dequantized weight
     gathers: bool = False  # Whether it reads tokens' rows by index, so that none are permuted
     order: ColumnOrder | None = None  # In which it reads the columns of rows, None for their own
-    reorder: Callable[[Tensor], Tensor] | None = None  # Puts rows `(R, K)` in that order
+    reorder: Callable[..., Tensor] | None = None  # (rows `(R, K)`, out): puts them in that order
     # Whether it may be tried on a card
     capable: Callable[[Card], bool] = lambda card: True
     # The kind of codes that it is validated with on a device before it is chosen; None: no need

@@ -13,6 +13,7 @@ from .lang import tl, triton
 from .launch import Geometry, aligned, launcher
 from .limits import cdiv, padded
 from .routing import Routing
+from .streams import SecondStream
 
 # Rows and columns of a program's step: the quickest of four on an H200 for
 # Qwen3-30B-A3B at 4,096 and 16,384 tokens; ranks over 32 would not fit into the 99 KiB of most
@@ -46,12 +47,13 @@ def pad_factors(
     loras: Sequence[Lora | None],
     experts: int,
     dtype: torch.dtype,
+    second: SecondStream,
     as_stored: tuple[bool, bool] = (False, False),
 ) -> list[Factors | None]:
     """Return both projections' factors as the matmuls read them, ranks padded by zeros.
 
     Where `as_stored`, and rank and dtype allow it, b stays where PEFT stores it, as a view of other
-    strides, which only the quantized matmul reads.
+    strides, which only the quantized matmul reads. Else it is copied on the second stream.
     """
     factors: list[Factors | None] = []
     pairs: list[tuple[Lora, Factors]] = []  # Those whose b is copied
@@ -72,7 +74,8 @@ def pad_factors(
     ranks = lora1.a.shape[0] // experts, f1.rank, lora2.a.shape[0] // experts, f2.rank
     plain1, plain2 = aligned(lora1.b.contiguous()), aligned(lora2.b.contiguous())
     sizes = experts, total1, total2, ranks
-    _launch_expert_major(sizes, plain1, plain2, f1.b, f2.b, total1, total2)
+    with second.beside(plain1, plain2):
+        _launch_expert_major(sizes, plain1, plain2, f1.b, f2.b, total1, total2)
     return factors
 
 
@@ -99,10 +102,12 @@ def _with_room(lora: Lora, b: Tensor | None, experts: int, dtype: torch.dtype) -
 
 
 def factor_grad(
-    like: Tensor, small: Tensor, stride: int, big: Tensor, routing: Routing, size: int, *,
-    rank: int | None = None, gathers: bool = False, over: bool = False,
+    like: Tensor, small: Tensor, stride: int, big: Tensor, routing: Routing, size: int,
+    second: SecondStream, *, rank: int | None = None, gathers: bool = False, over: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the gradient of a factor, like `like`, from `(R, r)` rows and `(R, size)` ones.
+
+    It is computed on the second stream.
 
     small: rows `stride` apart, their first `rank` columns (None: all); big: sorted rows, or
     tokens' where `gathers`; over: the factor is B, expert fastest.
@@ -111,14 +116,15 @@ def factor_grad(
     real = (like.shape[1] if over else like.shape[0]) // routing.experts
     # Written at once, 2 bytes at a time, B's gradients take 1.3 to 1.7 times as long.
     first = torch.empty_like(out) if over else out
-    _launch_grad(
-        (size, rank or stride, stride, big.stride(0), real, routing.experts, routing.top_k,
-         gathers, over),
-        small, big, routing.order, routing.expert_offsets, first,
-    )  # fmt: skip
-    if over:
-        total = out.numel() // routing.experts
-        _launch_expert_minor((routing.experts, total), first, out, total)
+    with second.beside(small, big, first):
+        _launch_grad(
+            (size, rank or stride, stride, big.stride(0), real, routing.experts, routing.top_k,
+             gathers, over),
+            small, big, routing.order, routing.expert_offsets, first,
+        )  # fmt: skip
+        if over:
+            total = out.numel() // routing.experts
+            _launch_expert_minor((routing.experts, total), first, out, total)
     return out
 
 

@@ -26,7 +26,8 @@ never waits for the device, and every sum has one order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,16 @@ from .grouped_mm import owner_of
 from .launch import aligned
 from .limits import cdiv, reads_stored_factors, row_stride
 from .routing import Routing, route
-from .row_kernels import Gate, launch_gate, launch_gate_backward, launch_permute, launch_unpermute
+from .row_kernels import (
+    Gate,
+    copies_apart,
+    launch_copy_rows,
+    launch_gate,
+    launch_gate_backward,
+    launch_permute,
+    launch_unpermute,
+)
+from .streams import SecondStream
 from .weights import PackedWeight
 
 _PIECES = 16
@@ -90,6 +100,7 @@ class ForwardState(NamedTuple):
     inner: Tensor  # `(R, I + r2)`
     matmul: ExpertMatmul  # Of the down projection
     name: str  # The workspace's buffer
+    operand: Any  # Of its first slice of features, None if it has not been prepared
 
 
 class Grads(NamedTuple):
@@ -111,38 +122,39 @@ def _strip(count: int, width: int, like: Tensor, matmul: ExpertMatmul) -> Tensor
 
 
 def _gather_gemm(
-    routing: Routing, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, name: str,
-    product: Tensor, bias: Tensor | None = None,
+    routing: Routing, x: Tensor, ordered: Tensor, matmul: ExpertMatmul, factor: Tensor | None,
+    name: str, product: Tensor, second: SecondStream, bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the matmul of the tokens' rows, and those rows' own products with a bias.
 
+    `ordered` are the tokens as a kernel reads them that fetches their rows itself.
+
     Products with a factor, `(E, r, K)` if it is `matmul.factors.a`, else `(E, K, r)`, are written
     to `product`. Rows that the kernel does not fetch itself are permuted, those over the
-    workspace's cap a piece at a time.
+    workspace's cap a piece at a time. The second stream is joined.
     """
     count, rank, kernel = routing.count, matmul.rank, matmul.kernel
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
-    step, products = count, None
-    if kernel.gathers:
-        if factor is not None or bias is not None:
-            _permute(routing, x, matmul, factor, product, dots, bias, copies=False)
-        products = product
-        x = x if kernel.reorder is None else kernel.reorder(x)
-    else:
+    step, products = count, product if kernel.gathers else None
+    if not kernel.gathers:
         nbytes = count * (x.shape[1] + rank) * x.dtype.itemsize
         pieces = min(_PIECES, cdiv(nbytes, workspace.workspace_cap(x.device)))
         if pieces > 1:
             step = cdiv(cdiv(count, pieces), 64) * 64  # pieces start at multiples of 16 bytes
     out = None
     for first in range(0, count, step):
-        part, some, mm, rows = slice(first, min(first + step, count)), routing, matmul, x
+        part, some, mm, rows = slice(first, min(first + step, count)), routing, matmul, ordered
         if step < count:
             some, mm = routing.part(part), table.of_rows(matmul, part.stop - first)
-        if not kernel.gathers:
-            beside = product[first * rank : part.stop * rank]
-            rows = _permute(some, x, mm, factor, beside, dots[part], bias)
+        operand = _first_operand(mm, some, name, second)
+        if not kernel.gathers or factor is not None or bias is not None:
+            of_part = product[first * rank : part.stop * rank]
+            copied = _permute(some, x, mm, factor, of_part, second, dots[part], bias)
+            rows = rows if kernel.gathers else copied
+        second.join()
         for span in mm.spans(some.count):
-            operand = mm.kernel.prepare(mm, some, span, name)
+            if span[0]:
+                operand = mm.kernel.prepare(mm, some, span, name)
             y = mm.kernel.launch(rows, mm, operand, some, span, products)
             if y.shape == (count, matmul.problem.features):
                 return y, dots
@@ -153,27 +165,41 @@ def _gather_gemm(
     return out, dots
 
 
+def _first_operand(matmul: ExpertMatmul, routing: Routing, name: str, second: SecondStream) -> Any:
+    """Return what the matmul of the first features reads instead of the weight.
+
+    It is prepared on the second stream, beside what launches next.
+    """
+    with second.beside():
+        span = next(matmul.spans(routing.count))
+        return matmul.kernel.prepare(matmul, routing, span, name)
+
+
 def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardState:
     """Compute what a checkpoint recomputes: the forward without the down projection.
 
     index: `(T, k)` integers; E and above are other ranks' experts.
     """
     x, bias1 = aligned(operands.x), operands.biases[0]
-    routing = route(aligned(index.contiguous()), layer.first.experts)
-    count, recomputed = routing.count, workspace.in_backward()
+    count, recomputed = index.numel(), workspace.in_backward()
     by_rows = not layer.transposed
     # Backward reuses a recomputation's dequantized weights in the workspace, if still there.
     matmul1 = table.choose(layer.first, count, layer.dtype, by_rows=by_rows, reused=recomputed)
     matmul2 = table.choose(layer.second, count, layer.dtype, by_rows=by_rows)
     few = reads_stored_factors(count, layer.first.experts)
     as_stored = few and matmul1.kernel.on_codes, few and matmul2.kernel.on_codes
-    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype, as_stored)
+    second = SecondStream(x.device, count)
+    ordered = matmul1.ordered(x, second) if matmul1.kernel.gathers else x
+    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype, second, as_stored)
+    routing = route(aligned(index.contiguous()), layer.first.experts)
     matmul1, matmul2 = matmul1._replace(factors=f1), matmul2._replace(factors=f2)
     sizes = count * matmul1.rank, count * matmul2.rank
     products = torch.empty(sum(sizes), dtype=layer.dtype, device=x.device)
     product1, product2 = products.split_with_sizes(sizes)
     factor = None if f1 is None else f1.a
-    pre, _ = _gather_gemm(routing, x, matmul1, factor, "first", product1)
+    pre, _ = _gather_gemm(routing, x, ordered, matmul1, factor, "first", product1, second)
+    name = "second" if recomputed else "first"
+    operand = None if recomputed else _first_operand(matmul2, routing, name, second)
     inner_size = layer.sizes[-1]
     inner = _strip(count, inner_size + matmul2.rank, x, matmul2)
     bias = None if bias1 is None else aligned(bias1)
@@ -184,53 +210,64 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
         routing.expert_offsets, inner, product2, 1.0 if f2 is None else f2.scaling,
         *layer.gate.numbers,
     )  # fmt: skip
-    name = "second" if recomputed else "first"
+    second.join()
     saved = Saved(pre, products)
-    return ForwardState(index, operands, routing, saved, inner, matmul2, name)
+    return ForwardState(index, operands, routing, saved, inner, matmul2, name, operand)
 
 
 def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -> Tensor:
     """Return the layer's output `(T, H)`, in `out` if given: the down projection, summed."""
     return _unpermute(
-        layer, state.inner, state.matmul, state.routing, state.name, out,
+        layer, state.inner, state.matmul, state.routing, state.name, state.operand, out,
         state.operands.weights, state.assignments, state.operands.biases[1],
     )  # fmt: skip
 
 
 def _permute(
     routing: Routing, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, product: Tensor,
-    dots: Tensor, bias: Tensor | None, *, copies: bool = True,
+    second: SecondStream, dots: Tensor, bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return the tokens' sorted rows with their product with a factor; fill `product` and `dots`.
 
-    Unless `copies`, no rows are copied, and x is returned.
+    For a kernel that fetches rows itself, none are copied, and x is returned. Many rows are copied
+    by a kernel of their own, and multiplied on the second stream.
     """
-    out, factors = x, matmul.factors
+    out, factors, size, copies = x, matmul.factors, x.shape[-1], not matmul.kernel.gathers
     if copies:
-        out = _strip(routing.count, x.shape[-1] + matmul.rank, x, matmul)
+        out = _strip(routing.count, size + matmul.rank, x, matmul)
+    stride, apart = out.stride(0) if copies else 0, copies and copies_apart(routing.tile)
     f = x if factor is None else factor
     over_rows = factors is not None and factor is factors.a
-    launch_permute(
-        (x.shape[-1], out.stride(0) if copies else 0, matmul.rank, over_rows, routing.top_k,
-         routing.tile, routing.counts[0], bias is not None),
-        x, routing.order, f, routing.tiles, routing.expert_offsets, out, product,
-        f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling,
-    )  # fmt: skip
+    with second.beside() if apart else nullcontext():
+        if not apart or factor is not None or bias is not None:
+            launch_permute(
+                (size, stride, matmul.rank, over_rows, routing.top_k, routing.tile,
+                 routing.counts[0], bias is not None),
+                x, routing.order, f, routing.tiles, routing.expert_offsets, out, product,
+                f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling,
+            )  # fmt: skip
+    if apart:
+        sizes = len(x), size, stride, routing.top_k, routing.experts
+        launch_copy_rows(sizes, x, routing.inverse, routing.expert_offsets, out, routing.first)
     return out
 
 
 def _unpermute(
-    layer: Layer, x: Tensor, matmul: ExpertMatmul, routing: Routing, name: str,
+    layer: Layer, x: Tensor, matmul: ExpertMatmul, routing: Routing, name: str, operand: Any,
     out: Tensor | None = None, weights: Tensor | None = None, index: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the matmul of x's rows, summed to tokens `(T, N)`."""
+    """Return the matmul of x's rows, summed to tokens `(T, N)`.
+
+    `operand` is what `_first_operand` has returned, or None.
+    """
     size, tokens = matmul.problem.features, routing.count // routing.top_k
     if out is None:
         out = torch.empty(tokens, size, dtype=layer.dtype, device=x.device)
     weights, index, bias = (None if t is None else aligned(t) for t in (weights, index, bias))
     for span in matmul.spans(routing.count):
-        operand = matmul.kernel.prepare(matmul, routing, span, name)
+        if span[0] or operand is None:
+            operand = matmul.kernel.prepare(matmul, routing, span, name)
         y = matmul.kernel.launch(x, matmul, operand, routing, span)
         launch_unpermute(
             (tokens, *span, size, routing.top_k, routing.experts, layer.partial,
@@ -257,28 +294,33 @@ def backward(
     x, weights = aligned(operands.x), aligned(operands.weights)
     bias1, bias2 = (None if b is None else aligned(b) for b in operands.biases)
     lora1, lora2 = operands.loras
-    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype)
+    second = SecondStream(x.device, count)
+    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype, second)
     matmul1, matmul2, name = _backward_matmuls(layer, routing, f1, f2)
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
     factor = None if f2 is None else f2.b
-    u, dots = _gather_gemm(routing, grad, matmul2, factor, name, product_g, bias2)
+    ordered = matmul2.ordered(grad, second) if matmul2.kernel.gathers else grad
+    u, dots = _gather_gemm(routing, grad, ordered, matmul2, factor, name, product_g, second, bias2)
+    operand = _first_operand(matmul1, routing, "first", second) if needs_x else None
     sizes = count * matmul1.rank, count * matmul2.rank
     product1, product2 = saved.products.split_with_sizes(sizes)
     d_pre, d_weights, weighted2 = _gate_backward(
         layer, routing, saved.pre, u, dots, weights, bias1, bias2, matmul1, product_g, product2,
         matmul2.rank,
     )  # fmt: skip
+    second.join()
     a1 = b1 = a2 = b2 = None
     if f2 is not None and lora2 is not None:
-        a2 = factor_grad(lora2.a, product_g, f2.rank, u, routing, inner_size)
-        b2 = factor_grad(lora2.b, weighted2, f2.rank, grad, routing, hidden, gathers=True,
+        a2 = factor_grad(lora2.a, product_g, f2.rank, u, routing, inner_size, second)
+        b2 = factor_grad(lora2.b, weighted2, f2.rank, grad, routing, hidden, second, gathers=True,
                     over=True)  # fmt: skip
     del u, weighted2
     if f1 is not None and lora1 is not None:
-        a1 = factor_grad(lora1.a, d_pre[:, width:], d_pre.stride(0), x, routing, hidden,
+        a1 = factor_grad(lora1.a, d_pre[:, width:], d_pre.stride(0), x, routing, hidden, second,
                     gathers=True, rank=f1.rank)  # fmt: skip
-        b1 = factor_grad(lora1.b, product1, f1.rank, d_pre, routing, width, over=True)
-    dx = _unpermute(layer, d_pre, matmul1, routing, "first") if needs_x else None
+        b1 = factor_grad(lora1.b, product1, f1.rank, d_pre, routing, width, second, over=True)
+    dx = _unpermute(layer, d_pre, matmul1, routing, "first", operand) if needs_x else None
+    second.join()
     return Grads(dx, d_weights, a1, b1, a2, b2)
 
 

@@ -285,9 +285,9 @@ def _launch_reorder(columns: int, rows: int) -> Geometry:
     return grid, {"COLS": columns, "BM": 16, "num_warps": 4}
 
 
-def reorder(x: Tensor) -> Tensor:
-    """Return rows `(R, K)` of 16 bits, contiguous, in `ORDER`."""
-    out = torch.empty_like(x)
+def reorder(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return rows `(R, K)` of 16 bits, contiguous, in `ORDER`: in `out`, if it is given."""
+    out = torch.empty_like(x) if out is None else out
     words, rows = x.view(torch.int32), x.shape[0]
     _launch_reorder((x.shape[1], rows), words, out.view(torch.int32), rows)
     return out

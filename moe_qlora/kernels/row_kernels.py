@@ -28,10 +28,6 @@ ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 # race: Hopper's product still runs while its tile, which is stored as well, is overwritten, since
 # Triton 3.6 gives such a load a buffer too few (up to 21 % off).
 _ROWS = 16
-_PERMUTE = {"BM": _ROWS, "BK": 64, "num_warps": 2, "num_stages": 1}
-_PERMUTE_MANY = {"BM": _ROWS, "BK": 128, "num_warps": 2, "num_stages": 1}
-"""For `_MANY` tiles and more: 0.26 ms at 16,384 tokens, not 0.31; 0.08 at 4,096, not 0.07."""
-_MANY = 1024
 _PERMUTE_FEW = {"BM": _ROWS, "num_warps": 4, "num_stages": 1}
 _GATE_FEW = {"BM": _ROWS, "num_warps": 8, "num_stages": 1}
 """For tiles of 16, where the time is the number of steps: a token is copied in 0.011 ms by 512
@@ -41,9 +37,7 @@ _FACTOR_PART = 8192
 _STEPS = 8
 """Most steps that such a program unrolls, so that its code stays short. With a bias as well, which
 only backward has, copied rows would not stay in registers."""
-_PERMUTE_LONG = {"BK": 64, "num_warps": 4, "num_stages": 1}
-"""For rows of over 4,096, in whole tiles: DeepSeek-V3's 7,168 take 0.99 ms instead of 1.10."""
-_PRODUCTS = {"BK": 64, "num_warps": 4, "num_stages": 2}
+_PRODUCTS = {"BK": 64, "num_warps": 4}
 """For whole tiles that are not copied, only multiplied: 0.02 ms at 4,096 tokens, 0.28 for
 DeepSeek-V3 at 16,384, where 16 rows a program take 0.05 and 0.53."""
 _GATE = {"BM": _ROWS, "BI": 256, "num_warps": 4, "num_stages": 2}
@@ -214,13 +208,14 @@ def _weigh(products, out, rows, live, w, RANK: tl.constexpr):
 def permute_kernel(
     x, order, factor, tiles, expert_offsets, out, small, bias, dots, scaling,
     K: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr, RANK: tl.constexpr,
-    OVER: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr,
+    OVER: tl.constexpr, BIASED: tl.constexpr, COPIES: tl.constexpr, STEPS: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (x_i, scaling x_i F_e), small[i] the same product, dots[i] = <x_i, bias_e>.
 
     x_i is row order[i] // TOP_K of x. out (R, K + RANK) in rows STRIDE apart, not written where
-    STRIDE is 0; small (R, RANK), F (E, K, RANK), stored (E, RANK, K) if OVER. STEPS,
+    STRIDE is 0, and of which x_i is only written where COPIES; small (R, RANK), F (E, K, RANK),
+    stored (E, RANK, K) if OVER. STEPS,
     where over 1: all there are, unrolled, each one's loads ahead of the step before it, past whose
     stores the compiler would not move them.
     """
@@ -250,7 +245,7 @@ def permute_kernel(
             next_value = tl.load(x + source[:, None] * K + (k + BK)[None, :], mask=later, other=0.0)
         else:
             value = tl.load(x + source[:, None] * K + k[None, :], mask=ok, other=0.0)
-        if STRIDE > 0:
+        if COPIES:
             tl.store(out + rows[:, None] * STRIDE + k[None, :], value, mask=ok)
         if RANK > 0:
             if STEPS == 1:
@@ -266,6 +261,25 @@ def permute_kernel(
         tl.store(small + rows[:, None] * RANK + j[None, :], tail, mask=live[:, None])
     if BIASED:
         tl.store(dots + rows, dot, mask=live)
+
+
+@triton.jit(do_not_specialize=["first"])
+def copy_rows_kernel(
+    x, inverse, expert_offsets, out, first, K: tl.constexpr, STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr, E: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Rows of x at their places in `out`, STRIDE apart: row i - first for inverse's i.
+
+    Of the rows [0, expert_offsets[E]) alone. Each row of x is read once, and written TOP_K times.
+    """
+    token = tl.program_id(0)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    value = tl.load(x + token.to(tl.int64) * K + k, mask=k < K, other=0.0)
+    end = tl.load(expert_offsets + E)
+    for slot in tl.static_range(TOP_K):
+        row = tl.load(inverse + token * TOP_K + slot) - first
+        live = (row >= 0) & (row < end)
+        tl.store(out + row.to(tl.int64) * STRIDE + k, value, mask=live & (k < K))
 
 
 @triton.jit
@@ -451,22 +465,37 @@ def _takes_ptx(device: int) -> bool:
     return not triton.knobs.runtime.interpret and cards.takes_ptx(cards.device_of(device))
 
 
+def copies_apart(tile: int) -> bool:
+    """Whether rows in tiles of so many are copied by `copy_rows_kernel`, and multiplied apart."""
+    return tile > _ROWS
+
+
 @launcher(permute_kernel)
 def launch_permute(
     size: int, stride: int, rank: int, over_rows: bool, top_k: int, tile: int, tiles: int,
     biased: bool,
 ) -> Geometry:  # fmt: skip
-    """The tokens' rows with the first factor's product; stride 0: the product alone."""
-    cut = _PERMUTE_MANY if tiles >= _MANY else _PERMUTE
-    if stride == 0 and tile > _ROWS:
-        cut = {"BM": tile, **_PRODUCTS}
-    elif tile == _ROWS:
+    """The tokens' rows, unless `copies_apart`, with the first factor's product.
+
+    Stride 0: the product alone.
+    """
+    # The bias' product reads a tile that Hopper's product may still read, as in a race above.
+    cut = {"BM": tile, **_PRODUCTS, "num_stages": 1 if biased else 2}
+    if tile == _ROWS:
         cut = {"BK": min(512, _FACTOR_PART // max(rank, 16)), **_PERMUTE_FEW}
-    elif size > 4096:
-        cut = {"BM": tile, **_PERMUTE_LONG}
     return (tiles, tile // cut["BM"]), {
         "K": size, "STRIDE": stride, "TOP_K": top_k, "RANK": rank, "OVER": over_rows,
-        "BIASED": biased, "STEPS": 1 if biased else _unrolled(size, cut["BK"], tile), **cut,
+        "BIASED": biased, "COPIES": stride > 0 and not copies_apart(tile),
+        "STEPS": 1 if biased else _unrolled(size, cut["BK"], tile), **cut,
+    }  # fmt: skip
+
+
+@launcher(copy_rows_kernel)
+def launch_copy_rows(tokens: int, size: int, stride: int, top_k: int, experts: int) -> Geometry:
+    """The tokens' rows alone."""
+    block = min(triton.next_power_of_2(size), 2048)
+    return (tokens, cdiv(size, block)), {
+        "K": size, "STRIDE": stride, "TOP_K": top_k, "E": experts, "BK": block, "num_warps": 4,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
@@ -113,41 +113,41 @@ def _end_checkpoint(trace: TracebackType | None, call: CodeType) -> None:
         frames = frames.tb_next
 
 
-def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
+def runner(
+    own: Callable[..., Any], *, compiles: bool, options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
     """Return a function of (level, args, kwargs) that computes `own`, compiled if asked for.
 
     Under "recompute" the compiled function runs again, and not another: fused in another way, a
-    router may choose other experts.
+    router may choose other experts. `options` are those of torch.compile.
     """
-    whole = torch.compile(own) if compiles else own
+    compiled = partial(torch.compile, options=options)
+    whole = compiled(own) if compiles else own
+    parts: dict[str, Callable[..., Any]] = {}
 
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
         if not compiles or level in (RECOMPUTE, KEEP):
             return compute(level, whole, args, kwargs, preserve_rng_state=preserve_rng_state)
-        part = _compiled_part(level)
-        return part(level, own, args, kwargs, preserve_rng_state=preserve_rng_state)
+        if level not in parts:
+            parts[level] = compiled(_compute_of(level))
+        # Joined LoRA (speed/joined_lora.py) holds a product on an object for the next layers, which
+        # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
+        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
+            return parts[level](level, own, args, kwargs, preserve_rng_state=preserve_rng_state)
 
     return run
 
 
 @cache
-def _compiled_part(level: str) -> Callable[..., Any]:
-    """Return `compute` compiled, with code of its own for each level.
+def _compute_of(level: str) -> Callable[..., Any]:
+    """Return `compute` with code of its own for each level.
 
     torch.compile counts its versions of a function by its code, and takes no more than eight.
     """
     code = compute.__code__.replace(co_name=f"compute_{level.replace(' ', '_')}")
     copied = FunctionType(code, globals())
     copied.__kwdefaults__ = compute.__kwdefaults__
-    compiled = torch.compile(copied)
-
-    def part(*args: Any, **kwargs: Any) -> Any:
-        # Joined LoRA (speed/joined_lora.py) holds a product on an object for the next layers, which
-        # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
-        with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-            return compiled(*args, **kwargs)
-
-    return part
+    return copied
 
 
 def _contexts(level: str, recomputing: Callable[[], AbstractContextManager[Any]]) -> _Contexts:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..memory import levels
+from .top_k import compile_options
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class FittedLayer(RunsLevels):
         layer.forward = self.forward
         self.compiled = layer.__dict__.pop("_compiled_call_impl", None)
         own = own_forward(layer) if self._before is None else self._before
-        self._run = levels.runner(own, compiles=self.compiled is not None)
+        self._run = runner(own, compiles=self.compiled is not None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; in training, keep what its level says."""
@@ -93,6 +95,12 @@ def own_forward(layer: nn.Module) -> Any:
     """Return the forward of a layer's class, without transformers' gradient checkpointing."""
     own: Any = type(layer).forward
     return getattr(own, "__wrapped__", own)
+
+
+def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
+    """Return `levels.runner` of a layer's forward, compiled with our options."""
+    options = compile_options() if compiles else None
+    return levels.runner(own, compiles=compiles, options=options)
 
 
 def fitted(layer: nn.Module) -> FittedLayer | None:

@@ -45,8 +45,10 @@ from .fitted import (
     level_of,
     measures,
     own_forward,
+    runner,
     without_cache,
 )
+from .lent import Lender, is_at
 from .passes import Passes
 from .recording import ObstacleError, RecordedCall, end_recording
 from .reserved import LayerExperts, Reserved, computing_devices
@@ -56,6 +58,8 @@ _T = TypeVar("_T")
 
 _COMPILES = "_valid_auto_compile_criteria"
 """transformers' method that decides whether `generate` compiles a model."""
+
+_IN_USE = "hidden states or gradients of an earlier step are still in use; clone what you keep"
 
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
@@ -115,7 +119,7 @@ class LayerGraphs:
     ) -> None:
         self.model, self.keep = model, keep
         self.pool = torch.cuda.graph_pool_handle()
-        self._passes = Passes()
+        self._passes, self.lender = Passes(), Lender()
         self._buffers: dict[Hashable, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, int]] = {}
         self._warned: set[str] = set()
@@ -154,6 +158,7 @@ class LayerGraphs:
         self._layers, self._generators, self._criteria = [], [], []
         self._buffers.clear()
         self._sources.clear()
+        self.lender = Lender()
 
     def __enter__(self) -> LayerGraphs:
         return self
@@ -173,7 +178,7 @@ class LayerGraphs:
 
         Hidden states come first: they always change, and a reference would keep them alive.
         """
-        if buffers[0] is not leaves[0]:
+        if not is_at(buffers[0], leaves[0]):
             buffers[0].data.copy_(leaves[0])
         for buffer, leaf in zip(buffers[1:], leaves[1:], strict=True):
             if isinstance(leaf, Tensor):
@@ -260,8 +265,7 @@ class _GraphedLayer(RunsLevels):
         found = fitted(layer)
         compiled_before = layer._compiled_call_impl or (found.compiled if found else None)
         self._compiled: Callable[..., Any] | None = compiled_before
-        compiles = compiled or self._compiled is not None
-        self._run = levels.runner(own_forward(layer), compiles=compiles)
+        self._run = runner(own_forward(layer), compiles=compiled or self._compiled is not None)
         reason = self._obstacle()
         self.active = reason is None
         if reason is None:
@@ -331,8 +335,10 @@ class _GraphedLayer(RunsLevels):
             reserved = self._reserve() if admitted and not measures(layer) else None
             if reserved is not None:
                 call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))
-                if call is not None:
+                if call is not None and call.is_free(leaves[0]):
                     return gathered.delivered(call.run(leaves))
+                if call is not None:
+                    self.shared.warn(_IN_USE)
         except ObstacleError as obstacle:
             self.shared.warn(str(obstacle))
             if fitted(layer) is None and not self.shared.keep:
@@ -375,7 +381,7 @@ class _GraphedLayer(RunsLevels):
             self.cache_index = written[0] if len(written) == 1 else -1
             return out
         cached = cache.layers[self.cache_index]
-        overwrites = self.shared.is_pending
+        overwrites = self.shared.is_pending or not self.shared.lender.settle()
         if self.cache_index < 0 or overwrites or not recording.is_recordable(cached):
             return type(layer).forward(layer, *args, **kwargs)
         try:

@@ -26,6 +26,7 @@ from torch.nn.functional import linear
 
 from ..experts.operators import no_grads, split
 from ..experts.projection import first_order
+from ..kernels.streams import SecondStream
 
 _CONSTANTS = "int[] numbers, int[] owners, float[] scalings"
 _FORWARD = f"(Tensor x, Tensor[] frozen, Tensor[] a, Tensor[] b, {_CONSTANTS}) -> Tensor[]"
@@ -155,14 +156,18 @@ def _forward(
 ) -> list[Tensor]:  # fmt: skip
     """Return the outputs, and z `(T, R)`."""
     with _without_autocast(x):
-        rows = x.reshape(-1, x.shape[-1])
-        layers, z, outs = _layers(frozen, numbers), linear(rows, _stacked(a)), []
+        rows, factors = x.reshape(-1, x.shape[-1]), _stacked(a)
+        z, outs = rows.new_empty(len(rows), len(factors)), []
+        layers, second = _layers(frozen, numbers), SecondStream(x.device, len(rows))
+        with second.beside(factors):
+            torch.mm(rows, factors.t(), out=z)
         parts = _parts(len(layers), z, a, b, owners, scalings)
         for layer, adapters in zip(layers, parts, strict=True):
             y = layer.product(rows)
-            for _, part, factor, scaling in adapters:
-                y.addmm_(part, factor.t(), alpha=scaling)
             outs.append(y.view(*x.shape[:-1], y.shape[1]))
+            with second.beside() if len(outs) < len(layers) else second.joined():
+                for _, part, factor, scaling in adapters:
+                    y.addmm_(part, factor.t(), alpha=scaling)
         return [*outs, z]
 
 
@@ -176,30 +181,35 @@ def _backward(
         rows, factors = x.reshape(-1, x.shape[-1]), _stacked(a)
         dz, dx = torch.empty_like(z), None
         of_b = [torch.empty_like(factor) for factor in b]
+        of_a = torch.empty_like(factors)
         layers, of_z = _layers(frozen, numbers), dz.split([len(each) for each in a], 1)
         parts = _parts(len(layers), z, a, b, owners, scalings)
-        for given, layer, adapters in zip(grads, layers, parts, strict=True):
-            if given is None:
-                for place, *_ in adapters:
-                    of_z[place].zero_()
-                    of_b[place].zero_()
-                continue
-            grad = given.reshape(len(rows), given.shape[-1])
-            for place, part, factor, scaling in adapters:
+        flat = [None if g is None else g.reshape(len(rows), g.shape[-1]) for g in grads]
+        for grad, adapters in zip(flat, parts, strict=True):
+            for place, _, factor, scaling in adapters:
                 _product(of_z[place], grad, factor, scaling)
-                _product(of_b[place], grad.t(), part, scaling)
-            if needs_x:
+        second = SecondStream(x.device, len(rows))
+        with second.beside():
+            for grad, adapters in zip(flat, parts, strict=True):
+                for place, part, _, scaling in adapters:
+                    _product(of_b[place], None if grad is None else grad.t(), part, scaling)
+            torch.mm(dz.t(), rows, out=of_a)
+        for grad, layer in zip(flat, layers, strict=True):
+            if needs_x and grad is not None:
                 weight = layer.weight(x.dtype)
                 dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-        of_a = dz.t() @ rows
-        if not needs_x:
-            return [x.new_empty(0), of_a, *of_b]
-        dx = dz @ factors if dx is None else dx.addmm_(dz, factors)
-        return [dx.view(x.shape), of_a, *of_b]
+        if needs_x:
+            dx = dz @ factors if dx is None else dx.addmm_(dz, factors)
+        second.join()
+        return [x.new_empty(0) if dx is None else dx.view(x.shape), of_a, *of_b]
 
 
-def _product(out: Tensor, a: Tensor, b: Tensor, scaling: float) -> None:
-    torch.addmm(out, a, b, beta=0, alpha=scaling, out=out)
+def _product(out: Tensor, a: Tensor | None, b: Tensor, scaling: float) -> None:
+    """Write scaling a b to `out`, or zeros where a is None."""
+    if a is None:
+        out.zero_()
+    else:
+        torch.addmm(out, a, b, beta=0, alpha=scaling, out=out)
 
 
 def _stacked(a: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,9 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from ..kernels import workspace
-from ..kernels.limits import cdiv
-
-_ALIGNMENT = 16  # bytes, of the parts of a buffer
+from .lent import Lender, Lent, is_at
 
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
 """Origins of hooks that a graph may skip: the recording contains their effect."""
@@ -43,6 +42,7 @@ class Buffers(Protocol):
     """The tensors at fixed addresses that all graphs of a model share."""
 
     pool: Any  # The graphs' memory pool
+    lender: Lender  # Of what the graphs return
 
     def buffer(self, role: Any, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return the contiguous tensor for this role and shape, with the dtype of `like`."""
@@ -132,14 +132,21 @@ class RecordedCall:
             else leaf
             for position, leaf in enumerate(leaves)
         ]
+        self.input: Lent | None = None  # Its hidden states, where another layer has lent them
         if keeps:  # Its hidden states are kept where no other layer writes
-            self.arguments[0] = torch.empty_like(x, memory_format=torch.contiguous_format)
+            before = shared.lender.out
+            self.input = before if before is not None and before.is_lent_as(x) else None
+            empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
+            self.arguments[0] = empty(x) if self.input is None else self.input.tensor
         shared.fill(self.arguments, leaves)
         self.x = self.arguments[0].detach().requires_grad_(x.requires_grad)
         self.outs: list[Tensor] = []  # The layer's output, and router logits
+        self.out: Lent | None = None  # The first of them
         self.grads: list[Tensor] = []  # Of each
         self.grad_x: Tensor | None = None
         self.weight_grads: list[Tensor] = []  # Of those used
+        # Of those used, whose gradients are lent: the weights, and the gradients
+        self.lent: tuple[list[nn.Parameter], list[Lent]] = ([], [])
         self.graph = torch.cuda.CUDAGraph()
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.workspace: list[Tensor] = []  # graphs write to it
@@ -150,6 +157,8 @@ class RecordedCall:
             with workspace.recorded(x.device):
                 with capture(self.graph, self.pool):
                     self.edges = self._forward()
+                if keeps and self.outs[0].is_contiguous():  # It stays where it is
+                    self.out = Lent(self.outs[0])
                 self.outs = [_unowned(out) for out in self.outs]
                 self.workspace += workspace.buffers(x.device)
 
@@ -187,16 +196,25 @@ class RecordedCall:
         self.weight_grads = [grad for grad in of_weights if grad is not None]
         self.grad_x = grads[0] if x.requires_grad else None
 
-    def _record_backward(self) -> None:
-        edges, self.edges = self.edges, []
+    def _record_backward(self, grad: Tensor) -> None:
+        lender, edges, self.edges = self.shared.lender, self.edges, []
+        if lender.grad is not None and lender.grad.is_lent_as(grad):
+            self.grads[0] = lender.grad.tensor
         device, graph = self.x.device, torch.cuda.CUDAGraph()
         exchanged = _exchanged(self.layer, self.trained, self.weights)
         with torch.cuda.device(device), exchanged, workspace.recorded(device):
             with capture(graph, self.pool):
                 self._gradients(edges)
-            self.weight_grads = [_unowned(grad) for grad in self.weight_grads]
+            # The layer before reads it, and must not be recorded to write to the same memory.
+            lender.recorded = self.grad_x
             self.grad_x = None if self.grad_x is None else _unowned(self.grad_x)
             self.workspace += workspace.buffers(device)
+        pairs = [
+            (weight, Lent(grad))
+            for grad, weight in zip(self.weight_grads, self.used, strict=True)
+            if grad.is_contiguous() and grad.dtype == weight.dtype
+        ]
+        self.lent = [weight for weight, _ in pairs], [lent for _, lent in pairs]
         self.backward_graph = graph
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
@@ -207,48 +225,69 @@ class RecordedCall:
             self.shared.fill(self.arguments, leaves)
             self.graph.replay()
             for out, buffer in zip(outs, self.outs, strict=True):
-                out.detach().copy_(buffer)
+                if not is_at(out, buffer):
+                    out.detach().copy_(buffer)
         workspace.forget(self.x.device)
+        self.shared.lender.out = self.out
         return outs
 
+    def is_free(self, x: Tensor) -> bool:
+        """Whether it may run on these hidden states: nobody uses what its graphs overwrite."""
+        return (
+            self.shared.lender.settle()
+            and (self.out is None or self.out.is_free)
+            and (self.input is None or self.input.is_free or self.input.is_lent_as(x))
+        )
+
+    def room(self) -> list[Tensor]:
+        """Return tensors for the output and router logits: lent, or new."""
+        empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
+        first, *others = self.outs
+        return [empty(first) if self.out is None else self.out.lend(), *map(empty, others)]
+
     def backward(
-        self, leaves: Sequence[Any], grads: Sequence[Tensor], offset: int
+        self, leaves: Sequence[Any], grads: Sequence[Tensor], offset: int, *, lends: bool
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         """Return the gradients of the hidden states and of the trained weights.
 
         `leaves` are the call's arguments, whose hidden states are None where they are kept.
-        `offset` is the forward's offset of random numbers: dropout draws them again.
+        `offset` is the forward's offset of random numbers: dropout draws them again. With `lends`,
+        the gradient of the hidden states goes to the layer that has lent them.
         """
         if self.keeps:  # Its hidden states are where they were
             leaves = [self.arguments[0], *leaves[1:]]
         self.shared.fill(self.arguments, leaves)
-        for buffer, grad in zip(self.grads, grads, strict=True):
-            buffer.copy_(grad)
-        now = self.generator.get_offset()
+        lender, now = self.shared.lender, self.generator.get_offset()
         self.generator.set_offset(offset)
         try:
             reserved = self.reserve()
-            if reserved is None or not self._has_backward():
+            used = lender.has_lent_other_than(grads[0])
+            used = used or not all(lent.is_free for lent in self.lent[1])
+            if reserved is None or used or not self._has_backward(grads[0]):
                 return self._again(leaves, grads)
             assert self.backward_graph is not None
+            for buffer, grad in zip(self.grads, grads, strict=True):
+                if not is_at(grad, buffer):
+                    buffer.copy_(grad)
             self.backward_graph.replay()
             del reserved
         finally:
             self.generator.set_offset(now)
         workspace.forget(self.x.device)
-        grad_x = None if self.grad_x is None else self.grad_x.clone()
-        if not self.used:
-            return grad_x, [None] * len(self.trained)
-        size = sum(map(_room, self.used))
-        parts = _parts(torch.empty(size, dtype=torch.uint8, device=self.x.device), self.used)
-        torch._foreach_copy_(parts, self.weight_grads)
-        of_weights = dict(zip(self.used, parts, strict=True))
+        grad_x = self.grad_x
+        if grad_x is not None:
+            lends = lends and grad_x.is_contiguous()
+            grad_x = lender.lend_grad(Lent(grad_x)) if lends else grad_x.clone()
+        of_weights = dict(zip(self.lent[0], lender.lend_grads_of(*self.lent), strict=True))
+        for weight, grad in zip(self.used, self.weight_grads, strict=True):
+            if weight not in of_weights:
+                of_weights[weight] = torch.empty_like(weight).copy_(grad)
         return grad_x, [of_weights.get(weight) for weight in self.trained]
 
-    def _has_backward(self) -> bool:
+    def _has_backward(self, grad: Tensor) -> bool:
         """Record the backward, if it is not, and return whether it is."""
         if self.backward_graph is None:
-            self.shared.record_backward(self, self._record_backward)
+            self.shared.record_backward(self, partial(self._record_backward, grad))
         return self.backward_graph is not None
 
     def _again(
@@ -280,8 +319,8 @@ class _Replay(torch.autograd.Function):
         ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
         ctx.pending = call.shared.pending(call) if call.keeps else None
         ctx.save_for_backward(*(() if call.keeps else (x,)))
-        contiguous = torch.contiguous_format
-        return tuple(torch.empty_like(out, memory_format=contiguous) for out in call.outs)
+        ctx.lends = call.input is not None and call.input.is_lent_as(x)
+        return tuple(call.room())
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -292,7 +331,8 @@ class _Replay(torch.autograd.Function):
                 "once for each forward, without retain_graph=True."
             )
         x = None if ctx.call.keeps else ctx.saved_tensors[0]
-        grad_x, of_weights = ctx.call.backward([x, *ctx.others], grads, ctx.offset)
+        leaves = [x, *ctx.others]
+        grad_x, of_weights = ctx.call.backward(leaves, grads, ctx.offset, lends=ctx.lends)
         # Autograd nodes may outlive their backward (some of Liger's do); a model must not.
         ctx.call = ctx.others = ctx.pending = None
         return None, None, grad_x, *of_weights
@@ -327,21 +367,6 @@ def _unowned(tensor: Tensor) -> Tensor:
         return tensor.detach()
     flat = torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride())
-
-
-def _room(tensor: Tensor) -> int:
-    """Return the aligned size of a tensor in a buffer, in bytes."""
-    return cdiv(tensor.nbytes, _ALIGNMENT) * _ALIGNMENT
-
-
-def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Divide a tensor of bytes into views with the shapes and dtypes of `like`."""
-    parts: list[Tensor] = []
-    first = 0
-    for each in like:
-        parts.append(flat[first : first + each.nbytes].view(each.dtype).view(each.shape))
-        first += _room(each)
-    return parts
 
 
 @contextmanager

@@ -79,10 +79,19 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     def exchanged(call: Any) -> Any:
         return recording._exchanged(call.layer, call.trained, call.weights)
 
+    def at(places: list[Any], call: Any, name: str) -> None:
+        """Write what a call has computed where it was when it was recorded."""
+        for place, result in zip(places, getattr(call, name), strict=True):
+            place.copy_(result)
+        setattr(call, name, places)
+
     def record_forward(call: Any) -> Any:
         def again() -> None:
+            outs, grads = call.outs, call.grads
             with exchanged(call):
                 call.latest = forward(call)
+            at(outs, call, "outs")
+            call.grads = grads
 
         if _Graph.current is not None:
             _Graph.current.work = again
@@ -90,13 +99,16 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def record_gradients(call: Any, edges: Any) -> None:
         def again() -> None:
+            of_weights, of_x = call.weight_grads, call.grad_x
             with exchanged(call):
                 gradients(call, call.latest)
+            at(of_weights, call, "weight_grads")
+            if of_x is not None:
+                call.grad_x = of_x.copy_(call.grad_x)
 
-        if _Graph.current is None:
-            gradients(call, edges)
-        else:
+        if _Graph.current is not None:
             _Graph.current.work = again
+        gradients(call, edges)
 
     monkeypatch.setattr(recording.RecordedCall, "_forward", record_forward)
     monkeypatch.setattr(recording.RecordedCall, "_gradients", record_gradients)

@@ -13,12 +13,14 @@ from fused_layer import Case, build, check_layer  # noqa: E402
 from moe_qlora.kernels import factors, limits, moe_layer, table  # noqa: E402
 from moe_qlora.kernels.factors import Lora, pad_factors  # noqa: E402
 from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
+from moe_qlora.kernels.streams import SecondStream  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
+ONE = SecondStream(torch.device("cpu"), 1024)  # which is the same stream there
 OSS = Gate("silu", interleaved=True, limit=0.7, alpha=1.7, shift=1.0)
 
 
@@ -30,7 +32,7 @@ def lora_of(rank, experts=3, inner=8, out=24, dtype=torch.float32):
 def test_b_stays_where_its_rank_and_dtype_suit():
     loras = lora_of(16), lora_of(32, out=40)
     for as_stored in [(False, False), (True, False), (False, True), (True, True)]:
-        found = pad_factors(loras, 3, torch.float32, as_stored)
+        found = pad_factors(loras, 3, torch.float32, ONE, as_stored)
         for lora, f, stays in zip(loras, found, as_stored, strict=True):
             rank = f.rank
             assert (f.b.data_ptr() == lora.b.data_ptr()) == stays
@@ -40,19 +42,19 @@ def test_b_stays_where_its_rank_and_dtype_suit():
     strided = whole._replace(b=whole.b[::2])
     for lora in (lora_of(8), lora_of(20), lora_of(16, dtype=torch.float16), strided):
         rank = lora.a.shape[0] // 3
-        f, other = pad_factors((lora, loras[1]), 3, torch.float32, (True, True))
+        f, other = pad_factors((lora, loras[1]), 3, torch.float32, ONE, (True, True))
         assert f.b.is_contiguous() and f.b.shape == (3, 24, f.rank)
         assert torch.equal(f.b[..., :rank], lora.b.float().view(-1, rank, 3).permute(2, 0, 1))
         assert not f.b[..., rank:].any()
         assert other.b.data_ptr() == loras[1].b.data_ptr()
-    assert pad_factors((None, None), 3, torch.float32, (True, True)) == [None, None]
+    assert pad_factors((None, None), 3, torch.float32, ONE, (True, True)) == [None, None]
 
 
 def test_an_unaligned_b_is_copied_and_stays_strided():
     lora = lora_of(16)
     numel = lora.b.numel()
     lora = lora._replace(b=torch.randn(numel + 1)[1:].view(lora.b.shape))
-    f, _ = pad_factors((lora, None), 3, torch.float32, (True, True))
+    f, _ = pad_factors((lora, None), 3, torch.float32, ONE, (True, True))
     assert f.b.data_ptr() % 16 == 0 and f.b.stride() == (1, 48, 3)
     assert torch.equal(f.b, lora.b.view(-1, 16, 3).permute(2, 0, 1))
 

@@ -1,0 +1,142 @@
+"""What graphs lend is overwritten by nobody as long as it is used."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from emulated_graphs import emulate, emulated
+from torch import Tensor
+
+from moe_qlora.speed.lent import Lender, Lent, is_at
+from moe_qlora.testing import tiny_model
+
+STEPS = 6
+Kept = list[tuple[Tensor, Tensor]]  # Tensors, and copies that were made at once
+
+pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    emulate(monkeypatch)
+    made: Any = tiny_model("qwen3_moe", num_hidden_layers=3).train()
+    made.config.use_cache = False
+    yield made
+    gc.collect()
+
+
+def keep(kept: Kept, tensor: Tensor) -> None:
+    kept.append((tensor, tensor.detach().clone()))
+
+
+def train(model: Any, each: Callable[[int, Any], None] | None = None, rest: int = 1) -> list[Any]:
+    """The gradients of each step, of `rest` batches one after the other."""
+    model.zero_grad()
+    found = []
+    for step in range(STEPS):
+        ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        if step % rest == 0:
+            model.zero_grad()
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append({name: grad.clone() for name, grad in grads.items()})
+        if each is not None:
+            each(step, grads)
+    return found
+
+
+def test_a_tensor_is_free_again_when_nobody_references_it() -> None:
+    memory = torch.randn(2, 1, 5).to(torch.bfloat16)
+    lent = Lent(memory)
+    assert lent.is_free
+    tensor = lent.lend()
+    assert is_at(tensor, memory) and not tensor._is_view() and lent.is_lent_as(tensor)
+    part = tensor.detach()[1:, :, 2:]
+    del tensor
+    assert not lent.is_free and not lent.is_lent_as(part)
+    memory.fill_(3)
+    assert (part == 3).all()
+    del part
+    assert lent.is_free
+
+
+@pytest.mark.parametrize("rest", [1, 3])
+def test_gradients_are_those_without_graphs_and_accumulate(model: Any, rest: int) -> None:
+    """They are set to None between forward and backward, while the last ones are in use."""
+    wanted = train(model, rest=rest)
+    with emulated(model, keep=True) as graphs:
+        torch.testing.assert_close(train(model, rest=rest), wanted)
+        assert graphs.recorded == 3
+
+
+def test_nothing_is_copied_in_a_steady_state(model: Any) -> None:
+    places: list[set[int]] = []
+
+    def note(step: int, grads: Any) -> None:
+        if step >= 2:  # recorded
+            layers = {name: grad for name, grad in grads.items() if ".layers." in name}
+            places.append({grad.data_ptr() for grad in layers.values()})
+        grads.clear()
+        model.zero_grad()
+
+    with emulated(model, keep=True) as graphs:
+        train(model, note)
+        calls = [next(iter(layer.calls.values())) for layer in graphs._layers]
+        assert len(places[0]) > 3 and all(each == places[0] for each in places)
+        for before, call in pairwise(calls):
+            assert is_at(call.arguments[0], before.outs[0])
+            assert is_at(before.grads[0], call.grad_x)
+
+
+def gradients(kept: Kept, model: Any) -> Any:
+    return lambda _, grads: [keep(kept, grad.detach()) for grad in grads.values()]
+
+
+def hidden_states(kept: Kept, model: Any) -> None:
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, inputs, out: keep(kept, out))
+
+
+def gradients_of_hidden_states(kept: Kept, model: Any) -> None:
+    for layer in model.model.layers:
+        layer.register_forward_hook(
+            lambda _, inputs, out: out.register_hook(lambda grad: keep(kept, grad)) and None
+        )
+
+
+@pytest.mark.parametrize("what", [gradients, hidden_states, gradients_of_hidden_states])
+def test_what_is_in_use_stays_as_it_is(
+    model: Any, what: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = train(model)
+    kept: Kept = []
+    each = what(kept, model)
+    with emulated(model, keep=True) as graphs:
+        torch.testing.assert_close(train(model, each), wanted)
+        assert graphs.recorded == 3
+        assert len(kept) >= 3 * STEPS
+        for tensor, copied in kept:
+            assert torch.equal(tensor, copied)
+        told = [r.getMessage() for r in caplog.records if "in use" in r.getMessage()]
+        assert len(told) == 1 and "clone what you keep" in told[0]
+
+
+def test_a_weight_gets_memory_of_its_own_for_a_gradient_that_others_have_not() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    memory = torch.full((3,), 2.0)
+    lender = Lender()
+    (weight.grad,) = lender.lend_grads_of([weight], [Lent(memory)])
+    assert is_at(weight.grad, memory)
+    assert lender.settle()
+    assert not is_at(weight.grad, memory) and torch.equal(weight.grad, memory)
+    (weight.grad,) = lender.lend_grads_of([weight], [Lent(memory)])
+    other = weight.grad[1:]
+    assert not lender.settle()
+    del other
+    assert lender.settle()
