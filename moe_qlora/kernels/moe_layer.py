@@ -171,7 +171,7 @@ def _first_operand(matmul: ExpertMatmul, routing: Routing, name: str, second: Se
     It is prepared on the second stream, beside what launches next.
     """
     with second.beside():
-        span = next(matmul.spans(routing.count))
+        span = next(iter(matmul.spans(routing.count)))
         return matmul.kernel.prepare(matmul, routing, span, name)
 
 

@@ -140,3 +140,15 @@ def test_a_weight_gets_memory_of_its_own_for_a_gradient_that_others_have_not() -
     assert not lender.settle()
     del other
     assert lender.settle()
+
+
+def test_a_gradient_of_hidden_states_may_be_used_by_the_layer_that_has_it_alone() -> None:
+    lender, first, second = Lender(), Lent(torch.zeros(3)), Lent(torch.ones(3))
+    kept = lender.lend_grad(first)
+    assert not lender.has_lent_other_than(kept)
+    given = lender.lend_grad(second)
+    assert lender.has_lent_other_than(given) and not lender.settle()
+    del kept
+    assert not lender.has_lent_other_than(given)
+    del given
+    assert lender.settle()
