@@ -15,6 +15,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     grouped_mm.py           many rows: codes to 16 bit, then torch's grouped matmul or our own
     top_k.py                the router's top-k, before the layer
     workspace.py            the buffer that is dequantized into
+    streams.py              a second branch of a graph, for small kernels beside large ones
     cards.py                device capabilities
     launch.py               launches kernels with little of the host's time; nothing on meta
     lang.py                 Triton, or what stands for it where it is not installed

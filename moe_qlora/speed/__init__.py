@@ -10,6 +10,7 @@ lora_linears.py these layers as one operator
 top_k.py        routers' top-k, in compiled layers by our kernel
 graphs.py       decoder layers as CUDA graphs, for training and `generate`
 recording.py    one call of a layer as graphs, and their replay
+lent.py         what graphs return, lent instead of copied
 passes.py       when graphs may run, so that nothing that is kept is overwritten
 masks.py        block masks of flex attention as arguments of graphs
 offload.py      packed experts in host memory

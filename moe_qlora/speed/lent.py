@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 
 class Lent:
@@ -27,13 +27,14 @@ class Lent:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+        self._bytes = tensor.view(torch.uint8).flatten()
         self.last: StorageWeakRef | None = None
 
     def lend(self) -> Tensor:
         """Return a new tensor at this address, with a storage of its own."""
         source = self.tensor
-        flat = source.view(torch.uint8).flatten()
-        storage = torch.utils.dlpack.from_dlpack(flat).untyped_storage()
+        # A capsule: given a tensor, torch looks for a stream to wait for, three times as long.
+        storage = from_dlpack(to_dlpack(self._bytes)).untyped_storage()
         lent = torch.empty(0, dtype=source.dtype, device=source.device)
         lent.set_(storage, 0, source.shape, source.stride())
         self.last = StorageWeakRef(storage)
