@@ -146,6 +146,8 @@ def _gather_gemm(
         part, some, mm, rows = slice(first, min(first + step, count)), routing, matmul, ordered
         if step < count:
             some, mm = routing.part(part), table.of_rows(matmul, part.stop - first)
+        if not _copies_apart(some, mm) and mm.factors is not None and factor is mm.factors.b:
+            second.join()  # Where b is written, and read on the first
         operand = _first_operand(mm, some, name, second)
         if not kernel.gathers or factor is not None or bias is not None:
             of_part = product[first * rank : part.stop * rank]
@@ -223,6 +225,11 @@ def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -
     )  # fmt: skip
 
 
+def _copies_apart(routing: Routing, matmul: ExpertMatmul) -> bool:
+    """Whether tokens' rows are copied by one kernel and multiplied by another."""
+    return not matmul.kernel.gathers and copies_apart(routing.tile)
+
+
 def _permute(
     routing: Routing, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, product: Tensor,
     second: SecondStream, dots: Tensor, bias: Tensor | None,
@@ -233,9 +240,10 @@ def _permute(
     by a kernel of their own, and multiplied on the second stream.
     """
     out, factors, size, copies = x, matmul.factors, x.shape[-1], not matmul.kernel.gathers
+    apart = _copies_apart(routing, matmul)
     if copies:
         out = _strip(routing.count, size + matmul.rank, x, matmul)
-    stride, apart = out.stride(0) if copies else 0, copies and copies_apart(routing.tile)
+    stride = out.stride(0) if copies else 0
     f = x if factor is None else factor
     over_rows = factors is not None and factor is factors.a
     with second.beside() if apart else nullcontext():

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import bitsandbytes as bnb
 import pytest
 import torch
+from late_streams import assert_joined, run_late
 from torch import Tensor
 
 from moe_qlora.memory import levels
@@ -82,6 +83,21 @@ def gradients(outs: list[Tensor], x: Tensor, made: Group, used: Any) -> list[Ten
     assert isinstance(loss, Tensor)
     grads = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
     return list(grads)
+
+
+@pytest.mark.parametrize("owners", [(0, 1, 2), (2, 2), (1,)])
+@pytest.mark.parametrize("used", [(0, 1, 2), (1,)])
+def test_a_second_stream_may_be_late(
+    used: Any, owners: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = group(torch.float64, owners=owners)
+    x = torch.randn(2, 5, IN, dtype=torch.float64, requires_grad=True)
+    run_late(monkeypatch)
+    ours, wanted = compute(x, made.adapted), reference(x, made)
+    got = [*ours, *gradients(ours, x, made, used)]
+    assert_joined()
+    for a, b in zip(got, [*wanted, *gradients(wanted, x, made, used)], strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("needs_x", [False, True])

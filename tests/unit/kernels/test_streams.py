@@ -1,0 +1,94 @@
+"""Nothing that does not wait for the second stream needs its results, or writes what it reads."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from fused_layer import CASES, check_layer
+from late_streams import assert_joined, run_late
+
+from moe_qlora.kernels import (
+    grouped_mm,
+    moe_layer,
+    quantized_mm,
+    row_kernels,
+    streams,
+    table,
+    workspace,
+)
+from moe_qlora.kernels.streams import SecondStream
+
+KERNELS = {
+    "fetches": replace(quantized_mm.KERNEL, gathers=True),
+    "codes": quantized_mm.KERNEL,
+    "dequantized": grouped_mm.KERNEL,
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("cap", [None, 1])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_waits_for_what_it_needs(
+    name: str, kernel: str, cap: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_late(monkeypatch)
+    monkeypatch.setattr(row_kernels, "copies_apart", lambda tile: apart)
+    monkeypatch.setattr(moe_layer, "copies_apart", lambda tile: apart)
+    monkeypatch.setattr(table, "KERNELS", [KERNELS[kernel], grouped_mm.KERNEL])
+    workspace.set_workspace_cap(cap)
+    try:
+        check_layer(CASES[name])
+    finally:
+        workspace.set_workspace_cap(None)
+    assert_joined()
+
+
+class Stream:
+    """Notes what waits for what, and which stream is current."""
+
+    def __init__(self, name: str, notes: list[Any]) -> None:
+        self.name, self.notes, self.device = name, notes, torch.device("cuda", 0)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.append((self.name, "waits for", other.name))
+
+
+def test_a_branch_begins_after_the_first_stream_and_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes: list[Any] = []
+    first, second = Stream("first", notes), Stream("second", notes)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(streams, "_stream", lambda device: second)
+    stream = SecondStream(first.device, 4096)
+    read = torch.zeros(3)
+    with stream.beside(read):
+        notes.append("beside")
+    assert stream._read == [read]
+    stream.join()
+    stream.join()
+    assert stream._read == []
+    begins, ends = ("second", "waits for", "first"), ("first", "waits for", "second")
+    assert notes == [begins, "beside", ends]
+    for few in (SecondStream(first.device, 16), SecondStream(torch.device("cpu"), 4096)):
+        with few.beside(read):
+            few.join()
+    assert len(notes) == 3
+
+
+def test_without_a_recording_there_is_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(streams, "_stream", lambda device: pytest.fail("a stream"))
+    stream = SecondStream(torch.device("cuda"), 4096)
+    with stream.beside(), stream.joined():
+        assert moe_layer.SecondStream is SecondStream
