@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_graphs import emulate, emulated
+from graphed import assert_near, packed
 from torch import Tensor
 
 from moe_qlora.speed.lent import Lender, Lent, is_at
@@ -40,6 +41,7 @@ def train(model: Any, each: Callable[[int, Any], None] | None = None, rest: int 
     found = []
     for step in range(STEPS):
         ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(step))
+        ids = ids.to(model.device)
         loss = model(input_ids=ids, labels=ids).loss
         if step % rest == 0:
             model.zero_grad()
@@ -152,3 +154,32 @@ def test_a_gradient_of_hidden_states_may_be_used_by_the_layer_that_has_it_alone(
     assert not lender.has_lent_other_than(given)
     del given
     assert lender.settle()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("rest", "what"),
+    [
+        (1, None),
+        (3, None),
+        *((1, w) for w in (gradients, hidden_states, gradients_of_hidden_states)),
+    ],
+)
+def test_on_a_gpu_nothing_in_use_is_overwritten(rest: int, what: Any, keep: bool) -> None:
+    import moe_qlora
+
+    model = packed(config={"num_hidden_layers": 4})
+    model.enable_input_require_grads()  # As where embeddings are trained
+    kept: Kept = []
+    each = None if what is None else what(kept, model.get_base_model())
+    wanted = train(model, rest=rest)
+    kept.clear()
+    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+        for got, want in zip(train(model, each, rest=rest), wanted, strict=True):
+            assert_near((0.0, got), (0.0, want))
+        assert graphs.recorded == 4
+        torch.cuda.synchronize()
+        assert what is None or len(kept) >= 4 * STEPS
+        for tensor, copied in kept:
+            assert torch.equal(tensor, copied)
