@@ -209,12 +209,15 @@ class RecordedCall:
             lender.recorded = self.grad_x
             self.grad_x = None if self.grad_x is None else _unowned(self.grad_x)
             self.workspace += workspace.buffers(device)
-        pairs = [
-            (weight, Lent(grad))
-            for grad, weight in zip(self.weight_grads, self.used, strict=True)
-            if grad.is_contiguous() and grad.dtype == weight.dtype
-        ]
-        self.lent = [weight for weight, _ in pairs], [lent for _, lent in pairs]
+        # A gradient may be that of the output, of the hidden states, or of several weights.
+        others = [*self.grads, *([] if self.grad_x is None else [self.grad_x])]
+        places = {other.data_ptr() for other in others}
+        for weight, grad in zip(self.used, self.weight_grads, strict=True):
+            suits = grad.is_contiguous() and grad.dtype == weight.dtype
+            if suits and grad.data_ptr() not in places:
+                self.lent[0].append(weight)
+                self.lent[1].append(Lent(grad))
+            places.add(grad.data_ptr())
         self.backward_graph = graph
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Tensor]:

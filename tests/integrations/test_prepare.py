@@ -417,10 +417,11 @@ def nothing(model: Any) -> Any:
 
 @requires_gpu()
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-def test_trains_alike_on_a_gpu():
+@pytest.mark.parametrize("length", [12, 600])  # With 1,024 tokens and more, on two streams
+def test_trains_alike_on_a_gpu(length: int):
     def losses(prepares: Any) -> list[float]:
         model = adapted(dtype=torch.bfloat16, device="cuda")
-        ids = tiny_inputs(model.get_base_model())["input_ids"]
+        ids = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(0)).cuda()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         found = []
         with prepares(model):
@@ -433,6 +434,7 @@ def test_trains_alike_on_a_gpu():
         return found
 
     plain = losses(nothing)
-    fast = losses(lambda model: moe_qlora.prepare_training(model, **SIZES))
+    sizes = {"batch_size": 2, "seq_len": length}
+    fast = losses(lambda model: moe_qlora.prepare_training(model, **sizes))
     torch.testing.assert_close(fast, plain, rtol=0.02, atol=0.02)
     assert plain[-1] < plain[0]

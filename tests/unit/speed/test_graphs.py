@@ -58,19 +58,21 @@ def test_what_only_passes_through_a_layer_tells_no_calls_apart(checkpointing: bo
 @gpu
 @keeps
 @pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("length", [64, 640])  # With 1,024 tokens and more, on two streams
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_replays_give_the_gradients_of_the_layer(
-    model_type: str, checkpointing: bool, keep: bool
+    model_type: str, length: int, checkpointing: bool, keep: bool
 ) -> None:
     model = packed(model_type)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    wanted = [gradients(model, batch(step)) for step in range(5)]
+    batches = [batch(step, length) for step in range(5)]
+    wanted = [gradients(model, ids) for ids in batches]
     with moe_qlora.graph_layers(model, keep=keep) as graphs:
-        for step in range(5):
-            assert_near(gradients(model, batch(step)), wanted[step])
+        for ids, want in zip(batches, wanted, strict=True):
+            assert_near(gradients(model, ids), want)
         assert graphs.recorded == model.config.num_hidden_layers
-    assert_near(gradients(model, batch(4)), wanted[4])
+    assert_near(gradients(model, batches[4]), wanted[4])
     assert graphs.recorded == 0
 
 

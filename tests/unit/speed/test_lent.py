@@ -13,6 +13,7 @@ from emulated_graphs import emulate, emulated
 from graphed import assert_near, packed
 from torch import Tensor
 
+from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.speed.lent import Lender, Lent, is_at
 from moe_qlora.testing import tiny_model
 
@@ -94,6 +95,33 @@ def test_nothing_is_copied_in_a_steady_state(model: Any) -> None:
         for before, call in pairwise(calls):
             assert is_at(call.arguments[0], before.outs[0])
             assert is_at(before.grads[0], call.grad_x)
+
+
+class Shift(torch.nn.Module):
+    """A layer whose two weights have one gradient: that of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one + self.other
+
+
+def test_weights_never_share_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    layers = [Shift(), Shift()]
+    x = torch.randn(2, 3, requires_grad=True)
+    model = torch.nn.Sequential(*layers)
+    with LayerGraphs(model, layers, compiled=False, keep=True) as graphs:
+        for step in range(4):
+            model.zero_grad()
+            (model(x) * (step + 1)).sum().backward()
+            for layer in layers:
+                layer.one.grad.mul_(3)
+                assert (layer.other.grad == step + 1).all()
+                assert (layer.one.grad == 3 * (step + 1)).all()
+        assert graphs.recorded == 2
 
 
 def gradients(kept: Kept, model: Any) -> Any:
