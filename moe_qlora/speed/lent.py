@@ -10,6 +10,9 @@ references it. Nothing that is referenced is overwritten:
     gradients    of hidden states stay until the layer before has used them; likewise
                  of weights stay until the next forward, before which `settle` gives those that are
                  still used, as where gradients accumulate, memory of their own
+
+Only layers that keep something lend: of these, one forward at a time waits for its backward
+(`passes.py`), so that no graph runs again while a backward still adds up what it has returned.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class Lender:
         self._grads: list[Lent] = []
         # Of trained weights, by layer: the weights and their gradients
         self._of_weights: list[tuple[Sequence[nn.Parameter], Sequence[Lent]]] = []
-        self._storages: list[int] = []  # What their storages are known by
+        # Of these gradients, and what torch knows them by
+        self._storages: list[StorageWeakRef] = []
+        self._known: list[int] = []
 
     def lend_grad(self, lent: Lent) -> Tensor:
         """Lend a gradient of hidden states to the layer before."""
@@ -85,7 +90,9 @@ class Lender:
         """Lend the gradients of a layer's trained weights."""
         self._of_weights.append((weights, several))
         grads = [lent.lend() for lent in several]
-        self._storages += [lent.last.cdata for lent in several if lent.last is not None]
+        storages = [lent.last for lent in several if lent.last is not None]
+        self._storages += storages
+        self._known += [storage.cdata for storage in storages]
         return grads
 
     def has_lent_other_than(self, grad: Tensor) -> bool:
@@ -100,14 +107,14 @@ class Lender:
             Whether no gradient is used at its graph's address any more: graphs may run.
         """
         # In C, since a step's first layer asks for 600 of them while the GPU waits.
-        if not all(map(torch.UntypedStorage._expired, self._storages)):
+        if not all(map(torch.UntypedStorage._expired, self._known)):
             for weights, several in self._of_weights:
                 for weight, lent in zip(weights, several, strict=True):
                     grad = weight.grad
                     if grad is not None and lent.is_lent_as(grad):
                         grad.data = grad.clone()
                     del grad
-            if not all(map(torch.UntypedStorage._expired, self._storages)):
+            if not all(map(torch.UntypedStorage._expired, self._known)):
                 return False
-        self._of_weights, self._storages = [], []
+        self._of_weights, self._storages, self._known = [], [], []
         return all(lent.is_free for lent in self._grads)

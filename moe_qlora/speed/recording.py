@@ -213,11 +213,12 @@ class RecordedCall:
         others = [*self.grads, *([] if self.grad_x is None else [self.grad_x])]
         places = {other.data_ptr() for other in others}
         for weight, grad in zip(self.used, self.weight_grads, strict=True):
-            suits = grad.is_contiguous() and grad.dtype == weight.dtype
+            suits = self.keeps and grad.is_contiguous() and grad.dtype == weight.dtype
             if suits and grad.data_ptr() not in places:
                 self.lent[0].append(weight)
                 self.lent[1].append(Lent(grad))
             places.add(grad.data_ptr())
+        self.weight_grads = [_unowned(grad) for grad in self.weight_grads]
         self.backward_graph = graph
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
@@ -282,9 +283,12 @@ class RecordedCall:
             lends = lends and grad_x.is_contiguous()
             grad_x = lender.lend_grad(Lent(grad_x)) if lends else grad_x.clone()
         of_weights = dict(zip(self.lent[0], lender.lend_grads_of(*self.lent), strict=True))
-        for weight, grad in zip(self.used, self.weight_grads, strict=True):
-            if weight not in of_weights:
-                of_weights[weight] = torch.empty_like(weight).copy_(grad)
+        pairs = zip(self.used, self.weight_grads, strict=True)
+        others = {weight: grad for weight, grad in pairs if weight not in of_weights}
+        if others:
+            copies = [torch.empty_like(weight) for weight in others]
+            torch._foreach_copy_(copies, list(others.values()))
+            of_weights |= zip(others, copies, strict=True)
         return grad_x, [of_weights.get(weight) for weight in self.trained]
 
     def _has_backward(self, grad: Tensor) -> bool:

@@ -211,3 +211,39 @@ def test_on_a_gpu_nothing_in_use_is_overwritten(rest: int, what: Any, keep: bool
         assert what is None or len(kept) >= 4 * STEPS
         for tensor, copied in kept:
             assert torch.equal(tensor, copied)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_two_forwards_come_before_their_backwards(model: Any, together: bool) -> None:
+    """As of a trainer of pairs: the second one runs without graphs."""
+    ids = [torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
+
+    def steps() -> list[Any]:
+        found = []
+        for _ in range(5):
+            model.zero_grad()
+            losses = [model(input_ids=each, labels=each).loss for each in ids]
+            if together:
+                (losses[0] + 2 * losses[1]).backward()
+            else:
+                losses[1].backward()
+                losses[0].backward()
+            found.append(
+                {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+            )
+        return found
+
+    wanted = steps()
+    with emulated(model, keep=True) as graphs:
+        torch.testing.assert_close(steps(), wanted)
+        assert graphs.recorded == 3
+
+
+def test_layers_that_are_computed_again_lend_nothing(model: Any) -> None:
+    """Two of their forwards may come before the backwards, which both run as graphs."""
+    wanted = train(model, rest=3)
+    with emulated(model, keep=False) as graphs:
+        torch.testing.assert_close(train(model, rest=3), wanted)
+        calls = [next(iter(layer.calls.values())) for layer in graphs._layers]
+        assert len(calls) == 3
+        assert not any(call.lent[0] or call.out or call.input for call in calls)
