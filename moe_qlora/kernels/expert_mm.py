@@ -85,8 +85,11 @@ class ExpertMatmul(NamedTuple):
         return right if self.problem.by_rows or below is None else below.transpose(1, 2)
 
     def ordered(self, x: Tensor, second: SecondStream) -> Tensor:
-        """Return rows `(R, K)` as the kernel reads them, put in its order on the second stream."""
-        if self.kernel.reorder is None:
+        """Return tokens' rows `(T, K)` as a kernel reads them that gathers, else as they are.
+
+        They are put in the kernel's order on the second stream.
+        """
+        if self.kernel.reorder is None or not self.kernel.gathers:
             return x
         out = torch.empty_like(x)
         with second.beside():

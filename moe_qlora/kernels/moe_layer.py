@@ -127,11 +127,10 @@ def _gather_gemm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the matmul of the tokens' rows, and those rows' own products with a bias.
 
-    `ordered` are the tokens as a kernel reads them that fetches their rows itself.
-
-    Products with a factor, `(E, r, K)` if it is `matmul.factors.a`, else `(E, K, r)`, are written
-    to `product`. Rows that the kernel does not fetch itself are permuted, those over the
-    workspace's cap a piece at a time. The second stream is joined.
+    `ordered` is what `ExpertMatmul.ordered` returns of x. Products with a factor, `(E, r, K)` if it
+    is `matmul.factors.a`, else `(E, K, r)`, are written to `product`. Rows that the kernel does not
+    fetch itself are permuted, those over the workspace's cap a piece at a time. The second stream
+    is joined.
     """
     count, rank, kernel = routing.count, matmul.rank, matmul.kernel
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
@@ -147,7 +146,7 @@ def _gather_gemm(
         if step < count:
             some, mm = routing.part(part), table.of_rows(matmul, part.stop - first)
         if not _copies_apart(some, mm) and mm.factors is not None and factor is mm.factors.b:
-            second.join()  # Where b is written, and read on the first
+            second.join()  # b is written there, and read by the first stream
         operand = _first_operand(mm, some, name, second)
         if not kernel.gathers or factor is not None or bias is not None:
             of_part = product[first * rank : part.stop * rank]
@@ -191,7 +190,7 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     few = reads_stored_factors(count, layer.first.experts)
     as_stored = few and matmul1.kernel.on_codes, few and matmul2.kernel.on_codes
     second = SecondStream(x.device, count)
-    ordered = matmul1.ordered(x, second) if matmul1.kernel.gathers else x
+    ordered = matmul1.ordered(x, second)
     f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype, second, as_stored)
     routing = route(aligned(index.contiguous()), layer.first.experts)
     matmul1, matmul2 = matmul1._replace(factors=f1), matmul2._replace(factors=f2)
@@ -307,7 +306,7 @@ def backward(
     matmul1, matmul2, name = _backward_matmuls(layer, routing, f1, f2)
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
     factor = None if f2 is None else f2.b
-    ordered = matmul2.ordered(grad, second) if matmul2.kernel.gathers else grad
+    ordered = matmul2.ordered(grad, second)
     u, dots = _gather_gemm(routing, grad, ordered, matmul2, factor, name, product_g, second, bias2)
     operand = _first_operand(matmul1, routing, "first", second) if needs_x else None
     sizes = count * matmul1.rank, count * matmul2.rank

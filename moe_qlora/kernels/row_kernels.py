@@ -214,10 +214,9 @@ def permute_kernel(
     """out[i] = (x_i, scaling x_i F_e), small[i] the same product, dots[i] = <x_i, bias_e>.
 
     x_i is row order[i] // TOP_K of x. out (R, K + RANK) in rows STRIDE apart, not written where
-    STRIDE is 0, and of which x_i is only written where COPIES; small (R, RANK), F (E, K, RANK),
-    stored (E, RANK, K) if OVER. STEPS,
-    where over 1: all there are, unrolled, each one's loads ahead of the step before it, past whose
-    stores the compiler would not move them.
+    STRIDE is 0, and without x_i unless COPIES; small (R, RANK), F (E, K, RANK), stored (E, RANK, K)
+    if OVER. STEPS, where over 1: all there are, unrolled, each one's loads ahead of the step before
+    it, past whose stores the compiler would not move them.
     """
     expert, rows, live = _tile(tiles, expert_offsets, BM)
     if expert < 0:
@@ -268,9 +267,9 @@ def copy_rows_kernel(
     x, inverse, expert_offsets, out, first, K: tl.constexpr, STRIDE: tl.constexpr,
     TOP_K: tl.constexpr, E: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x at their places in `out`, STRIDE apart: row i - first for inverse's i.
+    """out[inverse[a] - first] = row a // TOP_K of x, for each assignment a, in rows STRIDE apart.
 
-    Of the rows [0, expert_offsets[E]) alone. Each row of x is read once, and written TOP_K times.
+    Only rows [0, expert_offsets[E]) of out are written. A row of x is read once for its TOP_K.
     """
     token = tl.program_id(0)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
@@ -479,7 +478,7 @@ def launch_permute(
 
     Stride 0: the product alone.
     """
-    # The bias' product reads a tile that Hopper's product may still read, as in a race above.
+    # With a bias, loads ahead would be the race that is described at `_ROWS`.
     cut = {"BM": tile, **_PRODUCTS, "num_stages": 1 if biased else 2}
     if tile == _ROWS:
         cut = {"BK": min(512, _FACTOR_PART // max(rank, 16)), **_PERMUTE_FEW}
@@ -494,8 +493,8 @@ def launch_permute(
 def launch_copy_rows(tokens: int, size: int, stride: int, top_k: int, experts: int) -> Geometry:
     """The tokens' rows alone.
 
-    54 and 231 us at 4,096 and 16,384 tokens (Qwen3-30B-A3B, H100); read in the experts' order, from
-    beyond the second cache, rows take 72 and 346.
+    54 and 231 us at 4,096 and 16,384 tokens (Qwen3-30B-A3B, H100). In the experts' order each row
+    is read TOP_K times, and copying takes 72 and 346.
     """
     block = min(triton.next_power_of_2(size), 2048)
     return (tokens, cdiv(size, block)), {

@@ -17,7 +17,7 @@ and runs without graphs. What graphs return is lent, and not copied (`lent.py`).
     LayerGraphs        the layers of one model, and their shared buffers
       _GraphedLayer    one layer: its `forward` runs a call eagerly, records it or replays it
         RecordedCall   one kind of call (shapes, active adapters, addresses): recording.py
-        RecordedDecode likewise, for one new token on a static cache
+        RecordedDecode likewise, for one new token on a static cache: decoding.py
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
-from . import gathered, masks, recording
+from . import decoding, gathered, masks, recording
 from .fitted import (
     FittedLayer,
     RunsLevels,
@@ -57,8 +57,6 @@ _T = TypeVar("_T")
 
 _COMPILES = "_valid_auto_compile_criteria"
 """transformers' method that decides whether `generate` compiles a model."""
-
-_IN_USE = "hidden states or gradients of an earlier step are still in use; clone what you keep"
 
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
@@ -254,7 +252,7 @@ class _GraphedLayer(RunsLevels):
     def __init__(self, layer: nn.Module, shared: LayerGraphs, compiled: bool, place: int) -> None:
         self.layer, self.shared, self.place = layer, shared, place
         self.calls: dict[Hashable, RecordedCall | None] = {}
-        self.tokens: dict[Hashable, recording.RecordedDecode | None] = {}
+        self.tokens: dict[Hashable, decoding.RecordedDecode | None] = {}
         self.cache_index: int | None = None  # Index of its cache layer, once known
         self.adapters: tuple[str, ...] | None = None
         self.tensors: list[Tensor] = []
@@ -334,10 +332,8 @@ class _GraphedLayer(RunsLevels):
             reserved = self._reserve() if admitted and not measures(layer) else None
             if reserved is not None:
                 call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))
-                if call is not None and call.is_free(leaves[0]):
-                    return gathered.delivered(call.run(leaves))
                 if call is not None:
-                    self.shared.warn(_IN_USE)
+                    return gathered.delivered(call.run(leaves))
         except ObstacleError as obstacle:
             self.shared.warn(str(obstacle))
             if fitted(layer) is None and not self.shared.keep:
@@ -369,19 +365,19 @@ class _GraphedLayer(RunsLevels):
         """Run a call eagerly, or replay one for one new token on a static cache."""
         layer = self.layer
         x = args[0] if args else kwargs.get("hidden_states")
-        if not (recording.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
+        if not (decoding.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
             return type(layer).forward(layer, *args, **kwargs)
         cache = kwargs["past_key_values"]
         if self.cache_index is None:
-            before = recording.versions(cache)
+            before = decoding.versions(cache)
             out = type(layer).forward(layer, *args, **kwargs)
-            pairs = zip(before, recording.versions(cache), strict=True)
+            pairs = zip(before, decoding.versions(cache), strict=True)
             written = [index for index, (old, new) in enumerate(pairs) if old != new]
             self.cache_index = written[0] if len(written) == 1 else -1
             return out
         cached = cache.layers[self.cache_index]
         overwrites = self.shared.is_pending or not self.shared.lender.settle()
-        if self.cache_index < 0 or overwrites or not recording.is_recordable(cached):
+        if self.cache_index < 0 or overwrites or not decoding.is_recordable(cached):
             return type(layer).forward(layer, *args, **kwargs)
         try:
             leaves, spec, kind = self._describe(args, kwargs | {"past_key_values": None})
@@ -417,7 +413,7 @@ class _GraphedLayer(RunsLevels):
 
     def _record_token(
         self, leaves: Sequence[Any], spec: masks.Spec, cache: Any
-    ) -> recording.RecordedDecode:
+    ) -> decoding.RecordedDecode:
         assert self.cache_index is not None
 
         def compute(arguments: Sequence[Any], cache: Any) -> Any:
@@ -426,7 +422,7 @@ class _GraphedLayer(RunsLevels):
                 self.layer, *args, **(kwargs | {"past_key_values": cache})
             )
 
-        return recording.RecordedDecode(
+        return decoding.RecordedDecode(
             self.layer, compute, self.shared, leaves, cache, self.cache_index
         )
 

@@ -74,9 +74,7 @@ class Lender:
         self._grads: list[Lent] = []
         # Of trained weights, by layer: the weights and their gradients
         self._of_weights: list[tuple[Sequence[nn.Parameter], Sequence[Lent]]] = []
-        # Of these gradients, and what torch knows them by
-        self._storages: list[StorageWeakRef] = []
-        self._known: list[int] = []
+        self._storages: list[StorageWeakRef] = []  # Of these gradients
 
     def lend_grad(self, lent: Lent) -> Tensor:
         """Lend a gradient of hidden states to the layer before."""
@@ -90,9 +88,7 @@ class Lender:
         """Lend the gradients of a layer's trained weights."""
         self._of_weights.append((weights, several))
         grads = [lent.lend() for lent in several]
-        storages = [lent.last for lent in several if lent.last is not None]
-        self._storages += storages
-        self._known += [storage.cdata for storage in storages]
+        self._storages += [lent.last for lent in several if lent.last is not None]
         return grads
 
     def has_lent_other_than(self, grad: Tensor) -> bool:
@@ -106,15 +102,22 @@ class Lender:
         Returns:
             Whether no gradient is used at its graph's address any more: graphs may run.
         """
-        # In C, since a step's first layer asks for 600 of them while the GPU waits.
-        if not all(map(torch.UntypedStorage._expired, self._known)):
+        if not self._are_free():
             for weights, several in self._of_weights:
                 for weight, lent in zip(weights, several, strict=True):
                     grad = weight.grad
                     if grad is not None and lent.is_lent_as(grad):
                         grad.data = grad.clone()
                     del grad
-            if not all(map(torch.UntypedStorage._expired, self._known)):
+            if not self._are_free():
                 return False
-        self._of_weights, self._storages, self._known = [], [], []
+        self._of_weights, self._storages = [], []
         return all(lent.is_free for lent in self._grads)
+
+    def _are_free(self) -> bool:
+        """Whether nobody references weights' gradients.
+
+        Asked in C, since a step's first layer asks for 600 of them while the GPU waits.
+        """
+        known = [storage.cdata for storage in self._storages]
+        return all(map(torch.UntypedStorage._expired, known))

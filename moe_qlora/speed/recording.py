@@ -1,21 +1,13 @@
-"""CUDA graphs of single calls of a decoder layer, replayed under autograd or by `generate`.
+"""CUDA graphs of single calls of a decoder layer, replayed under autograd.
 
-graphs.py decides which calls are recorded.
+    RecordedCall     forward in one graph; its backward, which computes again what the layer does
+                     not keep, in another
 
-    RecordedCall     training: forward in one graph; its backward, which computes again what the
-                     layer does not keep, in another
-    RecordedDecode   one new token of `generate` on a static cache, in one graph. A token takes some
-                     hundred kernels a layer, 2 us each on the GPU and 5 or more on the host;
-                     torch.compile, transformers' way, compiles for a minute first and checks some
-                     thousand conditions at each token
-
-A graph reads and writes a cache at fixed addresses, and `generate` makes a cache for each call: its
-content is copied to the recorded addresses, and the cache is then given those tensors.
+graphs.py decides which calls are recorded; decoding.py records those of `generate`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,14 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from ..kernels import workspace
 from .lent import Lender, Lent, is_at
 
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
 """Origins of hooks that a graph may skip: the recording contains their effect."""
-_STATES = ("keys", "values", "cumulative_length")
+
+_IN_USE = "hidden states or gradients of an earlier step are still in use; clone what you keep"
 
 
 class ObstacleError(Exception):
@@ -126,18 +118,8 @@ class RecordedCall:
         x = leaves[0]
         self.generator = torch.cuda.default_generators[x.get_device()]
         self.weights = [nn.Parameter(weight.detach()) for weight in self.trained]
-        self.arguments = [
-            shared.buffer(("argument", position, role if position else None), leaf.shape, leaf)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for position, leaf in enumerate(leaves)
-        ]
         self.input: Lent | None = None  # Its hidden states, where another layer has lent them
-        if keeps:  # Its hidden states are kept where no other layer writes
-            before = shared.lender.out
-            self.input = before if before is not None and before.is_lent_as(x) else None
-            empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
-            self.arguments[0] = empty(x) if self.input is None else self.input.tensor
+        self.arguments = self._places(leaves, role)
         shared.fill(self.arguments, leaves)
         self.x = self.arguments[0].detach().requires_grad_(x.requires_grad)
         self.outs: list[Tensor] = []  # The layer's output, and router logits
@@ -161,6 +143,22 @@ class RecordedCall:
                     self.out = Lent(self.outs[0])
                 self.outs = [_unowned(out) for out in self.outs]
                 self.workspace += workspace.buffers(x.device)
+
+    def _places(self, leaves: Sequence[Any], role: Hashable) -> list[Any]:
+        """Return the arguments, with tensors that the graphs read in the place of a call's."""
+        places = [
+            self.shared.buffer(("argument", i, role if i else None), leaf.shape, leaf)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        if self.keeps:  # Its hidden states are kept where no other layer writes
+            x, before = leaves[0], self.shared.lender.out
+            if before is not None and before.is_lent_as(x):
+                self.input, places[0] = before, before.tensor
+            else:
+                places[0] = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return places
 
     def _warm_up(self) -> None:
         """Run both before recording, for one-time work of compilers and libraries.
@@ -222,7 +220,13 @@ class RecordedCall:
         self.backward_graph = graph
 
     def run(self, leaves: Sequence[Any]) -> Sequence[Tensor]:
-        """Return the layer's output, and its router logits if they are gathered."""
+        """Return the layer's output, and its router logits if they are gathered.
+
+        Raises:
+            ObstacleError: Somebody still uses what its graphs would overwrite.
+        """
+        if not self._is_free(leaves[0]):
+            raise ObstacleError(_IN_USE)
         outs: Sequence[Tensor] = _Replay.apply(self, leaves[1:], leaves[0], *self.trained)
         # Not reached in the recomputation of an outer checkpoint, which stops at the saved tensors.
         with torch.no_grad():
@@ -235,8 +239,8 @@ class RecordedCall:
         self.shared.lender.out = self.out
         return outs
 
-    def is_free(self, x: Tensor) -> bool:
-        """Whether it may run on these hidden states: nobody uses what its graphs overwrite."""
+    def _is_free(self, x: Tensor) -> bool:
+        """Whether nobody uses what its graphs overwrite, called on these hidden states."""
         return (
             self.shared.lender.settle()
             and (self.out is None or self.out.is_free)
@@ -420,97 +424,3 @@ def uncached_autocast() -> Any:
     """Return autocast as it is, without its cache: a cast weight would be in a graph's memory."""
     enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     return torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False)
-
-
-def decodes(kwargs: dict[str, Any]) -> bool:
-    """True for a call without gradients on a static cache that stays on the device."""
-    cache: Any = kwargs.get("past_key_values")
-    return (
-        type(cache) is StaticCache
-        and not getattr(cache, "offloading", False)  # which moves layers between devices
-        and not torch.is_grad_enabled()
-        and not torch.is_inference_mode_enabled()  # its tensors are read-only elsewhere
-    )
-
-
-def versions(cache: StaticCache) -> list[int]:
-    """Return the version counter of each cache layer; -1 if it is not initialized."""
-    written = (getattr(layer, "keys", None) for layer in cache.layers)
-    return [-1 if keys is None else keys._version for keys in written]
-
-
-def is_recordable(cached: Any) -> bool:
-    """True if the update of a cache layer runs the same kernels for each token."""
-    if not cached.is_initialized:  # before a prompt's first token
-        return False
-    if type(cached) is StaticSlidingWindowLayer:  # the host decides on copies once it is full
-        return bool(cached.cumulative_length_int < cached.max_cache_len)
-    return type(cached) is StaticLayer
-
-
-class RecordedDecode:
-    """One kind of call of a layer for one new token, as a graph."""
-
-    def __init__(
-        self, layer: nn.Module, compute: Callable[[Sequence[Any], Any], Any], shared: Buffers,
-        leaves: Sequence[Any], cache: StaticCache, index: int,
-    ) -> None:  # fmt: skip
-        """Record it; `leaves` are the layer's arguments without the cache.
-
-        Raises:
-            ObstacleError: The layer has hooks that a graph would skip.
-        """
-        check_hooks(layer)
-        self.shared = shared
-        cached: Any = cache.layers[index]
-        # Clones: the cache's tensors may belong to another recording.
-        self.states: dict[str, Tensor] = {name: getattr(cached, name).clone() for name in _STATES}
-        self._place(cached)
-        self.graph = torch.cuda.CUDAGraph()
-        self.arguments = [
-            shared.buffer(("argument", position), leaf.shape, leaf)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for position, leaf in enumerate(leaves)
-        ]
-        x = leaves[0]
-        self.out = shared.buffer("out", x.shape, x)
-        length = getattr(cached, "cumulative_length_int", None)
-        try:
-            with (
-                torch.cuda.device(x.device),
-                workspace.recorded(x.device),
-                capture(self.graph, shared.pool),
-            ):
-                self.out.copy_(compute(self.arguments, cache))
-                self.workspace = workspace.buffers(x.device)
-        finally:
-            if length is not None:
-                cached.cumulative_length_int = length
-
-    def run(self, leaves: Sequence[Any], cached: Any) -> Tensor:
-        """Return the layer's output, and update its cache layer."""
-        self._adopt(cached)
-        self.shared.fill(self.arguments, leaves)
-        self.graph.replay()
-        workspace.forget(self.out.device)
-        if hasattr(cached, "cumulative_length_int"):
-            cached.cumulative_length_int += 1
-        return self.out.clone()
-
-    def _adopt(self, cached: Any) -> None:
-        """Copy a cache layer to the recorded addresses; the layer there before gets clones."""
-        if cached.keys is self.states["keys"]:
-            return
-        before: Any = self.owner()
-        if before is not None and before.keys is self.states["keys"]:
-            for name in _STATES:
-                setattr(before, name, getattr(before, name).clone())
-        for name, state in self.states.items():
-            state.copy_(getattr(cached, name))
-        self._place(cached)
-
-    def _place(self, cached: Any) -> None:
-        for name, state in self.states.items():
-            setattr(cached, name, state)
-        self.owner = weakref.ref(cached)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_qlora.packing import parametrize
-from moe_qlora.speed import recording
+from moe_qlora.speed import decoding, recording
 from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.speed.offload import _Hosted
 
@@ -129,12 +129,12 @@ def emulate_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Replays compute again, from the recorded arguments and cache to the recorded output.
     """
-    record = recording.RecordedDecode.__init__
+    record = decoding.RecordedDecode.__init__
 
     def init(self: Any, layer: Any, compute: Any, shared: Any, *rest: Any) -> None:
         _, cache, index = rest
         cached = cache.layers[index]
-        before = {name: getattr(cached, name).clone() for name in recording._STATES}
+        before = {name: getattr(cached, name).clone() for name in decoding._STATES}
         record(self, layer, compute, shared, *rest)
         at_recording = copy.copy(cached)  # with the tensors that a graph has the addresses of
         for name, tensor in before.items():  # what is recorded does not run
@@ -153,9 +153,9 @@ def emulate_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(
         recorded=lambda _: nullcontext(), buffers=lambda _: (), forget=lambda _: None
     )
-    monkeypatch.setattr(recording.RecordedDecode, "__init__", init)
-    monkeypatch.setattr(recording, "workspace", fake)
-    monkeypatch.setattr(recording, "capture", lambda graph, _: _recorded(graph))
+    monkeypatch.setattr(decoding.RecordedDecode, "__init__", init)
+    monkeypatch.setattr(decoding, "workspace", fake)
+    monkeypatch.setattr(decoding, "capture", lambda graph, _: _recorded(graph))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -30,7 +30,7 @@ NAMES = {
     "_decode_kernel", "absmax_kernel", "copy_rows_kernel", "permute_kernel", "quantized_kernel",
     "count_kernel", "expert_major_kernel", "expert_minor_kernel", "factor_grad_kernel",
     "gate_backward_kernel", "gate_kernel", "scan_kernel", "sort_few_kernel", "sort_kernel",
-    "tiles_kernel", "unpermute_kernel",
+    "tiles_kernel", "top_k_kernel", "unpermute_kernel",
 }  # fmt: skip
 
 OF_HOPPER = {"hopper_kernel", "rs_kernel", "reorder_kernel"}
@@ -399,6 +399,7 @@ def main() -> None:
         moe_layer,
         quantized_mm_rs,
         row_kernels,
+        top_k,
         workspace,
     )
 
@@ -441,7 +442,11 @@ def main() -> None:
     workspace.set_workspace_cap(None)
     layer_of(gates("relu2", gated=False), "int8", False, False, True, 0, True, 16)
     layer_of(gates("silu"), "nf4", True, False, False, 128, False, 16)
+    routers = torch.empty(64, 128)
+    top_k.top_k(routers, 8)
     target.capability = 90
+    top_k.top_k(routers, 8)
+    top_k.top_k(routers.bfloat16(), 8)
     layer_of(clamped, "fp4", False, True, True, 4, True, 180, torch.float16)
     layer_of(gates("gelu_tanh"), "int8", False, True, False, 8, False, 16)
     layer_of(clamped, "mxfp4", True, False, True, 16, False, 64)

@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers.cache_utils import StaticCache
 
-from moe_qlora.speed import recording
+from moe_qlora.speed import decoding
 from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.testing import tiny_model
 
@@ -130,6 +130,6 @@ def test_what_is_not_recorded() -> None:
         (new_cache(model), torch.enable_grad()),
     ):
         with mode:
-            assert not recording.decodes({"past_key_values": cache})
+            assert not decoding.decodes({"past_key_values": cache})
     with torch.no_grad():
-        assert recording.decodes({"past_key_values": new_cache(model)})
+        assert decoding.decodes({"past_key_values": new_cache(model)})

@@ -157,7 +157,7 @@ def test_what_is_in_use_stays_as_it_is(
         assert len(told) == 1 and "clone what you keep" in told[0]
 
 
-def test_a_weight_gets_memory_of_its_own_for_a_gradient_that_others_have_not() -> None:
+def test_settling_moves_a_gradient_unless_something_else_references_it() -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     memory = torch.full((3,), 2.0)
     lender = Lender()
@@ -172,7 +172,7 @@ def test_a_weight_gets_memory_of_its_own_for_a_gradient_that_others_have_not() -
     assert lender.settle()
 
 
-def test_a_gradient_of_hidden_states_may_be_used_by_the_layer_that_has_it_alone() -> None:
+def test_only_the_layer_that_is_given_a_gradient_of_hidden_states_may_use_it() -> None:
     lender, first, second = Lender(), Lent(torch.zeros(3)), Lent(torch.ones(3))
     kept = lender.lend_grad(first)
     assert not lender.has_lent_other_than(kept)

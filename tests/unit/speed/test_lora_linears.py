@@ -178,12 +178,20 @@ def test_what_a_level_keeps(level: str, monkeypatch: pytest.MonkeyPatch) -> None
         runs.append(len(weight))
         return torch.nn.functional.linear(rows, weight, *bias)
 
+    real = torch.mm
+
+    def counting_mm(rows: Tensor, factor: Tensor, *, out: Tensor) -> Tensor:
+        runs.append(out.shape[1])
+        return real(rows, factor, out=out)
+
     monkeypatch.setattr(lora_linears, "linear", counting)
+    monkeypatch.setattr(torch, "mm", counting_mm)
     x = torch.randn(3, wide, requires_grad=True)
     out = levels.compute(level, lambda x: compute(x, made)[0].tanh(), (x,), {})
     out.sum().backward()
+    assert runs.pop() == wide  # dA, the last product of backward
     kept = level in (levels.PROJECTIONS, levels.KEEP)
-    assert runs == [8] * (1 if kept else 2)
+    assert runs == [2, 8] * (1 if kept else 2)
 
 
 def test_a_second_derivative_raises() -> None:
