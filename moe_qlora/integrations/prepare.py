@@ -25,7 +25,8 @@ from ..lora.names import base_model
 from ..speed.fitted import RunsLevels, decoder_layers
 from ..speed.top_k import compile_options
 from ..world import runs_distributed
-from .liger import apply_liger, has_own_forward
+from .liger import apply_liger
+from .liger_loss import loss_obstacle
 
 if TYPE_CHECKING:
     from ..speed.fit import Fit
@@ -140,7 +141,7 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     prepared = PreparedTraining([f"Prepared for batches of {batch}."])
     try:
         undo.enter_context(apply_liger(base_model(model), in_layers=not compiles))
-        parts = [] if has_own_forward(base_model(model)) else ["loss"]
+        parts = ["loss"] if loss_obstacle(base_model(model)) is None else []
         parts += [] if compiles else ["norms", "rotary embedding"]
         prepared._lines.append(f"Liger: {', '.join(parts)}.")
     except ConfigError as error:
@@ -174,11 +175,29 @@ def _quicken(
             sharded = f"{type(error).__name__}: {first_line(error)}"
         else:
             undo.callback(prepared.graphs.remove)
+            if compiles:
+                _compile_norms(model, layers, undo)
             return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
     for layer in layers if compiles else ():
         undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
         layer.compile(options=compile_options())
     return [compiled, f"CUDA graphs: not used; {sharded.rstrip('.')}."]
+
+
+def _compile_norms(model: nn.Module, layers: list[Any], undo: ExitStack) -> None:
+    """Compile norms beside the layers, of a class that layers have, such as the last one.
+
+    Eagerly it takes 26 kernels, 0.5 ms a step of 4,096 tokens (Qwen3-30B-A3B, H100).
+    """
+    kinds = {type(module) for layer in layers for module in layer.modules()}
+    stacks = {name.rpartition(".")[0].rpartition(".")[0] for name in decoder_layers(model)}
+    for stack in stacks:
+        for module in model.get_submodule(stack).children():
+            parameters = list(module.parameters())
+            alone = type(module) in kinds and not list(module.children())
+            if alone and parameters and all(parameter.ndim == 1 for parameter in parameters):
+                undo.callback(setattr, module, _COMPILED, getattr(module, _COMPILED, None))
+                module.compile(options=compile_options())
 
 
 def _join(model: nn.Module, undo: ExitStack) -> list[str]:

@@ -4,6 +4,9 @@
     offload_experts (--offload), join_lora (--merge-lora), graph_layers, then fit_memory
                                           `prepared`: what compiled layers keep is measured
 
+`--prepare` is `prepare_training`, which does all of it for ours; peers then have the same as far as
+it is not ours alone.
+
 With graphs, `graph_layers` compiles the layers itself, so that they are recorded as compiled. The
 compiler's own norms and rotary embedding are quicker than Liger's: `--liger-loss` beside it.
 """
@@ -59,6 +62,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--graphs-keep", action="store_true", help="--graphs that compute nothing again"
     )
     parser.add_argument(
+        "--prepare",
+        nargs="?",
+        const=DEVICE,
+        metavar="MEMORY",
+        help="prepare_training; --liger-loss --chunk-mem-const 8 --compile --merge-lora --graphs "
+        "--fit MEMORY for what a peer takes of it, and for what a row says",
+    )
+    parser.add_argument(
         "--fit",
         nargs="?",
         const=DEVICE,
@@ -69,6 +80,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Settle what the options say together; `--fit` and `--graphs-keep` end checkpointing."""
+    if options.prepare is not None:
+        options.liger_loss = options.compile = options.merge_lora = options.graphs = True
+        options.fit, options.chunk_mem_const = options.prepare, 8
     if options.fit is not None and options.graphs_keep:
         parser.error("--fit and --graphs-keep: expected one of them; graphs keep what is fitted")
     if options.fit is not None and options.generate:
@@ -99,8 +113,13 @@ def words(options: argparse.Namespace, *, fits: bool, offloads: bool = False) ->
     return [name for name, wanted in asked.items() if wanted]
 
 
-def add(peft_model: Any, options: argparse.Namespace) -> None:
-    """Switch on Liger, and torch.compile unless graphs do, where they are asked for."""
+def add(peft_model: Any, options: argparse.Namespace, *, fits: bool) -> None:
+    """Switch on Liger, and torch.compile unless graphs do, where they are asked for.
+
+    With `--prepare`, `prepared` does it for those that take what is ours alone.
+    """
+    if fits and options.prepare is not None:
+        return
     model = peft_model.get_base_model()
     if options.liger or options.liger_loss:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -138,25 +157,23 @@ def prepared(
             print(off, flush=True)
             if options.link:
                 stack.enter_context(slow_link(options.link))
-        if options.merge_lora and fits:
+        if options.prepare is not None and fits:
+            made = stack.enter_context(library.prepare_training(peft_model, **_sizes(options)))
+            print(made, flush=True)
+            graphs, fit = made.graphs, made.fit
+            if rows is not None:
+                _record_choice(fit, rows)
+        elif options.merge_lora and fits:
             from moe_qlora.speed.joined_lora import join_lora
 
             stack.enter_context(join_lora(peft_model))
-        if options.graphs:
+        if options.graphs and graphs is None:
             how = {"compiled": True} if options.compile else {}
             if "graphs-keep" in words(options, fits=fits):
                 how["keep"] = True
             graphs = stack.enter_context(library.graph_layers(peft_model, **how))
-        if options.fit is not None and fits:
-            memory = None if options.fit == DEVICE else options.fit
-            fit = stack.enter_context(
-                library.fit_memory(
-                    peft_model,
-                    batch_size=sequences(options),
-                    seq_len=options.seq,
-                    memory=int(memory) if memory and memory.isdigit() else memory,
-                )
-            )
+        if options.fit is not None and fits and fit is None:
+            fit = stack.enter_context(library.fit_memory(peft_model, **_sizes(options)))
             print(fit, flush=True)
             if rows is not None:
                 _record_choice(fit, rows)
@@ -170,6 +187,12 @@ def prepared(
         if fit is not None and rows is not None and device.type == "cuda":
             measured = torch.cuda.max_memory_allocated(device)
             rows.add("planned peak, error", "%", 100 * (fit.peak / measured - 1))
+
+
+def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    memory: Any = None if options.fit == DEVICE else options.fit
+    memory = int(memory) if memory and memory.isdigit() else memory
+    return {"batch_size": sequences(options), "seq_len": options.seq, "memory": memory}
 
 
 @contextmanager

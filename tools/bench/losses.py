@@ -81,7 +81,7 @@ def train(
         merge_lora="merge-lora" in added,
         graphs=bool({"graphs", "graphs-keep"} & {*added}), graphs_keep="graphs-keep" in added,
         fit=additions.DEVICE if "fit" in added else None, offload=None, data="fixed",
-        expert_rank=None,
+        expert_rank=None, prepare=None,
     )  # fmt: skip
     torch.manual_seed(0)
     model = building.build(config, device, building.Packer("ours", config).visit)
@@ -91,7 +91,7 @@ def train(
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=1e-3)
-    additions.add(adapted, settings)
+    additions.add(adapted, settings, fits=True)
     adapted.train()
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=device.type == "cuda")

@@ -2,7 +2,7 @@
 
     python tools/bench/model.py                        qwen3-30b-a3b, one GPU with 80 GB or more
     python tools/bench/model.py --liger --graphs --optimizer adamw_fused --peers ours,frozen
-    python tools/bench/model.py --liger --compile --graphs --fit 28GiB --peers ours
+    python tools/bench/model.py --prepare 28GiB --optimizer adamw_fused --peers ours
     python tools/bench/model.py --liger --compile --no-checkpointing --peers frozen
     python tools/bench/model.py --liger --generate 1,16 --peers ours
     python tools/bench/model.py --model glm4_moe --layers 12 --no-checkpointing
@@ -23,7 +23,8 @@ Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains
 `--liger` (its norms, rotary embedding and loss, not its experts), `--liger-loss`, `--compile` (each
 decoder layer), `--graphs` and `--graphs-keep` (`moe_qlora.graph_layers`) are the same for every
 peer, as are `--attention` (transformers' own switch) and `--chunk-mem-const` (of Liger's loss).
-`--fit` is `moe_qlora.fit_memory` for ours; peers then keep all activations. `--offload` is
+`--fit` is `moe_qlora.fit_memory` for ours, `--prepare` `moe_qlora.prepare_training`; peers then
+keep all activations. `--offload` is
 `moe_qlora.offload_experts` for ours, and for e4b its own offload to pinned host memory. `--losses`
 records the losses of the first steps: the same seed and tokens under every setting. `--generate`
 measures decoding with a static cache in place of training; without `--graphs`, transformers
@@ -226,7 +227,7 @@ def run_alone(
     if device.type == "cuda":
         rows.add("model", "bytes", allocated(device))
     peft_model = adapt(peer, model, options)
-    additions.add(peft_model, options)
+    additions.add(peft_model, options, fits=peer in OURS)
     with peers.e4b_training(peft_model) if peer == "e4b" else nullcontext():
         measure(peer, peft_model, options, device, rows, loss_of)
 

@@ -28,9 +28,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 NAMES = {
     "_decode_kernel", "absmax_kernel", "copy_rows_kernel", "permute_kernel", "quantized_kernel",
-    "count_kernel", "expert_major_kernel", "expert_minor_kernel", "factor_grad_kernel",
-    "gate_backward_kernel", "gate_kernel", "scan_kernel", "sort_few_kernel", "sort_kernel",
-    "tiles_kernel", "top_k_kernel", "unpermute_kernel",
+    "count_kernel", "cross_entropy_kernel", "expert_major_kernel", "expert_minor_kernel",
+    "factor_grad_kernel", "gate_backward_kernel", "gate_kernel", "scan_kernel", "sort_few_kernel",
+    "sort_kernel", "tiles_kernel", "top_k_kernel", "unpermute_kernel",
 }  # fmt: skip
 
 OF_HOPPER = {"hopper_kernel", "rs_kernel", "reorder_kernel"}
@@ -395,6 +395,7 @@ def main() -> None:
     F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
 
     from moe_qlora.kernels import (
+        cross_entropy,
         launch,
         moe_layer,
         quantized_mm_rs,
@@ -444,7 +445,11 @@ def main() -> None:
     layer_of(gates("silu"), "nf4", True, False, False, 128, False, 16)
     routers = torch.empty(64, 128)
     top_k.top_k(routers, 8)
+    labels, losses = torch.zeros(64, dtype=torch.long), torch.empty(64)
+    cross_entropy.cross_entropy_(routers, labels, losses, gradients=True)
     target.capability = 90
+    cross_entropy.cross_entropy_(routers.bfloat16(), labels, losses, gradients=True)
+    cross_entropy.cross_entropy_(routers, labels, losses, gradients=False)
     top_k.top_k(routers, 8)
     top_k.top_k(routers.bfloat16(), 8)
     layer_of(clamped, "fp4", False, True, True, 4, True, 180, torch.float16)
