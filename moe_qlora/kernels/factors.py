@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,8 @@ def pad_factors(
     """Return both projections' factors as the matmuls read them, ranks padded by zeros.
 
     Where `as_stored`, and rank and dtype allow it, b stays where PEFT stores it, as a view of other
-    strides, which only the quantized matmul reads. Else it is copied on the second stream.
+    strides, which only the quantized matmul reads. Else it is copied on the second stream, at its
+    `start`.
     """
     factors: list[Factors | None] = []
     pairs: list[tuple[Lora, Factors]] = []  # Those whose b is copied
@@ -74,8 +76,8 @@ def pad_factors(
     ranks = lora1.a.shape[0] // experts, f1.rank, lora2.a.shape[0] // experts, f2.rank
     plain1, plain2 = aligned(lora1.b.contiguous()), aligned(lora2.b.contiguous())
     sizes = experts, total1, total2, ranks
-    with second.beside(plain1, plain2):
-        _launch_expert_major(sizes, plain1, plain2, f1.b, f2.b, total1, total2)
+    arguments = plain1, plain2, f1.b, f2.b, total1, total2
+    second.soon(partial(_launch_expert_major, sizes, *arguments), plain1, plain2)
     return factors
 
 
@@ -116,7 +118,7 @@ def factor_grad(
     real = (like.shape[1] if over else like.shape[0]) // routing.experts
     # Written at once, 2 bytes at a time, B's gradients take 1.3 to 1.7 times as long.
     first = torch.empty_like(out) if over else out
-    with second.beside(small, big, first):
+    with second.beside(small, big, first, routing.expert_offsets):
         _launch_grad(
             (size, rank or stride, stride, big.stride(0), real, routing.experts, routing.top_k,
              gathers, over),
