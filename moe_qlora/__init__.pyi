@@ -49,5 +49,6 @@ from .speed.graphs import LayerGraphs as LayerGraphs
 from .speed.graphs import graph_layers as graph_layers
 from .speed.offload import Offload as Offload
 from .speed.offload import offload_experts as offload_experts
+from .speed.optimizer import AdamW as AdamW
 
 __version__: str

@@ -27,10 +27,11 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 NAMES = {
-    "_decode_kernel", "absmax_kernel", "copy_rows_kernel", "permute_kernel", "quantized_kernel",
-    "count_kernel", "cross_entropy_kernel", "expert_major_kernel", "expert_minor_kernel",
-    "factor_grad_kernel", "gate_backward_kernel", "gate_kernel", "scan_kernel", "sort_few_kernel",
-    "sort_kernel", "tiles_kernel", "top_k_kernel", "unpermute_kernel",
+    "_decode_kernel", "absmax_kernel", "adamw_kernel", "copy_rows_kernel", "count_kernel",
+    "counts_kernel", "cross_entropy_kernel", "expert_major_kernel", "expert_minor_kernel",
+    "factor_grad_kernel", "gate_backward_kernel", "gate_kernel", "permute_kernel",
+    "quantized_kernel", "scan_kernel", "sort_few_kernel", "sort_kernel", "tiles_kernel",
+    "top_k_kernel", "unpermute_kernel",
 }  # fmt: skip
 
 OF_HOPPER = {"hopper_kernel", "rs_kernel", "reorder_kernel"}
@@ -395,6 +396,7 @@ def main() -> None:
     F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
 
     from moe_qlora.kernels import (
+        adamw,
         cross_entropy,
         launch,
         moe_layer,
@@ -447,7 +449,13 @@ def main() -> None:
     top_k.top_k(routers, 8)
     labels, losses = torch.zeros(64, dtype=torch.long), torch.empty(64)
     cross_entropy.cross_entropy_(routers, labels, losses, gradients=True)
-    target.capability = 90
+    table, numbers = torch.zeros(4, dtype=torch.int64), (1e-3, 0.9, 0.999, 1e-8, 0.01)
+    for capability in (80, 90):
+        target.capability = capability
+        adamw._launch_counts((4, True), table, losses, 4, 0.9, 0.999)
+        for dtype in (torch.bfloat16, torch.float32):
+            kind = adamw.Kind(dtype, dtype, dtype, True)
+            adamw._launch((4, kind, True), table, table, table, losses, *numbers)
     cross_entropy.cross_entropy_(routers.bfloat16(), labels, losses, gradients=True)
     cross_entropy.cross_entropy_(routers, labels, losses, gradients=False)
     top_k.top_k(routers, 8)
