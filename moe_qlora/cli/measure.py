@@ -36,6 +36,7 @@ from ..models import named
 from ..models.named import Source
 from ..packing import codec, parametrize
 from ..quantize import quantize_experts
+from ..speed.optimizer import AdamW
 from ..testing import fill_randomly
 from .options import codec_settings
 
@@ -254,7 +255,7 @@ def _trained(model: Any, sizes: Sizes, setting: str) -> Measured:
     text.use_cache = False
     cuda = sizes.device.type == "cuda"
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE, fused=cuda)
+    optimizer = AdamW(trained, lr=_LEARNING_RATE)
     generator = torch.Generator().manual_seed(0)
     shape = (sizes.micro_batch, sizes.seq)
     if cuda:

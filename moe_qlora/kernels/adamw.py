@@ -27,7 +27,7 @@ if HAS_TRITON:
 
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 
-_BLOCK, _WARPS = 2048, 8
+_BLOCK, _WARPS = 1024, 4
 """Elements and warps of a program. 8 elements a thread are a load of 16 bytes of each tensor in
 bf16, and 64 registers: half of a multiprocessor's threads are there at a time, and load 64 KiB.
 With 16 elements they are 206 registers, and an eighth of the threads."""

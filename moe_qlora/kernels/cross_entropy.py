@@ -9,9 +9,8 @@ the loss, from the device, which then waits for the host: up to 1.8 of 202 ms a 
 Qwen3-30B-A3B, 4,096 tokens, one H100). Here both stay on the device. Rows without a label are left
 out of both products where their number is known.
 
-The kernel reads a row twice and writes it once. The second reading goes from the row's end to its
-beginning, and rows are taken from the last to the first: what was read or written last is what the
-second cache still holds.
+The kernel reads a row twice and writes it once, and takes as long as Liger's: 155 us for 512 rows
+of 151,936 columns (H100).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ IGNORED = -100
 _MULTIPLE = 256
 """Rows with a label are counted in these, so that products have few sizes for cuBLAS to know."""
 
-_BLOCK, _WARPS = 16384, 32
+_BLOCK, _WARPS = 8192, 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -121,11 +120,10 @@ def cross_entropy_kernel(
     logits, labels, losses, V: tl.constexpr, GRADIENTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One row a program, in blocks of columns; arithmetic in float32, powers of two."""
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     logits += row * V
     label = tl.load(labels + row)
     n = tl.arange(0, BLOCK)
-    LAST: tl.constexpr = (V - 1) // BLOCK
     if label == -100:
         tl.store(losses + row, 0.0)
         if GRADIENTS:
@@ -152,8 +150,8 @@ def cross_entropy_kernel(
         lse = top + tl.log2(total)
         tl.store(losses + row, (lse - own * _LOG2_E) / _LOG2_E)
         if GRADIENTS:
-            for step in range(LAST + 1):
-                spot = (LAST - step) * BLOCK + n
+            for i in range(0, V, BLOCK):
+                spot = i + n
                 x = tl.load(logits + spot, mask=spot < V, other=0.0).to(tl.float32) * _LOG2_E
                 # The label's own here, not in a second store: its difference is rounded once.
                 gradient = tl.exp2(x - lse) - tl.where(spot == label, 1.0, 0.0)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,12 +87,13 @@ class ExpertMatmul(NamedTuple):
     def ordered(self, x: Tensor, second: SecondStream) -> Tensor:
         """Return tokens' rows `(T, K)` as a kernel reads them that gathers, else as they are.
 
-        They are put in the kernel's order on the second stream, at its `start`.
+        They are put in the kernel's order on the second stream.
         """
         if self.kernel.reorder is None or not self.kernel.gathers:
             return x
         out = torch.empty_like(x)
-        second.soon(partial(self.kernel.reorder, x, out))
+        with second.beside():
+            self.kernel.reorder(x, out)
         return out
 
     def spans(self, count: int) -> Iterator[tuple[int, int]]:

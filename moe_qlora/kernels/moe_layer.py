@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +193,6 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     ordered = matmul1.ordered(x, second)
     f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype, second, as_stored)
     routing = route(aligned(index.contiguous()), layer.first.experts)
-    second.start()  # Behind the routing: what is launched first need not wait for the other
     matmul1, matmul2 = matmul1._replace(factors=f1), matmul2._replace(factors=f2)
     sizes = count * matmul1.rank, count * matmul2.rank
     products = torch.empty(sum(sizes), dtype=layer.dtype, device=x.device)
@@ -309,7 +307,6 @@ def backward(
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
     factor = None if f2 is None else f2.b
     ordered = matmul2.ordered(grad, second)
-    second.start()
     u, dots = _gather_gemm(routing, grad, ordered, matmul2, factor, name, product_g, second, bias2)
     operand = _first_operand(matmul1, routing, "first", second) if needs_x else None
     sizes = count * matmul1.rank, count * matmul2.rank
@@ -320,37 +317,18 @@ def backward(
     )  # fmt: skip
     second.join()
     a1 = b1 = a2 = b2 = None
-    lasting, product1 = _lasting(routing, product1, second)
     if f2 is not None and lora2 is not None:
+        a2 = factor_grad(lora2.a, product_g, f2.rank, u, routing, inner_size, second)
         b2 = factor_grad(lora2.b, weighted2, f2.rank, grad, routing, hidden, second, gathers=True,
                     over=True)  # fmt: skip
+    del u, weighted2
     if f1 is not None and lora1 is not None:
         a1 = factor_grad(lora1.a, d_pre[:, width:], d_pre.stride(0), x, routing, hidden, second,
                     gathers=True, rank=f1.rank)  # fmt: skip
-    second.mark()  # What follows reads none of an operator's arguments, and may be left
-    if f2 is not None and lora2 is not None:
-        a2 = factor_grad(lora2.a, product_g, f2.rank, u, lasting, inner_size, second)
-    if f1 is not None and lora1 is not None:
-        b1 = factor_grad(lora1.b, product1, f1.rank, d_pre, lasting, width, second, over=True)
-    del u, weighted2
+        b1 = factor_grad(lora1.b, product1, f1.rank, d_pre, routing, width, second, over=True)
     dx = _unpermute(layer, d_pre, matmul1, routing, "first", operand) if needs_x else None
-    second.leave([a2, b1])
+    second.join()
     return Grads(dx, d_weights, a1, b1, a2, b2)
-
-
-def _lasting(routing: Routing, product: Tensor, second: SecondStream) -> tuple[Routing, Tensor]:
-    """Return copies of what the caller may overwrite where kernels are left that read it.
-
-    A compiler's graph computes in the memory of arguments that it needs no more.
-    """
-    if not second.leaves:
-        return routing, product
-    lasting, copied = copy(routing), torch.empty_like(product)
-    lasting.expert_offsets = torch.empty_like(routing.expert_offsets)
-    with second.beside(product):
-        copied.copy_(product)
-        lasting.expert_offsets.copy_(routing.expert_offsets)
-    return lasting, copied
 
 
 def _gate_backward(

@@ -44,7 +44,7 @@ _GATE = {"BM": _ROWS, "BI": 256, "num_warps": 4, "num_stages": 2}
 _GATE_ORDERED = {"BM": _ROWS, "num_warps": 4, "num_stages": 2}
 """For columns in a `ColumnOrder`, whose width is a step's. Loads of the next step in this one: 176
 us for 16,384 tokens, 213 without."""
-_GATE_BACKWARD = {"BM": _ROWS, "BI": 64, "num_warps": 4, "num_stages": 3}
+_GATE_BACKWARD = {"BM": _ROWS, "BI": 128, "num_warps": 4, "num_stages": 3}
 _GATE_BACKWARD_FEW = {"BM": _ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
 
 

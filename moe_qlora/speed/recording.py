@@ -9,7 +9,7 @@ graphs.py decides which calls are recorded; decoding.py records those of `genera
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..kernels import workspace
-from ..kernels.streams import leaving
 from .lent import Lender, Lent, is_at
 
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
@@ -116,7 +115,6 @@ class RecordedCall:
         self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         self.trained = [p for p in layer.parameters() if p.requires_grad]
         self.used: list[nn.Parameter] = []  # those with a gradient
-        self.leaves = False  # Whether operators may leave what computes gradients of weights
         x = leaves[0]
         self.generator = torch.cuda.default_generators[x.get_device()]
         self.weights = [nn.Parameter(weight.detach()) for weight in self.trained]
@@ -168,9 +166,8 @@ class RecordedCall:
         In autocast's state of the recording, which compiled code checks.
         """
         offset = self.generator.get_offset()
-        with uncached_autocast(), leaving(self.x.device) as left:
+        with uncached_autocast():
             self._gradients(self._forward())
-            self.leaves = left.is_returned_by(self.weight_grads)
         self.outs, self.weight_grads, self.grad_x = [], [], None
         self.generator.set_offset(offset)
 
@@ -202,13 +199,10 @@ class RecordedCall:
         if lender.grad is not None and lender.grad.is_lent_as(grad):
             self.grads[0] = lender.grad.tensor
         device, graph = self.x.device, torch.cuda.CUDAGraph()
-        allowed = leaving(device) if self.leaves else nullcontext()
         exchanged = _exchanged(self.layer, self.trained, self.weights)
         with torch.cuda.device(device), exchanged, workspace.recorded(device):
-            with capture(graph, self.pool), allowed as left:
+            with capture(graph, self.pool):
                 self._gradients(edges)
-            if left is not None and not left.is_returned_by(self.weight_grads):
-                raise RuntimeError("gradients are read before the recording's end")
             # The layer before reads it, and must not be recorded to write to the same memory.
             lender.recorded = self.grad_x
             self.grad_x = None if self.grad_x is None else _unowned(self.grad_x)

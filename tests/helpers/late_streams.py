@@ -5,7 +5,7 @@ It holds no tensor that it was not given, so that memory which is freed too earl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,6 @@ class LateStream:
 
     current: LateStream | None = None
     used: list[LateStream]
-    leaves = False
-    """Whether kernels may be left; they run when a test joins the stream."""
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.waiting: list[Callable[[], Any]] = []
@@ -78,26 +76,6 @@ class LateStream:
         for run in waiting:
             run()
         self.read.clear()
-
-    def soon(self, launch: Callable[[], Any], *read: Tensor) -> None:
-        with self.beside(*read):
-            launch()
-
-    def start(self) -> None:
-        """What waits for it was deferred already."""
-
-    def mark(self) -> None:
-        self.marked = len(self.waiting), len(self.read)
-
-    def leave(self, outputs: Iterable[Tensor | None]) -> None:
-        first, read = self.marked
-        if not self.leaves:
-            self.join()
-            return
-        rest, self.waiting = self.waiting[first:], self.waiting[:first]
-        held = [*self.read[read:], *(out for out in outputs if out is not None)]
-        self.join()
-        self.waiting, self.read = rest, held
 
 
 class _Deferring(TorchDispatchMode):
