@@ -30,13 +30,13 @@ from ..integrations.prepare import prepare_training
 from ..kernels import workspace
 from ..layout import human_bytes, parse_bytes
 from ..lora.model import get_peft_model
+from ..lora.optimizer import AdamW
 from ..memory.meta_model import lora_config_of
 from ..memory.plan import plan
 from ..models import named
 from ..models.named import Source
 from ..packing import codec, parametrize
 from ..quantize import quantize_experts
-from ..speed.optimizer import AdamW
 from ..testing import fill_randomly
 from .options import codec_settings
 

@@ -1,4 +1,4 @@
-"""`speed.optimizer.AdamW` against torch's; without a GPU, its kernels run in the interpreter."""
+"""`lora.optimizer.AdamW` against torch's; without a GPU, its kernels run in the interpreter."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 from moe_qlora.kernels import adamw as kernel
-from moe_qlora.speed import optimizer as module
-from moe_qlora.speed.optimizer import AdamW
+from moe_qlora.lora import optimizer as module
+from moe_qlora.lora.optimizer import AdamW
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SHAPES = [(1,), (7,), (1023,), (4097,), (3, 8), (2, 16, 4)]
