@@ -4,8 +4,9 @@ torch's fused kernel takes some 20 tensors of LoRA's size a launch, in 30 launch
 other: 4.2 ms for 630 M weights in bf16 on an H100, whose memory moves the 8.8 GB in 2.6. Here a
 table of addresses says what each program updates, so that the card is full until the last one.
 
-The arithmetic is torch's (aten/src/ATen/native/cuda/fused_adam_utils.cuh), in fp32 and in its
-order, with the same roundings: `fma`s where its compiler contracts, IEEE's division and root.
+The arithmetic is torch's (aten/src/ATen/native/cuda/fused_adam_utils.cuh), in its order, in fp32
+with IEEE's division and root. Some versions of torch compute with doubles between: one result in
+some 4,000 of its version 2.11 is rounded to another neighbour (H100).
 
 A launch of `counts_kernel` advances the step counts and computes the bias corrections, which are
 two powers a tensor and not two a program; one of `adamw_kernel` updates the weights.

@@ -34,6 +34,9 @@ DEVICE = "device"
 ALL = 0
 """`--offload` without a number."""
 
+MASKED = ("longest", "padded", "packed", "dpo", "grpo")
+"""Kinds of batches that attention masks, by padding or by positions."""
+
 KINDS = {"keep": "layers kept", "part": "layers kept in part", "recompute": "layers recomputed"}
 """The metric that counts the layers of each choice of `fit_memory`."""
 
@@ -192,7 +195,8 @@ def prepared(
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     memory: Any = None if options.fit == DEVICE else options.fit
     memory = int(memory) if memory and memory.isdigit() else memory
-    return {"batch_size": sequences(options), "seq_len": options.seq, "memory": memory}
+    sizes = {"batch_size": sequences(options), "seq_len": options.seq, "memory": memory}
+    return sizes | ({"padded": True} if options.data in MASKED else {})
 
 
 @contextmanager
