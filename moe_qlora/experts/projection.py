@@ -73,7 +73,7 @@ class _NoSecondOrder(torch.autograd.Function):
         raise QuantizationError(
             "Packed experts have first derivatives only, and a second one was asked for "
             "(create_graph=True, as for a gradient penalty): keep the experts out of it, or train "
-            "them unpacked."
+            "them unpacked. What prepare_training sets has first derivatives only too."
         )
 
 

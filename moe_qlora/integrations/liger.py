@@ -57,6 +57,7 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
         raise ConfigError(f"{obstacle}")
     modules = [(vars(module), dict(vars(module))) for module in model.modules()]
     code = [(vars(module), dict(vars(module))) for module in _modeling(model)]
+    forwards = _class_forwards(model)
     undo = ExitStack()
     try:
         _apply_liger_kernel_to_instance(
@@ -67,14 +68,31 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
         )
     except Exception as error:
         _watch(modules, code, undo)
+        _restore(forwards)
         undo.close()
         raise ConfigError(
             f"Liger fails on {kind} ({type(error).__name__}: {first_line(error)})"
         ) from error
     _watch(modules, code, undo)
-    if loss:
-        use_own_loss(model, undo)
+    _restore(forwards)
+    if loss and not use_own_loss(model, undo):
+        undo.close()
+        raise ConfigError(f"Liger replaces the forward of all {kind} models, and not of one")
     return undo
+
+
+def _class_forwards(model: nn.Module) -> dict[type, Any]:
+    """Return the forwards that transformers' classes of a model define."""
+    every = {cls for module in model.modules() for cls in type(module).__mro__}
+    ours = [cls for cls in every if cls.__module__.startswith("transformers.models.")]
+    return {cls: vars(cls)["forward"] for cls in ours if "forward" in vars(cls)}
+
+
+def _restore(forwards: dict[type, Any]) -> None:
+    """Take back what Liger has put into classes, as it does for llama4."""
+    for cls, forward in forwards.items():
+        if vars(cls)["forward"] is not forward:
+            setattr(cls, "forward", forward)  # noqa: B010 - mypy refuses to assign a method
 
 
 def _modeling(model: nn.Module) -> list[Any]:

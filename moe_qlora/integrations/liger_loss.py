@@ -19,7 +19,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..kernels.cross_entropy import IGNORED, linear_cross_entropy
+from ..experts.projection import first_order
+from ..kernels import cross_entropy
+from ..kernels.cross_entropy import IGNORED
 from ..kernels.limits import cdiv
 
 _LOSS = "LigerForCausalLMLoss"
@@ -44,6 +46,8 @@ def loss_obstacle(model: nn.Module) -> str | None:
         return "the head is quantized, and Liger's loss multiplies by its weight"
     if getattr(head, "bias", None) is not None:
         return "the head has a bias, which Liger's loss would not add"
+    if "_loss_function" in vars(model):
+        return "the model's loss_function was set, which Liger's forward would not call"
     return None
 
 
@@ -59,26 +63,29 @@ def _has_own_forward(model: nn.Module) -> bool:
     return not str(code.get("__name__")).startswith(("liger_kernel.", "transformers."))
 
 
-def use_own_loss(model: nn.Module, undo: ExitStack) -> None:
-    """Let the forward that Liger has bound to a model call `_Loss`, in this model alone."""
+def use_own_loss(model: nn.Module, undo: ExitStack) -> bool:
+    """Let the forward that Liger has bound to a model call `_Loss`; False if it has bound none."""
     from liger_kernel.transformers import functional
 
     loss = _Loss(_defaults(functional.liger_fused_linear_cross_entropy))
     hook = model.register_forward_pre_hook(loss.before_forward, with_kwargs=True)
     undo.callback(hook.remove)
-    state = vars(model)
+    state, found = vars(model), False
     for name in ("forward", "_old_forward"):  # The second inside of accelerate's hook
         bound = state.get(name)
         function = getattr(bound, "__func__", None)
         if isinstance(function, FunctionType) and function.__module__.startswith("liger_kernel."):
             state[name] = mine = MethodType(_calling(loss, function), model)
-            undo.callback(_put_back, state, name, mine, bound)
+            undo.callback(_put_back, state, mine, bound)
+            found = True
+    return found
 
 
-def _put_back(state: dict[str, Any], name: str, value: Any, before: Any) -> None:
-    """Restore an entry, unless other code has changed it meanwhile."""
-    if state.get(name) is value:
-        state[name] = before
+def _put_back(state: dict[str, Any], value: Any, before: Any) -> None:
+    """Restore a forward where it is now: accelerate's hook may have come or gone meanwhile."""
+    for name in ("forward", "_old_forward"):
+        if state.get(name) is value:
+            state[name] = before
 
 
 def _calling(loss: _Loss, function: FunctionType) -> FunctionType:
@@ -99,11 +106,49 @@ def _calling(loss: _Loss, function: FunctionType) -> FunctionType:
     return copied
 
 
-class _LabelCount:
-    """How many tokens of a batch have a label, without waiting for what was launched since then.
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, *, chunk: int,
+    labelled: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the rows' cross entropy times `scale`, `()` float32 both, differentiable by `hidden`.
 
-    Labels are there before the layers run. To count them at once would take the host 0.5 ms in
-    which the GPU waits (H100); later, it has layers to compute.
+    The other arguments are those of `kernels.cross_entropy.linear_cross_entropy`.
+    """
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk, labelled)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scale: Tensor, chunk: int,
+        labelled: int | None,
+    ) -> Tensor:  # fmt: skip
+        trains = ctx.needs_input_grad[0]
+        loss, gradient = cross_entropy.linear_cross_entropy(
+            hidden, weight, labels, chunk=chunk, labelled=labelled, gradients=trains
+        )
+        if gradient is not None:
+            ctx.save_for_backward(gradient, scale)
+        return loss * scale
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, scale = ctx.saved_tensors
+        # Scaled last, since gradients of single logits by thousands of labels are below float16;
+        # in fp32, to which CUDA does not raise a factor without dimensions. Not in place: a second
+        # backward of the same forward needs them again.
+        factor = (upstream[0] * scale).view(1)
+        scaled = torch.mul(gradient, factor, out=torch.empty_like(gradient))
+        return scaled, None, None, None, None, None
+
+
+class _LabelCount:
+    """How many tokens of a batch have a label, without waiting for the layers' kernels.
+
+    Labels are there when the GPU has come to the forward. To count them at once would take the
+    host 0.5 ms in which the GPU waits (H100); later, it has layers to compute.
     """
 
     def __init__(self, given: Tensor, *, shifted: bool) -> None:
@@ -141,9 +186,8 @@ class _Loss:
         self._count: _LabelCount | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Loss:
-        copied = _Loss(self._options)
-        copied.theirs = self.theirs
-        return copied
+        """Return the same one: the forward of a copied model calls it too."""
+        return self
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Note a batch's labels, and ask for larger chunks where the call does not say."""
@@ -171,7 +215,9 @@ class _Loss:
         weight, count = lm_head_weight, self._count
         self._count = None
         hidden = _as_multiplied(hidden_states, weight)
-        if hidden is None or ignore_index != IGNORED or self._asks_for_more(more):
+        larger = more.get(_CHUNKS, 1)
+        plain = hidden is not None and ignore_index == IGNORED and larger >= 1
+        if hidden is None or not plain or self._asks_for_more(more):
             given = num_items_in_batch, ignore_index, shift_labels
             return self.theirs(hidden_states, weight, labels, hidden_size, *given, **more)
         given_labels = labels if shift_labels is None else shift_labels
@@ -189,8 +235,8 @@ class _Loss:
         else:
             number = float(num_items_in_batch)
             scale = torch.full((), number, device=hidden.device).reciprocal()
-        # As Liger has it: logits of at most so many times the hidden states' elements.
-        pieces = cdiv(len(weight), more.get(_CHUNKS, 1) * hidden_size)
+        # As Liger has it: logits of some `larger` times the hidden states' elements.
+        pieces = cdiv(len(weight), larger * hidden_size)
         chunk = 1 << max(4, (cdiv(len(target), pieces) - 1).bit_length())
         return linear_cross_entropy(hidden, weight, target, scale, chunk=chunk, labelled=known)
 

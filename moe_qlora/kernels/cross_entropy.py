@@ -1,6 +1,6 @@
-"""The loss of a language model's head in chunks, without waiting for the device.
+"""The loss of a language model's head in chunks, without waiting for its result.
 
-    loss = scale * sum over rows with a label of (logsumexp(z) - z[label]),  z = hidden @ weight.T
+    loss = sum over rows with a label of (logsumexp(z) - z[label]),  z = hidden @ weight.T
 
 Of each chunk of rows the logits are computed, replaced by their gradients and multiplied by the
 weight, so that no more than a chunk of them is there at once, as in Liger's loss
@@ -14,8 +14,6 @@ of 151,936 columns (H100).
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,67 +36,45 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    scale: Tensor,
     *,
     chunk: int,
-    labelled: int | None = None,
-) -> Tensor:
-    """Return the scaled sum of the rows' cross entropy, `()` float32; differentiable by `hidden`.
+    labelled: int | None,
+    gradients: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of the rows' cross entropy, `()` float32, and its gradient by `hidden`.
 
     Args:
         hidden: `(N, H)`.
-        weight: `(V, H)` of hidden's dtype, frozen.
+        weight: `(V, H)` of hidden's dtype.
         labels: `(N,)` int64, `IGNORED` for rows without a loss.
-        scale: `()` float32 on the device, such as one by the number of labels.
         chunk: Rows whose logits are there at once.
         labelled: How many rows have a label, if that is known; not fewer.
+        gradients: False returns None in the gradient's place.
+
+    Raises:
+        ValueError: There are not as many labels as rows.
     """
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk, labelled)
-    return loss
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        scale: Tensor,
-        chunk: int,
-        labelled: int | None,
-    ) -> Tensor:
-        count, labels = len(labels), aligned(labels)
-        order = None
-        if labelled is not None and (some := cdiv(max(labelled, 1), _MULTIPLE) * _MULTIPLE) < count:
-            order = torch.argsort((labels == IGNORED).to(torch.uint8), stable=True)[:some]
-            hidden, labels = hidden.index_select(0, order), labels.index_select(0, order)
-        rows = len(labels)
-        trains = ctx.needs_input_grad[0]
-        losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-        logits = hidden.new_empty(min(chunk, rows), len(weight))
-        gradient = torch.empty_like(hidden) if trains else None
-        for start in range(0, rows, chunk):
-            here = slice(start, min(start + chunk, rows))
-            z = logits[: here.stop - start]
-            torch.mm(hidden[here], weight.t(), out=z)
-            cross_entropy_(z, labels[here], losses[here], gradients=trains)
-            if gradient is not None:
-                torch.mm(z, weight, out=gradient[here])
+    if len(labels) != len(hidden):
+        raise ValueError(f"{len(labels)} labels were given for {len(hidden)} hidden states")
+    count, labels, order = len(labels), aligned(labels.contiguous()), None
+    if labelled is not None and (some := cdiv(max(labelled, 1), _MULTIPLE) * _MULTIPLE) < count:
+        order = torch.argsort((labels == IGNORED).to(torch.uint8), stable=True)[:some]
+        hidden, labels = hidden.index_select(0, order), labels.index_select(0, order)
+    rows = len(labels)
+    losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+    logits = hidden.new_empty(min(chunk, rows), len(weight))
+    gradient = torch.empty_like(hidden) if gradients else None
+    for start in range(0, rows, chunk):
+        here = slice(start, min(start + chunk, rows))
+        z = logits[: here.stop - start]
+        torch.mm(hidden[here], weight.t(), out=z)
+        cross_entropy_(z, labels[here], losses[here], gradients=gradients)
         if gradient is not None:
-            if order is not None:
-                gradient = gradient.new_zeros(count, gradient.shape[1]).index_copy_(
-                    0, order, gradient
-                )
-            ctx.save_for_backward(gradient, scale)
-        return losses.sum() * scale
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, scale = ctx.saved_tensors
-        # Scaled last, since gradients of single logits by thousands of labels are below float16.
-        # Not in place: a second backward of the same forward needs them again.
-        return gradient * (upstream[0] * scale), None, None, None, None, None
+            torch.mm(z, weight, out=gradient[here])
+    if gradient is not None and order is not None:
+        every = gradient.new_zeros(count, gradient.shape[1])
+        gradient = every.index_copy_(0, order, gradient)
+    return losses.sum(), gradient
 
 
 def cross_entropy_(logits: Tensor, labels: Tensor, losses: Tensor, *, gradients: bool) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig, get_peft_model
 from synchronizing import no_synchronizing
 from torch import Tensor, nn
@@ -142,6 +144,7 @@ def test_copies_and_other_labels(computed: list[int | None]) -> None:
         twin = copy.deepcopy(model)
         loss = run(model, inputs)[0].loss
         torch.testing.assert_close(run(twin, inputs)[0].loss, loss)
+        assert computed[0] == computed[1] is not None
         model.eval()
         assert model(**inputs).logits is not None  # as Liger has it
         model.train()
@@ -164,10 +167,48 @@ def test_heads_of_which_more_is_to_be_read_than_a_weight() -> None:
     model.lm_head.weight = nn.Parameter(torch.zeros(4, 1, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ConfigError, match="the head is quantized"):
         apply_liger(model, in_layers=False)
+    model = tiny_model("qwen3_moe")
+    model.loss_function = lambda *args, **kwargs: torch.tensor(42.0)
+    with pytest.raises(ConfigError, match="loss_function was set"):
+        apply_liger(model, in_layers=False)
+
+
+def test_forwards_that_liger_replaces_in_classes_go_back() -> None:
+    model = tiny_model("llama4_text")
+    cls = type(model)
+    before = vars(cls)["forward"]
+    with pytest.raises(ConfigError, match="replaces the forward of all llama4_text models"):
+        apply_liger(model, in_layers=False)
+    assert vars(cls)["forward"] is before and "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_forwards_go_back_inside_of_a_hook(when: str) -> None:
+    """accelerate's, which was removed, or came, after Liger's forward."""
+    model = tiny_model("qwen3_moe")
+    if when == "before":
+        add_hook_to_module(model, ModelHook())
+    undo = apply_liger(model, in_layers=False)
+    if when == "before":
+        remove_hook_from_module(model)
+    else:
+        add_hook_to_module(model, ModelHook())
+    undo.close()
+    for name in ("forward", "_old_forward"):
+        function = getattr(vars(model).get(name), "__func__", None)
+        if isinstance(function, FunctionType):
+            loss = function.__globals__.get("LigerForCausalLMLoss")
+            assert not isinstance(loss, liger_loss._Loss), name
+
+
+def test_lengths_that_differ() -> None:
+    model = made()
+    with apply_liger(model, in_layers=False), pytest.raises(ValueError, match="labels were given"):
+        model(**batch(model), logits_to_keep=5)
 
 
 @requires_gpu(1)
-def test_nothing_waits_for_the_device(computed: list[int | None]) -> None:
+def test_the_loss_does_not_wait_for_its_results(computed: list[int | None]) -> None:
     model = made().cuda().bfloat16()
     inputs = {name: value.cuda() for name, value in batch(model).items()}
     with apply_liger(model, in_layers=False):

@@ -108,9 +108,9 @@ SETTINGS = {
 """What the rows of each setting have, by peer and micro-batch: `fit_table.py` measures "fitted"."""
 
 SAID = (
-    "Both runs have torch.compile and a loss in chunks, this package's `prepare_training` and "
-    "`AdamW`. At micro-batch 4 it is fitted to 60 GB. bf16 computes nothing again at micro-batch "
-    "1, where it waits for the host (18,711 with a quicker one), and every layer at micro-batch 4"
+    "Both runs have torch.compile and a loss in chunks; this package has `prepare_training` and "
+    "`AdamW`, and is fitted to 60 GB at micro-batch 4. bf16 computes nothing again at micro-batch "
+    "1, where it waits for the host (18,711 on another machine), and every layer at micro-batch 4"
 )
 """What the page and README.md say of the table's setting."""
 

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
+from moe_qlora.integrations.liger_loss import linear_cross_entropy
 from moe_qlora.kernels import cross_entropy
-from moe_qlora.kernels.cross_entropy import IGNORED, linear_cross_entropy
+from moe_qlora.kernels.cross_entropy import IGNORED
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EXACT = {torch.float32: 2e-5, torch.bfloat16: 0.02, torch.float16: 3e-3}
@@ -117,3 +118,40 @@ def test_without_gradients_logits_stay() -> None:
     torch.testing.assert_close(
         loss, F.cross_entropy(hidden @ weight.T, labels, reduction="sum"), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_labels_apart_in_memory() -> None:
+    hidden, weight, labels = case(40, 33, 8, 30, torch.float32, "cpu")
+    apart = torch.full((80,), 7)
+    apart[::2] = labels
+    check(hidden, weight, apart[::2], chunk=16, labelled=None)
+    check(hidden, weight, apart[::2], chunk=16, labelled=30)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_it_refuses() -> None:
+    hidden, weight, labels = case(6, 9, 4, 6, torch.float32, "cpu")
+    one = torch.tensor(1.0)
+    with pytest.raises(ValueError, match="5 labels were given for 6 hidden states"):
+        linear_cross_entropy(hidden, weight, labels[1:], one, chunk=16)
+    x = hidden.requires_grad_()
+    loss = linear_cross_entropy(x**3, weight, labels, one, chunk=16)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second"):
+        grad.pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_scale_is_not_rounded(dtype: torch.dtype, device: str) -> None:
+    """By 65,536, as a GradScaler has it, float16 would be infinite."""
+    hidden, weight, labels = case(20, 30, 8, 1, dtype, device)
+    x = hidden.requires_grad_()
+    scale = torch.tensor(1 / 3000, device=device)
+    loss = linear_cross_entropy(x, weight, labels, scale, chunk=16)
+    (once,) = torch.autograd.grad(loss, x, torch.tensor(3000.0, device=device), retain_graph=True)
+    (grad,) = torch.autograd.grad(loss, x, torch.tensor(65536.0, device=device))
+    assert grad.isfinite().all() and not grad[labels == IGNORED].any()
+    ratio = float((grad.double() * once.double()).sum() / once.double().square().sum())
+    assert ratio == pytest.approx(65536 / 3000, rel=1e-3 if dtype == torch.float16 else 2e-3)

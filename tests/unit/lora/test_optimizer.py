@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -424,6 +426,21 @@ def test_added_groups_and_added_parameters(launches: list[int]) -> None:
         torchs.step()
         assert_same(ours, torchs)
     assert launches == [2, 2, 2, 2, 2, 2]
+
+
+def test_groups_that_are_gone_are_forgotten(launches: list[int]) -> None:
+    mine, others = parameters(FP32), parameters(FP32)
+    ours = AdamW([{"params": mine}, {"params": others}])
+    set_grads(0, mine)
+    set_grads(0, others)
+    ours.step()
+    kept = weakref.ref(others[0])
+    del ours.param_groups[1]
+    ours.state.clear()
+    del others
+    ours.step()
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.gpu
