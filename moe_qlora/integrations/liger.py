@@ -21,9 +21,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, first_line
-from .liger_loss import loss_obstacle, use_own_loss
-
-_MISSING: Any = object()
+from .liger_loss import MISSING, loss_obstacle, put_back, use_own_loss
 
 
 def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
@@ -112,24 +110,14 @@ def _watch(modules: _Namespaces, code: _Namespaces, undo: ExitStack) -> None:
             now["_old_forward"], now["forward"] = now["forward"], before["forward"]
     for now, before in (*modules, *code):
         for name in _changed(now, before):
-            old = before.get(name, _MISSING)
+            old = before.get(name, MISSING)
             if isinstance(old, type):
                 now[name] = old
             else:
-                undo.callback(_put_back, now, name, now[name], old)
+                undo.callback(put_back, now, name, now[name], old)
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
     for name, value in list(now.items()):
-        if value is not before.get(name, _MISSING):
+        if value is not before.get(name, MISSING):
             yield name
-
-
-def _put_back(now: dict[str, Any], name: str, value: Any, old: Any) -> None:
-    """Restore an entry, unless other code has changed it meanwhile."""
-    if now.get(name) is not value:
-        return
-    if old is _MISSING:
-        del now[name]
-    else:
-        now[name] = old

@@ -24,6 +24,10 @@ from ..kernels import cross_entropy
 from ..kernels.cross_entropy import IGNORED
 from ..kernels.limits import cdiv
 
+MISSING: Any = object()
+"""The value before of an entry that was not there."""
+
+_FORWARDS = "forward", "_old_forward"  # The second inside of accelerate's hook
 _LOSS = "LigerForCausalLMLoss"
 _CHUNKS = "chunk_mem_const"
 _CHUNKS_LARGER = 8
@@ -71,21 +75,31 @@ def use_own_loss(model: nn.Module, undo: ExitStack) -> bool:
     hook = model.register_forward_pre_hook(loss.before_forward, with_kwargs=True)
     undo.callback(hook.remove)
     state, found = vars(model), False
-    for name in ("forward", "_old_forward"):  # The second inside of accelerate's hook
+    for name in _FORWARDS:
         bound = state.get(name)
         function = getattr(bound, "__func__", None)
         if isinstance(function, FunctionType) and function.__module__.startswith("liger_kernel."):
             state[name] = mine = MethodType(_calling(loss, function), model)
-            undo.callback(_put_back, state, mine, bound)
+            undo.callback(put_back, state, name, mine, bound)
             found = True
     return found
 
 
-def _put_back(state: dict[str, Any], value: Any, before: Any) -> None:
-    """Restore a forward where it is now: accelerate's hook may have come or gone meanwhile."""
-    for name in ("forward", "_old_forward"):
-        if state.get(name) is value:
-            state[name] = before
+def put_back(now: dict[str, Any], name: str, value: Any, old: Any) -> None:
+    """Restore an entry, unless other code has changed it meanwhile.
+
+    A forward is restored where it is: accelerate's hook may have come or gone.
+    """
+    for place in _FORWARDS if name in _FORWARDS else (name,):
+        held: Any = now.get(place)
+        if held is not value:
+            continue
+        if old is not MISSING:
+            now[place] = old
+        elif place == name:
+            del now[place]
+        else:
+            now[place] = MethodType(type(held.__self__).forward, held.__self__)
 
 
 def _calling(loss: _Loss, function: FunctionType) -> FunctionType:
@@ -189,6 +203,7 @@ class _Loss:
         """Return the same one: the forward of a copied model calls it too."""
         return self
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Note a batch's labels, and ask for larger chunks where the call does not say."""
         shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
@@ -200,6 +215,7 @@ class _Loss:
             return args, kwargs
         return args, {_CHUNKS: _CHUNKS_LARGER} | kwargs
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def __call__(
         self,
         hidden_states: Tensor,
