@@ -98,7 +98,7 @@ def put_back(now: dict[str, Any], name: str, value: Any, old: Any) -> None:
             now[place] = old
         elif place == name:
             del now[place]
-        else:
+        else:  # What a hook that came meanwhile would have found
             now[place] = MethodType(type(held.__self__).forward, held.__self__)
 
 
