@@ -51,8 +51,8 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
         raise ConfigError(f"Liger has no kernels for {kind}")
     obstacle = loss_obstacle(model)
     loss = obstacle is None
-    if not (loss or in_layers):
-        raise ConfigError(f"{obstacle}")
+    if obstacle is not None and not in_layers:
+        raise ConfigError(obstacle)
     modules = [(vars(module), dict(vars(module))) for module in model.modules()]
     code = [(vars(module), dict(vars(module))) for module in _modeling(model)]
     forwards = _class_forwards(model)
@@ -65,14 +65,12 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
             **dict.fromkeys(("swiglu", "geglu", "cross_entropy"), False),
         )
     except Exception as error:
-        _watch(modules, code, undo)
-        _restore(forwards)
+        _watch(modules, code, forwards, undo)
         undo.close()
         raise ConfigError(
             f"Liger fails on {kind} ({type(error).__name__}: {first_line(error)})"
         ) from error
-    _watch(modules, code, undo)
-    _restore(forwards)
+    _watch(modules, code, forwards, undo)
     if loss and not use_own_loss(model, undo):
         undo.close()
         raise ConfigError(f"Liger replaces the forward of all {kind} models, and not of one")
@@ -86,13 +84,6 @@ def _class_forwards(model: nn.Module) -> dict[type, Any]:
     return {cls: vars(cls)["forward"] for cls in ours if "forward" in vars(cls)}
 
 
-def _restore(forwards: dict[type, Any]) -> None:
-    """Take back what Liger has put into classes, as it does for llama4."""
-    for cls, forward in forwards.items():
-        if vars(cls)["forward"] is not forward:
-            setattr(cls, "forward", forward)  # noqa: B010 - mypy refuses to assign a method
-
-
 def _modeling(model: nn.Module) -> list[Any]:
     """Return the modules of transformers that define the model's classes."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
@@ -102,8 +93,13 @@ def _modeling(model: nn.Module) -> list[Any]:
 _Namespaces = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
-def _watch(modules: _Namespaces, code: _Namespaces, undo: ExitStack) -> None:
-    """Put classes back, and note in `undo` everything else that has changed."""
+def _watch(
+    modules: _Namespaces, code: _Namespaces, forwards: dict[type, Any], undo: ExitStack
+) -> None:
+    """Put classes and their forwards back, and note in `undo` everything else that has changed."""
+    for cls, forward in forwards.items():
+        if vars(cls)["forward"] is not forward:  # Liger replaces llama4's
+            setattr(cls, "forward", forward)  # noqa: B010 - mypy refuses to assign a method
     for now, before in modules:
         if "_old_forward" in before and now.get("forward") is not before.get("forward"):
             # accelerate's hook is around it, and stays there.

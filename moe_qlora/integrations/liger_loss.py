@@ -107,6 +107,7 @@ def _calling(loss: _Loss, function: FunctionType) -> FunctionType:
     known = function.__globals__
     if _LOSS in function.__code__.co_names and _LOSS in known:
         loss.theirs = known[_LOSS]
+        loss.options |= _defaults(loss.theirs)
         known = {**known, _LOSS: loss}
     cells = tuple(
         CellType(_calling(loss, inner)) if isinstance(inner, FunctionType) else cell
@@ -126,7 +127,7 @@ def linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Return the rows' cross entropy times `scale`, `()` float32 both, differentiable by `hidden`.
 
-    The other arguments are those of `kernels.cross_entropy.linear_cross_entropy`.
+    The other arguments are those of `kernels.cross_entropy.loss_and_gradient`.
     """
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, scale, chunk, labelled)
     return loss
@@ -139,7 +140,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labelled: int | None,
     ) -> Tensor:  # fmt: skip
         trains = ctx.needs_input_grad[0]
-        loss, gradient = cross_entropy.linear_cross_entropy(
+        loss, gradient = cross_entropy.loss_and_gradient(
             hidden, weight, labels, chunk=chunk, labelled=labelled, gradients=trains
         )
         if gradient is not None:
@@ -162,7 +163,8 @@ class _LabelCount:
     """How many tokens of a batch have a label, without waiting for the layers' kernels.
 
     Labels are there when the GPU has come to the forward. To count them at once would take the
-    host 0.5 ms in which the GPU waits (H100); later, it has layers to compute.
+    host some 0.5 ms, with a profiler, in which the GPU waits (H100); later, it has layers to
+    compute.
     """
 
     def __init__(self, given: Tensor, *, shifted: bool) -> None:
@@ -193,10 +195,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class _Loss:
     """`LigerForCausalLMLoss` of one model."""
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        """Begin without Liger's function, `theirs`; `options` are its defaults by name."""
+    def __init__(self, options: dict[str, Any]) -> None:
+        """Begin without Liger's function, `theirs`; `options` are defaults by name."""
         self.theirs: Any = None
-        self._options = options
+        self.options = options
         self._count: _LabelCount | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Loss:
@@ -211,7 +213,7 @@ class _Loss:
         self._count = None
         if isinstance(given, Tensor) and model.training and not _is_capturing(given):
             self._count = _LabelCount(given, shifted=shifted is not None)
-        if given is None or _CHUNKS not in self._options:
+        if given is None or _CHUNKS not in self.options:
             return args, kwargs
         return args, {_CHUNKS: _CHUNKS_LARGER} | kwargs
 
@@ -228,12 +230,12 @@ class _Loss:
         **more: Any,
     ) -> Any:
         """Return the loss of a batch, `()` float32, or what Liger's function does."""
-        weight, count = lm_head_weight, self._count
+        weight, count, hidden = lm_head_weight, self._count, None
         self._count = None
-        hidden = _as_multiplied(hidden_states, weight)
         larger = more.get(_CHUNKS, 1)
-        plain = hidden is not None and ignore_index == IGNORED and larger >= 1
-        if hidden is None or not plain or self._asks_for_more(more):
+        if ignore_index == IGNORED and larger >= 1 and not self._asks_for_more(more):
+            hidden = _as_multiplied(hidden_states, weight)
+        if hidden is None:
             given = num_items_in_batch, ignore_index, shift_labels
             return self.theirs(hidden_states, weight, labels, hidden_size, *given, **more)
         given_labels = labels if shift_labels is None else shift_labels
@@ -243,14 +245,12 @@ class _Loss:
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         target = shift_labels.reshape(-1).to(hidden.device)
         hidden = hidden.reshape(-1, hidden_size)
-        if num_items_in_batch is None:
-            # Of no labels the mean is 0, as Liger's.
-            scale = (target != IGNORED).sum().clamp(min=1).float().reciprocal()
-        elif isinstance(num_items_in_batch, Tensor) and num_items_in_batch.device == hidden.device:
-            scale = num_items_in_batch.float().reciprocal()
-        else:
-            number = float(num_items_in_batch)
-            scale = torch.full((), number, device=hidden.device).reciprocal()
+        items = num_items_in_batch
+        if items is None:
+            items = (target != IGNORED).sum().clamp(min=1)  # Of no labels the mean is 0, as Liger's
+        elif not isinstance(items, Tensor) or items.device != hidden.device:
+            items = torch.full((), float(items), dtype=torch.float32, device=hidden.device)
+        scale = items.float().reciprocal()
         # As Liger has it: logits of some `larger` times the hidden states' elements.
         pieces = cdiv(len(weight), larger * hidden_size)
         chunk = 1 << max(4, (cdiv(len(target), pieces) - 1).bit_length())
@@ -258,7 +258,7 @@ class _Loss:
 
     def _asks_for_more(self, given: Mapping[str, Any]) -> bool:
         """Whether something else is asked for than a loss: a soft cap, smoothing, accuracy."""
-        known = {**self._options, **_defaults(self.theirs), _CHUNKS: given.get(_CHUNKS)}
+        known = {**self.options, _CHUNKS: given.get(_CHUNKS)}
         return any(name in known and value != known[name] for name, value in given.items())
 
 
@@ -277,8 +277,6 @@ def _as_multiplied(hidden: Tensor, weight: Tensor) -> Tensor | None:
     if hidden.device != weight.device or weight.shape[1] != hidden.shape[-1]:
         return None
     kind = weight.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == weight.dtype:
-        hidden = hidden.to(weight.dtype)
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != weight.dtype
-    plain = weight.is_contiguous() and weight.is_floating_point() and hidden.dtype == weight.dtype
-    return hidden if plain and not autocast else None
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+    return hidden.to(dtype) if dtype == weight.dtype and weight.is_contiguous() else None

@@ -187,7 +187,7 @@ def _quicken(
 def _compile_norms(model: nn.Module, layers: list[Any], undo: ExitStack) -> None:
     """Compile norms beside the layers, of a class that layers have, such as the last one.
 
-    Eagerly it takes 26 kernels, 0.5 ms a step of 4,096 tokens (Qwen3-30B-A3B, H100).
+    Eagerly it takes 22 kernels, 0.43 ms a step of 4,096 tokens (Qwen3-30B-A3B, H100).
     """
     kinds = {type(module) for layer in layers for module in layer.modules()}
     stacks = {name.rpartition(".")[0].rpartition(".")[0] for name in decoder_layers(model)}

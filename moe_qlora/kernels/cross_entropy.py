@@ -32,7 +32,7 @@ _BLOCK, _WARPS = 8192, 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-def linear_cross_entropy(
+def loss_and_gradient(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,

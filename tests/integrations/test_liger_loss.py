@@ -231,3 +231,27 @@ def test_in_a_model_that_is_compiled_whole(computed: list[int | None]) -> None:
     torch.testing.assert_close(output.loss, expected.loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(mine, gradient, rtol=1e-4, atol=1e-6)
     assert len(computed) == 1
+
+
+@pytest.mark.parametrize(("given", "rows"), [({}, 256), ({"chunk_mem_const": 1}, 32), (None, 32)])
+def test_chunks_are_as_large_as_ligers(
+    given: dict[str, int] | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabulary is 8 times the hidden size, and there are 256 tokens."""
+    seen: list[int] = []
+    original = liger_loss.linear_cross_entropy
+
+    def counted(*args: Any, chunk: int, **options: Any) -> Tensor:
+        seen.append(chunk)
+        return original(*args, chunk=chunk, **options)
+
+    monkeypatch.setattr(liger_loss, "linear_cross_entropy", counted)
+    model = made(vocab_size=512)
+    ids = torch.randint(512, (2, 128))
+    with apply_liger(model, in_layers=False):
+        if given is None:  # As of a Liger whose function has no such option
+            model.forward.__func__.__globals__["LigerForCausalLMLoss"].options.pop(
+                "chunk_mem_const"
+            )
+        model(input_ids=ids, labels=ids, **(given or {}))
+    assert seen == [rows]
