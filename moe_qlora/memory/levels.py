@@ -4,7 +4,10 @@
     experts       also what the experts save for backward: of all in a layer, what saves most time a
                   byte (8 us of recomputation a MB; Qwen3-30B-A3B, 4,096 tokens, one H200)
     attention     also attention's output and its log-sum-exp (7 us a MB)
-    projections   also the outputs of Linear layers (3 us a MB)
+    narrow projections
+                  also the outputs of Linear layers that give out fewer features than they take,
+                  such as attention's output: an output costs by how many are summed over (6 us)
+    projections   also the outputs of the other Linear layers (3 us)
     keep          all that backward needs; nothing is computed again (norms, rotary embedding,
                   casts: 1 us a MB)
 
@@ -37,9 +40,9 @@ from torch.utils.checkpoint import (
 from ..experts.kept import is_in_experts, kept_tensors
 from . import choice
 
-RECOMPUTE, EXPERTS, ATTENTION, PROJECTIONS, KEEP = LEVELS = choice.LEVELS
+RECOMPUTE, EXPERTS, ATTENTION, NARROW, PROJECTIONS, KEEP = LEVELS = choice.LEVELS
 ATTENTION_ALONE = choice.ATTENTION_ALONE
-EVERY = (RECOMPUTE, EXPERTS, ATTENTION_ALONE, ATTENTION, PROJECTIONS, KEEP)
+EVERY = (RECOMPUTE, EXPERTS, ATTENTION_ALONE, ATTENTION, NARROW, PROJECTIONS, KEEP)
 """All levels; those between the first and the last keep a part."""
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -56,8 +59,20 @@ _EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection
 _TOP_K = "aten::topk"
 """Kept in compiled code: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
-_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "moe_qlora::lora_linears": 0}
-"""Operators of Linear layers, and the place of their input among the arguments."""
+
+
+def _of_joined(args: Sequence[Any]) -> tuple[int, int]:
+    x, _, _, factors, _, owners, *_ = args  # A layer may own several of LoRA's second factors
+    features = {owner: len(factor) for owner, factor in zip(owners, factors, strict=True)}
+    return x.shape[-1], sum(features.values())
+
+
+_PRODUCTS: dict[str, Callable[[Sequence[Any]], tuple[int, int]]] = {
+    "aten::mm": lambda args: (args[0].shape[-1], args[1].shape[-1]),
+    "aten::addmm": lambda args: (args[1].shape[-1], args[2].shape[-1]),
+    "moe_qlora::lora_linears": _of_joined,
+}
+"""Operators of Linear layers: arguments -> features that they sum over, and that they give out."""
 _LEAST_INNER = 256
 """Least inner dimension of a product that is kept: an element takes two operations for each, so
 those of LoRA's second factor are quicker computed than read."""
@@ -183,9 +198,10 @@ def _keeps(level: str, operator: Any, args: Sequence[Any]) -> bool:
     name = _name(operator)
     if name in _ATTENTION_OPERATORS or name == _FLEX:
         return level != EXPERTS
-    if level != PROJECTIONS or name not in _PRODUCTS:
+    if level not in (NARROW, PROJECTIONS) or name not in _PRODUCTS:
         return False
-    return bool(args[_PRODUCTS[name]].shape[-1] >= _LEAST_INNER)
+    inner, outer = _PRODUCTS[name](args)
+    return bool(inner >= _LEAST_INNER and (level == PROJECTIONS or outer < inner))
 
 
 @cache

@@ -97,11 +97,11 @@ def orders(hosting):
 
 def test_hidden_copies_leave_memory_to_activations_and_slow_ones_bring_experts_first():
     hidden = orders(hosting_of([MB] * 6, link=1e12))
-    assert [host for host, _ in hidden] == [6] * 25 + [5, 4, 3, 0]
+    assert [host for host, _ in hidden] == [6] * 31 + [5, 4, 3, 0]
     slow = orders(hosting_of([MB] * 6, link=1e3))
-    assert [steps for _, steps in slow] == [0] * 5 + list(range(1, 25))
+    assert [steps for _, steps in slow] == [0] * 5 + list(range(1, 31))
     layers = tuple(f"layers.{i}" for i in range(6))
-    assert Choices(layers, MEASURED).path == tuple((0, steps) for steps in range(25))
+    assert Choices(layers, MEASURED).path == tuple((0, steps) for steps in range(31))
 
 
 def test_between_the_two_what_saves_more_time_a_byte_comes_first():

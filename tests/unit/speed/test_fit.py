@@ -135,11 +135,12 @@ def test_what_is_kept_is_not_computed_again(
                 continue
             seen.append(kept)
             norms, attentions, firsts, _ = runs(model, ids, monkeypatch)
-            assert norms == 3 + sum(level < 4 for level in kept)
+            assert norms == 3 + sum(level < ladder.levels.index("keep") for level in kept)
             assert attentions == 3 + sum(level < attention for level in kept)
             assert firsts == 3 + sum(level < experts for level in kept)
-            activations = ["recompute", "part", "part", "part", "keep"]
-            assert [layer.activations for layer in fit.layers] == [activations[i] for i in kept]
+            activations = {0: "recompute", ladder.levels.index("keep"): "keep"}
+            expected = [activations.get(level, "part") for level in kept]
+            assert [layer.activations for layer in fit.layers] == expected
             assert {layer.experts for layer in fit.layers} == {"device"}
     assert len(seen) > 5
     assert nested(seen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import bitsandbytes as bnb
@@ -166,12 +167,19 @@ def test_shapes_for_compilers_are_those_that_come(
     torch.library.opcheck(torch.ops.moe_qlora.lora_linears.default, args)
 
 
-@pytest.mark.parametrize("level", levels.EVERY)
-def test_what_a_level_keeps(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+@pytest.mark.parametrize(
+    ("level", "compiles"),
+    [(level, False) for level in levels.EVERY] + [(level, True) for level in levels.EVERY[1:-1]],
+)
+@pytest.mark.parametrize("features", [8, 300])
+def test_what_a_level_keeps(
+    level: str, compiles: bool, features: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wide = 256  # the least inner dimension of a product that is kept
-    factors = torch.randn(2, wide, requires_grad=True), torch.randn(8, 2, requires_grad=True)
-    frozen = describe(torch.randn(8, wide), None)
-    made = Adapted([frozen], [factors[0]], [factors[1]], (0,), (1.0,))
+    a, b = torch.randn(2, wide, requires_grad=True), torch.randn(features, 2, requires_grad=True)
+    frozen = describe(torch.randn(features, wide), None)
+    made = Adapted([frozen], [a, a], [b, b], (0, 0), (1.0, 1.0))  # Two adapters of one layer
     runs = []
 
     def counting(rows: Tensor, weight: Tensor, *bias: Any) -> Tensor:
@@ -187,11 +195,13 @@ def test_what_a_level_keeps(level: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(lora_linears, "linear", counting)
     monkeypatch.setattr(torch, "mm", counting_mm)
     x = torch.randn(3, wide, requires_grad=True)
-    out = levels.compute(level, lambda x: compute(x, made)[0].tanh(), (x,), {})
-    out.sum().backward()
-    assert runs.pop() == wide  # dA, the last product of backward
-    kept = level in (levels.PROJECTIONS, levels.KEEP)
-    assert runs == [2, 8] * (1 if kept else 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        run = levels.runner(lambda x: compute(x.sin(), made)[0].tanh(), compiles=compiles)
+    run(level, (x,), {}).sum().backward()
+    assert runs.pop() == wide  # dA, the last product of backward by `torch.mm`
+    kept = level in (levels.PROJECTIONS, levels.KEEP) or (level == levels.NARROW and features == 8)
+    assert runs == [4, features] * (1 if kept else 2)
 
 
 def test_a_second_derivative_raises() -> None:
