@@ -18,7 +18,7 @@ and backward, from the tokens' gradient g:
     dw     <u, h>       needs no saved output: u includes LoRA's part
     dA, dB               outer products over each expert's rows, with (R, r) on one side
 
-Where Hopper's quantized matmul gathers tokens' rows itself, only the r columns of `rows` exist.
+Where a matmul gathers tokens' rows itself, only the r columns of `rows` exist.
 Saved for backward besides the inputs: pre, s1 x A1^T, s2 h A2^T and 8 R bytes of routing. The host
 never waits for the device, and every sum has one order.
 """
@@ -37,7 +37,7 @@ from .expert_mm import ExpertMatmul
 from .factors import Factors, Lora, factor_grad, pad_factors
 from .grouped_mm import owner_of
 from .launch import aligned
-from .limits import cdiv, reads_stored_factors, row_stride
+from .limits import reads_stored_factors, row_stride
 from .routing import Routing, route
 from .row_kernels import (
     Gate,
@@ -50,9 +50,6 @@ from .row_kernels import (
 )
 from .streams import SecondStream
 from .weights import PackedWeight
-
-_PIECES = 16
-"""At most so many pieces of copied rows, however low the workspace's cap."""
 
 
 class Layer(NamedTuple):
@@ -128,40 +125,29 @@ def _gather_gemm(
     """Return the matmul of the tokens' rows, and those rows' own products with a bias.
 
     `ordered` is what `ExpertMatmul.ordered` returns of x. Products with a factor, `(E, r, K)` if it
-    is `matmul.factors.a`, else `(E, K, r)`, are written to `product`. Rows that the kernel does not
-    fetch itself are permuted, those over the workspace's cap a piece at a time. The second stream
-    is joined.
+    is `matmul.factors.a`, else `(E, K, r)`, are written to `product`. The second stream is joined.
     """
-    count, rank, kernel = routing.count, matmul.rank, matmul.kernel
+    count, kernel = routing.count, matmul.kernel
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
-    step, products = count, product if kernel.gathers else None
-    if not kernel.gathers:
-        nbytes = count * (x.shape[1] + rank) * x.dtype.itemsize
-        pieces = min(_PIECES, cdiv(nbytes, workspace.workspace_cap(x.device)))
-        if pieces > 1:
-            step = cdiv(cdiv(count, pieces), 64) * 64  # pieces start at multiples of 16 bytes
-    out = None
-    for first in range(0, count, step):
-        part, some, mm, rows = slice(first, min(first + step, count)), routing, matmul, ordered
-        if step < count:
-            some, mm = routing.part(part), table.of_rows(matmul, part.stop - first)
-        if not _copies_apart(some, mm) and mm.factors is not None and factor is mm.factors.b:
+    if not _copies_apart(routing, matmul) and matmul.factors is not None:
+        if factor is matmul.factors.b:
             second.join()  # b is written there, and read by the first stream
-        operand = _first_operand(mm, some, name, second)
-        if not kernel.gathers or factor is not None or bias is not None:
-            of_part = product[first * rank : part.stop * rank]
-            copied = _permute(some, x, mm, factor, of_part, second, dots[part], bias)
-            rows = rows if kernel.gathers else copied
-        second.join()
-        for span in mm.spans(some.count):
-            if span[0]:
-                operand = mm.kernel.prepare(mm, some, span, name)
-            y = mm.kernel.launch(rows, mm, operand, some, span, products)
-            if y.shape == (count, matmul.problem.features):
-                return y, dots
-            if out is None:
-                out = y.new_empty(count, matmul.problem.features)
-            out[part, slice(*span)] = y
+    operand, rows = _first_operand(matmul, routing, name, second), ordered
+    if not kernel.gathers or factor is not None or bias is not None:
+        copied = _permute(routing, x, matmul, factor, product, second, dots, bias)
+        rows = rows if kernel.gathers else copied
+    second.join()
+    out = None
+    for span in matmul.spans(count):
+        if span[0]:
+            operand = kernel.prepare(matmul, routing, span, name)
+        products = product if kernel.gathers else None
+        y = kernel.launch(rows, matmul, operand, routing, span, products)
+        if y.shape == (count, matmul.problem.features):
+            return y, dots
+        if out is None:
+            out = y.new_empty(count, matmul.problem.features)
+        out[:, slice(*span)] = y
     assert out is not None
     return out, dots
 
@@ -255,7 +241,7 @@ def _permute(
             )  # fmt: skip
     if apart:
         sizes = len(x), size, stride, routing.top_k, routing.experts
-        launch_copy_rows(sizes, x, routing.inverse, routing.expert_offsets, out, routing.first)
+        launch_copy_rows(sizes, x, routing.inverse, routing.expert_offsets, out)
     return out
 
 

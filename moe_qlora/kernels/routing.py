@@ -183,7 +183,6 @@ class Routing:
 
     def __init__(self, ints: Tensor, count: int, experts: int, top_k: int) -> None:
         self.ints, self.count, self.experts, self.top_k = ints, count, experts, top_k  # R, E, k
-        self.first = 0  # Row that `inverse` counts from
         self.tile, self.counts, sizes = _sizes(count, experts)
         parts = ints.split_with_sizes(sizes)
         self.order, self.inverse, self.expert_offsets, self.tiles, self.wide, self.widest = parts
@@ -198,19 +197,6 @@ class Routing:
         if tile == self.tile:
             return self.tiles
         return self.wide if tile == WIDE_TILE else self.widest
-
-    def part(self, rows: slice) -> Routing:
-        """Return the routing of some of the rows, counted from the first of them."""
-        count = rows.stop - rows.start
-        some = _empty(count, self.experts, self.top_k, self.ints.device)
-        some.expert_offsets.copy_(self.expert_offsets).sub_(rows.start).clamp_(0, count)
-        some.order[:count] = self.order[rows]
-        some.inverse, some.first = self.inverse, rows.start
-        launch_tiles(
-            (self.experts, some.tile, some.counts), some.expert_offsets, some.tiles, some.wide,
-            some.widest, *some.counts,
-        )  # fmt: skip
-        return some
 
 
 @lru_cache(maxsize=256)

@@ -264,10 +264,10 @@ def permute_kernel(
 
 @triton.jit(do_not_specialize=["first"])
 def copy_rows_kernel(
-    x, inverse, expert_offsets, out, first, K: tl.constexpr, STRIDE: tl.constexpr,
-    TOP_K: tl.constexpr, E: tl.constexpr, BK: tl.constexpr,
+    x, inverse, expert_offsets, out, K: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr,
+    E: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[inverse[a] - first] = row a // TOP_K of x, for each assignment a, in rows STRIDE apart.
+    """out[inverse[a]] = row a // TOP_K of x, for each assignment a, in rows STRIDE apart.
 
     Only rows [0, expert_offsets[E]) of out are written. A row of x is read once for its TOP_K.
     """
@@ -276,9 +276,8 @@ def copy_rows_kernel(
     value = tl.load(x + token.to(tl.int64) * K + k, mask=k < K, other=0.0)
     end = tl.load(expert_offsets + E)
     for slot in tl.static_range(TOP_K):
-        row = tl.load(inverse + token * TOP_K + slot) - first
-        live = (row >= 0) & (row < end)
-        tl.store(out + row.to(tl.int64) * STRIDE + k, value, mask=live & (k < K))
+        row = tl.load(inverse + token * TOP_K + slot)
+        tl.store(out + row.to(tl.int64) * STRIDE + k, value, mask=(row < end) & (k < K))
 
 
 @triton.jit

@@ -64,12 +64,6 @@ def choose(
     raise AssertionError("the last row of the table supports everything")
 
 
-def of_rows(matmul: ExpertMatmul, rows: int) -> ExpertMatmul:
-    """Return a matmul of so many of the rows by the same kernel."""
-    problem = matmul.problem._replace(rows=rows)
-    return _cut(matmul.packed, matmul.factors, problem, matmul.kernel)
-
-
 def _cut(
     packed: PackedWeight, factors: Factors | None, problem: Problem, kernel: Kernel
 ) -> ExpertMatmul:

@@ -71,6 +71,43 @@ def test_every_cut(by_rows, dtype, tile, inner, out, sizes):
             assert torch.equal(y[: len(right)], again[: len(right)]), cut
 
 
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("tokens", "inner", "rank", "out"),
+    [(3, 40, 8, 72), (700, 320, 0, 264), (700, 2048, 16, 768), (900, 1000, 128, 1544)],
+)
+def test_rows_fetched_from_tokens(by_rows, dtype, tokens, inner, rank, out):
+    """As rows that are copied, with their products behind, in fp64; alike each time."""
+    from moe_qlora.kernels import grouped_mm
+    from moe_qlora.kernels.routing import route
+
+    torch.manual_seed(tokens)
+    experts, top_k = 4, 3
+    index = torch.rand(tokens, experts, device="cuda").topk(top_k, -1).indices
+    routing = route(index, experts)
+    x = torch.randn(tokens, inner, device="cuda").to(dtype)
+    products = torch.randn(tokens * top_k, rank, device="cuda").to(dtype)
+    shape = (experts, out, inner + rank) if by_rows else (experts, inner + rank, out)
+    matrices = torch.randn(shape, device="cuda").mul_(0.1).to(dtype)
+    matrices = matrices.transpose(1, 2) if by_rows else matrices
+    tokens_of_rows = routing.order[: routing.count].long() // top_k
+    read = torch.cat([x[tokens_of_rows], products], 1).double()
+    for tile in {routing.tile, 128} if routing.counts[1] else {routing.tile}:
+        cut = grouped_mm.default(tile, x.device)
+        flat = products.flatten()
+        y, again = (
+            grouped_mm.launch_gathering(x, flat, matrices, routing, tile, cut) for _ in range(2)
+        )
+        ends = routing.expert_offsets[: experts + 1].tolist()
+        right = torch.cat(
+            [read[a:b] @ matrices[e].double() for e, (a, b) in enumerate(pairwise(ends))]
+        )
+        error = (y.double() - right).norm() / right.norm()
+        assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), float(error)
+        assert torch.equal(y, again)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("p", "q"), [(8, 2048), (768, 16), (128, 136)])
 def test_outer_products(dtype, p, q):

@@ -144,6 +144,8 @@ def _on_codes(stack: Any, x: Tensor, index: Tensor, transposed: bool) -> Callabl
     matmul = table.choose(stack, rows, x.dtype, by_rows=not transposed)
     if not matmul.kernel.on_codes:
         raise NotImplementedError("no products on codes: blocks do not lie within rows")
-    matmul = table.of_rows(matmul, index.numel())
-    routing, reorder = routing_.route(index, stack.experts), matmul.kernel.reorder
+    kernel, problem = matmul.kernel, matmul.problem._replace(rows=index.numel())
+    tile = kernel.tile(problem)
+    matmul = matmul._replace(problem=problem, tile=tile, cut=kernel.cut(problem, tile))
+    routing, reorder = routing_.route(index, stack.experts), kernel.reorder
     return lambda: table.multiply(x if reorder is None else reorder(x), matmul, routing)

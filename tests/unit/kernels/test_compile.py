@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 NAMES = {
     "_decode_kernel", "absmax_kernel", "adamw_kernel", "copy_rows_kernel", "count_kernel",
     "counts_kernel", "cross_entropy_kernel", "expert_major_kernel", "expert_minor_kernel",
-    "factor_grad_kernel", "gate_backward_kernel", "gate_kernel", "permute_kernel",
+    "factor_grad_kernel", "gate_backward_kernel", "gate_kernel", "grouped_kernel", "permute_kernel",
     "quantized_kernel", "scan_kernel", "sort_few_kernel", "sort_kernel", "tiles_kernel",
     "top_k_kernel", "unpermute_kernel",
 }  # fmt: skip
@@ -89,7 +89,7 @@ def reports(tmp_path_factory):
 @pytest.mark.parametrize("target", SHARED)
 def test_matmuls_fit_their_card(reports, target):
     mine = [report for report in reports if report["target"] == target]
-    assert len({report["matmul"] for report in mine}) == len(mine) == 16
+    assert len({report["matmul"] for report in mine}) == len(mine) == 17
     for report in mine:
         assert report["spilled"] <= SPILLED.get((target, report["matmul"]), 0), report
         assert report["shared"] <= SHARED[target], report
@@ -104,7 +104,7 @@ def test_matmuls_fit_their_card(reports, target):
         assert "tcgen05" not in instructions or target == 100, report
         assert "cp.async.bulk" not in instructions or target in (90, 100), report
     many = [r for r in mine if "128 rows" in r["matmul"]]
-    assert len(many) == 6
+    assert len(many) == 7
     own = {90: "wgmma", 100: "tcgen05"}.get(target, "mma.sync")
     assert all(own in r["instructions"] for r in many)
 
@@ -112,7 +112,7 @@ def test_matmuls_fit_their_card(reports, target):
 def test_matmuls_compile_for_amd(reports):
     """Compile, and no more than that: nothing has run there."""
     mine = [report for report in reports if report["target"] == "gfx942"]
-    assert len(mine) == 13
+    assert len(mine) == 14
     assert all(0 < report["shared"] <= AMD_SHARED for report in mine)
 
 
@@ -120,7 +120,7 @@ def test_matmuls_compile_for_amd(reports):
 def test_two_programs_of_the_grouped_matmul_share_a_small_card(reports, target):
     """A card with 100 KiB, of which each program takes one more for itself."""
     grouped = [r for r in reports if r["target"] == target and "grouped" in r["matmul"]]
-    assert len(grouped) == 4
+    assert len(grouped) == 5
     for report in grouped:
         assert 2 * (report["shared"] + 1024) <= 100 << 10, report
         assert 2 * report["registers"] * report["threads"] <= REGISTERS, report
@@ -246,6 +246,7 @@ def matmul_launches() -> Iterator[str]:
     from moe_qlora.kernels import grouped_mm
     from moe_qlora.kernels.expert_mm import Problem
     from moe_qlora.kernels.quantized_mm import KERNEL
+    from moe_qlora.kernels.routing import Routing, ints_size
 
     cpu = torch.device("cpu")
     offsets = torch.zeros(16, dtype=torch.int32)
@@ -271,6 +272,11 @@ def matmul_launches() -> Iterator[str]:
         cut = grouped_mm.default(tile, cpu)
         grouped_mm.launch(bf16(16, 2064), matrices, offsets, offsets.view(8, 2), tile, cut)
         yield f"grouped, {tile} rows, {'by rows' if by_rows else 'by columns'}"
+    ints = torch.zeros(ints_size(4096, 2), dtype=torch.int32)
+    tokens, products, matrices = bf16(512, 2048), bf16(4096 * 16), bf16(2, 2064, 1536)
+    cut, routing = grouped_mm.default(128, cpu), Routing(ints, 4096, 2, 8)
+    grouped_mm.launch_gathering(tokens, products, matrices, routing, 128, cut)
+    yield "grouped, 128 rows, fetched from tokens"
     grouped_mm.outer(bf16(16, 1536), bf16(16, 64), offsets)
     yield "outer"
 
@@ -401,6 +407,7 @@ def main() -> None:
         launch,
         moe_layer,
         quantized_mm_rs,
+        routing,
         row_kernels,
         top_k,
         workspace,
@@ -452,6 +459,7 @@ def main() -> None:
     table, numbers = torch.zeros(4, dtype=torch.int64), (1e-3, 0.9, 0.999, 1e-8, 0.01)
     for capability in (80, 90):
         target.capability = capability
+        routing.tabulate(labels.int(), 63, 4096, 64)
         adamw._launch_counts((4, True), table, losses, 4, 0.9, 0.999)
         for dtype in (torch.bfloat16, torch.float32):
             kind = adamw.Kind(dtype, dtype, dtype, True)
@@ -480,7 +488,7 @@ def main() -> None:
     permute = row_kernels.launch_permute
     whole = size, size + rank, rank, False, 2, 64, 4, False
     permute(whole, *arguments)
-    row_kernels.launch_copy_rows((64, size, size + rank, 2, 4), x, ints, ints, x, 0)
+    row_kernels.launch_copy_rows((64, size, size + rank, 2, 4), x, ints, ints, x)
     for only in (16, rank):  # products alone, which nobody copies
         permute((size, 0, only, False, 2, 64, 4, False), *arguments)
     for some in (0, 16, 32):  # tiles of 16 rows, whose steps are unrolled

@@ -92,6 +92,31 @@ def test_groups_of_tiles_that_are_not_full():
     check(rows_of(70, 32), operands(32, 80, experts=5), sizes, Cut(16, 32, 2, 4, 4), 16, 1e-6)
 
 
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "inner", "rank", "out"),
+    [(1, 2, 40, 8, 24), (50, 3, 64, 0, 64), (90, 2, 72, 24, 136), (31, 4, 8, 16, 8)],
+)
+def test_rows_fetched_from_tokens(by_rows, cut, tokens, top_k, inner, rank, out):
+    """As rows that are copied, with their products behind; other ranks' assignments have none."""
+    torch.manual_seed(tokens)
+    experts = 5  # The last of which is another rank's
+    index = torch.rand(tokens, experts).topk(top_k, -1).indices
+    routing = routing_.route(index, experts - 1)
+    x, products = torch.randn(tokens, inner), torch.randn(tokens * top_k, rank)
+    matrices = operands(inner + rank, out, by_rows=by_rows, apart=8)
+    y = grouped_mm.launch_gathering(x, products.flatten(), matrices, routing, routing.tile, cut)
+    order = routing.order[: routing.count].long()
+    live = int(routing.expert_offsets[experts - 1])
+    assert live < tokens * top_k or tokens == 1
+    read = torch.cat([x[order[:live] // top_k], products[:live]], 1)
+    expected = in_a_loop(read, matrices, routing.expert_offsets[:experts])
+    assert y.shape == (tokens * top_k, out)
+    error = (y[:live].double() - expected).norm() / expected.norm()
+    assert error < 1e-6, float(error)
+
+
 @pytest.mark.parametrize(("p", "q"), [(8, 40), (24, 8), (16, 72)])
 def test_outer_products_equal_a_loop_over_experts(p, q):
     torch.manual_seed(p)

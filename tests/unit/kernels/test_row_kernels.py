@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 from fused_layer import Case, build, check_layer  # noqa: E402
 
-from moe_qlora.kernels import moe_layer, row_kernels  # noqa: E402
+from moe_qlora.kernels import moe_layer, row_kernels, table  # noqa: E402
 from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
@@ -31,8 +31,9 @@ CASES = {
 
 @pytest.fixture
 def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 32 columns, 16 at rank 32, so that small rows have several."""
+    """Steps of 32 columns, 16 at rank 32, so that small rows have several; and all are copied."""
     monkeypatch.setattr(row_kernels, "_FACTOR_PART", 512)
+    monkeypatch.setattr(table, "KERNELS", [replace(k, gathers=False) for k in table.KERNELS])
 
 
 def outputs(case):
