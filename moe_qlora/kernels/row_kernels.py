@@ -262,7 +262,7 @@ def permute_kernel(
         tl.store(dots + rows, dot, mask=live)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit
 def copy_rows_kernel(
     x, inverse, expert_offsets, out, K: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr,
     E: tl.constexpr, BK: tl.constexpr,

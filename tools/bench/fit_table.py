@@ -86,6 +86,7 @@ CASES = (
     Case("one-attention", "ours", FIT, "--lora attention"),
     Case("four-76GiB", "ours", f"{FIT} 76GiB", "--micro-batch 4"),
     Case("four-55.8GiB", "ours", f"{FIT} 55.8GiB", "--micro-batch 4", 150, True),
+    Case("four-58.1GiB", "ours", f"{FIT} 58.1GiB", "--micro-batch 4", 150, True),
     Case("four-frozen-recomputed", "frozen", FAST, "--micro-batch 4"),
     Case("long-80GiB", "ours", f"{FIT} 80GiB", "--seq 32768 --steps 4 --warmup 4", 190, True),
     Case("oss-one", "ours", FLEX, "--model gpt-oss-20b", 110),
