@@ -21,6 +21,7 @@ before the next ones.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -321,23 +322,6 @@ def launch(
     return y
 
 
-def launch_gathering(
-    x: Tensor, products: Tensor, matrices: Tensor, routing: Routing, tile: int, cut: Cut
-) -> Tensor:
-    """Return `(R, N)`: each expert's assignments of tokens x `(T, K)`, and `products`, likewise.
-
-    x is contiguous, products `(R r,)`, and matrices `(E, K + r, N)`: LoRA's factor is below.
-    """
-    y = torch.empty(routing.count, matrices.shape[2], dtype=x.dtype, device=x.device)
-    tiles, rank = routing.table(tile), matrices.shape[1] - x.shape[1]
-    inner, count = (x.shape[1], matrices.shape[2]), tiles.numel() // 2
-    sizes = inner, matrices.stride(), routing.top_k, rank, x.stride(0), tile, count, cut
-    _launch_grouped(
-        sizes, x, routing.order, products, matrices, tiles, routing.expert_offsets, y, count
-    )
-    return y
-
-
 @triton.jit
 def outer_kernel(
     a, b, expert_offsets, out,
@@ -445,24 +429,25 @@ def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name:
     return view
 
 
-def _by_torch(
-    x: Tensor, matmul: ExpertMatmul, matrices: Tensor, routing: Routing, span: tuple[int, int],
-    products: Tensor | None = None,
+def _multiply(
+    by_torch: bool, x: Tensor, matmul: ExpertMatmul, matrices: Tensor, routing: Routing,
+    span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    if products is None:
+    """Compute a product as `expert_mm.Kernel` says; sorted rows by torch's matmul, if asked for."""
+    if products is None and by_torch:
         return F.grouped_mm(x, matrices, offs=routing.ends)
-    return launch_gathering(x, products, matrices, routing, matmul.tile, matmul.cut)
-
-
-def _by_ours(
-    x: Tensor, matmul: ExpertMatmul, matrices: Tensor, routing: Routing, span: tuple[int, int],
-    products: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    tile, cut = matmul.tile, matmul.cut
+    tiles, tile, offsets = routing.table(matmul.tile), matmul.tile, routing.expert_offsets
     if products is None:
-        offsets, tiles = routing.expert_offsets, routing.table(tile)
-        return launch(x, matrices, offsets, tiles, tile, cut)
-    return launch_gathering(x, products, matrices, routing, tile, cut)
+        return launch(x, matrices, offsets, tiles, tile, matmul.cut)
+    # Without a function in between: each takes the host 1 us.
+    y = torch.empty(routing.count, matrices.shape[2], dtype=x.dtype, device=x.device)
+    inner, count = x.shape[1], tiles.numel() // 2
+    sizes = (
+        (inner, y.shape[1]), matrices.stride(), routing.top_k, matrices.shape[1] - inner,
+        x.stride(0), tile, count, matmul.cut,
+    )  # fmt: skip
+    _launch_grouped(sizes, x, routing.order, products, matrices, tiles, offsets, y, count)
+    return y
 
 
 def _cut(problem: Problem, tile: int) -> Cut:
@@ -479,7 +464,7 @@ BY_TORCH = Kernel(
     lambda problem: cards.multiplies_by_torch(cards.device_of(problem.spec.device), problem.dtype),
     _tile,
     prepare,
-    _by_torch,
+    partial(_multiply, True),
     on_codes=False,
     gathers=True,
     cut=_cut,
@@ -490,7 +475,7 @@ KERNEL = Kernel(
     lambda problem: True,
     _tile,
     prepare,
-    _by_ours,
+    partial(_multiply, False),
     on_codes=False,
     gathers=True,
     cut=_cut,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,11 +95,9 @@ def test_rows_fetched_from_tokens(by_rows, dtype, tokens, inner, rank, out):
     tokens_of_rows = routing.order[: routing.count].long() // top_k
     read = torch.cat([x[tokens_of_rows], products], 1).double()
     for tile in {routing.tile, 128} if routing.counts[1] else {routing.tile}:
-        cut = grouped_mm.default(tile, x.device)
-        flat = products.flatten()
-        y, again = (
-            grouped_mm.launch_gathering(x, flat, matrices, routing, tile, cut) for _ in range(2)
-        )
+        matmul = SimpleNamespace(tile=tile, cut=grouped_mm.default(tile, x.device))
+        arguments = x, matmul, matrices, routing, (0, out), products.flatten()
+        y, again = (grouped_mm.KERNEL.launch(*arguments) for _ in range(2))
         ends = routing.expert_offsets[: experts + 1].tolist()
         right = torch.cat(
             [read[a:b] @ matrices[e].double() for e, (a, b) in enumerate(pairwise(ends))]

@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,8 +275,9 @@ def matmul_launches() -> Iterator[str]:
         yield f"grouped, {tile} rows, {'by rows' if by_rows else 'by columns'}"
     ints = torch.zeros(ints_size(4096, 2), dtype=torch.int32)
     tokens, products, matrices = bf16(512, 2048), bf16(4096 * 16), bf16(2, 2064, 1536)
-    cut, routing = grouped_mm.default(128, cpu), Routing(ints, 4096, 2, 8)
-    grouped_mm.launch_gathering(tokens, products, matrices, routing, 128, cut)
+    matmul = SimpleNamespace(tile=128, cut=grouped_mm.default(128, cpu))
+    routing = Routing(ints, 4096, 2, 8)
+    grouped_mm.KERNEL.launch(tokens, matmul, matrices, routing, (0, 1536), products)
     yield "grouped, 128 rows, fetched from tokens"
     grouped_mm.outer(bf16(16, 1536), bf16(16, 64), offsets)
     yield "outer"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -106,7 +108,8 @@ def test_rows_fetched_from_tokens(by_rows, cut, tokens, top_k, inner, rank, out)
     routing = routing_.route(index, experts - 1)
     x, products = torch.randn(tokens, inner), torch.randn(tokens * top_k, rank)
     matrices = operands(inner + rank, out, by_rows=by_rows, apart=8)
-    y = grouped_mm.launch_gathering(x, products.flatten(), matrices, routing, routing.tile, cut)
+    matmul = SimpleNamespace(tile=routing.tile, cut=cut)
+    y = grouped_mm.KERNEL.launch(x, matmul, matrices, routing, (0, out), products.flatten())
     order = routing.order[: routing.count].long()
     live = int(routing.expert_offsets[experts - 1])
     assert live < tokens * top_k or tokens == 1
