@@ -124,8 +124,8 @@ def counts_kernel(
 ):  # fmt: skip
     """Advance the counts of some tensors; powers are rounded to fp32 before 1 - them, as torch's.
 
-    With CUDA's `powf`, as in torch's kernel, corrections are the same to the bit: at the first
-    steps, a power's last bit is 3e-5 of a correction.
+    With CUDA's `powf`, as in torch's kernel, most corrections are the same to the bit. Where a
+    power's last bit is another, that is 3e-5 of a correction at the first steps.
     """
     tensor = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = tensor < tensors

@@ -129,22 +129,31 @@ def test_programs_of_a_table() -> None:
 @pytest.mark.parametrize("dtypes", [(BF16, BF16, BF16), (FP16, FP16, FP16), (FP32, FP32, FP32)])
 @pytest.mark.parametrize("decay", [0.0, 0.01])
 def test_the_same_as_torchs_up_to_a_rounding(dtypes: tuple[torch.dtype, ...], decay: float) -> None:
-    """torch 2.11 rounds one number in some 4,000 to another neighbour."""
+    """torch 2.11 rounds one number in some 4,000 to another neighbour.
+
+    In fp32 a power may be its neighbour, of which a step then has 3e-5 more or less.
+    """
     torch.manual_seed(0)
     eps = torch.finfo(dtypes[0]).eps
     tensors = Tensors(Kind(*dtypes, True), torch.device("cuda"), SIZES[:-1])
     ours = tensors.p, tensors.exp_avg, tensors.exp_avg_sq, tensors.step
     p, m, v, step = ([t.clone() for t in some] for some in ours)
+    power = 1e-4 if dtypes[0] == FP32 else 0.0
     for _ in range(20):
+        before = [t.clone() for t in p]
         torch._foreach_add_(step, 1)
         torch._fused_adamw_(
             p, tensors.grad, m, v, [], step, lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=decay,
             eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
         tensors.step_by_kernel(1e-2, 0.9, 0.999, 1e-8, decay)
+        for here, there, old in zip(tensors.p, p, before, strict=True):
+            most = 2 * eps * there.abs() + 8 * eps + power * (there - old).abs()
+            assert ((here - there).abs() <= most).all()
         for mine, torchs in zip(ours, (p, m, v, step), strict=True):
             for here, there in zip(mine, torchs, strict=True):
-                torch.testing.assert_close(here, there, rtol=2 * eps, atol=8 * eps)
+                if torchs is not p:
+                    torch.testing.assert_close(here, there, rtol=2 * eps, atol=8 * eps)
                 alike = (here == there).float().mean()
                 assert dtypes[0] == FP32 or here.numel() < 100 or alike > 0.98
                 there.copy_(here)  # Differences are not to add up
