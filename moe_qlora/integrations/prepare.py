@@ -22,6 +22,7 @@ from torch import nn
 from ..errors import ConfigError, first_line
 from ..experts.backend import has_triton
 from ..lora.names import base_model
+from ..memory.measure import Loss
 from ..speed.fitted import RunsLevels, decoder_layers
 from ..speed.top_k import compile_options
 from ..world import runs_distributed
@@ -47,6 +48,7 @@ def prepare_training(
     seq_len: int,
     memory: int | str | None = None,
     padded: bool = False,
+    loss: Loss | None = None,
 ) -> PreparedTraining:
     """Make training steps of a model as fast as its device and memory allow.
 
@@ -68,6 +70,7 @@ def prepare_training(
         memory: Bytes that the step may take on this device, or a string such as "24GiB"; None for
             what the device has free.
         padded: Whether batches are padded or packed, as `fit_memory` measures them then.
+        loss: Computes the loss that `fit_memory` measures, where that is not the model's own.
 
     Returns:
         What was set: `str()` says it in at most six lines, which are also logged at INFO.
@@ -81,8 +84,9 @@ def prepare_training(
     if (earlier := vars(base).get(_PREPARED)) is not None:
         earlier.remove()
     with ExitStack() as undo:
-        sizes = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
+        sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
         sizes |= {"padded": True} if padded else {}
+        sizes |= {"loss": loss} if loss is not None else {}
         prepared = (_on_cuda if _is_on_cuda(model) else _on_cpu)(model, sizes, undo)
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)

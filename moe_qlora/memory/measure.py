@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..detection.trace import tensors_of
+from ..errors import ConfigError
 from ..lora.names import base_model
 from .blocks import block_modules, blocks_of, packed_parts, trained_tensor
 from .budget import Activity, Block
@@ -28,6 +29,10 @@ _HIDDEN = "hidden_states"
 
 Arguments = Callable[[Tensor], dict[str, Any]]
 """Token ids (batch, seq) -> other arguments of a forward."""
+
+
+Loss = Callable[[Any, dict[str, Any]], Tensor]
+"""(model, batch) -> the loss of the batch, a dict with `input_ids` and `labels` (batch, seq)."""
 
 
 def _none(ids: Tensor) -> dict[str, Any]:
@@ -54,25 +59,34 @@ class MeasuredModel:
         self.device = next(iter(self.trained), next(model.parameters())).device
 
     def step(
-        self, batch: int, seq: int, *, holds: bool = False, arguments: Arguments = _none
+        self,
+        batch: int,
+        seq: int,
+        *,
+        holds: bool = False,
+        arguments: Arguments = _none,
+        loss: Loss | None = None,
     ) -> tuple[Activity, ...]:
         """Run one step; return what each block does, in running order.
 
         With `holds`, what layers are given is alive in their backward whether they need it or not:
-        layers before them that are computed again hold it. `arguments` makes others of the forward.
+        layers before them that are computed again hold it. `arguments` makes others of the forward,
+        and `loss` computes the loss in place of the model.
         """
         vocabulary = self.base.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (batch, seq), generator=generator)
         if self.device.type == "cuda":
-            self._run(ids, holds, arguments)  # For what kernels and libraries allocate once
-            return self._run(ids, holds, arguments)
+            self._run(ids, holds, arguments, loss)  # What kernels and libraries allocate once
+            return self._run(ids, holds, arguments, loss)
         # What a loop over experts allocates goes by the busiest: equal tokens have all in one.
-        busiest = self._run(torch.zeros_like(ids), holds, arguments)
-        most = zip(self._run(ids, holds, arguments), busiest, strict=True)
+        busiest = self._run(torch.zeros_like(ids), holds, arguments, loss)
+        most = zip(self._run(ids, holds, arguments, loss), busiest, strict=True)
         return tuple(_larger(first, second) for first, second in most)
 
-    def _run(self, ids: Tensor, holds: bool, arguments: Arguments) -> tuple[Activity, ...]:
+    def _run(
+        self, ids: Tensor, holds: bool, arguments: Arguments, loss_of_batch: Loss | None
+    ) -> tuple[Activity, ...]:
         own = {block.name: self.itemsize * sum(block.trained) for block in self.blocks}
         ids, cuda = ids.to(self.device), self.device.type == "cuda"
         more = arguments(ids)
@@ -90,7 +104,7 @@ class MeasuredModel:
             start = tracker.live
             recorder = BlockRecorder(tracker, self.modules)
             try:
-                loss = loss_of(self.model, ids, **more)
+                loss = _loss_of(self.model, ids, more, loss_of_batch)
                 recorder.start_backward()
                 # Not `backward`: hooks of DDP wait for the gradients of all layers.
                 grads = torch.autograd.grad(loss, self.trained, allow_unused=True)
@@ -125,6 +139,21 @@ class MeasuredModel:
         statistics = (t for part in packed_parts(self.base) for t in part.weight.statistics)
         parameters, buffers = self.model.parameters(), self.model.buffers()
         return [*parameters, *buffers, *statistics, *self._slots(), *inputs]
+
+
+def _loss_of(model: Any, ids: Tensor, more: dict[str, Any], loss_of_batch: Loss | None) -> Tensor:
+    if loss_of_batch is None:
+        return loss_of(model, ids, **more)
+    found: Any = loss_of_batch(model, {"input_ids": ids, "labels": ids.clone(), **more})
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+        what = type(found).__name__
+        if isinstance(found, Tensor):
+            what = f"a tensor of shape {tuple(found.shape)}, requires_grad={found.requires_grad}"
+        raise ConfigError(
+            f"loss returned {what}; give a function of the model and a batch that returns one "
+            "number with a gradient."
+        )
+    return found
 
 
 def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Block:

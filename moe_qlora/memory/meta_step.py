@@ -57,6 +57,7 @@ class BlockRecorder:
         self.tracker = tracker
         self.readings: dict[str, _Readings] = {}
         self._in_backward: _Readings | None = None
+        self._had_gradients = False  # Whether a forward has begun that has a backward
         self._hooks = ExitStack()
         for name, module in blocks.items():
             enter, leave = partial(self._on_enter, name), partial(self._on_leave, name)
@@ -64,9 +65,17 @@ class BlockRecorder:
             self._hooks.enter_context(module.register_forward_hook(leave))
 
     def _on_enter(self, name: str, module: nn.Module, args: Any) -> None:
-        if self._in_backward is None and name not in self.readings:
+        if self._in_backward is not None:
+            return
+        if torch.is_grad_enabled() and not self._had_gradients and self._is_first(name):
+            self.readings.clear()  # Of forwards before, as of a reference model
+            self._had_gradients = True
+        if name not in self.readings:
             self._end_forward()
             self.readings[name] = _Readings(self.tracker.live)
+
+    def _is_first(self, name: str) -> bool:
+        return name == next(iter(self.readings), name)
 
     def _end_forward(self) -> None:
         peak = self.tracker.mark()

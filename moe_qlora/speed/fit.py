@@ -40,7 +40,7 @@ from ..memory.choice import (
 )
 from ..memory.devices import FRAGMENTATION
 from ..memory.hosting import Pace
-from ..memory.measure import MeasuredModel
+from ..memory.measure import Loss, MeasuredModel
 from ..packing.packed_list import PackedList
 from . import masked
 from .first_steps import FirstSteps, expandable
@@ -63,6 +63,7 @@ def fit_memory(
     seq_len: int,
     memory: int | str | None = None,
     padded: bool = False,
+    loss: Loss | None = None,
 ) -> Fit:
     """Keep as many activations as the memory holds, and compute the rest again in backward.
 
@@ -97,6 +98,10 @@ def fit_memory(
             the CUDA device has free, and what torch has reserved there.
         padded: Measure a step of a padded batch: for batches that are padded, or packed with
             positions that start anew.
+        loss: What computes the loss, where that is not the model's own, and so takes other memory
+            (the logits of all tokens in DPO, say): a function of the model and a batch, which is a
+            dict with `input_ids` and `labels`, `(batch_size, seq_len)` int64, and with `padded` an
+            `attention_mask`. It has one forward with gradients, and before it any without.
 
     Returns:
         What was chosen: `str()` is one sentence, and `remove()`, or the end of a `with` block,
@@ -105,7 +110,8 @@ def fit_memory(
     Raises:
         ConfigError: The memory is too small even where every layer is computed again, here or on
             another rank; or it is not given for a model on a CPU; or the model has no decoder
-            layers, trains nothing, is sharded, or lies on meta or several devices.
+            layers, trains nothing, is sharded, or lies on meta or several devices; or `loss` does
+            not return a tensor with a gradient.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -123,7 +129,7 @@ def fit_memory(
         for each in found:  # of a model that this one was copied from
             each.remove()
         release_copy(model)
-    fit = Fit(model, layers, device, (batch_size, seq_len), padded)
+    fit = Fit(model, layers, device, (batch_size, seq_len), padded, loss)
     try:
         fit._choose(batch_size, seq_len, memory)
     except BaseException:
@@ -152,6 +158,7 @@ class Fit:
         device: torch.device,
         promised: tuple[int, int],
         pads: bool,
+        loss: Loss | None,
     ) -> None:
         self.memory, self.peak, self.gain = 0, 0, 1.0
         self.layers: tuple[LayerChoice, ...] = ()
@@ -164,7 +171,9 @@ class Fit:
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
         self._masked: Any = None  # `masked.MaskedBatchWarning`
+        self._pads = pads
         self._arguments: dict[str, Any] = {"arguments": masked.padded} if pads else {}
+        self._arguments |= {"loss": loss}
         self._given_back: Any = None  # The hook of `_give_back_once`
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._sizes = 0, 0  # Sequences, and tokens in each
@@ -204,7 +213,7 @@ class Fit:
         self._set(len(self._choices.path) - 1 if every else self._least(place))
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(FirstSteps(self))
-        if not self._arguments:
+        if not self._pads:
             self._masked = masked.MaskedBatchWarning(self._model)
 
     def _chosen(self, memory: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -65,10 +65,10 @@ def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
     )
 
 
-def least_memory(model: Any, batch: int = BATCH, seq: int = SEQ) -> int:
+def least_memory(model: Any, batch: int = BATCH, seq: int = SEQ, **how: Any) -> int:
     """The bytes of a step that computes all again, by what the error says is missing."""
     with pytest.raises(moe_qlora.ConfigError, match=r"bytes are missing") as error:
-        moe_qlora.fit_memory(model, batch_size=batch, seq_len=seq, memory=1)
+        moe_qlora.fit_memory(model, batch_size=batch, seq_len=seq, memory=1, **how)
     found = re.search(r"(\d+) bytes are missing", str(error.value))
     assert found is not None
     return 1 + int(found[1])
@@ -102,7 +102,15 @@ def equal(first: tuple[list[float], Any], second: tuple[list[float], Any]) -> bo
     )
 
 
-def measured_peak(model: Any, ids: Tensor, steps: int = 2, **batch: Any) -> int:
+def own_loss(model: Any, batch: dict[str, Any]) -> Tensor:
+    """The model's own loss."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def measured_peak(
+    model: Any, ids: Tensor, steps: int = 2, loss_of: Callable[..., Tensor] = own_loss, **batch: Any
+) -> int:
     """The most bytes of tensors at once in steps of AdamW, weights and states included.
 
     Experts in host memory are not.
@@ -114,7 +122,7 @@ def measured_peak(model: Any, ids: Tensor, steps: int = 2, **batch: Any) -> int:
     live = _Live([*model.parameters(), *model.buffers(), *statistics], hosted_tensors(base))
     with live:
         for _ in range(steps):
-            loss = model(input_ids=ids, labels=ids, **batch).loss
+            loss = loss_of(model, {"input_ids": ids, "labels": ids, **batch})
             loss.backward()
             del loss
             optimizer.step()

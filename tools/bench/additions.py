@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from chats import sequences
+from chats import LOSSES, sequences
 from common import Rows
 
 import moe_qlora
@@ -196,7 +196,8 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     memory: Any = None if options.fit == DEVICE else options.fit
     memory = int(memory) if memory and memory.isdigit() else memory
     sizes = {"batch_size": sequences(options), "seq_len": options.seq, "memory": memory}
-    return sizes | ({"padded": True} if options.data in MASKED else {})
+    loss = {"loss": LOSSES[options.data]} if options.data in LOSSES else {}
+    return sizes | ({"padded": True} if options.data in MASKED else {}) | loss
 
 
 @contextmanager

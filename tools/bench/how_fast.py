@@ -39,6 +39,9 @@ NAMES = {
 }
 """What the tables of whole models call a row, by its `peer`."""
 
+ATTENTION = "this package: nf4 experts, LoRA on attention alone"
+"""What they call the row of `alike`."""
+
 INTRO = (
     """
 Training speed and memory of this package beside others, as measured on NVIDIA H200s, and an H100
@@ -73,13 +76,13 @@ WORDS = """
 - **Fused AdamW**: `optim="adamw_torch_fused"`.
 """
 
-WHOLE = "7b7e447"
+WHOLE = "efaceb6"
 """Commit of the table of all 48 layers."""
 
 LIMITED = "a86cc53"
 """Commit of the table of micro-batch 1, fitted to several limits."""
 
-LONG = "113bddd"
+LONG = "efaceb6"
 """Commit of 32,768 tokens, fitted to 80 GiB."""
 
 UNSLOTH = "ecfbbe4"
@@ -90,7 +93,7 @@ CHECKPOINTED = "checkpointing=unsloth"
 
 FITTED = "checkpointing=fit with=liger-loss,merge-lora,compile,graphs{},own_adamw"
 
-TORCHS_ADAMW = "a86cc53", "113bddd"
+TORCHS_ADAMW = ("a86cc53",)
 """Commits whose fitted rows have torch's AdamW; later ones have this package's."""
 
 SETTINGS = {
@@ -108,9 +111,8 @@ SETTINGS = {
 """What the rows of each setting have, by peer and micro-batch: `fit_table.py` measures "fitted"."""
 
 SAID = (
-    "Both runs have torch.compile and a loss in chunks; this package has `prepare_training` and "
-    "`AdamW`, and is fitted to 60 GB at micro-batch 4. bf16 computes nothing again at micro-batch "
-    "1, where it waits for the host (18,711 on another machine), and every layer at micro-batch 4"
+    "Every run has torch.compile and a loss in chunks; this package has `prepare_training` and "
+    "`AdamW`, and is fitted to 60 GB at micro-batch 4, where bf16 computes every layer again"
 )
 """What the page and README.md say of the table's setting."""
 
@@ -129,9 +131,10 @@ def whole(
 
 
 def _whole(
-    commit: str, peer: str, batch: int, seq: int, words: str, without: Sequence[str] = ()
-) -> Run:
-    lora = "experts,attention" if peer == "ours" else "attention"
+    commit: str, peer: str, batch: int, seq: int, words: str, without: Sequence[str] = (),
+    lora: str = "",
+) -> Run:  # fmt: skip
+    lora = lora or ("experts,attention" if peer == "ours" else "attention")
     words = words.replace("own_adamw", "adamw_fused") if commit in TORCHS_ADAMW else words
     words += f" layers=48 seq={seq} batch={batch} lora={lora} peer={peer}"
     return find("model.csv", commit, QWEN, words, ["generate", "data", *without])
@@ -140,6 +143,11 @@ def _whole(
 def of_table(batch: int) -> list[tuple[str, Run]]:
     """The runs of `WHOLE`."""
     return whole(WHOLE, batch, kind="fitted")
+
+
+def alike() -> Run:
+    """The run of `WHOLE` that trains what bf16's trains, at micro-batch 1."""
+    return _whole(WHOLE, "ours", 1, 4096, FITTED.format(""), ["memory"], lora="attention")
 
 
 def fitted() -> Iterator[str]:
@@ -189,7 +197,7 @@ def plain(commit: str, batch: int) -> list[tuple[str, Run]]:
 def models_table(runs: list[tuple[str, Run]]) -> str:
     """Memory and speed of whole models, a row each."""
     rows = (
-        (NAMES[name], gigabytes(run.p50["model"]), run.peak, run.speed, run.spread)
+        (NAMES.get(name, name), gigabytes(run.p50["model"]), run.peak, run.speed, run.spread)
         for name, run in runs
     )
     header = ("experts and LoRA", "model", "peak", "tokens/s", "20th to 80th percentile")
@@ -207,7 +215,7 @@ def whole_models() -> Iterator[str]:
     """The part on Qwen3-30B-A3B."""
     yield "## Qwen3-30B-A3B, all 48 layers"
     yield f"{SAID}."
-    yield from shown(of_table(1), "Micro-batch 1:")
+    yield from shown([*of_table(1), (ATTENTION, alike())], "Micro-batch 1:")
     yield from shown(of_table(4), "Micro-batch 4:")
     yield from fitted()
     again = "One sequence of 32,768 tokens, with Liger, graphs and fused AdamW, computed again:"
@@ -487,6 +495,7 @@ def readme_block() -> str:
     names = (*short, "Unsloth, nf4 experts", "experts4bit-qlora")
     pairs = zip(names, of_table(1), of_table(4), strict=False)
     large = [(name, a.peak, a.speed, b.peak, b.speed) for name, (_, a), (_, b) in pairs]
+    large.append(("this package, LoRA on attention alone", alike().peak, alike().speed, "", ""))
     small = [(n, run.peak, run.speed) for n, (_, run) in zip(names, eight(), strict=True)]
     header = ("Qwen3-30B-A3B, 48 layers", "peak", "tokens/s", "micro-batch 4: peak", "tokens/s")
     commit = eight()[0][1].where["commit"]

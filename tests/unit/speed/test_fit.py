@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_qlora.errors import ConfigError
 from moe_qlora.experts.projection import Projection
 from moe_qlora.memory.choice import LEVELS, Ladder
 from moe_qlora.speed import fit as fit_module
@@ -78,6 +79,56 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(
             seen.append([rank(layer.level) for layer in fit.layers])
     assert nested(seen)
     assert seen[-1] == [len(LEVELS) - 1] * len(seen[0])
+
+
+def policy_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A policy's, beside a reference, with entropies of all tokens in fp32."""
+    ids = batch["input_ids"]
+
+    def log_probabilities() -> torch.Tensor:
+        return model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
+
+    def of_ids(several: torch.Tensor) -> torch.Tensor:
+        return several.gather(-1, ids[:, 1:, None])
+
+    with torch.no_grad(), model.disable_adapter():
+        reference = of_ids(log_probabilities())
+    now = log_probabilities()
+    return (now.exp() * now).sum(-1).mean() - (of_ids(now) - reference).exp().mean()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_a_loss_that_is_not_the_models(model_type: str) -> None:
+    model = adapted(model_type, num_hidden_layers=4, vocab_size=2048)
+    ids = token_ids(model, batch=2)
+    with fitted(model, batch_size=2) as fit:
+        missed = fit.peak
+    with fitted(model, batch_size=2, loss=policy_loss) as fit:
+        measured = max(
+            measured_peak(model, each, loss_of=policy_loss) for each in (ids, torch.zeros_like(ids))
+        )
+        measured -= ids.nbytes  # Which are counted as soon as an operator returns a view of them
+        assert 1.1 * missed < measured <= fit.peak <= 1.03 * measured
+        assert {layer.activations for layer in fit.layers} == {"keep"}
+    smaller = (least_memory(model, 2, loss=policy_loss) + fit.peak) // 2
+    with fitted(model, smaller, batch_size=2, loss=policy_loss) as fit:
+        assert measured_peak(model, ids, loss_of=policy_loss) - ids.nbytes <= fit.peak <= smaller
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (lambda model, batch: 1.0, "float"),
+        (lambda model, batch: model(**batch).logits, "shape"),
+        (lambda model, batch: model(**batch).loss.detach(), "requires_grad=False"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(loss: Any, what: str) -> None:
+    model = adapted()
+    with pytest.raises(ConfigError, match=f"loss returned .*{what}.*give a function"):
+        fitted(model, loss=loss)
+    with fitted(model) as fit:
+        assert fit.layers
 
 
 class _Attentions(TorchDispatchMode):
