@@ -343,7 +343,7 @@ def _runs_on_rocm(kernels: Any, device: torch.device) -> bool:
 
 
 def find_gate(module: Any) -> tuple[Any, ...] | None:
-    """Return the fields of `row_kernels.Gate` that compute the module's gate; None if none do.
+    """Return the fields of `gate_kernels.Gate` that compute the module's gate; None if none do.
 
     No name says what a gate computes: it is compared once, on the CPU in fp64, with every
     combination of the kernels' activations and the module's numbers. The module caches the result.

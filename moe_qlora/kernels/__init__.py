@@ -6,7 +6,8 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     moe_layer.py            the whole layer, forward and backward
     routing.py              sorts top-k assignments by expert, cuts the rows into tiles
     factors.py              pads LoRA's factors for the kernels; their gradients
-    row_kernels.py          kernels over sorted rows: permute, gate, unpermute
+    row_kernels.py          kernels over sorted rows: permute, unpermute
+    gate_kernels.py         the gate between both projections, and its backward
     table.py                which kernel multiplies each expert's rows; tries them
     expert_mm.py            the interface of such a kernel: supports, prepare, launch
     quantized_mm.py         few rows: multiplies on the codes, any GPU

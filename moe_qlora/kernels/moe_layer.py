@@ -35,19 +35,12 @@ from torch import Tensor
 from . import table, workspace
 from .expert_mm import ExpertMatmul
 from .factors import Factors, Lora, factor_grad, pad_factors
+from .gate_kernels import Gate, launch_gate, launch_gate_backward
 from .grouped_mm import owner_of
 from .launch import aligned
 from .limits import reads_stored_factors, row_stride
 from .routing import Routing, route
-from .row_kernels import (
-    Gate,
-    copies_apart,
-    launch_copy_rows,
-    launch_gate,
-    launch_gate_backward,
-    launch_permute,
-    launch_unpermute,
-)
+from .row_kernels import copies_apart, launch_copy_rows, launch_permute, launch_unpermute
 from .streams import SecondStream
 from .weights import PackedWeight
 

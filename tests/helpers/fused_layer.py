@@ -8,8 +8,8 @@ import torch
 
 from moe_qlora.experts import backend
 from moe_qlora.kernels import moe_layer
+from moe_qlora.kernels.gate_kernels import Gate
 from moe_qlora.kernels.moe_layer import Layer, Lora
-from moe_qlora.kernels.row_kernels import Gate
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
 from tests.helpers.mxfp4 import mxfp4_weight

@@ -130,7 +130,7 @@ def test_outer_products(dtype, p, q):
 def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monkeypatch):
     """Forward and backward of both ways, on codes and dequantized, beside the usual way."""
     from moe_qlora.kernels import cards, moe_layer, table, workspace
-    from moe_qlora.kernels.row_kernels import Gate
+    from moe_qlora.kernels.gate_kernels import Gate
 
     torch.manual_seed(tokens)
     experts, hidden, inner, rank, top_k = 4, 320, 192, 8, 2

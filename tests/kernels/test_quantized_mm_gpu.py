@@ -179,7 +179,7 @@ def test_registers_are_as_exact_as_decoding(kind, dtype, rank, each, span, gathe
 @pytest.mark.parametrize("each", [200, 700])
 def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, each):
     """Forward takes reordered columns where weights are stored (out, in), and backward never."""
-    from moe_qlora.kernels import cards, moe_layer, quantized_mm_rs, row_kernels, table
+    from moe_qlora.kernels import cards, gate_kernels, moe_layer, quantized_mm_rs, table
 
     device, dtype, experts, size = torch.device("cuda", 0), torch.bfloat16, 4, 512
     table.prepare(device)
@@ -197,7 +197,7 @@ def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, ea
     first, second = stack(2 * size, size), stack(size, size)
     if not takes(quantized_mm_rs.KERNEL, first, dtype, False):
         pytest.skip("no Hopper GPU")
-    layer = moe_layer.Layer(first, second, transposed, False, row_kernels.Gate("silu"), dtype)
+    layer = moe_layer.Layer(first, second, transposed, False, gate_kernels.Gate("silu"), dtype)
     tokens = experts * each // 2
     x, grad = torch.randn(2, tokens, size, device=device, dtype=dtype)
     weights = torch.rand(tokens, 2, device=device, dtype=dtype)

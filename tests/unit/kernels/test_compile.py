@@ -406,6 +406,7 @@ def main() -> None:
     from moe_qlora.kernels import (
         adamw,
         cross_entropy,
+        gate_kernels,
         launch,
         moe_layer,
         quantized_mm_rs,
@@ -445,7 +446,7 @@ def main() -> None:
         moe_layer.down_forward(whole, state)
         moe_layer.backward(whole, state.routing, state.saved, x, operands)
 
-    gates = row_kernels.Gate
+    gates = gate_kernels.Gate
     clamped = gates("silu", interleaved=True, limit=7.0, alpha=1.7, shift=1.0)
     # Each of the two compiles every kernel, in mixes of its own.
     layer_of(gates("gelu"), "nf4", True, False, False, 16, False, 64)
@@ -477,8 +478,8 @@ def main() -> None:
 
     def gate_of(size: int, rank: int, tile: int, order: Any, biased: bool) -> None:
         sizes = clamped, size, size + rank, rank, tile, 4, order, biased
-        row_kernels.launch_gate(sizes, x, x, x, ints, ints, x, x, 1.0, 7.0, 1.7, 1.0)
-        assert tile > 16 or row_kernels.launch_gate.geometry(*sizes)[1]["STEPS"] > 1
+        gate_kernels.launch_gate(sizes, x, x, x, ints, ints, x, x, 1.0, 7.0, 1.7, 1.0)
+        assert tile > 16 or gate_kernels.launch_gate.geometry(*sizes)[1]["STEPS"] > 1
 
     for rank in (0, 16, 128):
         gate_of(512, rank, 64, quantized_mm_rs.ORDER, False)

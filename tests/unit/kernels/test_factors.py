@@ -12,7 +12,7 @@ from fused_layer import Case, build, check_layer  # noqa: E402
 
 from moe_qlora.kernels import factors, limits, moe_layer, table  # noqa: E402
 from moe_qlora.kernels.factors import Lora, pad_factors  # noqa: E402
-from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
+from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 from moe_qlora.kernels.streams import SecondStream  # noqa: E402
 
 if not triton.knobs.runtime.interpret:

@@ -21,7 +21,7 @@ from moe_qlora.kernels import (  # noqa: E402
     table,
     workspace,
 )
-from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
+from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)

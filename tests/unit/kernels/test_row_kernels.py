@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from fused_layer import Case, build, check_layer  # noqa: E402
 
 from moe_qlora.kernels import moe_layer, row_kernels, table  # noqa: E402
-from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
+from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 
 if not triton.knobs.runtime.interpret:
     pytest.skip("a GPU is there, and with it the compiled kernels", allow_module_level=True)
@@ -32,7 +32,7 @@ CASES = {
 @pytest.fixture
 def narrow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of 32 columns, 16 at rank 32, so that small rows have several; and all are copied."""
-    monkeypatch.setattr(row_kernels, "_FACTOR_PART", 512)
+    monkeypatch.setattr(row_kernels, "FACTOR_PART", 512)
     monkeypatch.setattr(table, "KERNELS", [replace(k, gathers=False) for k in table.KERNELS])
 
 
@@ -51,20 +51,20 @@ def outputs(case):
 def test_steps_ahead_change_no_bit(name, monkeypatch):
     check_layer(CASES[name])
     steps = []
-    real = row_kernels._unrolled
-    monkeypatch.setattr(row_kernels, "_unrolled", lambda *a: steps.append(real(*a)) or steps[-1])
+    real = row_kernels.unrolled
+    monkeypatch.setattr(row_kernels, "unrolled", lambda *a: steps.append(real(*a)) or steps[-1])
     *ahead, tile = outputs(CASES[name])
     assert tile == 16 and len(steps) == 2 and min(steps) > 1
-    monkeypatch.setattr(row_kernels, "_unrolled", lambda *args: 1)
+    monkeypatch.setattr(row_kernels, "unrolled", lambda *args: 1)
     *plain, _ = outputs(CASES[name])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(ahead, plain, strict=True))
 
 
 def test_only_short_rows_of_small_tiles_are_unrolled():
-    assert row_kernels._unrolled(2048, 512, 16) == 4
-    assert row_kernels._unrolled(4096, 512, 16) == 8
-    assert row_kernels._unrolled(4104, 512, 16) == 1
-    assert row_kernels._unrolled(2048, 512, 64) == 1
+    assert row_kernels.unrolled(2048, 512, 16) == 4
+    assert row_kernels.unrolled(4096, 512, 16) == 8
+    assert row_kernels.unrolled(4104, 512, 16) == 1
+    assert row_kernels.unrolled(2048, 512, 64) == 1
 
 
 @pytest.mark.parametrize(("biased", "steps"), [(False, 2), (True, 1)])

@@ -24,7 +24,7 @@ from moe_qlora.kernels import (  # noqa: E402
 )
 from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.factors import Factors  # noqa: E402
-from moe_qlora.kernels.row_kernels import Gate  # noqa: E402
+from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
 from moe_qlora.packing import codec  # noqa: E402
 
