@@ -9,8 +9,8 @@ double quantization to bf16: 0.516 read, 2 written.
 
 torch's grouped matmul multiplies, or our own on cards where torch's waits for the device: x `(R,
 K)`, rows sorted by expert, times matrices `(E, K, N)`, views of the workspace that are contiguous
-along rows or columns, is `(R, N)`. Rows that are tokens' ours fetches by index on every card: to
-copy them takes a third of the product's time, of which ours takes as much as torch's (u of
+along rows or columns, is `(R, N)`. Rows that are tokens' ours fetches by index, on Hopper too: to
+copy them takes a third of the product's time, and ours takes as long as torch's (u of
 Qwen3-30B-A3B, 16,384 tokens, H100: a layer's backward 3.56 ms, with copies 3.73).
 
 A program computes one tile of rows, all of one expert, by some of the features. The host never
@@ -21,6 +21,7 @@ before the next ones.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -458,10 +459,19 @@ def _tile(problem: Problem) -> int:
     return wide_tile(problem.rows, problem.experts, WIDE_TILE)
 
 
+def _by_torch(problem: Problem) -> bool:
+    """Whether torch's grouped matmul is quick, and never waits for the device."""
+    return cards.multiplies_by_torch(cards.device_of(problem.spec.device), problem.dtype)
+
+
+def _on_blackwell(problem: Problem) -> bool:
+    """Whether torch's product is one for tcgen05, beside which ours has not been measured."""
+    return _by_torch(problem) and cards.of_index(problem.spec.device).capability[0] == 10
+
+
 BY_TORCH = Kernel(
     "dequantize + torch",
-    # Where torch's grouped matmul is quick, and never waits for the device.
-    lambda problem: cards.multiplies_by_torch(cards.device_of(problem.spec.device), problem.dtype),
+    _by_torch,
     _tile,
     prepare,
     partial(_multiply, True),
@@ -470,13 +480,13 @@ BY_TORCH = Kernel(
     cut=_cut,
 )
 
-KERNEL = Kernel(
-    "dequantize + grouped",
-    lambda problem: True,
-    _tile,
-    prepare,
-    partial(_multiply, False),
-    on_codes=False,
-    gathers=True,
-    cut=_cut,
+ON_BLACKWELL = replace(
+    BY_TORCH, name="dequantize + torch, of copied rows", supports=_on_blackwell, gathers=False
+)
+
+KERNEL = replace(
+    BY_TORCH,
+    name="dequantize + grouped",
+    supports=lambda problem: True,
+    launch=partial(_multiply, False),
 )

@@ -38,6 +38,7 @@ def _in_gluon() -> list[Kernel]:
 KERNELS = [
     *_in_gluon(),
     quantized_mm.KERNEL,
+    grouped_mm.ON_BLACKWELL,
     grouped_mm.BY_TORCH,
     grouped_mm.KERNEL,
 ]

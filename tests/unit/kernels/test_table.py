@@ -13,6 +13,7 @@ from fused_layer import CASES, SILU, Case, check_layer, close, stack_of  # noqa:
 from moe_qlora.kernels import (  # noqa: E402
     cards,
     expert_mm,
+    grouped_mm,
     limits,
     moe_layer,
     quantized_mm,
@@ -191,6 +192,29 @@ def test_each_card_tries_the_kernels_that_it_may_have(monkeypatch, card, asked):
     assert tried == asked
     right = {name for (name, _, _), works in table.validated.items() if works}
     assert right == {kernel.name for kernel in asked}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "wanted"),
+    [
+        ((8, 0), torch.bfloat16, grouped_mm.KERNEL),
+        (cards.HOPPER, torch.bfloat16, grouped_mm.BY_TORCH),
+        (cards.HOPPER, torch.float16, grouped_mm.KERNEL),
+        ((10, 0), torch.bfloat16, grouped_mm.ON_BLACKWELL),
+        ((10, 0), torch.float16, grouped_mm.KERNEL),
+        ((12, 0), torch.bfloat16, grouped_mm.KERNEL),
+    ],
+)
+def test_who_multiplies_many_rows(monkeypatch, capability, dtype, wanted):
+    """Rows are copied for torch's on Blackwell alone."""
+    card = cards.of_capability(capability)
+    monkeypatch.setattr(cards, "actual", lambda device: card)
+    spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
+    problem = expert_mm.Problem(spec, dtype, 1 << 20, by_rows=False, backward=True, held=True)
+    kernels = (kernel for kernel in table.KERNELS if not kernel.on_codes)
+    chosen = next(kernel for kernel in kernels if kernel.supports(problem))
+    assert chosen is wanted
+    assert chosen.gathers == (wanted is not grouped_mm.ON_BLACKWELL)
 
 
 def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
