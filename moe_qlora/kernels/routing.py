@@ -134,22 +134,16 @@ def sort_few_kernel(
     tl.store(tiles + 2 * t, -1, mask=beyond)
 
 
-@triton.jit(do_not_specialize=["count", "count_wide", "count_widest"])
+@triton.jit(do_not_specialize=["count"])
 def tiles_kernel(
-    expert_offsets, tiles, wide, widest, count, count_wide, count_widest,
-    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
-    WIDEST: tl.constexpr, TB: tl.constexpr,
+    expert_offsets, tiles, count,
+    E: tl.constexpr, EP: tl.constexpr, TILE: tl.constexpr, TB: tl.constexpr,
 ):  # fmt: skip
-    """The tables of tiles of any expert_offsets."""
+    """The table of tiles of any expert_offsets."""
     e = tl.arange(0, EP)
     low = tl.load(expert_offsets + e, mask=e < E, other=0)
     total = tl.load(expert_offsets + e + 1, mask=e < E, other=0) - low
-    if tl.program_id(0) * TB < count:
-        _tabulate(low, total, tiles, count, E, EP, TILE, TB)
-    if tl.program_id(0) * TB < count_wide:
-        _tabulate(low, total, wide, count_wide, E, EP, WIDE, TB)
-    if tl.program_id(0) * TB < count_widest:
-        _tabulate(low, total, widest, count_widest, E, EP, WIDEST, TB)
+    _tabulate(low, total, tiles, count, E, EP, TILE, TB)
 
 
 @triton.jit
@@ -310,15 +304,13 @@ def tabulate(
     """Return `count` sorted rows in tiles of `tile` rows; `expert_offsets` are int32."""
     most = cdiv(tile_counts(count, experts, tile)[0], 2) * 2
     tiles = torch.empty(2 * most, dtype=torch.int32, device=expert_offsets.device)
-    counts = most, 0, 0
-    launch_tiles((experts, tile, counts), expert_offsets, tiles, tiles, tiles, *counts)
+    launch_tiles((experts, tile, most), expert_offsets, tiles, most)
     return Tiled(expert_offsets, experts, count, tiles, order, top_k)
 
 
 @launcher(tiles_kernel)
-def launch_tiles(experts: int, tile: int, counts: tuple[int, int, int]) -> Geometry:
-    """The tables of tiles of `tile`, `WIDE_TILE` and `WIDEST_TILE` rows, so many of each."""
-    return (max(cdiv(n, _TILES) for n in counts),), {
-        "E": experts, "EP": triton.next_power_of_2(experts), "TILE": tile, "WIDE": WIDE_TILE,
-        "WIDEST": WIDEST_TILE, "TB": _TILES,
+def launch_tiles(experts: int, tile: int, count: int) -> Geometry:
+    """The table of so many tiles."""
+    return (cdiv(count, _TILES),), {
+        "E": experts, "EP": triton.next_power_of_2(experts), "TILE": tile, "TB": _TILES,
     }  # fmt: skip

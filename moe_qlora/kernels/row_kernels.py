@@ -1,7 +1,7 @@
 """Kernels over sorted rows, and how each is launched: permute and unpermute.
 
 Shapes: T tokens, k assignments a token, R = T k rows sorted by expert, E experts, H hidden size,
-I intermediate size, r rank (padded, see `limits.padded`), N features.
+I intermediate size (of the gate's), r rank (padded, see `limits.padded`), N features.
 
 These kernels and the gate's (`gate_kernels.py`) move all of a layer's bytes besides its matrix
 products, so each fuses what it can into one pass over the rows: the low-rank product with the copy

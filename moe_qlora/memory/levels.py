@@ -5,8 +5,8 @@
                   byte (8 us of recomputation a MB; Qwen3-30B-A3B, 4,096 tokens, one H200)
     attention     also attention's output and its log-sum-exp (7 us a MB)
     narrow projections
-                  also the outputs of Linear layers that give out fewer features than they take,
-                  such as attention's output: an output costs by how many are summed over (6 us)
+                  also the outputs of Linear layers that give out fewer features than they take:
+                  most sum over many, as attention's output does (6 us)
     projections   also the outputs of the other Linear layers (3 us)
     keep          all that backward needs; nothing is computed again (norms, rotary embedding,
                   casts: 1 us a MB)
@@ -70,6 +70,7 @@ def _of_joined(args: Sequence[Any]) -> tuple[int, int]:
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], tuple[int, int]]] = {
     "aten::mm": lambda args: (args[0].shape[-1], args[1].shape[-1]),
     "aten::addmm": lambda args: (args[1].shape[-1], args[2].shape[-1]),
+    "bitsandbytes::gemm_4bit": lambda args: (args[0].shape[-1], args[2][0]),
     "moe_qlora::lora_linears": _of_joined,
 }
 """Operators of Linear layers: arguments -> features that they sum over, and that they give out."""

@@ -105,6 +105,11 @@ class MeasuredModel:
             recorder = BlockRecorder(tracker, self.modules)
             try:
                 loss = _loss_of(self.model, ids, more, loss_of_batch)
+                if loss_of_batch is not None and recorder.ran_twice:
+                    raise ConfigError(
+                        "loss runs the model more than once with gradients, and one forward is "
+                        "measured: let it concatenate its batches, as TRL's trainers do."
+                    )
                 recorder.start_backward()
                 # Not `backward`: hooks of DDP wait for the gradients of all layers.
                 grads = torch.autograd.grad(loss, self.trained, allow_unused=True)
@@ -125,6 +130,8 @@ class MeasuredModel:
         held: list[Tensor] = []
 
         def hold(layer: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.is_grad_enabled():
+                return
             first = not held  # of those that run: a tower's may not
             named = {key: value for key, value in kwargs.items() if first or key != _HIDDEN}
             held.extend(tensors_of((args if first else args[1:], named)))

@@ -58,6 +58,7 @@ class BlockRecorder:
         self.readings: dict[str, _Readings] = {}
         self._in_backward: _Readings | None = None
         self._had_gradients = False  # Whether a forward has begun that has a backward
+        self._again: set[str] = set()  # Blocks that it has entered again
         self._hooks = ExitStack()
         for name, module in blocks.items():
             enter, leave = partial(self._on_enter, name), partial(self._on_leave, name)
@@ -67,21 +68,29 @@ class BlockRecorder:
     def _on_enter(self, name: str, module: nn.Module, args: Any) -> None:
         if self._in_backward is not None:
             return
-        if torch.is_grad_enabled() and not self._had_gradients and self._is_first(name):
-            self.readings.clear()  # Of forwards before, as of a reference model
-            self._had_gradients = True
+        before = 0
+        if torch.is_grad_enabled():
+            if name in self.readings and not self._had_gradients:
+                self._end_forward()
+                before = max(reading.forward for reading in self.readings.values())
+                self.readings.clear()  # Of forwards before, as of a reference model
+            elif name in self.readings:
+                self._again.add(name)
+            self._had_gradients = self._had_gradients or not self.readings
         if name not in self.readings:
             self._end_forward()
-            self.readings[name] = _Readings(self.tracker.live)
-
-    def _is_first(self, name: str) -> bool:
-        return name == next(iter(self.readings), name)
+            self.readings[name] = _Readings(self.tracker.live, before)
 
     def _end_forward(self) -> None:
         peak = self.tracker.mark()
         if self.readings:
             last = self.readings[next(reversed(self.readings))]
-            last.forward, last.end = peak, self.tracker.live
+            last.forward, last.end = max(last.forward, peak), self.tracker.live
+
+    @property
+    def ran_twice(self) -> bool:
+        """Whether a second forward with gradients followed the first, which is not read."""
+        return bool(self.readings) and self._again == self.readings.keys()
 
     def _on_leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
         if self._in_backward is not None:

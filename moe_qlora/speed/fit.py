@@ -101,7 +101,7 @@ def fit_memory(
         loss: What computes the loss, where that is not the model's own, and so takes other memory
             (the logits of all tokens in DPO, say): a function of the model and a batch, which is a
             dict with `input_ids` and `labels`, `(batch_size, seq_len)` int64, and with `padded` an
-            `attention_mask`. It has one forward with gradients, and before it any without.
+            `attention_mask`. It has one forward with gradients, and beside it any without.
 
     Returns:
         What was chosen: `str()` is one sentence, and `remove()`, or the end of a `with` block,
@@ -111,7 +111,7 @@ def fit_memory(
         ConfigError: The memory is too small even where every layer is computed again, here or on
             another rank; or it is not given for a model on a CPU; or the model has no decoder
             layers, trains nothing, is sharded, or lies on meta or several devices; or `loss` does
-            not return a tensor with a gradient.
+            not return a number with a gradient, or has several forwards with gradients.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module

@@ -38,7 +38,7 @@ def multiply(x, matrices, offsets, tile, cut):
     experts = len(matrices)
     count = len(x) // tile + experts
     tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
-    launch_tiles((experts, tile, (count, 0, 0)), offsets, tiles, tiles, tiles, count, 0, 0)
+    launch_tiles((experts, tile, count), offsets, tiles, count)
     return grouped_mm.launch(x, matrices, offsets, tiles, tile, cut)
 
 

@@ -44,13 +44,13 @@ ATTENTION = "this package: nf4 experts, LoRA on attention alone"
 
 INTRO = (
     """
-Training speed and memory of this package beside others, as measured on NVIDIA H200s, and an H100
-where a table says so. Rows that stand together are one run: the same GPU, one program after the
-other, with the GPU to itself. Runs differ in commit, machine and versions, so compare only within a
-table, and in a table with a column for the commit only rows of one commit. Weights are random in
-the sizes of the named model, which leaves routing even; tokens are random too. Speeds are the
-median over the steps that were timed, and where there is room the 20th and the 80th percentile. GB
-are 10^9 bytes, and a peak is `torch.cuda.max_memory_allocated`.
+Training speed and memory of this package beside others, as measured on NVIDIA H200s. Rows that
+stand together are one run: the same GPU, one program after the other, with the GPU to itself. Runs
+differ in commit, machine and versions, so compare only within a table, and in a table with a column
+for the commit only rows of one commit. Weights are random in the sizes of the named model, which
+leaves routing even; tokens are random too. Speeds are the median over the steps that were timed,
+and where there is room the 20th and the 80th percentile. GB are 10^9 bytes, and a peak is
+`torch.cuda.max_memory_allocated`.
 """,
     f"""
 `python tools/bench/how_fast.py` writes this page from the rows in `tools/bench/results`, and a test

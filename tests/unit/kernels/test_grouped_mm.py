@@ -51,8 +51,7 @@ def check(x, matrices, sizes, cut, tile, tolerance):
     offsets = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     count = len(x) // tile + min(len(sizes), len(x)) + 1
     tiles = torch.empty(2 * count, dtype=torch.int32)
-    sized = len(sizes), tile, (count, 0, 0)
-    routing_.launch_tiles(sized, offsets, tiles, tiles, tiles, count, 0, 0)
+    routing_.launch_tiles((len(sizes), tile, count), offsets, tiles, count)
     y = grouped_mm.launch(x, matrices, offsets, tiles, tile, cut)
     expected = in_a_loop(x, matrices, offsets)
     live = int(offsets[-1])

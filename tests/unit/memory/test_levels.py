@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,26 @@ def test_outputs_of_linear_layers_are_kept_but_those_of_loras_second_factor(leve
     # Of 300 and 8 features from 256, "narrow projections" keeps the 8.
     again = {"narrow projections": 2, "projections": 1, "keep": 0}.get(level, 3)
     assert sum(runs[name] - once[name] for name in ("mm", "addmm")) == again
+
+
+@pytest.mark.filterwarnings("ignore:.*gemm_4bit")
+@pytest.mark.parametrize("features", [64, 512])
+@pytest.mark.parametrize("level", EVERY)
+def test_outputs_of_4_bit_linear_layers_are_kept(level, features):
+    torch.manual_seed(0)
+    made = bnb.nn.Linear4bit(256, features, bias=False, compute_dtype=torch.float32)
+    made.to("cpu")
+
+    def layer(x):
+        return torch.sin(made(torch.tanh(x).view(5, 256))).flatten()
+
+    x = torch.randn(5 * 256)
+    expected, once = gradient("keep", layer, x)
+    found, runs = gradient(level, layer, x)
+    assert torch.equal(found, expected)
+    kept = level in ("projections", "keep") or (level == "narrow projections" and features == 64)
+    name = "bitsandbytes::gemm_4bit"
+    assert once[name] == 1 and runs[name] == (1 if kept else 2)
 
 
 def test_what_experts_compute_is_not_kept_as_an_output_of_a_linear_layer():

@@ -97,6 +97,35 @@ def policy_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return (now.exp() * now).sum(-1).mean() - (of_ids(now) - reference).exp().mean()
 
 
+def cheap_beside_its_reference(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A reference whose logits take most, and a policy without any."""
+    ids = batch["input_ids"]
+    with torch.no_grad(), model.disable_adapter():
+        reference = model(input_ids=ids).logits.float().log_softmax(-1).mean()
+    hidden = model.get_base_model().model(input_ids=ids).last_hidden_state
+    return hidden.square().mean() + reference
+
+
+def from_embeddings(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A forward with gradients that begins behind the embedding, which one without has run."""
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        reference = model(input_ids=ids).logits.mean()
+        embedded = model.get_input_embeddings()(ids)
+    return model(inputs_embeds=embedded).logits.float().log_softmax(-1).mean() - reference
+
+
+@pytest.mark.parametrize("loss", [cheap_beside_its_reference, from_embeddings])
+@pytest.mark.parametrize("memory", ["least", "most"])
+def test_forwards_without_gradients_come_first(loss: Any, memory: str) -> None:
+    model = adapted(num_hidden_layers=4, vocab_size=2048)
+    ids = token_ids(model, batch=2)
+    size = 1 << 40 if memory == "most" else least_memory(model, 2, loss=loss)
+    with fitted(model, size, batch_size=2, loss=loss) as fit:
+        measured = measured_peak(model, ids, loss_of=loss) - ids.nbytes
+        assert measured <= fit.peak <= 1.03 * measured
+
+
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
 def test_a_loss_that_is_not_the_models(model_type: str) -> None:
     model = adapted(model_type, num_hidden_layers=4, vocab_size=2048)
@@ -113,6 +142,16 @@ def test_a_loss_that_is_not_the_models(model_type: str) -> None:
     smaller = (least_memory(model, 2, loss=policy_loss) + fit.peak) // 2
     with fitted(model, smaller, batch_size=2, loss=policy_loss) as fit:
         assert measured_peak(model, ids, loss_of=policy_loss) - ids.nbytes <= fit.peak <= smaller
+
+
+def test_a_loss_of_two_forwards_with_gradients_is_refused() -> None:
+    model = adapted()
+
+    def loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        return model(**batch).loss + model(**batch).loss
+
+    with pytest.raises(ConfigError, match=r"more than once with gradients.*concatenate"):
+        fitted(model, loss=loss)
 
 
 @pytest.mark.parametrize(
