@@ -9,9 +9,9 @@ double quantization to bf16: 0.516 read, 2 written.
 
 torch's grouped matmul multiplies, or our own on cards where torch's waits for the device: x `(R,
 K)`, rows sorted by expert, times matrices `(E, K, N)`, views of the workspace that are contiguous
-along rows or columns, is `(R, N)`. Rows that are tokens' ours fetches by index, on Hopper too: to
-copy them takes a third of the product's time, and ours takes as long as torch's (u of
-Qwen3-30B-A3B, 16,384 tokens, H100: a layer's backward 3.56 ms, with copies 3.73).
+along rows or columns, is `(R, N)`. Rows that are tokens' ours fetches by index, on Hopper too,
+where it is as quick as torch's. Copies of them took 231 us at 16,384 tokens; a layer's backward
+takes 3.56 ms without and 3.73 with them (Qwen3-30B-A3B, H100).
 
 A program computes one tile of rows, all of one expert, by some of the features. The host never
 reads the experts' offsets, so it never waits. Rows of no expert are left unwritten. Programs that

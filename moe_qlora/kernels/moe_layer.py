@@ -122,19 +122,18 @@ def _gather_gemm(
     """
     count, kernel = routing.count, matmul.kernel
     dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
-    if not _copies_apart(routing, matmul) and matmul.factors is not None:
-        if factor is matmul.factors.b:
-            second.join()  # b is written there, and read by the first stream
+    reads_b = matmul.factors is not None and factor is matmul.factors.b
+    if reads_b and not _copies_apart(routing, matmul):
+        second.join()  # b is written there, and read by the first stream
     operand, rows = _first_operand(matmul, routing, name, second), ordered
     if not kernel.gathers or factor is not None or bias is not None:
         copied = _permute(routing, x, matmul, factor, product, second, dots, bias)
         rows = rows if kernel.gathers else copied
     second.join()
-    out = None
+    products, out = product if kernel.gathers else None, None
     for span in matmul.spans(count):
         if span[0]:
             operand = kernel.prepare(matmul, routing, span, name)
-        products = product if kernel.gathers else None
         y = kernel.launch(rows, matmul, operand, routing, span, products)
         if y.shape == (count, matmul.problem.features):
             return y, dots

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,12 +77,13 @@ class MeasuredModel:
         vocabulary = self.base.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (batch, seq), generator=generator)
+        run = partial(self._run, holds=holds, arguments=arguments, loss_of_batch=loss)
         if self.device.type == "cuda":
-            self._run(ids, holds, arguments, loss)  # What kernels and libraries allocate once
-            return self._run(ids, holds, arguments, loss)
+            run(ids)  # For what kernels and libraries allocate once
+            return run(ids)
         # What a loop over experts allocates goes by the busiest: equal tokens have all in one.
-        busiest = self._run(torch.zeros_like(ids), holds, arguments, loss)
-        most = zip(self._run(ids, holds, arguments, loss), busiest, strict=True)
+        busiest = run(torch.zeros_like(ids))
+        most = zip(run(ids), busiest, strict=True)
         return tuple(_larger(first, second) for first, second in most)
 
     def _run(
@@ -130,8 +132,6 @@ class MeasuredModel:
         held: list[Tensor] = []
 
         def hold(layer: nn.Module, args: Any, kwargs: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
             first = not held  # of those that run: a tower's may not
             named = {key: value for key, value in kwargs.items() if first or key != _HIDDEN}
             held.extend(tensors_of((args if first else args[1:], named)))

@@ -45,6 +45,7 @@ class _Readings:
     """The tracker's readings of one block in one step."""
 
     start: int
+    grads: bool = True  # Whether it was entered with gradients enabled
     forward: int = 0
     backward: int = 0
     end: int = 0
@@ -57,8 +58,7 @@ class BlockRecorder:
         self.tracker = tracker
         self.readings: dict[str, _Readings] = {}
         self._in_backward: _Readings | None = None
-        self._had_gradients = False  # Whether a forward has begun that has a backward
-        self._again: set[str] = set()  # Blocks that it has entered again
+        self._again: set[str] = set()  # Blocks that were entered with gradients more than once
         self._hooks = ExitStack()
         for name, module in blocks.items():
             enter, leave = partial(self._on_enter, name), partial(self._on_leave, name)
@@ -68,18 +68,17 @@ class BlockRecorder:
     def _on_enter(self, name: str, module: nn.Module, args: Any) -> None:
         if self._in_backward is not None:
             return
-        before = 0
-        if torch.is_grad_enabled():
-            if name in self.readings and not self._had_gradients:
+        grads, before, earlier = torch.is_grad_enabled(), 0, self.readings.get(name)
+        if earlier is not None and grads:
+            if earlier.grads:
+                self._again.add(name)
+            else:  # Of a forward without gradients, as of a reference model: this one is read
                 self._end_forward()
                 before = max(reading.forward for reading in self.readings.values())
-                self.readings.clear()  # Of forwards before, as of a reference model
-            elif name in self.readings:
-                self._again.add(name)
-            self._had_gradients = self._had_gradients or not self.readings
+                self.readings.clear()
         if name not in self.readings:
             self._end_forward()
-            self.readings[name] = _Readings(self.tracker.live, before)
+            self.readings[name] = _Readings(self.tracker.live, grads, before)
 
     def _end_forward(self) -> None:
         peak = self.tracker.mark()
@@ -90,7 +89,8 @@ class BlockRecorder:
     @property
     def ran_twice(self) -> bool:
         """Whether a second forward with gradients followed the first, which is not read."""
-        return bool(self.readings) and self._again == self.readings.keys()
+        first = {name for name, reading in self.readings.items() if reading.grads}
+        return bool(first) and first == self._again
 
     def _on_leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
         if self._in_backward is not None:

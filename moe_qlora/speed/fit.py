@@ -3,6 +3,7 @@
 memory/measure.py   what each block allocates in a step, for each level, on this very model
 memory/choice.py    what each decoder layer keeps: arithmetic, which `plan` prints too
 memory/hosting.py   what experts in host memory free, and what their copies cost
+fit_arguments.py    checks what it is given
 first_steps.py      compares the plan with the first steps
 fitted.py           a layer that keeps what was chosen
 hosted.py           experts that lie in host memory, and come to the device
@@ -24,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError
-from ..layout import human_bytes, parse_bytes
+from ..layout import human_bytes
 from ..lora.names import base_model
 from ..memory import levels
 from ..memory.attention import attended
@@ -41,10 +42,10 @@ from ..memory.choice import (
 from ..memory.devices import FRAGMENTATION
 from ..memory.hosting import Pace
 from ..memory.measure import Loss, MeasuredModel
-from ..packing.packed_list import PackedList
 from . import masked
 from .first_steps import FirstSteps, expandable
-from .fitted import FittedLayer, RunsLevels, decoder_layers, fitted, runs_recorded
+from .fit_arguments import check_loss, check_numbers, device_of, layers_of, limit_of
+from .fitted import FittedLayer, RunsLevels, fitted, runs_recorded
 from .hosted import HostedExperts, pace
 from .overrides import Overrides, release_copy
 
@@ -110,16 +111,14 @@ def fit_memory(
     Raises:
         ConfigError: The memory is too small even where every layer is computed again, here or on
             another rank; or it is not given for a model on a CPU; or the model has no decoder
-            layers, trains nothing, is sharded, or lies on meta or several devices; or `loss` does
-            not return a number with a gradient, or has several forwards with gradients.
+            layers, trains nothing, is sharded, or lies on meta or several devices; or `loss` is no
+            function that returns a number with a gradient, of one forward with gradients.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
-    layers = _decoder_layers(model)
-    device = _device_of(model)
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
+    layers, device = layers_of(model), device_of(model)
+    check_numbers(batch_size=batch_size, seq_len=seq_len)
+    check_loss(loss)
     if found := [each for layer in layers.values() if (each := fitted(layer)) is not None]:
         if not all(each.is_copy for each in found):
             raise ConfigError(
@@ -171,9 +170,9 @@ class Fit:
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
         self._masked: Any = None  # `masked.MaskedBatchWarning`
-        self._pads = pads
-        self._arguments: dict[str, Any] = {"arguments": masked.padded} if pads else {}
-        self._arguments |= {"loss": loss}
+        self._batch: dict[str, Any] = {"loss": loss}  # Of a measured step
+        if pads:
+            self._batch["arguments"] = masked.padded
         self._given_back: Any = None  # The hook of `_give_back_once`
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._sizes = 0, 0  # Sequences, and tokens in each
@@ -184,7 +183,7 @@ class Fit:
         paced = replace(paced, link=float(self._least(lambda: int(paced.link))))
 
         def keeps_all() -> int:
-            self.memory = _limit(memory, self._device)
+            self.memory = limit_of(memory, self._device)
             measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory)
             settings = Settings(batch=batch, seq=seq, foreach=self._device.type == "cuda")
             self._budget_of = partial(_budget, measured, settings)
@@ -213,7 +212,7 @@ class Fit:
         self._set(len(self._choices.path) - 1 if every else self._least(place))
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(FirstSteps(self))
-        if not self._pads:
+        if "arguments" not in self._batch:
             self._masked = masked.MaskedBatchWarning(self._model)
 
     def _chosen(self, memory: int) -> int:
@@ -301,7 +300,7 @@ class Fit:
             layer.level, layer.measures = level, True
         try:
             holds = name == levels.KEEP
-            done = self._measured.step(batch, seq, holds=holds, **self._arguments)
+            done = self._measured.step(batch, seq, holds=holds, **self._batch)
         except torch.cuda.OutOfMemoryError:
             if level == levels.RECOMPUTE:
                 raise ConfigError(
@@ -406,69 +405,6 @@ class Fit:
         counts = counted(self.layers)
         hosting = self._choices.hosting
         return sentence(counts, self.peak, self.memory, self.gain, hosting, self._saved)
-
-
-def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return a model's decoder layers by name."""
-    base = base_model(model)
-    found = decoder_layers(base)
-    if not found:
-        raise ConfigError(
-            f"fit_memory: {type(base).__name__} has no decoder layers that transformers can "
-            "compute again (GradientCheckpointingLayer), so that there is nothing to decide."
-        )
-    return found
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    sharded = [name for name, p in model.named_parameters() if hasattr(p, "device_mesh")]
-    if sharded:
-        raise ConfigError(
-            f"fit_memory: {sharded[0]} is sharded over ranks, so that no step of one rank alone "
-            "can be measured; call fit_memory before fully_shard or trainer.train()."
-        )
-    hosted = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, PackedList) and module.host is not None
-        for parameter in module.parameters()
-    }
-    own = [parameter for parameter in model.parameters() if id(parameter) not in hosted]
-    devices = {str(parameter.device): parameter.device for parameter in own}
-    if len(devices) > 1:
-        raise ConfigError(
-            f"fit_memory: the model lies on {' and '.join(sorted(devices))}; load it on one device "
-            '(device_map={"": 0}), which is where memory is fitted.'
-        )
-    device = next(iter(devices.values()))
-    if device.type == "meta":
-        raise ConfigError(
-            "fit_memory: the model is on meta, where nothing can be measured; load its weights "
-            "first, or ask moe_qlora.plan what its layers can keep."
-        )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            "fit_memory: no weight of the model is trained; call it after get_peft_model."
-        )
-    return device
-
-
-def _limit(memory: int | str | None, device: torch.device) -> int:
-    """Return the bytes that tensors may take on a device."""
-    if memory is None:
-        if device.type != "cuda":
-            raise ConfigError(
-                f'memory is None, and the model is on {device}: give it, as in memory="24GiB".'
-            )
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
-    try:
-        size = parse_bytes(memory) if isinstance(memory, str) else memory
-    except ValueError as error:
-        raise ConfigError(f"memory is {memory!r}: {error}.") from error
-    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
-        raise ConfigError(f'memory is {memory!r}; give bytes, or a text such as "24GiB".')
-    return size
 
 
 def _resident(measured: MeasuredModel, device: torch.device, freed: int) -> int:

@@ -495,7 +495,8 @@ def readme_block() -> str:
     names = (*short, "Unsloth, nf4 experts", "experts4bit-qlora")
     pairs = zip(names, of_table(1), of_table(4), strict=False)
     large = [(name, a.peak, a.speed, b.peak, b.speed) for name, (_, a), (_, b) in pairs]
-    large.append(("this package, LoRA on attention alone", alike().peak, alike().speed, "", ""))
+    same = alike()
+    large.append(("this package, LoRA on attention alone", same.peak, same.speed, "", ""))
     small = [(n, run.peak, run.speed) for n, (_, run) in zip(names, eight(), strict=True)]
     header = ("Qwen3-30B-A3B, 48 layers", "peak", "tokens/s", "micro-batch 4: peak", "tokens/s")
     commit = eight()[0][1].where["commit"]

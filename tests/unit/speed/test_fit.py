@@ -146,14 +146,22 @@ def test_a_loss_that_is_not_the_models(model_type: str) -> None:
         assert measured_peak(model, ids, loss_of=policy_loss) - ids.nbytes <= fit.peak <= smaller
 
 
-def test_a_loss_of_two_forwards_with_gradients_is_refused() -> None:
-    model = adapted()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_of_two_forwards_with_gradients_is_refused(frozen: bool) -> None:
+    """Also where the first block runs without gradients."""
+
+    def forward(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        if not frozen:
+            return model(**batch).loss
+        with torch.no_grad():
+            embedded = model.get_input_embeddings()(batch["input_ids"])
+        return model(inputs_embeds=embedded, labels=batch["labels"]).loss
 
     def loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        return model(**batch).loss + model(**batch).loss
+        return forward(model, batch) + forward(model, batch)
 
     with pytest.raises(ConfigError, match=r"more than once with gradients.*concatenate"):
-        fitted(model, loss=loss)
+        fitted(adapted(), loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +176,8 @@ def test_a_loss_without_a_gradient_is_refused(loss: Any, what: str) -> None:
     model = adapted()
     with pytest.raises(ConfigError, match=f"loss returned .*{what}.*give a function"):
         fitted(model, loss=loss)
+    with pytest.raises(ConfigError, match="loss is 'dpo'; give a function"):
+        fitted(model, loss="dpo")
     with fitted(model) as fit:
         assert fit.layers
 
