@@ -222,6 +222,27 @@ class Oracle:
         pairs = list(zip(filled[::2], filled[1::2], strict=True))
         return {key: self._of_chosen(*key, *pair) for key, pair in zip(keys, pairs, strict=True)}
 
+    def rounding(self, adapters: list[str], exact: Mapping[Any, Any]) -> dict[tuple[str, str], Any]:
+        """Return how far the gradients move where every weight and factor moves by its last bit.
+
+        Saturated attention takes differences of large numbers: in a sequence of two steps, the
+        gradients of q's factors are 2e-4, and 3e-5 of them the rounding of the stock model itself.
+        """
+        generator = torch.Generator().manual_seed(0)
+
+        def moved(t: Tensor) -> Tensor:
+            return t * (1 + 2**-23 * torch.randn(t.shape, generator=generator))
+
+        other = Oracle(self.twin, self.inputs)
+        other.base = {name: moved(weight) for name, weight in self.base.items()}
+        for key, one in self.adapters.items():
+            factors = {name: (moved(a), moved(b)) for name, (a, b) in one.factors.items()}
+            other.adapters[key] = Adapter(factors, one.scaling, one.trained)
+        return {
+            key: tuple(a - b for a, b in zip(pair, exact[key], strict=True))
+            for key, pair in other.gradients(adapters).items()
+        }
+
     def _of_chosen(self, adapter: str, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Set the gradients of experts without LoRA to zero."""
         chosen = self.adapters[adapter].trained.get(name)

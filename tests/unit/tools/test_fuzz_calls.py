@@ -91,6 +91,26 @@ def test_a_wrong_gradient_is_seen(machine):
         fuzz_calls.train(machine)
 
 
+def rounding(machine: Machine) -> dict[str, float]:
+    """The stock model's rounding of each weight's factors, as a part of their gradients."""
+    exact = machine.oracle.gradients(["default"])
+    moved = machine.oracle.rounding(["default"], exact)
+    return {key[1]: float(moved[key][0].norm() / exact[key][0].norm()) for key in exact}
+
+
+def test_rounding_of_the_stock_model_hides_no_error(machine):
+    assert all(0 < share < 1e-3 for share in rounding(machine).values())
+
+
+def test_a_gradient_may_be_off_by_the_stock_models_own_rounding(machine):
+    for i in range(2):  # attention becomes one-hot: differences of equal numbers are left
+        name = f"model.layers.{i}.self_attn.q_norm.weight"
+        machine.model.get_parameter(f"base_model.model.{name}").data.mul_(1000)
+        machine.oracle.base[name] = machine.oracle.base[name] * 1000
+    assert rounding(machine)["model.layers.0.self_attn.q_proj.weight"] > 0.1
+    fuzz_calls.train(machine)
+
+
 def test_a_weighted_sum_that_drops_a_layer_or_scales_is_seen(machine, monkeypatch):
     add = type(machine.model.base_model).add_weighted_adapter
 
