@@ -23,6 +23,9 @@ from .recording import Buffers, capture, check_hooks
 
 _STATES = ("keys", "values", "cumulative_length")
 
+_COMPILES = "_valid_auto_compile_criteria"
+"""transformers' method that decides whether `generate` compiles a model."""
+
 
 def decodes(kwargs: dict[str, Any]) -> bool:
     """True for a call without gradients on a static cache that stays on the device."""
@@ -48,6 +51,32 @@ def is_recordable(cached: Any) -> bool:
     if type(cached) is StaticSlidingWindowLayer:  # the host decides on copies once it is full
         return bool(cached.cumulative_length_int < cached.max_cache_len)
     return type(cached) is StaticLayer
+
+
+class Compilation:
+    """Lets `generate` compile a model on request, or where none of its layers is recorded."""
+
+    def __init__(self, model: nn.Module, is_recorded: Callable[[], bool]) -> None:
+        modules = [module for module in model.modules() if hasattr(module, _COMPILES)]
+        self._before = [(module, vars(module).get(_COMPILES)) for module in modules]
+        self._is_recorded = is_recorded
+        for module, _ in self._before:
+            setattr(module, _COMPILES, self._criterion(getattr(module, _COMPILES)))
+
+    def _criterion(self, before: Callable[..., Any]) -> Callable[..., Any]:
+        def compiles(model_kwargs: Any, generation_config: Any) -> Any:
+            asked = getattr(generation_config, "compile_config", None) is not None
+            return (asked or not self._is_recorded()) and before(model_kwargs, generation_config)
+
+        return compiles
+
+    def restore(self) -> None:
+        """Let transformers decide again."""
+        for module, criterion in self._before:
+            vars(module).pop(_COMPILES, None)
+            if criterion is not None:
+                setattr(module, _COMPILES, criterion)
+        self._before = []
 
 
 class RecordedDecode:

@@ -324,11 +324,12 @@ class Fit:
         """Return the bytes that a step needs, of which experts in host memory free some."""
         planned = self._budget_of(activities)
         peak = self._resident + planned.nbytes
-        if self._device.type != "cuda":
-            return peak - freed
-        if self._is_recorded:
+        if self._is_recorded and self._device.type == "cuda":
             peak = max(peak, self._with_graphs(activities, planned))
-        return int((peak - freed) * (1 + self._gaps))
+        return self._with_gaps(peak - freed)
+
+    def _with_gaps(self, nbytes: int) -> int:
+        return int(nbytes * (1 + self._gaps)) if self._device.type == "cuda" else nbytes
 
     @cached_property
     def _gaps(self) -> float:
@@ -346,14 +347,23 @@ class Fit:
         gradients, which come as activations go.
         """
         always = sum(planned.parts[name] for name in COMPONENTS[: COMPONENTS.index("gradients")])
-        work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
-        layers, others = (
-            max((size for name, size in work.items() if (name in self._fitted) is own), default=0)
-            for own in (True, False)
-        )
+        others = self._work(activities, of_layers=False)
         gradients = sum(parameter.nbytes for parameter in self._measured.trained)
-        pool = sum(a.saved for a in activities) + layers
-        return self._resident + always + pool + max(others, gradients) + _OF_GRAPHS
+        pool = self._pool(activities) + _OF_GRAPHS
+        return self._resident + always + pool + max(others, gradients)
+
+    def _pool(self, activities: tuple[Activity, ...]) -> int:
+        """Return the bytes of the graphs' memory pool."""
+        return sum(a.saved for a in activities) + self._work(activities, of_layers=True)
+
+    def _work(self, activities: tuple[Activity, ...], *, of_layers: bool) -> int:
+        """Return the most bytes that one block works with, of decoder layers or of the others."""
+        work = [
+            max(a.forward, a.backward) - a.saved
+            for a in activities
+            if (a.name in self._fitted) is of_layers
+        ]
+        return max(work, default=0)
 
     def _set(self, place: int) -> None:
         self._place = place
@@ -364,8 +374,11 @@ class Fit:
         self._needs = self._needed(choice.activities, freed)
         self.gain = self._choices.gain(self._known, choice)
         self._saved = self._choices.saved_by(choice)
+        # A batch of another shape may run while memory of graphs stays reserved.
+        both = self._needs + self._with_gaps(self._pool(choice.activities))
         for name, layer in self._fitted.items():
             layer.level = choice.levels.get(name, levels.RECOMPUTE)
+            layer.beside = both <= self.memory
         self._experts.hold(choice.host)
 
     def _keep_less(self, excess: int) -> None:

@@ -37,6 +37,7 @@ class FittedLayer(RunsLevels):
         self.layer, self.level, self.warned = layer, level, warned
         self.promised = promised  # Sequences of a batch, and tokens of each
         self._first = weakref.ref(layer)  # Of a copy still the layer that it was copied from
+        self.beside = True  # Whether memory holds a step without graphs beside those of others
         self.measures = False  # Whether its steps are measured, and not to be recorded
         self.compiled: Any = None  # What torch.compile had put in the layer's place
         self._before = layer.__dict__.get("forward")
@@ -128,34 +129,35 @@ def level_of(layer: nn.Module, args: Any, kwargs: Any, default: str) -> str:
     found = fitted(layer)
     if found is None:
         return default
-    x = args[0] if args else kwargs.get("hidden_states")
-    if isinstance(x, Tensor) and _exceeds(x.shape, found):
-        return levels.RECOMPUTE
-    return found.level
-
-
-def _exceeds(shape: torch.Size, layer: FittedLayer) -> bool:
-    """Whether hidden states (batch, tokens, ...) are more than was promised; say so once.
-
-    Longer sequences in fewer rows are: attention may take memory by the square of the length. Of
-    hidden states (tokens, hidden) the length of sequences is not known.
-    """
-    batch, length = layer.promised
-    tokens = shape[:2].numel() if len(shape) > 2 else shape[0]
-    if tokens > batch * length:
-        said = f"has {tokens} tokens, and {batch * length} were promised (batch_size x seq_len)"
-    elif len(shape) > 2 and shape[1] > length:
-        said = f"has sequences of {shape[1]} tokens, and {length} were promised (seq_len)"
-    else:
-        return False
-    if not torch.compiler.is_compiling() and "tokens" not in layer.warned:
-        layer.warned.add("tokens")
+    said = exceeds(found, args, kwargs)
+    if said is None:
+        return found.level
+    if not torch.compiler.is_compiling() and "tokens" not in found.warned:
+        found.warned.add("tokens")
         _log.warning(
             "fit_memory: a batch %s: its layers are computed again in backward, and may take more "
             "memory than was planned.",
             said,
         )
-    return True
+    return levels.RECOMPUTE
+
+
+def exceeds(layer: FittedLayer, args: Any, kwargs: Any) -> str | None:
+    """Return in words what of a call is more than was promised, or None.
+
+    Longer sequences in fewer rows are: attention may take memory by the square of the length. Of
+    hidden states (tokens, hidden) the length of sequences is not known.
+    """
+    x = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(x, Tensor):
+        return None
+    batch, length = layer.promised
+    tokens = x.shape[:2].numel() if x.dim() > 2 else x.shape[0]
+    if tokens > batch * length:
+        return f"has {tokens} tokens, and {batch * length} were promised (batch_size x seq_len)"
+    if x.dim() > 2 and x.shape[1] > length:
+        return f"has sequences of {x.shape[1]} tokens, and {length} were promised (seq_len)"
+    return None
 
 
 def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:

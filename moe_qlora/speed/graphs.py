@@ -23,6 +23,7 @@ and runs without graphs. What graphs return is lent, and not copied (`lent.py`).
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import traceback
 from collections.abc import Callable, Hashable, Sequence
@@ -36,10 +37,13 @@ from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
 from . import decoding, gathered, masks, recording
+from .call_kinds import CallKinds
+from .first_steps import give_back_once
 from .fitted import (
     FittedLayer,
     RunsLevels,
     decoder_layers,
+    exceeds,
     fitted,
     level_of,
     measures,
@@ -55,9 +59,6 @@ from .reserved import LayerExperts, Reserved, computing_devices
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-_COMPILES = "_valid_auto_compile_criteria"
-"""transformers' method that decides whether `generate` compiles a model."""
-
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
 
@@ -67,11 +68,12 @@ def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False
 
     This is for training that waits for the host, in batches of a fixed length (packed or padded).
     The first call of a layer runs eagerly, the second call of its kind is recorded, and later ones
-    are replayed. Calls that cannot be recorded run eagerly, and a warning gives the reason once:
-    more than four shapes, a key-value cache, gathered outputs other than router logits, foreign
-    hooks, layers that are sharded or spread over devices. In evaluation, only `generate` with
-    `cache_implementation="static"` is recorded: each layer's call for one new token, instead of
-    transformers' compilation.
+    are replayed. Where the memory given to `fit_memory` holds no step beside what graphs reserve,
+    they are given up for the first call of a kind, and recorded anew after it. Calls that cannot be
+    recorded run eagerly, and a warning gives the reason once: more than four shapes, a key-value
+    cache, gathered outputs other than router logits, foreign hooks, layers that are sharded or
+    spread over devices. In evaluation, only `generate` with `cache_implementation="static"` is
+    recorded: each layer's call for one new token, instead of transformers' compilation.
 
     What layers keep between forward and backward is what `fit_memory` says, called before or
     after; else backward computes a layer again, whether gradient checkpointing is on or not, or,
@@ -120,23 +122,11 @@ class LayerGraphs:
         self._buffers: dict[Hashable, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, int]] = {}
         self._warned: set[str] = set()
+        self._given_back: Any = None  # The hook of `give_back_once`
         self._layers = [
             _GraphedLayer(layer, self, compiled, place) for place, layer in enumerate(layers)
         ]
-        self._generators = [m for m in model.modules() if hasattr(m, _COMPILES)]
-        self._criteria = [vars(module).get(_COMPILES) for module in self._generators]
-        for module in self._generators:
-            setattr(module, _COMPILES, self._criterion(getattr(module, _COMPILES)))
-
-    def _criterion(self, before: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method: `generate` compiles on request, or if no layer is recorded."""
-
-        def compiles(model_kwargs: Any, generation_config: Any) -> Any:
-            asked = getattr(generation_config, "compile_config", None) is not None
-            recorded = any(layer.active for layer in self._layers)
-            return (asked or not recorded) and before(model_kwargs, generation_config)
-
-        return compiles
+        self._compilation = decoding.Compilation(model, lambda: any(x.active for x in self._layers))
 
     @property
     def recorded(self) -> int:
@@ -144,18 +134,22 @@ class LayerGraphs:
         kinds = (kind for layer in self._layers for kind in (layer.calls, layer.tokens))
         return sum(call is not None for calls in kinds for call in calls.values())
 
+    @property
+    def holds_steps(self) -> bool:
+        """Whether memory is reserved for what recorded layers work with and keep in training."""
+        return any(call is not None for layer in self._layers for call in layer.calls.values())
+
     def remove(self) -> None:
         """Restore the layers' forwards, and free the graphs."""
         for layer in self._layers:
             layer.remove()
-        for module, criterion in zip(self._generators, self._criteria, strict=True):
-            vars(module).pop(_COMPILES, None)
-            if criterion is not None:
-                setattr(module, _COMPILES, criterion)
-        self._layers, self._generators, self._criteria = [], [], []
+        self._compilation.restore()
+        self._layers = []
         self._buffers.clear()
         self._sources.clear()
         self.lender = Lender()
+        if self._given_back is not None:
+            self._given_back.remove()
 
     def __enter__(self) -> LayerGraphs:
         return self
@@ -204,12 +198,33 @@ class LayerGraphs:
         """Whether a call may not be replayed in this pass, and has to be recorded anew."""
         return self._passes.is_outdated(call)
 
+    def make_room(self, layer: nn.Module, *, for_good: bool = False) -> None:
+        """Give back the graphs' memory before a pass without them, if both take too much.
+
+        Args:
+            layer: The layer that runs next.
+            for_good: Record nothing any more.
+        """
+        found = fitted(layer)
+        if found is None or found.beside or self.is_pending or not self.holds_steps:
+            return
+        for each in self._layers:
+            each.remove() if for_good else each.give_back()
+        if self.lender.settle():
+            self.lender = Lender()
+        gc.collect()
+        torch.cuda.empty_cache()
+        if self._given_back is not None:
+            self._given_back.remove()
+        self._given_back = give_back_once(layer)  # Of the pass, before graphs are recorded anew
+
     def record(self, layer: _GraphedLayer, make: Callable[[], _T]) -> _T:
         """Record a call of a layer; after a failure, all layers run eagerly."""
         if self._passes.is_replaying or not self.recorded:
             # To this pool, memory is free that calls recorded in earlier passes keep tensors in; or
             # torch has given it up, as it does when a pool's last graph is gone.
             self.pool = torch.cuda.graph_pool_handle()
+            torch.cuda.empty_cache()  # While it records, torch does not give back what it holds
         try:
             made = make()
         except ObstacleError:
@@ -254,9 +269,7 @@ class _GraphedLayer(RunsLevels):
         self.calls: dict[Hashable, RecordedCall | None] = {}
         self.tokens: dict[Hashable, decoding.RecordedDecode | None] = {}
         self.cache_index: int | None = None  # Index of its cache layer, once known
-        self.adapters: tuple[str, ...] | None = None
-        self.tensors: list[Tensor] = []
-        self.tuners: list[Any] = []
+        self._kinds = CallKinds(shared.model, layer)
         self.experts = LayerExperts(layer)
         self.places: Any = None  # Of the experts, when calls were recorded
         found = fitted(layer)
@@ -285,6 +298,10 @@ class _GraphedLayer(RunsLevels):
     def forget(self) -> None:
         """Give back the graphs; calls are recorded anew."""
         self.calls.clear()
+
+    def give_back(self) -> None:
+        """Give back the graphs; the next call of a known kind is recorded."""
+        self.calls = dict.fromkeys(self.calls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _GraphedLayer:
         """Return a copy without graphs."""
@@ -328,7 +345,7 @@ class _GraphedLayer(RunsLevels):
         # In backward, a checkpoint around the layer computes it again: no new pass.
         admitted = in_backward() or self.shared.enters(self.place)
         try:
-            leaves, spec, kind = self._describe(args, kwargs)
+            leaves, spec, kind = self._kinds.describe(args, kwargs)
             reserved = self._reserve() if admitted and not measures(layer) else None
             if reserved is not None:
                 call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))
@@ -338,7 +355,14 @@ class _GraphedLayer(RunsLevels):
             self.shared.warn(str(obstacle))
             if fitted(layer) is None and not self.shared.keep:
                 return type(layer).forward(layer, *args, **given)
-        return self._compute(level, args, kwargs, preserve_rng_state=True)
+        return self._compute(self._beside(level), args, kwargs, preserve_rng_state=True)
+
+    def _beside(self, level: str) -> str:
+        """Return the level of a call without graphs, while memory of graphs is reserved."""
+        found = fitted(self.layer)
+        if found is None or found.beside or found.measures or not self.shared.holds_steps:
+            return level
+        return levels.RECOMPUTE
 
     def _reserve(self) -> Reserved | None:
         """Keep the experts where they are; calls that were recorded elsewhere are forgotten."""
@@ -359,6 +383,14 @@ class _GraphedLayer(RunsLevels):
         call = self.calls.get((level, kind))
         if call is not None and self.shared.is_outdated(call):
             self.calls[level, kind] = None
+        if (level, kind) not in self.calls:
+            many = len(self.calls) >= _MOST_KINDS
+            self.shared.make_room(self.layer, for_good=many)
+            if many:
+                raise ObstacleError(
+                    f"it was called in more than {_MOST_KINDS} ways; train in batches of one fixed "
+                    "length, packed or padded"
+                )
         return self._recorded(self.calls, (level, kind), make)
 
     def _without_gradients(self, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -366,6 +398,9 @@ class _GraphedLayer(RunsLevels):
         layer = self.layer
         x = args[0] if args else kwargs.get("hidden_states")
         if not (decoding.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
+            found, cached = fitted(layer), kwargs.get("past_key_values")
+            if found is not None and cached is None and exceeds(found, args, kwargs):
+                self.shared.make_room(layer)  # For an evaluation: `generate` has a cache
             return type(layer).forward(layer, *args, **kwargs)
         cache = kwargs["past_key_values"]
         if self.cache_index is None:
@@ -380,7 +415,7 @@ class _GraphedLayer(RunsLevels):
         if self.cache_index < 0 or overwrites or not decoding.is_recordable(cached):
             return type(layer).forward(layer, *args, **kwargs)
         try:
-            leaves, spec, kind = self._describe(args, kwargs | {"past_key_values": None})
+            leaves, spec, kind = self._kinds.describe(args, kwargs | {"past_key_values": None})
             if spec.has_masks:
                 raise ObstacleError("flex attention's BlockMask is recorded in training alone")
             kind = kind, layer.training, cached.keys.shape, cached.keys.dtype
@@ -430,19 +465,11 @@ class _GraphedLayer(RunsLevels):
         self, calls: dict[Hashable, _T | None], kind: Hashable, make: Callable[[], _T]
     ) -> _T | None:
         """Return a call's graphs, recording the second call of its kind; None for the first."""
-        call = calls.get(kind)
-        if call is not None:
-            return call
-        if kind in calls:
-            call = calls[kind] = self.shared.record(self, make)
-            return call
-        if len(calls) >= _MOST_KINDS:
-            raise ObstacleError(
-                f"it was called in more than {_MOST_KINDS} ways; train in batches of one fixed "
-                "length, packed or padded"
-            )
-        calls[kind] = None
-        return None
+        if kind not in calls:
+            calls[kind] = None
+        elif calls[kind] is None:
+            calls[kind] = self.shared.record(self, make)
+        return calls[kind]
 
     def _needed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that a layer uses.
@@ -460,42 +487,3 @@ class _GraphedLayer(RunsLevels):
             return self._run(
                 level, (self.layer, *args), kwargs, preserve_rng_state=preserve_rng_state
             )
-
-    def _describe(self, args: Any, kwargs: Any) -> tuple[list[Any], masks.Spec, Hashable]:
-        """Return a call's arguments, and its kind: everything that a graph depends on."""
-        leaves, spec = masks.flatten((args, kwargs))
-        shapes: list[Hashable] = []
-        for position, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                if leaf.requires_grad and position:
-                    raise ObstacleError("it takes gradients to more than its hidden states")
-                shapes.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
-            elif isinstance(leaf, masks.PLAIN):
-                shapes.append((type(leaf), leaf))
-            else:
-                raise ObstacleError(
-                    f"it is called with a {type(leaf).__name__} (for a cache: train with "
-                    "model.config.use_cache=False)"
-                )
-        if not leaves or not isinstance(leaves[0], Tensor):
-            raise ObstacleError("it is not called with its hidden states first")
-        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        return leaves, spec, (spec, tuple(shapes), autocast, gathered.asked(), self._state())
-
-    def _state(self) -> Hashable:
-        """Return addresses of the layer's weights, which are trained, and the active adapters."""
-        adapters = tuple(getattr(self.shared.model, "peft_config", ()))
-        if adapters != self.adapters:
-            self.adapters = adapters
-            self.tensors = [*self.layer.parameters(), *self.layer.buffers()]
-            self.tuners = [m for m in self.layer.modules() if hasattr(m, "merged_adapters")]
-        weights = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self.tensors)
-        active = tuple(
-            (
-                bool(tuner.disable_adapters),
-                tuple(tuner.merged_adapters),
-                tuple((name, tuner.scaling.get(name)) for name in tuner.active_adapters),
-            )
-            for tuner in self.tuners
-        )
-        return weights, active

@@ -1,0 +1,250 @@
+"""Batches of several shapes, where memory does not hold a step beside that of recorded layers.
+
+Graphs are emulated: what is asked is which calls are recorded, and what the others keep.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import graphed
+import pytest
+import torch
+from emulated_graphs import emulate, emulated
+from torch import Tensor
+from transformers import BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
+
+import moe_qlora
+from moe_qlora.memory import levels
+from moe_qlora.speed import graphs as speed_graphs
+from moe_qlora.testing import tiny_model
+from tests.helpers.fitting import ENOUGH, SEQ, equal, fitted, token_ids, train, with_lora
+
+pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+LAYERS = 3
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The levels of layers that ran without graphs."""
+    emulate(monkeypatch)
+    seen: list[str] = []
+    compute = speed_graphs._GraphedLayer._compute
+
+    def noting(self: Any, level: str, *args: Any, preserve_rng_state: bool) -> Any:
+        if preserve_rng_state:
+            seen.append(level)
+        return compute(self, level, *args, preserve_rng_state=preserve_rng_state)
+
+    monkeypatch.setattr(speed_graphs._GraphedLayer, "_compute", noting)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def emulates(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("gpu") is None:
+        request.getfixturevalue("ran")
+
+
+def packed() -> Any:
+    model: Any = tiny_model("qwen3_moe", num_hidden_layers=LAYERS)
+    model.config.use_cache = False
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    return with_lora(model)
+
+
+def tight(model: Any) -> int:
+    """The bytes of a step that keeps all."""
+    with fitted(model, ENOUGH) as fit:
+        return int(fit.peak)
+
+
+def step(model: Any, ids: Tensor) -> Any:
+    model.zero_grad()
+    return train(model, ids, 1)
+
+
+def reset(model: Any, weights: dict[str, Tensor]) -> None:
+    model.load_state_dict(weights, strict=False)
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("fitted_first", [True, False])
+def test_a_smaller_batch_gets_the_memory_of_the_graphs(fitted_first: bool, ran: list[str]) -> None:
+    model = packed()
+    weights, memory = trained(model), tight(model)
+    batches = [token_ids(model), token_ids(model, 1)]
+    wanted = []
+    for ids in batches:
+        reset(model, weights)
+        wanted.append(step(model, ids))
+    fits = [] if not fitted_first else [fitted(model, memory)]
+    with emulated(model.get_base_model()) as graphs:
+        fits = fits or [fitted(model, memory)]
+        recorded = []
+        ran.clear()
+        for which in (0, 0, 0, 1, 0, 1, 1, 0):
+            reset(model, weights)
+            assert equal(step(model, batches[which]), wanted[which])
+            recorded.append(graphs.recorded)
+    assert recorded == [LAYERS * n for n in (0, 1, 1, 0, 1, 2, 2, 2)]
+    assert ran == [levels.KEEP] * 2 * LAYERS  # The first of each shape
+    fits[0].remove()
+
+
+def test_with_memory_for_both_graphs_stay(ran: list[str]) -> None:
+    model = packed()
+    with fitted(model, ENOUGH), emulated(model.get_base_model()) as graphs:
+        ran.clear()
+        for rows in (2, 2, 1):
+            step(model, token_ids(model, rows))
+        assert graphs.recorded == LAYERS
+        assert ran == [levels.KEEP] * 2 * LAYERS
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_second_forward_before_backward_keeps_what_memory_holds(
+    enough: bool, ran: list[str]
+) -> None:
+    model = packed()
+    memory = ENOUGH if enough else tight(model)
+    ids = token_ids(model)
+    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
+        for _ in range(2):
+            step(model, ids)
+        ran.clear()
+        losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
+        sum(losses).backward()
+        assert graphs.recorded == LAYERS
+        assert ran == [levels.KEEP if enough else levels.RECOMPUTE] * LAYERS
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_of_batches_without_a_fixed_length_nothing_stays_recorded(
+    enough: bool, ran: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = packed()
+    weights, memory = trained(model), ENOUGH if enough else tight(model)
+    lengths = (SEQ, SEQ, 40, 32, 24, 16, SEQ, 16)
+    wanted = []
+    for length in lengths:
+        reset(model, weights)
+        wanted.append(step(model, token_ids(model, 2, length)))
+    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
+        ran.clear()
+        with caplog.at_level(logging.WARNING, "moe_qlora"):
+            for length, one in zip(lengths, wanted, strict=True):
+                reset(model, weights)
+                assert equal(step(model, token_ids(model, 2, length)), one)
+        assert graphs.recorded == (LAYERS if enough else 0)
+        assert set(ran) == {levels.KEEP}
+    said = [r.message for r in caplog.records if "more than 4 ways" in r.message]
+    assert len(said) == 1
+
+
+def test_a_batch_that_comes_while_gradients_accumulate() -> None:
+    model = packed()
+    weights, memory = trained(model), tight(model)
+    batches = [token_ids(model), token_ids(model, 1)]
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        for ids in batches:
+            model(input_ids=ids, labels=ids).loss.backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    reset(model, weights)
+    wanted = gradients()
+    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
+        for _ in range(3):
+            step(model, batches[0])
+        assert graphs.recorded == LAYERS
+        reset(model, weights)
+        got = gradients()
+        assert graphs.recorded == 0
+    assert got.keys() == wanted.keys()
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(3, SEQ), (1, 2 * SEQ), (2, SEQ), (4, SEQ // 2)])
+@pytest.mark.parametrize("enough", [True, False])
+def test_an_evaluation_of_larger_batches_gets_the_memory_of_the_graphs(
+    rows: int, length: int, enough: bool, ran: list[str]
+) -> None:
+    model = packed()
+    memory = ENOUGH if enough else tight(model)
+    ids = token_ids(model)
+    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
+        for _ in range(2):
+            step(model, ids)
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=token_ids(model, rows, length))
+        larger = rows * length > ids.numel() or length > SEQ
+        assert graphs.recorded == (LAYERS if enough or not larger else 0)
+        model.train()
+        ran.clear()
+        step(model, ids)
+        assert graphs.recorded == LAYERS and not ran
+
+
+def test_trainer_ends_epochs_with_smaller_batches_and_evaluates_in_larger_ones(
+    tmp_path: Path,
+) -> None:
+    rows = [{"input_ids": ids, "labels": ids} for ids in token_ids(packed(), 5)]
+    seen: list[int] = []
+
+    def losses(graphs: Any = None) -> list[float]:
+        class Noting(TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                seen.append(graphs.recorded // LAYERS if graphs else 0)
+
+            def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+                seen.append(graphs.recorded // LAYERS if graphs else 0)
+
+        args = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, per_device_eval_batch_size=5,
+            num_train_epochs=3, logging_steps=1, eval_strategy="epoch", report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=[Noting()])
+        trainer.train()
+        kinds = "loss", "eval_loss"
+        return [each[k] for each in trainer.state.log_history for k in kinds if k in each]
+
+    model = packed()
+    weights, memory = trained(model), tight(model)
+    wanted = losses()
+    reset(model, weights)
+    seen.clear()
+    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
+        assert losses(graphs) == wanted
+    # Of each epoch two batches, a smaller one, and the evaluation
+    assert seen == [0, 1, 0, 0, 1, 1, 2, 0, 1, 1, 2, 0]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_batch_reserves_more_than_the_memory() -> None:
+    sizes = {"num_hidden_layers": 6, "hidden_size": 1024, "moe_intermediate_size": 512}
+    model = graphed.packed("qwen3_moe", sizes)
+    batches = [graphed.batch(7, 4096), graphed.batch(7, 4096)[:1], graphed.batch(7, 2048)]
+    long = {"batch_size": 2, "seq_len": 4096}
+    with moe_qlora.graph_layers(model):
+        with moe_qlora.fit_memory(model, memory=1 << 36, **long) as fit:
+            memory = int(fit._needs * 1.01)
+        torch.cuda.empty_cache()
+        with moe_qlora.fit_memory(model, memory=memory, **long) as fit:
+            assert all(layer.activations == "keep" for layer in fit.layers)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+            torch.cuda.reset_peak_memory_stats()
+            for which in (0, 0, 0, 0, 1, 0, 1, 2, 0, 2, 1):
+                ids = batches[which]
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert torch.cuda.max_memory_reserved() <= memory, which
