@@ -89,17 +89,21 @@ class _Steps:
         self.host.before_build()  # a reference or reward model may come after it
 
 
-def prepares(host: ExpertsHost, seq_len: int) -> TrainerCallback:
+def prepares(
+    host: ExpertsHost, seq_len: int, *, padded: bool = False, objective: str = "sft"
+) -> TrainerCallback:
     """Return a callback of Trainer that prepares training where the host's settings ask for it.
 
     It does so when training begins: after the adapters, which LLaMA-Factory casts, are complete.
+    `padded` and `objective` are those of `ExpertsHost.before_training`.
     """
     from transformers import TrainerCallback
 
     class Prepares(TrainerCallback):
         def on_train_begin(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
+            rows = args.per_device_train_batch_size
             host.before_training(
-                model, batch_size=args.per_device_train_batch_size, seq_len=seq_len
+                model, batch_size=rows, seq_len=seq_len, padded=padded, objective=objective
             )
 
     return Prepares()
@@ -146,7 +150,18 @@ def train() -> None:
     settings = check(args)
     run_args = {key: value for key, value in args.items() if key != BLOCK}
     with packed_experts(settings) as host:
-        run_exp(run_args, callbacks=[prepares(host, int(args.get("cutoff_len", _CUTOFF)))])
+        run_exp(run_args, callbacks=[prepares(host, **step_of(args))])
+
+
+def step_of(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `prepares` needs of the arguments of a run."""
+    stage, preference = str(args.get("stage", "sft")), str(args.get("pref_loss", "sigmoid"))
+    alone = stage == "dpo" and preference in ("orpo", "simpo")  # without a reference
+    return {
+        "seq_len": int(args.get("cutoff_len", _CUTOFF)),
+        "padded": stage == "sft" and bool(args.get("packing") or args.get("neat_packing")),
+        "objective": preference if alone else stage,
+    }
 
 
 def main() -> int:

@@ -97,8 +97,15 @@ def _tuner(host: ExpertsHost) -> type:
                 raise ConfigError(
                     "prepare_training needs the length of a sequence: set --max_length."
                 )
-            rows = args.per_device_train_batch_size
-            host.before_training(adapted, batch_size=rows, seq_len=args.max_length)
+            host.before_training(
+                adapted,
+                batch_size=args.per_device_train_batch_size,
+                seq_len=args.max_length,
+                padding_free=any(
+                    getattr(args, each, False) for each in ("packing", "padding_free")
+                ),
+                objective=getattr(args, "rlhf_type", None) or "sft",
+            )
             return adapted
 
         @staticmethod

@@ -21,7 +21,7 @@ from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.integrations import ExpertsHost, prepare
+from moe_qlora.integrations import ExpertsHost, llama_factory, prepare
 from moe_qlora.integrations.liger import apply_liger
 from moe_qlora.integrations.llama_factory import prepares
 from moe_qlora.models.trainer.checks import PLUGIN
@@ -386,8 +386,36 @@ def test_hosts_prepare_what_their_settings_ask_for(asked, memory, cuda):
     model = adapted()
     assert ExpertsHost().before_training(model, **SIZES) is None and not cuda
     prepared = ExpertsHost({"prepare_training": asked}).before_training(model, **SIZES)
-    assert prepared is not None and f"'memory': {memory!r}}}" in cuda[1]
+    assert prepared is not None and f"'memory': {memory!r}" in cuda[1]
     prepared.remove()
+
+
+@pytest.mark.parametrize(
+    ("step", "sizes"),
+    [
+        ({}, {"batch_size": 1, "seq_len": 64}),
+        ({"padded": True}, {"batch_size": 1, "seq_len": 64, "padded": True}),
+        ({"batch_size": 3}, {"batch_size": 3, "seq_len": 64, "padded": True}),
+        (
+            {"batch_size": 3, "padding_free": True},
+            {"batch_size": 1, "seq_len": 192, "padded": True},
+        ),
+        ({"objective": "rm"}, {"batch_size": 2, "seq_len": 64, "padded": True}),
+    ],
+)
+def test_hosts_say_how_rows_come(step, sizes, events):
+    host = ExpertsHost({"prepare_training": "1GiB"})
+    prepared = host.before_training(adapted(), **{"batch_size": 1, "seq_len": 64, **step})
+    assert events == [f"fit of {in_order(sizes)} with stock loss"]
+    prepared.remove()
+
+
+def in_order(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `fit_memory` as `prepare_training` hands them on."""
+    names = ("batch_size", "seq_len", "memory", "padded")
+    return {
+        name: ({"memory": "1GiB"} | sizes)[name] for name in names if name in {"memory", *sizes}
+    }
 
 
 def test_llama_factorys_trainer_prepares_when_training_begins(events, tmp_path):
@@ -398,14 +426,48 @@ def test_llama_factorys_trainer_prepares_when_training_begins(events, tmp_path):
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     host = ExpertsHost({"prepare_training": "1GiB"})
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[prepares(host, 12)])
+    file = {"stage": "sft", "cutoff_len": 12, "packing": True}
+    callback = prepares(host, **llama_factory.step_of(file))
+    trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])
     assert not events
     trainer.train()
-    assert events == ["fit of {'batch_size': 2, 'seq_len': 12, 'memory': '1GiB'} with stock loss"]
+    sizes = in_order({"batch_size": 2, "seq_len": 12, "padded": True})
+    assert events == [f"fit of {sizes} with stock loss"]
 
 
-@pytest.mark.parametrize(("loss", "rows"), [(None, 3), ("dpo", 6), ("kto", 3)])
-def test_axolotls_plugin_prepares_the_trainers_model(loss, rows, events, monkeypatch):
+@pytest.mark.parametrize(
+    ("file", "step"),
+    [
+        ({}, {"seq_len": 2048, "padded": False, "objective": "sft"}),
+        (
+            {"cutoff_len": 64, "neat_packing": True},
+            {"seq_len": 64, "padded": True, "objective": "sft"},
+        ),
+        ({"stage": "pt", "packing": True}, {"seq_len": 2048, "padded": False, "objective": "pt"}),
+        ({"stage": "dpo"}, {"seq_len": 2048, "padded": False, "objective": "dpo"}),
+        (
+            {"stage": "dpo", "pref_loss": "simpo"},
+            {"seq_len": 2048, "padded": False, "objective": "simpo"},
+        ),
+    ],
+)
+def test_llama_factorys_file_says_how_a_step_is(file, step):
+    assert llama_factory.step_of(file) == step
+
+
+@pytest.mark.parametrize(
+    ("more", "real_batches", "sizes"),
+    [
+        ({}, True, {"batch_size": 3, "seq_len": 64}),
+        ({"rl": "dpo"}, True, {"batch_size": 6, "seq_len": 64}),
+        ({"rl": "kto"}, True, {"batch_size": 3, "seq_len": 64}),
+        ({"sample_packing": True}, True, {"batch_size": 3, "seq_len": 64}),
+        ({"sample_packing": True}, False, {"batch_size": 1, "seq_len": 192}),
+    ],
+)
+def test_axolotls_plugin_prepares_the_trainers_model(
+    more, real_batches, sizes, events, monkeypatch
+):
     """The hook alone, on stand-ins of the two names that its file takes from axolotl."""
     base, log = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.utils.logging")
     base.BasePlugin, log.get_logger = object, logging.getLogger  # type: ignore[attr-defined]
@@ -418,10 +480,13 @@ def test_axolotls_plugin_prepares_the_trainers_model(loss, rows, events, monkeyp
     monkeypatch.delitem(sys.modules, ours.__name__)
     model, plugin = adapted(), ours.MoeQloraPlugin()
     plugin.host = ExpertsHost({"prepare_training": "1GiB"})
-    cfg = {"plugins": [PLUGIN], "micro_batch_size": 3, "sequence_len": 64, "rl": loss}
-    plugin.post_trainer_create(cfg, SimpleNamespace(model=model))
-    sizes = {"batch_size": rows, "seq_len": 64, "memory": "1GiB"}
-    assert events == [f"fit of {sizes} with stock loss"]
+    cfg = {"plugins": [PLUGIN], "micro_batch_size": 3, "sequence_len": 64, **more}
+    args = SimpleNamespace(multipack_real_batches=real_batches)
+    plugin.post_trainer_create(cfg, SimpleNamespace(model=model, args=args))
+    said = repr(in_order({**sizes, "padded": True}))
+    if "rl" in more:
+        said = f"{said[:-1]}, 'loss': functools.partial(<function _of_probabilities"
+    assert len(events) == 1 and events[0].startswith(f"fit of {said}")
     plugin.post_train_unload(cfg)
     assert events[1:] == ["fit removed"]
 

@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_qlora.integrations.objectives import log_probabilities
+
 Batch = dict[str, Tensor]
 Loss = Callable[..., Tensor]
 
@@ -135,24 +137,11 @@ KINDS: dict[str, Callable[[int, int, int, torch.Generator], Batch]] = {
 }
 
 
-def _log_probabilities(model: Any, batch: Batch) -> Tensor:
-    """Return that of each token with a label, 0 for others: `(B, S - 1)`, float32."""
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits = model(**inputs).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    return torch.stack(
-        [
-            -F.cross_entropy(a.float(), b, reduction="none")
-            for a, b in zip(logits, labels, strict=True)
-        ]
-    )
-
-
 def dpo_loss(model: Any, batch: Batch) -> Tensor:
     """The loss of Direct Preference Optimization (Rafailov et al., 2023, equation 7)."""
     with torch.no_grad(), model.disable_adapter():
-        reference = _log_probabilities(model, batch).sum(1)
-    gained = _log_probabilities(model, batch).sum(1) - reference
+        reference = log_probabilities(model, batch).sum(1)
+    gained = log_probabilities(model, batch).sum(1) - reference
     chosen, rejected = gained.chunk(2)
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
@@ -160,8 +149,8 @@ def dpo_loss(model: Any, batch: Batch) -> Tensor:
 def grpo_loss(model: Any, batch: Batch) -> Tensor:
     """The clipped loss of GRPO (Shao et al., 2024, equation 3) without its KL term, as TRL's."""
     with torch.no_grad():
-        before = _log_probabilities(model, batch)
-    now = _log_probabilities(model, batch)
+        before = log_probabilities(model, batch)
+    now = log_probabilities(model, batch)
     rewards = torch.arange(len(now), dtype=now.dtype, device=now.device)
     advantages = ((rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4))[:, None]
     if len(now) == 1:

@@ -129,7 +129,7 @@ def test_the_loss_of_groups_has_the_gradient_of_the_policy(chats: Any) -> None:
     assert found is not None
     advantages = torch.tensor([-1.0, 0.0, 1.0]) / math.sqrt(2 / 3)
     (
-        -(chats._log_probabilities(model, batch).sum(1) * advantages).sum() / chats.with_loss(batch)
+        -(chats.log_probabilities(model, batch).sum(1) * advantages).sum() / chats.with_loss(batch)
     ).backward()
     assert torch.allclose(found, model.adapter.grad, rtol=1e-2, atol=1e-6)
 
