@@ -1,4 +1,4 @@
-"""What makes two calls of a decoder layer one kind, of which CUDA graphs replay each."""
+"""Which calls of a decoder layer CUDA graphs can replay, and which of them are of one kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from . import gathered, masks
+from .fitted import FittedLayer
 from .recording import ObstacleError
+from .reserved import computing_devices
 
 
 class CallKinds:
@@ -17,8 +19,10 @@ class CallKinds:
 
     def __init__(self, model: nn.Module, layer: nn.Module) -> None:
         self.model, self.layer = model, layer
-        self.adapters: tuple[str, ...] | None = None
-        self.tensors: list[Tensor] = []
+        self.adapters: dict[str, int] | None = None
+        self._configs: dict[str, Any] = {}  # Referenced: no other gets their ids
+        # Where weights and buffers stand: another may be put there (load_state_dict(assign=True))
+        self.places: list[tuple[dict[str, Any], str]] = []
         self.tuners: list[Any] = []
 
     def describe(self, args: Any, kwargs: Any) -> tuple[list[Any], masks.Spec, Hashable]:
@@ -44,12 +48,20 @@ class CallKinds:
 
     def _state(self) -> Hashable:
         """Return addresses of the layer's weights, which are trained, and the active adapters."""
-        adapters = tuple(getattr(self.model, "peft_config", ()))
-        if adapters != self.adapters:
-            self.adapters = adapters
-            self.tensors = [*self.layer.parameters(), *self.layer.buffers()]
+        configs = dict(getattr(self.model, "peft_config", {}))
+        adapters = {name: id(config) for name, config in configs.items()}
+        if adapters != self.adapters:  # Of a name that was deleted and is used again too
+            self.adapters, self._configs = adapters, configs
+            self.places = [
+                (tensors, name)
+                for module in self.layer.modules()
+                for tensors in (module._parameters, module._buffers)
+                for name, tensor in tensors.items()
+                if tensor is not None
+            ]
             self.tuners = [m for m in self.layer.modules() if hasattr(m, "merged_adapters")]
-        weights = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self.tensors)
+        found = (tensors.get(name) for tensors, name in self.places)
+        weights = tuple((t.data_ptr(), t.requires_grad) for t in found if t is not None)
         active = tuple(
             (
                 bool(tuner.disable_adapters),
@@ -59,3 +71,20 @@ class CallKinds:
             for tuner in self.tuners
         )
         return weights, active
+
+
+def obstacle(layer: nn.Module) -> str | None:
+    """Return why no call of a decoder layer can be recorded, or None."""
+    tensors = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    devices = computing_devices(layer)
+    if len(devices) > 1:
+        return f"it lies on {' and '.join(devices)}"
+    replaced = layer.__dict__.get("forward")
+    if replaced is not None and not isinstance(getattr(replaced, "__self__", None), FittedLayer):
+        return "its forward has been replaced, as accelerate's offloading does"
+    sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")]
+    if sharded:
+        return f"its {sharded[0]} is sharded over ranks"
+    if any(getattr(module, "_is_expert_parallel", False) for module in layer.modules()):
+        return "its experts are divided over ranks"
+    return None

@@ -111,7 +111,7 @@ class RecordedDecode:
             with (
                 torch.cuda.device(x.device),
                 workspace.recorded(x.device),
-                capture(self.graph, shared.pool),
+                capture(self.graph, shared.token_pool),
             ):
                 self.out.copy_(compute(self.arguments, cache))
                 self.workspace = workspace.buffers(x.device)

@@ -69,10 +69,10 @@ class FirstSteps:
         if fit._given_back is not None:
             fit._given_back.remove()
         if fit._is_recorded:
-            fit._given_back = give_back_once(fit._modules[fit._choices.layers[0]])
+            fit._given_back = _give_back_once(fit._modules[fit._choices.layers[0]])
 
 
-def give_back_once(layer: nn.Module) -> Any:
+def _give_back_once(layer: nn.Module) -> Any:
     """Give back the memory of the first backward, once a layer's gradients are there.
 
     That step ran without graphs. An optimizer makes its states next, and in gaps between them

@@ -160,6 +160,7 @@ class Fit:
         loss: Loss | None,
     ) -> None:
         self.memory, self.peak, self.gain = 0, 0, 1.0
+        self._limit = 0  # `memory` without what the first steps took beside the plan
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._modules, self._device = model, layers, device
         warned: set[str] = set()
@@ -183,7 +184,7 @@ class Fit:
         paced = replace(paced, link=float(self._least(lambda: int(paced.link))))
 
         def keeps_all() -> int:
-            self.memory = limit_of(memory, self._device)
+            self.memory = self._limit = limit_of(memory, self._device)
             measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory)
             settings = Settings(batch=batch, seq=seq, foreach=self._device.type == "cuda")
             self._budget_of = partial(_budget, measured, settings)
@@ -378,14 +379,15 @@ class Fit:
         both = self._needs + self._with_gaps(self._pool(choice.activities))
         for name, layer in self._fitted.items():
             layer.level = choice.levels.get(name, levels.RECOMPUTE)
-            layer.beside = both <= self.memory
+            layer.beside = both <= self._limit
         self._experts.hold(choice.host)
 
     def _keep_less(self, excess: int) -> None:
         """Choose anew where steps take so many bytes more than was planned."""
         self._forget_recordings()
+        self._limit = self.memory - excess
         try:
-            place = self._chosen(self.memory - excess)
+            place = self._chosen(self._limit)
         except ConfigError:
             place = 0
         self._set(min(place, self._place))

@@ -37,7 +37,7 @@ class FittedLayer(RunsLevels):
         self.layer, self.level, self.warned = layer, level, warned
         self.promised = promised  # Sequences of a batch, and tokens of each
         self._first = weakref.ref(layer)  # Of a copy still the layer that it was copied from
-        self.beside = True  # Whether memory holds a step without graphs beside those of others
+        self.beside = True  # Whether memory holds a step without graphs beside what they reserve
         self.measures = False  # Whether its steps are measured, and not to be recorded
         self.compiled: Any = None  # What torch.compile had put in the layer's place
         self._before = layer.__dict__.get("forward")

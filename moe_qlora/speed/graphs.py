@@ -12,7 +12,8 @@ What a layer keeps (`memory/levels.py`) lies in the graphs' memory pool, which a
 recorded in the order in which they run, forwards and then backwards, and are replayed in that
 order: so memory that a layer's backward gives back is used again, as in a step without graphs, and
 nothing that is kept is overwritten. Another forward before the backward of the first would do so,
-and runs without graphs. What graphs return is lent, and not copied (`lent.py`).
+and runs without graphs where one of them keeps something. What graphs return is lent, and not
+copied (`lent.py`).
 
     LayerGraphs        the layers of one model, and their shared buffers
       _GraphedLayer    one layer: its `forward` runs a call eagerly, records it or replays it
@@ -37,10 +38,8 @@ from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
 from . import decoding, gathered, masks, recording
-from .call_kinds import CallKinds
-from .first_steps import give_back_once
+from .call_kinds import CallKinds, obstacle
 from .fitted import (
-    FittedLayer,
     RunsLevels,
     decoder_layers,
     exceeds,
@@ -61,6 +60,8 @@ _T = TypeVar("_T")
 
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
+_EVERY = 16
+"""Fewest passes between evaluations that get the graphs' memory: recording takes seconds."""
 
 
 def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False) -> LayerGraphs:
@@ -118,11 +119,15 @@ class LayerGraphs:
     ) -> None:
         self.model, self.keep = model, keep
         self.pool = torch.cuda.graph_pool_handle()
-        self._passes, self.lender = Passes(), Lender()
+        # Of `generate`: a pool is given back when none of its graphs is left.
+        self.token_pool = torch.cuda.graph_pool_handle()
+        self.passes, self.lender = Passes(), Lender()
         self._buffers: dict[Hashable, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, int]] = {}
         self._warned: set[str] = set()
-        self._given_back: Any = None  # The hook of `give_back_once`
+        self._pool_of = -1  # The pass in which the pool was made
+        self._gave_back = -_EVERY  # Count of passes when an evaluation got the memory
+        self._gives_up = False  # When the next pass begins
         self._layers = [
             _GraphedLayer(layer, self, compiled, place) for place, layer in enumerate(layers)
         ]
@@ -148,8 +153,6 @@ class LayerGraphs:
         self._buffers.clear()
         self._sources.clear()
         self.lender = Lender()
-        if self._given_back is not None:
-            self._given_back.remove()
 
     def __enter__(self) -> LayerGraphs:
         return self
@@ -181,60 +184,79 @@ class LayerGraphs:
                     source = leaf.detach() if leaf.requires_grad else leaf
                     self._sources[id(buffer)] = source, leaf._version
 
-    def enters(self, place: int) -> bool:
+    def enters(self, place: int, *, keeps: bool) -> bool:
         """Note that a layer runs in training; return whether its graphs may run now."""
-        return self._passes.enters(place)
+        before = self.passes.count
+        admitted = self.passes.enters(place, keeps=keeps)
+        if self._gives_up and self.passes.count > before and not self.passes.is_waiting:
+            self._release(for_good=True)
+            return False
+        return admitted
 
     def pending(self, call: RecordedCall) -> object:
-        """Return an object that lives as long as a backward needs what a recorded call keeps."""
-        return self._passes.pending(call)
+        """Return an object that lives as long as a recorded call waits for its backward."""
+        return self.passes.pending(call)
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether a backward still needs what recorded calls keep."""
-        return self._passes.is_pending
-
-    def is_outdated(self, call: RecordedCall) -> bool:
-        """Whether a call may not be replayed in this pass, and has to be recorded anew."""
-        return self._passes.is_outdated(call)
+    def holds_both(self, layer: nn.Module) -> bool:
+        """Whether memory holds a step without graphs beside what they reserve."""
+        found = fitted(layer)
+        return found is None or found.beside or found.measures or not self.holds_steps
 
     def make_room(self, layer: nn.Module, *, for_good: bool = False) -> None:
-        """Give back the graphs' memory before a pass without them, if both take too much.
+        """Before a call without graphs, give back their memory if it does not hold both.
 
-        Args:
-            layer: The layer that runs next.
-            for_good: Record nothing any more.
+        Nothing is given back while a backward needs it. With `for_good` nothing is recorded later.
         """
-        found = fitted(layer)
-        if found is None or found.beside or self.is_pending or not self.holds_steps:
-            return
+        if not self.holds_both(layer) and not self.passes.is_waiting:
+            self._release(for_good=for_good)
+
+    def make_room_to_evaluate(self, layer: nn.Module) -> None:
+        """Do so before an evaluation; but not for one that comes every few steps."""
+        if self.passes.count - self._gave_back >= _EVERY and not self.holds_both(layer):
+            self._gave_back = self.passes.count
+            self.make_room(layer)
+
+    def _release(self, *, for_good: bool) -> None:
         for each in self._layers:
             each.remove() if for_good else each.give_back()
-        if self.lender.settle():
-            self.lender = Lender()
+        self.lender.settle()
+        self.lender = Lender()
+        self._buffers.clear()
+        self._sources.clear()
         gc.collect()
         torch.cuda.empty_cache()
-        if self._given_back is not None:
-            self._given_back.remove()
-        self._given_back = give_back_once(layer)  # Of the pass, before graphs are recorded anew
 
     def record(self, layer: _GraphedLayer, make: Callable[[], _T]) -> _T:
         """Record a call of a layer; after a failure, all layers run eagerly."""
-        if self._passes.is_replaying or not self.recorded:
+        replays = self.passes.is_replaying
+        if replays and not self.holds_both(layer.layer):
+            self._gives_up = True
+            raise ObstacleError(
+                "a mask or another argument that only some layers have was not there before, and "
+                "memory does not hold these layers' graphs twice; the graphs are given up"
+            )
+        if not self.holds_steps or (replays and self._pool_of != self.passes.count):
             # To this pool, memory is free that calls recorded in earlier passes keep tensors in; or
             # torch has given it up, as it does when a pool's last graph is gone.
-            self.pool = torch.cuda.graph_pool_handle()
+            self.pool, self._pool_of = torch.cuda.graph_pool_handle(), self.passes.count
             torch.cuda.empty_cache()  # While it records, torch does not give back what it holds
+        made = self._made(layer, make, lambda: self.pool)
+        self.passes.records(made)
+        return made
+
+    def record_token(self, layer: _GraphedLayer, make: Callable[[], _T]) -> _T:
+        """Record a layer's call for one new token; likewise."""
+        return self._made(layer, make, lambda: self.token_pool)
+
+    def _made(self, layer: _GraphedLayer, make: Callable[[], _T], pool: Callable[[], Any]) -> _T:
         try:
-            made = make()
+            return make()
         except ObstacleError:
             layer.remove()
             raise
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
             device = torch.device(computing_devices(layer.layer)[0])
-            raise ObstacleError(self._give_up(device, self.pool, error)) from None
-        self._passes.records(made)
-        return made
+            raise ObstacleError(self._give_up(device, pool(), error)) from None
 
     def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
         """Record a call's backward, unless the graphs were removed meanwhile; likewise."""
@@ -276,7 +298,7 @@ class _GraphedLayer(RunsLevels):
         compiled_before = layer._compiled_call_impl or (found.compiled if found else None)
         self._compiled: Callable[..., Any] | None = compiled_before
         self._run = runner(own_forward(layer), compiles=compiled or self._compiled is not None)
-        reason = self._obstacle()
+        reason = obstacle(layer)
         self.active = reason is None
         if reason is None:
             layer._compiled_call_impl = None
@@ -312,25 +334,6 @@ class _GraphedLayer(RunsLevels):
         ungraphed.active = False
         return ungraphed
 
-    def _obstacle(self) -> str | None:
-        """Return why no call of this layer can be recorded, or None."""
-        tensors = dict(self.layer.named_parameters()) | dict(self.layer.named_buffers())
-        devices = computing_devices(self.layer)
-        if len(devices) > 1:
-            return f"it lies on {' and '.join(devices)}"
-        replaced = self.layer.__dict__.get("forward")
-        if replaced is not None and not isinstance(
-            getattr(replaced, "__self__", None), FittedLayer
-        ):
-            return "its forward has been replaced, as accelerate's offloading does"
-        sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")]
-        if sharded:
-            return f"its {sharded[0]} is sharded over ranks"
-        divided = [m for m in self.layer.modules() if getattr(m, "_is_expert_parallel", False)]
-        if divided:
-            return "its experts are divided over ranks"
-        return None
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Replay a recorded call; record the second one of its kind."""
         layer = self.layer
@@ -343,10 +346,12 @@ class _GraphedLayer(RunsLevels):
         default = levels.KEEP if self.shared.keep else levels.RECOMPUTE
         level = level_of(layer, args, kwargs, default)
         # In backward, a checkpoint around the layer computes it again: no new pass.
-        admitted = in_backward() or self.shared.enters(self.place)
+        keeps = level != levels.RECOMPUTE
+        admitted = in_backward() or self.shared.enters(self.place, keeps=keeps)
         try:
             leaves, spec, kind = self._kinds.describe(args, kwargs)
-            reserved = self._reserve() if admitted and not measures(layer) else None
+            may = admitted and self.active and not measures(layer)
+            reserved = self._reserve() if may else None
             if reserved is not None:
                 call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))
                 if call is not None:
@@ -358,11 +363,8 @@ class _GraphedLayer(RunsLevels):
         return self._compute(self._beside(level), args, kwargs, preserve_rng_state=True)
 
     def _beside(self, level: str) -> str:
-        """Return the level of a call without graphs, while memory of graphs is reserved."""
-        found = fitted(self.layer)
-        if found is None or found.beside or found.measures or not self.shared.holds_steps:
-            return level
-        return levels.RECOMPUTE
+        """Return the level of a call without graphs, while they reserve memory."""
+        return level if self.shared.holds_both(self.layer) else levels.RECOMPUTE
 
     def _reserve(self) -> Reserved | None:
         """Keep the experts where they are; calls that were recorded elsewhere are forgotten."""
@@ -381,7 +383,7 @@ class _GraphedLayer(RunsLevels):
             if other != level:
                 self.calls.pop((other, kind), None)
         call = self.calls.get((level, kind))
-        if call is not None and self.shared.is_outdated(call):
+        if call is not None and self.shared.passes.is_outdated(call):
             self.calls[level, kind] = None
         if (level, kind) not in self.calls:
             many = len(self.calls) >= _MOST_KINDS
@@ -391,16 +393,16 @@ class _GraphedLayer(RunsLevels):
                     f"it was called in more than {_MOST_KINDS} ways; train in batches of one fixed "
                     "length, packed or padded"
                 )
-        return self._recorded(self.calls, (level, kind), make)
+        return _recorded(self.calls, (level, kind), partial(self.shared.record, self, make))
 
     def _without_gradients(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call eagerly, or replay one for one new token on a static cache."""
         layer = self.layer
         x = args[0] if args else kwargs.get("hidden_states")
         if not (decoding.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
-            found, cached = fitted(layer), kwargs.get("past_key_values")
-            if found is not None and cached is None and exceeds(found, args, kwargs):
-                self.shared.make_room(layer)  # For an evaluation: `generate` has a cache
+            found = fitted(layer)
+            if found is not None and not layer.training and exceeds(found, args, kwargs):
+                self.shared.make_room_to_evaluate(layer)
             return type(layer).forward(layer, *args, **kwargs)
         cache = kwargs["past_key_values"]
         if self.cache_index is None:
@@ -411,7 +413,7 @@ class _GraphedLayer(RunsLevels):
             self.cache_index = written[0] if len(written) == 1 else -1
             return out
         cached = cache.layers[self.cache_index]
-        overwrites = self.shared.is_pending or not self.shared.lender.settle()
+        overwrites = self.shared.passes.is_kept or not self.shared.lender.settle()
         if self.cache_index < 0 or overwrites or not decoding.is_recordable(cached):
             return type(layer).forward(layer, *args, **kwargs)
         try:
@@ -423,7 +425,9 @@ class _GraphedLayer(RunsLevels):
             if kind not in self.tokens and len(self.tokens) >= _MOST_KINDS:
                 del self.tokens[next(iter(self.tokens))]
             make = partial(self._record_token, leaves, spec, cache)
-            call = reserved and self._recorded(self.tokens, kind, make)
+            call = reserved and _recorded(
+                self.tokens, kind, partial(self.shared.record_token, self, make)
+            )
             if call is not None:
                 return call.run(leaves, cached)
         except ObstacleError as obstacle:
@@ -461,16 +465,6 @@ class _GraphedLayer(RunsLevels):
             self.layer, compute, self.shared, leaves, cache, self.cache_index
         )
 
-    def _recorded(
-        self, calls: dict[Hashable, _T | None], kind: Hashable, make: Callable[[], _T]
-    ) -> _T | None:
-        """Return a call's graphs, recording the second call of its kind; None for the first."""
-        if kind not in calls:
-            calls[kind] = None
-        elif calls[kind] is None:
-            calls[kind] = self.shared.record(self, make)
-        return calls[kind]
-
     def _needed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that a layer uses.
 
@@ -487,3 +481,14 @@ class _GraphedLayer(RunsLevels):
             return self._run(
                 level, (self.layer, *args), kwargs, preserve_rng_state=preserve_rng_state
             )
+
+
+def _recorded(
+    calls: dict[Hashable, _T | None], kind: Hashable, record: Callable[[], _T]
+) -> _T | None:
+    """Return a call's graphs, recording the second call of its kind; None for the first."""
+    if kind not in calls:
+        calls[kind] = None
+    elif calls[kind] is None:
+        calls[kind] = record()
+    return calls[kind]

@@ -34,6 +34,7 @@ class Buffers(Protocol):
     """The tensors at fixed addresses that all graphs of a model share."""
 
     pool: Any  # The graphs' memory pool
+    token_pool: Any  # That of graphs of `generate`
     lender: Lender  # Of what the graphs return
 
     def buffer(self, role: Any, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ class Buffers(Protocol):
         """Copy a call's tensors to their buffers, hidden states first."""
 
     def pending(self, call: RecordedCall) -> object:
-        """Return an object that lives as long as a backward needs what the call keeps."""
+        """Return an object that lives as long as the call waits for its backward."""
 
     def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
         """Record a call's backward; if that fails, do what has to be done then."""
@@ -328,7 +329,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, call: RecordedCall, others: Sequence[Any], x: Tensor, *trained: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
-        ctx.pending = call.shared.pending(call) if call.keeps else None
+        ctx.pending = call.shared.pending(call)
         ctx.save_for_backward(*(() if call.keeps else (x,)))
         ctx.lends = call.input is not None and call.input.is_lent_as(x)
         return tuple(call.room())
@@ -352,6 +353,8 @@ class _Replay(torch.autograd.Function):
 def _grad(outs: Sequence[Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[Any]:
     """Return gradients of the inputs, from those of the outputs that are not None."""
     pairs = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out is not None]
+    if not pairs or not inputs:  # A layer that trains nothing, behind none that does
+        return [None] * len(inputs)
     differentiated, given = zip(*pairs, strict=True)
     return torch.autograd.grad(differentiated, inputs, given, allow_unused=True)
 

@@ -95,6 +95,24 @@ def test_a_prompt_of_one_token() -> None:
         assert graphs.recorded == 2
 
 
+def test_tokens_have_a_memory_pool_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of training can only be given back when none of its graphs is left."""
+    pools: list[object] = []
+
+    def capture(graph: Any, pool: object) -> Any:
+        pools.append(pool)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(decoding, "capture", capture)
+    model = adapted()
+    with graphed(model) as graphs:
+        cache = new_cache(model)
+        for token in (5, 6, 7):
+            feed(model, cache, token)
+        assert pools == [graphs.token_pool] * 2 and graphs.pool is not graphs.token_pool
+
+
 def test_training_mode_has_recordings_of_its_own() -> None:
     model = adapted(dropout=0.5)
     right = feed(model, new_cache(model), 5, 6, 7), feed(model, new_cache(model), 5, 6, 7, 8)

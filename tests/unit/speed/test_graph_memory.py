@@ -5,6 +5,7 @@ Graphs are emulated: what is asked is which calls are recorded, and what the oth
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ import graphed
 import pytest
 import torch
 from emulated_graphs import emulate, emulated
+from peft import LoraConfig
 from torch import Tensor
 from transformers import BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
 
 import moe_qlora
 from moe_qlora.memory import levels
 from moe_qlora.speed import graphs as speed_graphs
+from moe_qlora.speed import recording
 from moe_qlora.testing import tiny_model
-from tests.helpers.fitting import ENOUGH, SEQ, equal, fitted, token_ids, train, with_lora
+from tests.helpers.fitting import ENOUGH, SEQ, equal, fill, fitted, token_ids, train, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 LAYERS = 3
@@ -48,8 +51,8 @@ def emulates(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("ran")
 
 
-def packed() -> Any:
-    model: Any = tiny_model("qwen3_moe", num_hidden_layers=LAYERS)
+def packed(model_type: str = "qwen3_moe", **overrides: Any) -> Any:
+    model: Any = tiny_model(model_type, **{"num_hidden_layers": LAYERS, **overrides})
     model.config.use_cache = False
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
     return with_lora(model)
@@ -194,8 +197,9 @@ def test_an_evaluation_of_larger_batches_gets_the_memory_of_the_graphs(
 
 
 def test_trainer_ends_epochs_with_smaller_batches_and_evaluates_in_larger_ones(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(speed_graphs, "_EVERY", 3)
     rows = [{"input_ids": ids, "labels": ids} for ids in token_ids(packed(), 5)]
     seen: list[int] = []
 
@@ -226,6 +230,188 @@ def test_trainer_ends_epochs_with_smaller_batches_and_evaluates_in_larger_ones(
         assert losses(graphs) == wanted
     # Of each epoch two batches, a smaller one, and the evaluation
     assert seen == [0, 1, 0, 0, 1, 1, 2, 0, 1, 1, 2, 0]
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch, ran: list[str]) -> list[Any]:
+    """The pools that calls were recorded to."""
+    pools: list[Any] = []
+    init = recording.RecordedCall.__init__
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        pools.append(self.pool)
+
+    monkeypatch.setattr(recording.RecordedCall, "__init__", noting)
+    return pools
+
+
+def test_a_larger_evaluation_in_each_step_does_not_record_anew_each_time(
+    recordings: list[Any],
+) -> None:
+    model = packed()
+    ids = token_ids(model)
+    with fitted(model, tight(model)), emulated(model.get_base_model()):
+        for _ in range(20):
+            step(model, ids)
+            model.eval()
+            with torch.no_grad():
+                model(input_ids=token_ids(model, 3))
+            model.train()
+    assert len(recordings) == 3 * LAYERS  # The evaluations after 1 and 17 steps got the memory
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_reference_between_forward_and_backward_leaves_graphs_alone(
+    rows: int, recordings: list[Any]
+) -> None:
+    model = packed()
+    ids = token_ids(model, rows)  # Four are more than were promised
+    with fitted(model, tight(model)), emulated(model.get_base_model()) as graphs:
+        for _ in range(5):
+            loss = model(input_ids=ids, labels=ids).loss
+            with model.disable_adapter(), torch.no_grad():
+                model(input_ids=ids)
+            loss.backward()
+        assert graphs.recorded == LAYERS
+    assert len(recordings) == LAYERS
+
+
+TYPES = ["linear_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_mask_that_only_some_layers_have(
+    enough: bool, recordings: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = packed("qwen3_next", num_hidden_layers=4, layer_types=TYPES)
+    weights, memory = trained(model), ENOUGH if enough else tight(model)
+    ids = token_ids(model)
+    whole = torch.arange(SEQ).expand(2, -1)
+    two = torch.cat([torch.arange(20), torch.arange(SEQ - 20)]).expand(2, -1)
+    order = (whole, whole, two, two, two, whole, two)
+
+    def stepped(positions: Tensor) -> Any:
+        reset(model, weights)
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids, position_ids=positions).loss
+        loss.backward()
+        return [loss.item()], {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    wanted = [stepped(positions) for positions in order]
+    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
+        for positions, one in zip(order, wanted, strict=True):
+            assert equal(stepped(positions), one)
+        assert graphs.recorded == (6 if enough else 0)
+    assert len(set(recordings)) == (2 if enough else 1)
+    said = [r.message for r in caplog.records if "only some layers have" in r.message]
+    assert len(said) == (0 if enough else 1)
+
+
+def test_a_batch_of_more_than_was_promised_does_not_overwrite_what_others_keep(
+    recordings: list[Any], ran: list[str]
+) -> None:
+    """Graphs of layers that are computed again write to memory where later calls keep theirs."""
+    model = packed()
+    long, ids = token_ids(model, 1, 2 * SEQ), token_ids(model)
+    with fitted(model, ENOUGH), emulated(model.get_base_model()) as graphs:
+        for each in (long, long, ids, ids):
+            step(model, each)
+        assert graphs.recorded == 2 * LAYERS
+        ran.clear()
+        first = model(input_ids=long, labels=long).loss
+        second = model(input_ids=ids, labels=ids).loss
+        assert ran == [levels.KEEP] * LAYERS  # Without graphs
+        first.backward()
+        second.backward()
+
+
+def test_the_memory_that_first_steps_took_is_not_given_twice() -> None:
+    model = packed()
+    memory = 3 * tight(model)
+    with fitted(model, memory) as fit:
+        layers = [speed_graphs.fitted(layer) for layer in model.get_base_model().model.layers]
+        assert all(layer is not None and layer.beside for layer in layers)
+        fit._keep_less(memory // 2)
+        assert not any(layer is not None and layer.beside for layer in layers)
+
+
+def test_giving_up_leaves_no_buffers() -> None:
+    model = packed()
+    with fitted(model, tight(model)), emulated(model.get_base_model()) as graphs:
+        for rows in (2, 2, 1):
+            step(model, token_ids(model, rows))
+        assert not graphs._buffers and not graphs._sources and graphs.lender.out is None
+
+
+@pytest.mark.parametrize("through", ["another", "none"])
+def test_an_adapter_made_again_under_its_name_is_trained(
+    through: str, recordings: list[Any]
+) -> None:
+    model = packed()
+    ids, config = token_ids(model), copy.deepcopy(model.peft_config["default"])
+
+    def made_again() -> None:
+        if through == "another":
+            model.add_adapter("other", copy.deepcopy(config))
+            model.set_adapter("other")
+        model.delete_adapter("default")
+        model.add_adapter("default", copy.deepcopy(config))
+        model.set_adapter("default")
+        if through == "another":
+            model.delete_adapter("other")
+        fill(model)
+
+    with emulated(model.get_base_model(), keep=True):
+        for _ in range(2):
+            for _ in range(3):
+                got = step(model, ids)
+            assert all(grad is not None for grad in got[1].values())
+            made_again()
+        weights, got = trained(model), []
+        for _ in range(3):
+            reset(model, weights)
+            got.append(step(model, ids))
+    assert len(recordings) == 3 * LAYERS
+    reset(model, weights)
+    wanted = step(model, ids)
+    assert all(equal(each, wanted) for each in got)
+
+
+def test_weights_put_in_the_place_of_others_are_read(recordings: list[Any]) -> None:
+    model = packed()
+    ids = token_ids(model)
+    norm = "base_model.model.model.layers.0.input_layernorm.weight"
+    with emulated(model.get_base_model()):
+        for _ in range(2):
+            step(model, ids)
+        weights = trained(model)
+        state = {norm: model.state_dict()[norm] * 2}
+        model.load_state_dict(state, strict=False, assign=True)
+        model.get_parameter(norm).requires_grad_(False)
+        got = []
+        for _ in range(3):
+            reset(model, weights)
+            got.append(step(model, ids))
+    assert len(recordings) == LAYERS + 1
+    reset(model, weights)
+    assert all(equal(one, step(model, ids)) for one in got[:1]) and equal(got[0], got[2])
+
+
+def test_a_first_layer_that_trains_nothing_is_recorded(recordings: list[Any]) -> None:
+    model: Any = tiny_model("qwen3_moe", num_hidden_layers=LAYERS)
+    model.config.use_cache = False
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    config = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2])
+    model = moe_qlora.get_peft_model(model, config, unpacked_ok=True).train()
+    weights, ids = trained(model), token_ids(model)
+    wanted = step(model, ids)
+    with emulated(model.get_base_model(), keep=True) as graphs:
+        for _ in range(3):
+            reset(model, weights)
+            assert equal(step(model, ids), wanted)
+        assert graphs.recorded == LAYERS
+    assert len(recordings) == LAYERS
 
 
 @pytest.mark.gpu
