@@ -189,6 +189,13 @@ class Adapter:
     settings: LoraSettings
     file: Checkpoint
 
+    def is_on(self, model: nn.Module) -> bool:
+        """Whether a model has the modules that LoRA is on, as far as the file's names tell."""
+        modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        found = (_PAIR.match(key.removeprefix(_PREFIX)) for key in self.file)
+        paths = {match["path"].replace(_WRAPPED, "") for match in found if match}
+        return all(canonical_name(model, path, modules) for path in paths)
+
 
 def check_adapter_patterns(folder: Path, model: nn.Module) -> None:
     """Raise if a regular expression of adapter_config.json may never end on this model."""

@@ -58,6 +58,12 @@ EARLIER_SENTENCES = (
     ),
 )
 """The sentence in folders of earlier versions, which must load; no registry has the package."""
+OF_TEXT = (
+    "This folder holds a packed {0}: load it by that class, or by AutoModelForImageTextToText, "
+    "inside `with moe_qlora.enabled():`; AutoModelForCausalLM takes the text model out of folders "
+    "that are not packed only."
+)
+"""Quoted likewise by a load of the text model of a multimodal folder."""
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
@@ -188,12 +194,19 @@ class Manifest:
         """Return the name of the file, which its content decides."""
         return manifest_name(self.to_bytes())
 
-    def config_bytes(self, sentence: str = SENTENCE) -> bytes:
-        """Return the content of config.json, with the mark that names this manifest."""
-        ours = {
+    def config_bytes(self, sentence: str = SENTENCE, *, of_text: bool = True) -> bytes:
+        """Return the content of config.json, with the mark that names this manifest.
+
+        Without `of_text` as earlier versions wrote it of multimodal models.
+        """
+        ours: dict[str, Any] = {
             CONFIG_KEY: asdict(Mark(self.id, self.file_name, self.entry, self.version)),
             "transformers_weights": sentence,
         }
+        text, classes = self.config.get("text_config"), self.config.get("architectures")
+        if of_text and isinstance(text, dict) and classes:
+            # AutoModelForCausalLM may load the text model alone, and reads its configuration only.
+            ours["text_config"] = text | {"transformers_weights": OF_TEXT.format(classes[0])}
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
 
 

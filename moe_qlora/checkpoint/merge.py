@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from .source import fingerprint, identify
 from .staging import absolute, check_new, new_folder
 from .tied_weights import move_to_stored_names
 from .training_codec import TrainingCodec
-from .writer import ShardWriter
+from .writer import ShardWriter, plan_shards
 
 # Keys of config.json that a plain folder does not have.
 _PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
@@ -126,13 +127,14 @@ def merge_adapter(
     if quantization_config is not None and not like_training:
         raise ConfigError("quantization_config is for like_training=True; leave it out.")
     check_roles(source, adapter_folder)
+    plan_shards({}, max_shard_size)  # Refused for a base too whose own files are kept
     check_new(target)
     auxiliary_files(source)
     before = [identify(folder) for folder in (source, adapter_folder)]
     with ExitStack() as stack:
         lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
-        build_model = model_builder(source, trust_remote_code)
+        build_model = model_builder(source, trust_remote_code, lora)
         model = build_model()
         check_adapter_patterns(adapter_folder, model)
         packed = is_packed(source)
@@ -177,23 +179,32 @@ def check_roles(base: Path, adapter: Path) -> None:
         raise CheckpointError(f"The base {base} has no config.json; name a checkpoint folder.")
 
 
-def model_builder(folder: Path, trust_remote_code: bool) -> Callable[[], nn.Module]:
-    """Return a function that builds the base's tied model on meta, a new one on each call."""
+def model_builder(
+    folder: Path, trust_remote_code: bool, adapter: Adapter | None = None
+) -> Callable[[], nn.Module]:
+    """Return a function that builds the base's tied model on meta, a new one on each call.
+
+    Of a multimodal checkpoint that is its text model, if the adapter was trained on that alone.
+    """
     if is_packed(folder):
         source = checkpoint_source.resolve(str(folder), trust_remote_code=trust_remote_code)
     else:
         wanted = "the 16-bit checkpoint, or a folder that moe_qlora packed"
         source = resolve_plain(folder, wanted, trust_remote_code)
-    for name in _PACKED_KEYS:
-        source.config.__dict__.pop(name, None)
 
-    def build_model() -> nn.Module:
+    def build_model(source: checkpoint_source.Source = source) -> nn.Module:
+        for name in _PACKED_KEYS:
+            vars(source.config).pop(name, None)
+            vars(source.config.get_text_config()).pop(name, None)
         model: Any = checkpoint_source.build(source, trust_remote_code=trust_remote_code)
         if hasattr(model, "tie_weights"):
             model.tie_weights()
         return model
 
-    return build_model
+    text = checkpoint_source.text_model(source)
+    if adapter is None or text is None or adapter.is_on(build_model()):
+        return build_model
+    return partial(build_model, text)
 
 
 _Write = Callable[[str, Tensor, int | None], None]
@@ -389,8 +400,11 @@ def _write_auxiliary_files(
         shutil.copyfile(source / CONFIG, folder / CONFIG)
     else:
         config = config if base.keeps_files else plain_json(config)
+        text = config.get("text_config")
         for name in _PACKED_KEYS:
             config.pop(name, None)
+            if isinstance(text, dict):
+                text.pop(name, None)
         if dtype is not None:
             _set_dtype(config, dtype_name(dtype))
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

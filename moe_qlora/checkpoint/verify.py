@@ -210,7 +210,9 @@ def _verify_packed(
 def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
     """Report changes of config.json, whose bytes follow from the manifest."""
     file = inside(folder, CONFIG)
-    if file.read_bytes() in map(manifest.config_bytes, (SENTENCE, *EARLIER_SENTENCES)):
+    sentences = SENTENCE, *EARLIER_SENTENCES
+    earlier = (manifest.config_bytes(sentence, of_text=False) for sentence in sentences)
+    if file.read_bytes() in (manifest.config_bytes(), *earlier):
         return []
     written, config = json.loads(manifest.config_bytes()), read_json(file)
     names = [

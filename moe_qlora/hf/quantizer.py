@@ -100,6 +100,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if CONFIG_KEY not in config.__dict__:
             return config
         self._mark = parse_mark(config.__dict__.pop(CONFIG_KEY))
+        vars(config.get_text_config()).pop("transformers_weights", None)
         config.transformers_weights = self._mark.entry
         folder = Path(getattr(config, "_name_or_path", None) or "")
         if str(folder) != "." and (folder / "config.json").is_file():

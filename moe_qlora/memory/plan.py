@@ -315,7 +315,8 @@ def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:
     if devices and ranks > devices:
         raise ConfigError(
             f"{name} is {ranks}, and gpus names {devices}: a rank has a GPU to itself, so give at "
-            f"least {ranks} GPUs, or {name} of at most {devices}."
+            f"least {ranks} GPUs, or "
+            + (f"{name} of at most {devices}." if devices > 1 else f"leave {name} out.")
         )
     if devices and name in ("ddp", "zero3") and ranks < devices:
         raise ConfigError(

@@ -141,6 +141,22 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
     )
 
 
+def text_model(source: Source) -> Source | None:
+    """Return what `AutoModelForCausalLM` loads of a multimodal checkpoint: its text model.
+
+    None for other checkpoints, of which that is the model itself.
+    """
+    config = source.config
+    known = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) not in known:
+        return None
+    text = config.get_text_config()
+    if text is config or known[type(config)].config_class is not type(text):
+        return None
+    text.dtype = text.dtype or config.dtype
+    return replace(source, config=text)
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep the libraries' advice about models only looked at off the terminal."""

@@ -190,7 +190,8 @@ def run_worker(
                 f"{server} did not answer in {timeout:.0f} s; give timeout more, or a smaller base."
             ) from error
     if not result_file.is_file():
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""]
+        said = log.read_text(encoding="utf-8", errors="replace").strip()
+        lines = said.splitlines() or ["it ended without a word; name a Python that has it"]
         raise ConfigError(f"{server} could not be run by {interpreter}: {lines[-1].strip()}")
     result: dict[str, Any] = json.loads(result_file.read_text(encoding="utf-8"))
     if "error" in result:

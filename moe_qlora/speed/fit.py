@@ -44,7 +44,7 @@ from ..memory.hosting import Pace
 from ..memory.measure import Loss, MeasuredModel
 from . import masked
 from .first_steps import FirstSteps, expandable
-from .fit_arguments import check_loss, check_numbers, device_of, layers_of, limit_of
+from .fit_arguments import check_batch, check_numbers, device_of, layers_of, limit_of
 from .fitted import FittedLayer, RunsLevels, fitted, runs_recorded
 from .hosted import HostedExperts, pace
 from .overrides import Overrides, release_copy
@@ -118,7 +118,7 @@ def fit_memory(
         model = model.module
     layers, device = layers_of(model), device_of(model)
     check_numbers(batch_size=batch_size, seq_len=seq_len)
-    check_loss(loss)
+    check_batch(padded, loss)
     if found := [each for layer in layers.values() if (each := fitted(layer)) is not None]:
         if not all(each.is_copy for each in found):
             raise ConfigError(

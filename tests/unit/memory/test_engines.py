@@ -357,6 +357,7 @@ def test_what_accelerates_plugin_loads():
         ({"fsdp": True}, "fsdp is True; give the number of ranks, 2 or more."),
         ({"zero3": 2.5}, "zero3 is 2.5; give the number of ranks, 2 or more."),
         ({"fsdp": 4, "gpus": "2x80GiB"}, "fsdp is 4, and gpus names 2: a rank has a GPU to itself"),
+        ({"ep": 2, "gpus": "24GiB"}, "at least 2 GPUs, or leave ep out."),
         ({"ddp": 4, "gpus": "8x80GiB"}, "its layers are not spread over several; give ddp=8, or 4"),
         ({"zero3": 4, "gpus": "8x80GiB"}, "zero3 is 4, and gpus names 8: a rank has one GPU"),
         ({"fsdp": 3, "gpus": "8x80GiB"}, "fsdp is 3, which does not divide the 8 GPUs of gpus"),

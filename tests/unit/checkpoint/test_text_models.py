@@ -1,0 +1,129 @@
+"""Multimodal checkpoints, of which AutoModelForCausalLM loads the text model alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.models import named
+from moe_qlora.testing import tiny_model
+
+TYPES = ("qwen3_5_moe", "llama4")
+IDS = torch.tensor([[5, 6, 7, 8]])
+PACKED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param) / "base"
+    tiny_model(request.param, seed=1).save_pretrained(folder)
+    return folder
+
+
+def adapted(model: Any, *, packed: bool = True) -> Any:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if packed:
+        model = moe_qlora.get_peft_model(model, config, experts=True)
+    else:
+        config.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]
+        model = get_peft_model(model, config)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    out: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return out
+
+
+def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(folder: Path, tmp_path: Path):
+    text = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(text).__name__.endswith("ForCausalLM")
+    before, model = logits(text), adapted(text, packed=False)
+    model.save_pretrained(tmp_path / "adapter")
+    wanted = logits(model)
+    assert (wanted - before).abs().max() > 1e-2
+    moe_qlora.merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        merged = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-5)
+    keys = {"_name_or_path", "architectures", "transformers_version", "dtype"}
+    configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "merged")]
+    assert configs[0].keys() - keys == configs[1].keys() - keys
+
+
+def test_it_is_merged_as_it_was_trained(folder: Path, tmp_path: Path):
+    if folder.parent.name.startswith("llama4"):
+        pytest.skip("bitsandbytes on a CPU decodes rows of 96 features wrongly")
+    with moe_qlora.enabled():
+        text = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=PACKED, dtype=torch.float32
+        )
+    model = adapted(text)
+    model.save_pretrained(tmp_path / "adapter")
+    moe_qlora.merge_adapter(
+        folder, tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32, like_training=True
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_folder_says_how_it_is_loaded(folder: Path, tmp_path: Path):
+    moe_qlora.quantize_checkpoint(folder, tmp_path / "packed", PACKED)
+    with moe_qlora.enabled():
+        with pytest.raises(ValueError, match=r"holds a packed .*ForConditionalGeneration: load it"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+        model = AutoModelForImageTextToText.from_pretrained(tmp_path / "packed")
+    assert "transformers_weights" not in vars(model.config.text_config)
+    assert verify(tmp_path / "packed").good
+    model = adapted(model)
+    model.save_pretrained(tmp_path / "adapter")
+    moe_qlora.merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged")
+    assert "transformers_weights" not in (tmp_path / "merged" / "config.json").read_text()
+    model.unload().save_pretrained(tmp_path / "again")
+    assert verify(tmp_path / "again").good
+
+
+def test_folders_of_before_verify(folder: Path, tmp_path: Path):
+    moe_qlora.quantize_checkpoint(folder, tmp_path / "packed", PACKED)
+    file = tmp_path / "packed" / "config.json"
+    config = json.loads(file.read_text())
+    del config["text_config"]["transformers_weights"]
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    assert verify(tmp_path / "packed").good
+
+
+def test_other_checkpoints_have_no_text_model_of_their_own(tmp_path: Path):
+    for model_type in ("qwen3_moe", "qwen3_vl_moe"):
+        tiny_model(model_type).save_pretrained(tmp_path / model_type)
+        assert named.text_model(named.resolve(tmp_path / model_type)) is None
+
+
+@pytest.mark.parametrize("size", ["abc", 0, "-1GB"])
+def test_a_size_that_is_none_is_refused_where_files_are_kept(
+    folder: Path, tmp_path: Path, size: Any
+):
+    model = adapted(tiny_model("mixtral"), packed=False)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(moe_qlora.CheckpointError, match="max_shard_size"):
+        moe_qlora.merge_adapter(folder, tmp_path / "adapter", tmp_path / "m", max_shard_size=size)
+    assert not (tmp_path / "m").exists()
+
+
+def test_an_adapter_of_another_model_is_refused_as_before(folder: Path, tmp_path: Path):
+    other = adapted(tiny_model("mixtral"), packed=False)
+    other.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(moe_qlora.AdapterError, match="does not fit the base"):
+        moe_qlora.merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged")
