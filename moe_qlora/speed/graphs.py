@@ -199,15 +199,15 @@ class LayerGraphs:
 
     def holds_both(self, layer: nn.Module) -> bool:
         """Whether memory holds a step without graphs beside what they reserve."""
-        found = fitted(layer)
-        return found is None or found.beside or found.measures or not self.holds_steps
+        return not (_is_tight(layer) and self.holds_steps)
 
     def make_room(self, layer: nn.Module, *, for_good: bool = False) -> None:
         """Before a call without graphs, give back their memory if it does not hold both.
 
         Nothing is given back while a backward needs it. With `for_good` nothing is recorded later.
         """
-        if not self.holds_both(layer) and not self.passes.is_waiting:
+        needed = _is_tight(layer) and (for_good or self.holds_steps)
+        if needed and not self.passes.is_waiting:
             self._release(for_good=for_good)
 
     def make_room_to_evaluate(self, layer: nn.Module) -> None:
@@ -356,8 +356,8 @@ class _GraphedLayer(RunsLevels):
                 call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))
                 if call is not None:
                     return gathered.delivered(call.run(leaves))
-        except ObstacleError as obstacle:
-            self.shared.warn(str(obstacle))
+        except ObstacleError as met:
+            self.shared.warn(str(met))
             if fitted(layer) is None and not self.shared.keep:
                 return type(layer).forward(layer, *args, **given)
         return self._compute(self._beside(level), args, kwargs, preserve_rng_state=True)
@@ -430,8 +430,8 @@ class _GraphedLayer(RunsLevels):
             )
             if call is not None:
                 return call.run(leaves, cached)
-        except ObstacleError as obstacle:
-            self.shared.warn(str(obstacle))
+        except ObstacleError as met:
+            self.shared.warn(str(met))
         return type(layer).forward(layer, *args, **kwargs)
 
     def _record(self, leaves: Sequence[Any], spec: masks.Spec, level: str) -> RecordedCall:
@@ -481,6 +481,12 @@ class _GraphedLayer(RunsLevels):
             return self._run(
                 level, (self.layer, *args), kwargs, preserve_rng_state=preserve_rng_state
             )
+
+
+def _is_tight(layer: nn.Module) -> bool:
+    """Whether the memory of `fit_memory` does not hold a step beside what graphs reserve."""
+    found = fitted(layer)
+    return found is not None and not found.beside and not found.measures
 
 
 def _recorded(

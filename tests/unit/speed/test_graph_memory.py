@@ -150,6 +150,14 @@ def test_of_batches_without_a_fixed_length_nothing_stays_recorded(
     assert len(said) == 1
 
 
+def test_after_a_fifth_shape_nothing_is_recorded_even_if_nothing_was(ran: list[str]) -> None:
+    model = packed()
+    with fitted(model, tight(model)), emulated(model.get_base_model()) as graphs:
+        for length in (SEQ, 40, 32, 24, 16, SEQ, SEQ):
+            step(model, token_ids(model, 2, length))
+            assert graphs.recorded == 0
+
+
 def test_a_batch_that_comes_while_gradients_accumulate() -> None:
     model = packed()
     weights, memory = trained(model), tight(model)
