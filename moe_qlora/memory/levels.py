@@ -211,6 +211,13 @@ def _name(operator: Any) -> str:
     return name.partition(".")[0]
 
 
+_AUTOCAST = [
+    ("cpu", torch._C.DispatchKey.AutocastCPU),
+    ("cuda", torch._C.DispatchKey.AutocastCUDA),
+]
+"""Devices that experts compute on, and the keys of their autocast in torch's dispatcher."""
+
+
 class _LayerMode(TorchDispatchMode):
     """Sees the operators of a layer that is not compiled, apart from those of its experts.
 
@@ -223,6 +230,27 @@ class _LayerMode(TorchDispatchMode):
     def __init__(self, level: str, held: deque[Any]) -> None:
         super().__init__()
         self.level, self.held = level, held
+        self.autocast: list[Any] = []
+
+    def __enter__(self) -> Any:
+        self.autocast = [key for device, key in _AUTOCAST if torch.is_autocast_enabled(device)]
+        return super().__enter__()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator under autocast, as it runs without a mode.
+
+        Under one, torch leaves autocast out of operators whose kernels are written in Python, such
+        as bitsandbytes' on a CPU: they would compute in float32, and results depend on the level.
+        """
+        if not self.autocast or func.namespace == "aten":
+            return func(*args, **(kwargs or {}))
+        for key in self.autocast:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            for key in self.autocast:
+                torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -236,7 +264,7 @@ class _LayerMode(TorchDispatchMode):
 
 class _Keeps(_LayerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = self.run(func, args, kwargs)
         if self.is_kept(func, args):
             # Without autograd's node, which would hold the layer's tensors.
             self.held.append(tree_map_only(Tensor, Tensor.detach, out))
@@ -251,7 +279,7 @@ class _Returns(_LayerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.held and self.is_kept(func, args):
             return self.held.popleft()
-        return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs)
 
 
 def _compiled(level: str) -> Callable[[], Any]:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+import moe_qlora
 from moe_qlora.errors import ConfigError
+from moe_qlora.memory import levels
 from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import RECOMPUTE
 from moe_qlora.speed import first_steps
@@ -191,6 +194,37 @@ def other_adapter(model: Any) -> None:
     accumulated(model)
     model.set_adapter("default")
     accumulated(model)
+
+
+@pytest.mark.parametrize("level", levels.EVERY)
+def test_packed_linear_layers_compute_under_autocast_on_every_level(
+    level: str, tmp_path: Path
+) -> None:
+    """bitsandbytes' operator calls another on a CPU, from which a mode would hide autocast."""
+
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+    def packed() -> Any:
+        with moe_qlora.enabled():
+            model = with_lora(
+                AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+            )
+        assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
+        return model
+
+    def gradients(model: Any) -> tuple[list[float], Any]:
+        ids = token_ids(model)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.item()], {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+
+    wanted, model = gradients(packed()), packed()
+    with fitted(model) as fit:
+        for layer in fit._fitted.values():
+            layer.level = level
+        assert equal(gradients(model), wanted)
 
 
 @pytest.mark.parametrize("run", [accumulated, two_forwards, in_bf16, other_adapter])
