@@ -195,7 +195,7 @@ def model_builder(
     def build_model(source: checkpoint_source.Source = source) -> nn.Module:
         for name in _PACKED_KEYS:
             vars(source.config).pop(name, None)
-            vars(source.config.get_text_config()).pop(name, None)
+        vars(source.config.get_text_config()).pop("transformers_weights", None)
         model: Any = checkpoint_source.build(source, trust_remote_code=trust_remote_code)
         if hasattr(model, "tie_weights"):
             model.tie_weights()

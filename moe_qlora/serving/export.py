@@ -131,6 +131,11 @@ def export_adapter(
         check_adapter_patterns(folder, model)
         lora = open_adapter(stack.enter_context(fused(folder, model)))
         stack.enter_context(lora.file)
+        if type(model_builder(source, trust_remote_code, lora)()) is not type(model):
+            raise AdapterError(
+                f"{folder} was trained on the text model of {base} alone, and an export is for all "
+                f"of it: {MERGE}."
+            )
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()
         for key in updates.disk_deltas:

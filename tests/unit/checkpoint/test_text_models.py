@@ -59,6 +59,10 @@ def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(folder: Path, tmp
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         merged = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(moe_qlora.AdapterError, match="was trained on the text model of"):
+        moe_qlora.export_adapter(
+            tmp_path / "adapter", tmp_path / "served", base=folder, target="peft"
+        )
     keys = {"_name_or_path", "architectures", "transformers_version", "dtype"}
     configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "merged")]
     assert configs[0].keys() - keys == configs[1].keys() - keys
