@@ -60,7 +60,7 @@ _T = TypeVar("_T")
 
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
-_EVERY = 16
+_EVERY = 4
 """Fewest passes between evaluations that get the graphs' memory: recording takes seconds."""
 
 

@@ -207,7 +207,7 @@ def test_an_evaluation_of_larger_batches_gets_the_memory_of_the_graphs(
 def test_trainer_ends_epochs_with_smaller_batches_and_evaluates_in_larger_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed_graphs, "_EVERY", 3)
+    monkeypatch.setattr(speed_graphs, "_EVERY", 3)  # An epoch has three batches
     rows = [{"input_ids": ids, "labels": ids} for ids in token_ids(packed(), 5)]
     seen: list[int] = []
 
@@ -266,7 +266,7 @@ def test_a_larger_evaluation_in_each_step_does_not_record_anew_each_time(
             with torch.no_grad():
                 model(input_ids=token_ids(model, 3))
             model.train()
-    assert len(recordings) == 3 * LAYERS  # The evaluations after 1 and 17 steps got the memory
+    assert len(recordings) == 6 * LAYERS  # Every fourth evaluation got the memory
 
 
 @pytest.mark.parametrize("rows", [2, 4])
