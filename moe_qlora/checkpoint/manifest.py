@@ -60,8 +60,8 @@ EARLIER_SENTENCES = (
 """The sentence in folders of earlier versions, which must load; no registry has the package."""
 OF_TEXT = (
     "This folder holds a packed {0}: load it by that class, or by AutoModelForImageTextToText, "
-    "inside `with moe_qlora.enabled():`; AutoModelForCausalLM takes the text model out of folders "
-    "that are not packed only."
+    "inside `with moe_qlora.enabled():`. AutoModelForCausalLM can load the text model alone from "
+    "an unpacked folder, not from this one."
 )
 """Quoted likewise by a load of the text model of a multimodal folder."""
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..memory.measure import Loss
 
 _PAIRS = frozenset({"dpo", "ipo", "orpo", "simpo", "cpo", "rm"})
-_OF_LABELS = frozenset({"", "sft", "pt", "rm"})
+_OF_LABELS = frozenset({"sft", "pt", "rm"})
 """Those whose trainers call the model's own loss, or need one number for a sequence."""
 _WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 

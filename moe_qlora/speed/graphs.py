@@ -61,7 +61,7 @@ _T = TypeVar("_T")
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
 _EVERY = 4
-"""Fewest passes between evaluations that get the graphs' memory: recording takes seconds."""
+"""Fewest passes between evaluations that get the graphs' memory: recording takes over a step."""
 
 
 def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False) -> LayerGraphs:
@@ -240,15 +240,15 @@ class LayerGraphs:
             # torch has given it up, as it does when a pool's last graph is gone.
             self.pool, self._pool_of = torch.cuda.graph_pool_handle(), self.passes.count
             torch.cuda.empty_cache()  # While it records, torch does not give back what it holds
-        made = self._made(layer, make, lambda: self.pool)
+        made = self._made(layer, make, self.pool)
         self.passes.records(made)
         return made
 
     def record_token(self, layer: _GraphedLayer, make: Callable[[], _T]) -> _T:
         """Record a layer's call for one new token; likewise."""
-        return self._made(layer, make, lambda: self.token_pool)
+        return self._made(layer, make, self.token_pool)
 
-    def _made(self, layer: _GraphedLayer, make: Callable[[], _T], pool: Callable[[], Any]) -> _T:
+    def _made(self, layer: _GraphedLayer, make: Callable[[], _T], pool: Any) -> _T:
         try:
             return make()
         except ObstacleError:
@@ -256,7 +256,7 @@ class LayerGraphs:
             raise
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
             device = torch.device(computing_devices(layer.layer)[0])
-            raise ObstacleError(self._give_up(device, pool(), error)) from None
+            raise ObstacleError(self._give_up(device, pool, error)) from None
 
     def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
         """Record a call's backward, unless the graphs were removed meanwhile; likewise."""
@@ -363,7 +363,7 @@ class _GraphedLayer(RunsLevels):
         return self._compute(self._beside(level), args, kwargs, preserve_rng_state=True)
 
     def _beside(self, level: str) -> str:
-        """Return the level of a call without graphs, while they reserve memory."""
+        """Return the level of a call without graphs: lower where memory does not hold both."""
         return level if self.shared.holds_both(self.layer) else levels.RECOMPUTE
 
     def _reserve(self) -> Reserved | None:

@@ -412,10 +412,8 @@ def test_hosts_say_how_rows_come(step, sizes, events):
 
 def in_order(sizes: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `fit_memory` as `prepare_training` hands them on."""
-    names = ("batch_size", "seq_len", "memory", "padded")
-    return {
-        name: ({"memory": "1GiB"} | sizes)[name] for name in names if name in {"memory", *sizes}
-    }
+    given = {"memory": "1GiB"} | sizes
+    return {n: given[n] for n in ("batch_size", "seq_len", "memory", "padded") if n in given}
 
 
 def test_llama_factorys_trainer_prepares_when_training_begins(events, tmp_path):
@@ -433,26 +431,6 @@ def test_llama_factorys_trainer_prepares_when_training_begins(events, tmp_path):
     trainer.train()
     sizes = in_order({"batch_size": 2, "seq_len": 12, "padded": True})
     assert events == [f"fit of {sizes} with stock loss"]
-
-
-@pytest.mark.parametrize(
-    ("file", "step"),
-    [
-        ({}, {"seq_len": 2048, "padded": False, "objective": "sft"}),
-        (
-            {"cutoff_len": 64, "neat_packing": True},
-            {"seq_len": 64, "padded": True, "objective": "sft"},
-        ),
-        ({"stage": "pt", "packing": True}, {"seq_len": 2048, "padded": False, "objective": "pt"}),
-        ({"stage": "dpo"}, {"seq_len": 2048, "padded": False, "objective": "dpo"}),
-        (
-            {"stage": "dpo", "pref_loss": "simpo"},
-            {"seq_len": 2048, "padded": False, "objective": "simpo"},
-        ),
-    ],
-)
-def test_llama_factorys_file_says_how_a_step_is(file, step):
-    assert llama_factory.step_of(file) == step
 
 
 @pytest.mark.parametrize(

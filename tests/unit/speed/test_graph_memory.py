@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ import moe_qlora
 from moe_qlora.memory import levels
 from moe_qlora.speed import graphs as speed_graphs
 from moe_qlora.speed import recording
+from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.testing import tiny_model
 from tests.helpers.fitting import ENOUGH, SEQ, equal, fill, fitted, token_ids, train, with_lora
 
@@ -67,6 +70,16 @@ def tight(model: Any) -> int:
 def step(model: Any, ids: Tensor) -> Any:
     model.zero_grad()
     return train(model, ids, 1)
+
+
+@contextmanager
+def recorded(model: Any, ids: Tensor, memory: int) -> Iterator[LayerGraphs]:
+    """A fitted model whose layers are recorded for these ids."""
+    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
+        for _ in range(2):
+            step(model, ids)
+        assert graphs.recorded == LAYERS
+        yield graphs
 
 
 def reset(model: Any, weights: dict[str, Tensor]) -> None:
@@ -115,11 +128,8 @@ def test_a_second_forward_before_backward_keeps_what_memory_holds(
     enough: bool, ran: list[str]
 ) -> None:
     model = packed()
-    memory = ENOUGH if enough else tight(model)
     ids = token_ids(model)
-    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
-        for _ in range(2):
-            step(model, ids)
+    with recorded(model, ids, ENOUGH if enough else tight(model)) as graphs:
         ran.clear()
         losses = [model(input_ids=ids, labels=ids).loss for _ in range(2)]
         sum(losses).backward()
@@ -188,11 +198,8 @@ def test_an_evaluation_of_larger_batches_gets_the_memory_of_the_graphs(
     rows: int, length: int, enough: bool, ran: list[str]
 ) -> None:
     model = packed()
-    memory = ENOUGH if enough else tight(model)
     ids = token_ids(model)
-    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
-        for _ in range(2):
-            step(model, ids)
+    with recorded(model, ids, ENOUGH if enough else tight(model)) as graphs:
         model.eval()
         with torch.no_grad():
             model(input_ids=token_ids(model, rows, length))
@@ -282,6 +289,17 @@ def test_a_reference_between_forward_and_backward_leaves_graphs_alone(
                 model(input_ids=ids)
             loss.backward()
         assert graphs.recorded == LAYERS
+    assert len(recordings) == LAYERS
+
+
+def test_a_larger_reference_before_each_forward_leaves_graphs_alone(recordings: list[Any]) -> None:
+    model = packed()
+    ids = token_ids(model)
+    with recorded(model, ids, tight(model)):
+        for _ in range(6):
+            with torch.no_grad():  # In training mode, as GRPO's
+                model(input_ids=token_ids(model, 3))
+            step(model, ids)
     assert len(recordings) == LAYERS
 
 

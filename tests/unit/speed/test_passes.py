@@ -85,7 +85,7 @@ def test_a_call_that_keeps_nothing_admits_its_like_alone():
     passes = Passes()
     assert passes.enters(0, keeps=False)
     held = passes.pending(Call(keeps=False))
-    assert passes.is_waiting and not passes.is_kept
+    assert passes.is_waiting and not passes.is_kept and not passes.is_replaying
     assert passes.enters(1, keeps=True)  # of the same pass: recorded in this order
     assert passes.enters(0, keeps=False)
     assert not passes.enters(1, keeps=True)  # whose tensors the first's backward would overwrite
