@@ -8,6 +8,7 @@ torch, transformers and pytest are imported when a helper that needs them is cal
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import importlib.util
 import multiprocessing
@@ -216,7 +217,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
 
     `fn` is a top-level function of a file, which the processes import anew; the arguments are
     picklable. Returns the ranks' results (anything that `torch.save` writes). If ranks raise, the
-    first one's traceback is the text of a `RuntimeError`.
+    first one's traceback is the text of a `RuntimeError`, as are the stacks of one that crashes.
 
     If the system has Python's fork server, it starts the processes: modules in
     `multiprocessing.set_forkserver_preload` are imported once for all calls, and environment
@@ -237,10 +238,11 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
             ended = error
         # torch reports the rank that ended first, which may have only lost its peer, and no rank
         # that was interrupted or exited with 0.
-        failed = sorted(Path(folder).glob("*.error"), key=lambda file: file.stat().st_mtime_ns)
+        reports = [*Path(folder).glob("*.crash"), *Path(folder).glob("*.error")]
+        failed = [(file, text) for file in reports if (text := file.read_text(encoding="utf-8"))]
         if failed:
-            text = failed[0].read_text(encoding="utf-8")
-            raise RuntimeError(f"rank {failed[0].stem} failed:\n{text}") from ended
+            file, text = min(failed, key=lambda report: report[0].stat().st_mtime_ns)
+            raise RuntimeError(f"rank {file.stem} failed:\n{text}") from ended
         if ended is not None:
             raise ended
         return [
@@ -258,6 +260,8 @@ def _rank_main(
     from torch import distributed
 
     torch.set_num_threads(1)
+    # Open for as long as the process runs: a crash in C tells nothing but this.
+    faulthandler.enable((Path(folder) / f"{rank}.crash").open("w", encoding="utf-8"))
     spec = importlib.util.spec_from_file_location("moe_qlora_rank_target", target[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -61,6 +64,17 @@ def test_ranks_meet_and_return():
 def test_a_failing_rank_is_an_error(kind):
     with pytest.raises(RuntimeError, match=f"^rank 1 failed:(.|\n)*{kind.__name__}: rank one is"):
         run_distributed(fail_on_one, 2, kind)
+
+
+def crash_on_one(rank, world_size):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    torch.distributed.barrier()
+
+
+def test_a_crashing_rank_says_where():
+    with pytest.raises(RuntimeError, match=r"^rank 1 failed:(.|\n)*in crash_on_one"):
+        run_distributed(crash_on_one, 2)
 
 
 def test_gpu_marks():
