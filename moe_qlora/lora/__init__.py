@@ -10,6 +10,7 @@ config is never changed.
     targets.py      resolve_targets: the fields for PEFT; exclude_modules, target_parameters; a
                     warning of experts in target_modules, where PEFT finds none; settings that
                     packed experts do not support are refused
+    unfit.py        Linear layers that PEFT's LoRA cannot serve, or only where they are called
     names.py        which parameters are packed, how PEFT matches names, and how it rewrites those
                     of transformers v4
     inject.py       puts the wrappers into the model, and logs what got LoRA

@@ -37,6 +37,7 @@ from .names import (
 )
 from .targets import (
     Targets,
+    check_fit,
     check_modules_to_save,
     check_named,
     check_supported,
@@ -196,8 +197,10 @@ def adapt(
     check_modules_to_save(asked, packed)
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
-    if warn and (note := check_named(model, asked, targets, packed)):
-        warnings.warn(note, UserWarning, stacklevel=3)
+    if warn:
+        notes = check_named(model, asked, targets, packed), check_fit(model, asked, targets)
+        for note in filter(None, notes):
+            warnings.warn(note, UserWarning, stacklevel=3)
     if scale_expert_rank and targets.experts:
         _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()

@@ -4,7 +4,8 @@
 `check_supported` refuses settings that packed experts do not support, before PEFT reads them.
 
     exclude_modules    + every packed experts module and the modules inside it, which leaf names
-                       would reach; with "all-linear" also routers that are Linear layers
+                       would reach; with "all-linear" also routers that are Linear layers, and
+                       layers that LoRA cannot serve (unfit.py)
     target_modules     full names, where PEFT would rewrite the caller's spelling (names.py)
     target_parameters  full names of packed parameters: the only spelling that PEFT matches on a
                        parametrized module
@@ -47,6 +48,7 @@ from .names import (
     reached_modules,
     rewritten,
 )
+from .unfit import unfit_linears
 
 WARNING = "target_modules names .* packed expert weights .* get no LoRA"  # the message, as a regex
 
@@ -108,7 +110,7 @@ def resolve_targets(
     excludes = asked.exclude_modules
     if packed:
         if is_all_linear(asked):
-            paths += _unfit_routers(model, layout.routers, router)
+            paths += _not_all_linear(model, layout.routers, router)
         excludes = extend("exclude_modules", excludes, paths)
     modules, router_weights, notes = _resolve_modules(model, asked, excludes, layout)
     named = as_names("target_parameters", getattr(asked, "target_parameters", None))
@@ -177,14 +179,15 @@ def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router
     return cast(PeftConfig, asked)
 
 
-def _unfit_routers(model: nn.Module, routers: Sequence[Router], router: bool) -> list[str]:
-    """Return routers that "all-linear" reaches, and Linear layers that share a weight with one."""
-    # Routers that are Linear by inheritance give two values, which LoRA's own layer cannot; plain
-    # ones get LoRA where `router` asks for it. diffusion_gemma's decoder shares its routers.
+def _not_all_linear(model: nn.Module, routers: Sequence[Router], router: bool) -> list[str]:
+    """Return what PEFT's "all-linear" reaches and ours does not.
+
+    These are routers that are Linear layers, unless `router` asks for LoRA on them, layers that
+    LoRA cannot serve, and others that share a weight with one of these, as diffusion_gemma's do.
+    """
     linears = {unwrapped_name(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    names = [
-        one.name for one in routers if (not router if one.plain_linear else one.name in linears)
-    ]
+    names = [one.name for one in routers if one.plain_linear and not router]
+    names += unfit_linears(model)
     weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
     tied = [name for name, module in linears.items() if id(module.weight) in weights]
     return _merge(names, tied)
@@ -368,6 +371,21 @@ def check_named(
     return (
         f"{message}{how}, to train them, or exclude_modules=moe_qlora.exclude_modules(model) to "
         "leave them out without this warning."
+    )
+
+
+def check_fit(model: nn.Module, config: PeftConfig, targets: Targets) -> str:
+    """Return one sentence where targets reach Linear layers that LoRA cannot serve, or ""."""
+    probe: Any = changed(config, exclude_modules=targets.excludes)
+    probe.target_modules = targets.modules
+    unfit = unfit_linears(model)
+    reached = [name for name in reached_modules(model, probe) if unwrapped_name(name) in unfit]
+    if not reached:
+        return ""
+    reasons = dict.fromkeys(unfit[unwrapped_name(name)] for name in reached)
+    return (
+        f"target_modules reaches {patterns(reached)}, and {' and '.join(reasons)}: LoRA there "
+        "fails; leave it out."
     )
 
 

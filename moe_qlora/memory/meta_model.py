@@ -36,6 +36,7 @@ from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora import targets
 from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
+from ..lora.unfit import unfit_linears
 from ..models.trainer.file import AskedLora
 from ..packing import parametrize
 from ..packing.codecs import codec_of
@@ -199,6 +200,7 @@ def _keep_share(model: Any, layout: ModelLayout, ranks: int) -> None:
 
 def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
     """Pack Linear layers through transformers' own replacement, which leaves some out."""
+    from transformers import PreTrainedModel
     from transformers.integrations import replace_with_bnb_linear
     from transformers.pytorch_utils import Conv1D
     from transformers.quantizers.base import HfQuantizer
@@ -217,6 +219,9 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
         return  # where transformers would warn that a model "using eetq" has none
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=config)
     check_linears(model, settings)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # Jamba asks, before it reads a layer's weight
+            part.config._is_quantized = True
     for name, module in model.named_modules():
         if not parametrize.is_packed_linear(module):
             continue
@@ -360,10 +365,13 @@ def _allowed(model: nn.Module) -> str:
 
 
 def _attention_linears(model: nn.Module) -> list[str]:
-    """Return the Linear layers inside modules that are attention by their class or by name."""
-    names = []
+    """Return the Linear layers inside modules that are attention by their class or by name.
+
+    Those that LoRA cannot serve are left out.
+    """
+    names, unfit = [], unfit_linears(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and name not in unfit:
             parent = name.rpartition(".")[0]
             owners = [owner for owner in (parent, parent.rpartition(".")[0]) if owner]
             classes = [type(model.get_submodule(owner)).__name__ for owner in owners]

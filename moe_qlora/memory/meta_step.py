@@ -17,10 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_map
 
 from ..detection.trace import tensors_of
@@ -151,6 +152,8 @@ def run_meta_step(
     workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
     passed = passthroughs(blocks, groups, grad_anchor)
     kernels = [planned_for(card), planned(workspace), counted_attention(), scans_by_size(model)]
+    # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
+    kernels.append(cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True))
     if level is not None:
         middle = {name for group in groups for name in group[1:-1]}
         run = [blocks[name] for name in layers if name not in middle]

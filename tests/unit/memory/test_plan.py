@@ -26,7 +26,7 @@ from moe_qlora.memory.meta_model import alike
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.source import source_of
 from moe_qlora.models import named
-from moe_qlora.testing import model_class, tiny_inputs, tiny_model
+from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
 
 # transformers leaves the file of a checkpoint open, and says what it will drop in v6.
 pytestmark = pytest.mark.filterwarnings(
@@ -132,15 +132,9 @@ def test_weights_are_those_of_the_loaded_model(folders, family, packing):
 def test_adapters_are_those_that_peft_creates(folders, family):
     folder = folders(family)
     packed = loaded(family, folder, "nf4 double")
-    # PEFT refuses all-linear for models with Mamba layers.
-    for targets in (
-        ("attention", "experts") if family == "nemotron_h" else ("all-linear", "experts")
-    ):
+    for targets in ("all-linear", "experts"):
         model = copy.deepcopy(packed)
-        modules = {"all-linear": "all-linear", "experts": []}.get(
-            targets, ["q_proj", "k_proj", "v_proj", "o_proj"]
-        )
-        lora = LoraConfig(r=4, target_modules=modules)
+        lora = LoraConfig(r=4, target_modules=[] if targets == "experts" else targets)
         real = moe_qlora.get_peft_model(model, lora, experts=targets == "experts")
         wanted = sorted(p.numel() for p in real.parameters() if p.requires_grad)
         meta = planner(str(folder), Settings(rank=4, targets=targets)).meta
@@ -647,6 +641,18 @@ def test_layers_that_cannot_run_are_estimated(monkeypatch):
     monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeModel, "forward", needs_data)
     with pytest.raises(moe_qlora.ConfigError, match="cannot run on the meta device"):
         moe_qlora.plan(small(), **asked)
+
+
+@pytest.mark.parametrize("targets", ["attention", "all-linear"])
+@pytest.mark.parametrize("family", ["deepseek_v4", "glm5_next_text", "jamba"])
+def test_layers_that_do_more_than_call_their_linears_run(family, targets):
+    """A grouped projection, masks as indices, a weight that is read if unquantized."""
+    config = tiny_config(family)
+    made = planner(config, Settings(seq=64, targets=targets), BitsAndBytesConfig(load_in_4bit=True))
+    made.activities(1, 64)
+    assert not made.estimated
+    assert made._unpacked is None
+    assert not hasattr(config, "_is_quantized")
 
 
 def test_experts_read_through_their_parametrization_run():

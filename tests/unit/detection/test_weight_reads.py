@@ -1,0 +1,128 @@
+"""Linear layers whose weight the module around them reads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from moe_qlora.detection.weight_reads import weights_read
+from moe_qlora.testing import tiny_model
+
+
+class Pair(nn.Module):
+    """Two layers, as those below have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.ones_(self.inner.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x))
+
+
+class Reads(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.inner(x), self.outer.weight, self.outer.bias)
+
+
+def traced(method: Any) -> Any:
+    @functools.wraps(method)
+    def run(self: Any, *args: Any) -> Any:
+        return method(self, *args)
+
+    return run
+
+
+class ReadsBelow(Pair):
+    @traced
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        return self.fused(x)
+
+    def fused(module, x: Tensor) -> Tensor:
+        weight = module.inner.weight.to(x.dtype)
+        return module.outer(x @ weight.T)
+
+
+class ReadsFacts(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.inner.weight, nn.Parameter) and x.dtype != self.inner.weight.dtype:
+            x = x.to(self.inner.weight.dtype, copy=self.outer.weight.shape[0] > 1)
+        return super().forward(x)
+
+    def reset(self) -> None:  # which no forward calls
+        self.inner.weight.data.zero_()
+
+
+class AsksForQuantization(Pair):
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "_is_quantized"):
+            return super().forward(x)
+        return self.outer(x) @ self.inner.weight
+
+
+class ReadsAnother(Pair):
+    def forward(self, x: Tensor, other: Any) -> Tensor:
+        self.inner.weight = other.outer.weight
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("owner", "expected"),
+    [
+        (Pair, {}),
+        (Reads, {"0.outer": "Reads"}),
+        (ReadsBelow, {"0.inner": "ReadsBelow"}),
+        (ReadsFacts, {}),
+        (AsksForQuantization, {}),
+        (ReadsAnother, {}),
+    ],
+)
+def test_what_a_forward_reads(owner: type[Pair], expected: dict[str, str]) -> None:
+    assert weights_read(nn.Sequential(owner(), Pair())) == expected
+
+
+def test_a_forward_of_one_instance() -> None:
+    pair: Any = Pair()
+    pair.forward = functools.partial(Reads.forward, pair)
+    assert weights_read(pair) == {}  # nothing is known of it
+    pair.forward = Reads.forward.__get__(pair)
+    assert weights_read(pair) == {"outer": "Pair"}
+
+
+def test_code_without_a_source() -> None:
+    space: dict[str, Any] = {"F": F}
+    exec("def forward(self, x): return F.linear(x, self.outer.weight)", space)  # noqa: S102
+    assert weights_read(type("Made", (Pair,), {"forward": space["forward"]})()) == {}
+
+
+def test_names_are_the_same_below_adapters() -> None:
+    model: Any = nn.Sequential(Reads())
+    expected = weights_read(model)
+    get_peft_model(model, LoraConfig(target_modules=["outer"]))
+    assert weights_read(model) == expected == {"0.outer": "Reads"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer", "owner"),
+    [
+        ("granitemoehybrid", "model.layers.0.mamba.out_proj", "GraniteMoeHybridMambaLayer"),
+        ("longcat_flash", "model.layers.0.mlp.router.classifier", "LongcatFlashTopkRouter"),
+        ("nemotron_h", "model.layers.0.mixer.out_proj", "NemotronHMamba2Mixer"),
+        ("jamba", "", ""),
+        ("qwen3_next", "", ""),
+    ],
+)
+def test_families(model_type: str, layer: str, owner: str) -> None:
+    with torch.device("meta"):
+        found = weights_read(tiny_model(model_type))
+    assert dict(list(found.items())[:1]) == ({layer: owner} if layer else {})
+    assert len({name.rpartition(".")[2] for name in found}) == bool(layer)

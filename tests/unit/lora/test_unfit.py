@@ -1,0 +1,139 @@
+"""Linear layers beyond PEFT's LoRA: those that get none, and those whose weight is read."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora.layer import LoraLayer
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.lora.unfit import ReadLinear, unfit_linears
+from moe_qlora.testing import tiny_inputs, tiny_model
+
+UNFIT = {
+    "deepseek_v4": "self_attn.o_a_proj",
+    "llama4_text": "feed_forward.router",
+    "nemotron_h": "mixer.out_proj",
+    "phimoe": "mlp.router",
+}
+
+
+def packed(model_type: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = tiny_model(model_type, dtype=dtype)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    return model
+
+
+def adapted(model: nn.Module) -> set[str]:
+    return {
+        name.removeprefix("base_model.model.").split(".lora_A")[0]
+        for name, _ in model.named_parameters()
+        if "lora_A" in name
+    }
+
+
+@pytest.mark.parametrize("model_type", UNFIT)
+def test_all_linear_leaves_them_out(model_type: str) -> None:
+    model = packed(model_type)
+    linears = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    unfit = {name for name in linears if name.endswith(UNFIT[model_type])}
+    assert unfit_linears(model).keys() == unfit
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="target_modules")
+        peft_model = moe_qlora.get_peft_model(model, LoraConfig(target_modules="all-linear"))
+    assert adapted(peft_model) == linears - unfit
+    assert unfit_linears(peft_model.get_base_model()).keys() == unfit
+    peft_model(**tiny_inputs(model))
+    again = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules="all-linear"))
+    assert set(again.target_modules) == linears - unfit
+
+
+def test_naming_one_that_fails_is_a_warning() -> None:
+    config = LoraConfig(target_modules=["q_a_proj", "o_a_proj"])
+    message = (
+        r"reaches model\.layers\.\*\.self_attn\.o_a_proj, and DeepseekV4GroupedLinear computes "
+        r"otherwise than nn\.Linear: LoRA there fails; leave it out"
+    )
+    with pytest.warns(UserWarning, match=message):
+        moe_qlora.get_peft_model(packed("deepseek_v4"), config)
+
+
+class Sum(nn.Module):
+    """W + s B A."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        self.a, self.b = nn.Parameter(a.detach().clone()), nn.Parameter(b.detach().clone())
+        self.scale = layer.scaling["default"]
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scale * self.b @ self.a
+
+
+@pytest.mark.parametrize("asked", [{"router": True}, {"targets": ["classifier"]}], ids=str)
+def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = packed("longcat_flash").train()
+    config = LoraConfig(
+        r=3, target_modules=asked.pop("targets", "all-linear"), init_lora_weights=False
+    )
+    reference = copy.deepcopy(model)
+    peft_model = moe_qlora.get_peft_model(model, config, **asked)
+    inputs = tiny_inputs(model)
+    layers = {n: m for n, m in peft_model.named_modules() if isinstance(m, ReadLinear)}
+    assert len(layers) == 2
+    for name, module in peft_model.named_modules():
+        if isinstance(module, LoraLayer):
+            path = name.removeprefix("base_model.model.")
+            parametrize.register_parametrization(
+                reference.get_submodule(path), "weight", Sum(module)
+            )
+    logits, expected = peft_model(**inputs).logits, reference(**inputs).logits
+    torch.testing.assert_close(logits, expected)
+    logits.square().mean().backward()
+    expected.square().mean().backward()
+    for name, layer in layers.items():
+        path = name.removeprefix("base_model.model.")
+        added = reference.get_submodule(path).parametrizations.weight[0]
+        pairs = (
+            (layer.lora_A["default"].weight, added.a),
+            (layer.lora_B["default"].weight, added.b),
+        )
+        for ours, theirs in pairs:
+            assert theirs.grad.norm() > 1e-9
+            assert (ours.grad - theirs.grad).norm() < 0.01 * theirs.grad.norm()
+    with peft_model.disable_adapter():
+        stock = peft_model(**inputs).logits
+    assert (logits - stock).abs().max() > 1e-4
+    peft_model.merge_adapter()
+    torch.testing.assert_close(peft_model(**inputs).logits, logits)
+    peft_model.unmerge_adapter()
+    torch.testing.assert_close(peft_model(**inputs).logits, logits)
+
+
+def test_a_weight_that_mambas_kernel_reads() -> None:
+    """In bf16 the sum stays bf16, which the kernel multiplies by as it is."""
+    model = packed("granitemoehybrid", torch.bfloat16)
+    config = LoraConfig(r=3, target_modules=["out_proj"], init_lora_weights=False)
+    peft_model = moe_qlora.get_peft_model(model, config)
+    [layer] = [m for m in peft_model.modules() if isinstance(m, ReadLinear)]
+    base, added = layer.get_base_layer().weight, layer.get_delta_weight("default")
+    assert layer.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(layer.weight, base + added.bfloat16())
+    layer.weight.float().square().sum().backward()
+    assert layer.lora_A["default"].weight.grad.abs().sum() > 0
+    x = torch.randn(5, base.shape[1], dtype=torch.bfloat16)
+    called = layer(x)
+    torch.testing.assert_close(called, nn.functional.linear(x, layer.weight), rtol=0.02, atol=0.02)
+    peft_model.add_adapter("other", LoraConfig(r=2, target_modules=["in_proj"]))
+    peft_model.set_adapter("other")
+    assert torch.equal(layer.weight, base)
