@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +77,29 @@ def crash_on_one(rank, world_size):
 def test_a_crashing_rank_says_where():
     with pytest.raises(RuntimeError, match=r"^rank 1 failed:(.|\n)*in crash_on_one"):
         run_distributed(crash_on_one, 2)
+
+
+def crash_outside_of_python(rank, world_size, folder, times):
+    crashed = len(list(Path(folder).iterdir()))
+    if rank == 1 and crashed < times:
+        Path(folder, str(crashed)).touch()
+        libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        libc.pthread_create(ctypes.byref(thread), None, libc.strlen, None)
+    torch.distributed.barrier()
+    return crashed
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_crash_outside_of_python_is_tried_once_more(times, tmp_path, caplog):
+    if times == 1:
+        assert run_distributed(crash_outside_of_python, 2, str(tmp_path), times) == [1, 1]
+        assert "rank 1 failed:\nFatal Python error: Segmentation" in caplog.text
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"^rank 1 failed:\nFatal Python error: Segmentation"
+        ):
+            run_distributed(crash_outside_of_python, 2, str(tmp_path), times)
+        assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_gpu_marks():
