@@ -159,7 +159,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     if type(tuner) is StockLoraModel:
         tuner.__class__ = LoraModel
     upgrade_wrappers(tuner.model)
-    _use_own_layers(tuner.model)
+    use_own_layers(tuner.model)
     check_adapter_names(tuner.model, model.peft_config)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
@@ -199,7 +199,8 @@ def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
             module.lora_dropout[adapter] = nn.Dropout(p=probability)
 
 
-def _use_own_layers(model: nn.Module) -> None:
+def use_own_layers(model: nn.Module) -> None:
+    """Turn PEFT's layers into ours where these do more, in place."""
     merge_exactly(model)
     serve_reads(model)
 
@@ -217,14 +218,14 @@ class LoraModel(StockLoraModel):
         self.peft_config[adapter_name] = config
         with without_false_warning(model, config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
-        _use_own_layers(model)
+        use_own_layers(model)
         check_connected(model, adapter_name, config)
         world().follow_adapters(model)
 
     def _post_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
         # PEFT calls this at the end of `__init__`, which ran as the stock class's (stock_calls.py).
         super()._post_injection_hook(model, config, adapter_name)
-        _use_own_layers(model)
+        use_own_layers(model)
         check_connected(model, adapter_name, config)
         world().follow_adapters(model)
 

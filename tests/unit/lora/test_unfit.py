@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -118,6 +119,21 @@ def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None
     torch.testing.assert_close(peft_model(**inputs).logits, logits)
     peft_model.unmerge_adapter()
     torch.testing.assert_close(peft_model(**inputs).logits, logits)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+def test_every_way_to_an_adapter_is_served(tmp_path: Path) -> None:
+    model = packed("longcat_flash").eval()
+    other, again, inputs = copy.deepcopy(model), copy.deepcopy(model), tiny_inputs(model)
+    config = LoraConfig(r=3, target_modules=["classifier"], init_lora_weights=False)
+    peft_model = moe_qlora.get_peft_model(model, config)
+    peft_model.save_pretrained(tmp_path)
+    expected = peft_model(**inputs).logits
+    assert torch.equal(PeftModel.from_pretrained(other, tmp_path)(**inputs).logits, expected)
+    again.load_adapter(str(tmp_path))
+    assert torch.equal(again(**inputs).logits, expected)
+    again.add_adapter(LoraConfig(r=2, target_modules=["classifier"]), "second")
+    assert sum(isinstance(module, ReadLinear) for module in again.modules()) == 2
 
 
 def test_a_weight_that_mambas_kernel_reads() -> None:
