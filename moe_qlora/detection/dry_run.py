@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .trace import BlockTrace, PythonReads, Trace
-from .tree import LOOKUP_TABLES, Leaf, Node
+from .tree import LOOKUP_TABLES, Leaf, Node, is_adapter
 
 # Routers, norms and biases stay below this many elements at every published size (384 x 7168 is
 # the largest router).
@@ -104,6 +104,11 @@ class _BlockCopy:
         for node in block.subtree():
             path = node.name.removeprefix(block.name).removeprefix(".")
             self._make_plain(node, self.module.get_submodule(path))
+        for owner in list(self.module.modules()):  # adapters, which may need packed weights
+            inner: Any = owner._modules
+            for name in inner:
+                while is_adapter(inner[name]):
+                    inner[name] = inner[name].base_layer
 
     def _replacement(self, leaf: Leaf, big: bool) -> torch.Tensor:
         """Return the copy's tensor for a leaf: on meta, zeros or random numbers."""

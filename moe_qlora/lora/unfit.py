@@ -27,6 +27,7 @@ def unfit_linears(model: nn.Module) -> dict[str, str]:
     """
     reasons = {}
     own_code = {type(m).__module__ for m in model.modules() if isinstance(m, PreTrainedModel)}
+    config = LoraConfig()
     for name, module in model.named_modules():
         kind = type(unwrapped(module))
         if not issubclass(kind, nn.Linear):
@@ -34,17 +35,12 @@ def unfit_linears(model: nn.Module) -> dict[str, str]:
         path = unwrapped_name(name)
         if kind.forward is not nn.Linear.forward and kind.__module__ in own_code:
             reasons[path] = f"{kind.__name__} computes otherwise than nn.Linear"
-        elif not _is_allowed(model, path):
-            reasons[path] = "PEFT refuses LoRA on it in this type of model"
+        else:
+            try:
+                _check_lora_target_modules_mamba(config, model, path.rpartition(".")[2])
+            except ValueError:
+                reasons[path] = "PEFT refuses LoRA on it in this type of model"
     return reasons
-
-
-def _is_allowed(model: nn.Module, name: str) -> bool:
-    try:
-        _check_lora_target_modules_mamba(LoraConfig(), model, name.rpartition(".")[2])
-    except ValueError:
-        return False
-    return True
 
 
 class ReadLinear(StockLinear):
