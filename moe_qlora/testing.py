@@ -230,7 +230,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
     try:
         return _run_ranks(fn, world_size, args)
     except _NativeCrashError as crash:
-        # Threads of torch 2.13's gloo do, in malloc, in about one of 500 runs.
+        # A thread of torch 2.13's gloo did (pt_gloo_runloop, in malloc), once in hundreds of runs.
         _log.warning("%s\nIt crashed outside of Python: all ranks are started again.", crash)
         return _run_ranks(fn, world_size, args)
 

@@ -48,7 +48,9 @@ def _functions(module: nn.Module) -> Iterator[FunctionType]:
     seen, names = set(), ["forward"]
     while names:
         name = names.pop()
-        method: Any = inspect.unwrap(getattr(module, name, None))  # type: ignore[arg-type]
+        # Properties are not run.
+        method: Any = module.__dict__.get(name, getattr(type(module), name, None))
+        method = inspect.unwrap(method)
         function = getattr(method, "__func__", method)
         if name in seen or not isinstance(function, FunctionType):
             continue
