@@ -22,10 +22,16 @@ from tools.fuzz_oracle import Adapter, Contradiction, Oracle
 FAMILIES = (
     *("qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3", "llama4_text"),
     *("olmoe", "glm4_moe", "jetmoe", "deepseek_v2", "lfm2_moe", "hunyuan_v1_moe", "flex_olmo"),
-    *("dots1", "minimax"),
+    *("dots1", "minimax", "deepseek_v4", "nemotron_h", "qwen3_5_moe_text", "zaya"),
 )
 OUTSIDE_THE_INTERFACE = ("llama4_text", "jetmoe")  # their forwards read the weight itself
-EXPERTS = 4  # of every tiny model: a weight with so many rows, and no bias, is a router
+EXPERTS = 4  # of every tiny model: a weight with so many rows, and no bias, is a router, but for
+ROUTERS = {
+    "deepseek_v4": ".gate.weight",
+    "qwen3_5_moe_text": ".mlp.gate.weight",
+    "zaya": ".router_mlp.out_proj.weight",
+}
+UNFIT = {"nemotron_h": "out_proj.weight"}  # Linear layers on which PEFT refuses LoRA
 
 ALLOWED: dict[str, tuple[str, str, str]] = {
     # condition: the error, a part of its sentence, and why the call cannot be had
@@ -302,10 +308,14 @@ class Machine:
         shapes = {n: p.shape for n, p in twin.named_parameters() if not n.endswith("bias")}
         self.experts = [n for n, s in shapes.items() if len(s) == 3 and s[0] == EXPERTS]
         self.routers = [n for n, s in shapes.items() if len(s) == 2 and s[0] == EXPERTS]
+        if self.family in ROUTERS:
+            self.routers = [n for n in shapes if n.endswith(ROUTERS[self.family])]
         head = twin.get_output_embeddings()
         self.linears = [
             f"{n}.weight" for n, m in twin.named_modules() if type(m) is nn.Linear and m is not head
         ]
+        if self.family in UNFIT:
+            self.linears = [n for n in self.linears if not n.endswith(UNFIT[self.family])]
 
     def parameters(self, names: Iterable[str]) -> set[str]:
         """Return those of the weights that PEFT adapts as parameters: of no Linear layer."""
