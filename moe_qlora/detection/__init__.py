@@ -10,5 +10,7 @@ rest in this order:
       dry_run.py      run a copy of the group's block whose big weights allocate nothing
       trace.py        watch that run: which weights are contracted, what is ranked
 
+weight_reads.py is apart: Linear layers whose weight other code reads, by the code's source.
+
 Structure decides alone: names, classes and model types appear in messages only.
 """
