@@ -25,8 +25,8 @@ FAMILIES = (
     *("dots1", "minimax", "deepseek_v4", "nemotron_h", "qwen3_5_moe_text", "zaya"),
 )
 OUTSIDE_THE_INTERFACE = ("llama4_text", "jetmoe")  # their forwards read the weight itself
-EXPERTS = 4  # of every tiny model: a weight with so many rows, and no bias, is a router, but for
-ROUTERS = {
+EXPERTS = 4  # of every tiny model: a weight with so many rows, and no bias, is a router
+ROUTERS = {  # but in these, where the names of routers end so
     "deepseek_v4": ".gate.weight",
     "qwen3_5_moe_text": ".mlp.gate.weight",
     "zaya": ".router_mlp.out_proj.weight",

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from ..layout import unwrapped
 from .tree import join
 
 # What a packed weight says as a plain one does.
@@ -34,7 +35,7 @@ def weights_read(model: nn.Module) -> dict[str, str]:
         children = {
             child
             for child, layer in module.named_children()
-            if isinstance(getattr(layer, "base_layer", layer), nn.Linear)  # below an adapter
+            if isinstance(unwrapped(layer), nn.Linear)
         }
         if children:
             for function in _functions(module):

@@ -182,11 +182,14 @@ def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router
 def _not_all_linear(model: nn.Module, routers: Sequence[Router], router: bool) -> list[str]:
     """Return what PEFT's "all-linear" reaches and ours does not.
 
-    These are routers that are Linear layers, unless `router` asks for LoRA on them, layers that
-    LoRA cannot serve, and others that share a weight with one of these, as diffusion_gemma's do.
+    These are routers that are Linear layers, but for plain ones where `router` asks for LoRA on
+    them, layers that LoRA cannot serve, and others that share a weight with one of these, as
+    diffusion_gemma's do.
     """
     linears = {unwrapped_name(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    names = [one.name for one in routers if one.plain_linear and not router]
+    names = [
+        one.name for one in routers if (not router if one.plain_linear else one.name in linears)
+    ]
     names += unfit_linears(model)
     weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
     tied = [name for name, module in linears.items() if id(module.weight) in weights]
@@ -378,7 +381,8 @@ def check_fit(model: nn.Module, config: PeftConfig, targets: Targets) -> str:
     """Return one sentence where targets reach Linear layers that LoRA cannot serve, or ""."""
     probe: Any = changed(config, exclude_modules=targets.excludes)
     probe.target_modules = targets.modules
-    unfit = unfit_linears(model)
+    if not (unfit := unfit_linears(model)):
+        return ""
     reached = [name for name in reached_modules(model, probe) if unwrapped_name(name) in unfit]
     if not reached:
         return ""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig
@@ -55,6 +55,26 @@ def test_all_linear_leaves_them_out(model_type: str) -> None:
     peft_model(**tiny_inputs(model))
     again = moe_qlora.adapt_lora_config(model, LoraConfig(target_modules="all-linear"))
     assert set(again.target_modules) == linears - unfit
+
+
+class GateLinear(nn.Linear):
+    """A router's class of another file, without a forward of its own."""
+
+
+@pytest.mark.parametrize("router", [False, True])
+def test_routers_of_a_class_from_elsewhere_are_no_linear_layers(router: bool) -> None:
+    model = packed("hunyuan_v1_moe")
+    names = {one.name for one in moe_qlora.detect(model).routers}
+    for name in names:
+        model.get_submodule(name).__class__ = GateLinear
+    config = LoraConfig(target_modules="all-linear")
+    peft_model = moe_qlora.get_peft_model(model, config, router=router)
+    assert names
+    assert (names <= adapted(peft_model)) == router
+    assert all(
+        isinstance(peft_model.get_base_model().get_submodule(name), ParamWrapper) == router
+        for name in names
+    )
 
 
 def test_naming_one_that_fails_is_a_warning() -> None:
