@@ -1,0 +1,213 @@
+"""Record what the package computes, and check that it still does.
+
+    python tools/corpus.py check                       the CPU's entries against tests/corpus
+    python tools/corpus.py check --only qwen3_moe gpt_oss/int8
+    python tools/corpus.py record [--only ...]         overwrites the entries named, or all
+    python tools/corpus.py record --gpu --out DIR      16 entries on a GPU ($OUT if it is set)
+    python tools/corpus.py check --gpu --out DIR       --device cpu for a smoke test
+    python tools/corpus.py fixtures                    folders of today's format, tests/fixtures
+
+An entry is a model type with a codec. Only public names and calls of PEFT and transformers are
+used, so that the data outlive any change inside. Hashes, names and classes of errors must be equal;
+floats may differ by the tolerance of the codec, fingerprints (a norm, and a product with random
+signs) by that part of the norm, bytes of a plan by 3 %. `check` prints a line for each difference:
+entry, field, recorded, seen; and ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+DATA = ROOT / "tests" / "corpus"
+FIXTURES = ROOT / "tests" / "fixtures" / "0.2"
+TOLERANCES = {"int8": 2e-2, "gpu": 5e-2}  # int8 rounds activations as well; bf16 on a GPU
+TOLERANCE = 1e-3
+PLAN_TOLERANCE = 0.03
+_ABOUT = "about"
+
+Difference = tuple[str, Any, Any]
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+def differences(
+    recorded: Any, seen: Any, tolerance: float, field: str = "", floor: float = 0.0
+) -> Iterator[Difference]:
+    """Yield the field, what was recorded, and what is seen now, wherever these differ."""
+    if isinstance(recorded, dict) and isinstance(seen, dict):
+        inside = PLAN_TOLERANCE if field == "plan" else tolerance
+        norms = [value[0] for value in recorded.values() if _is_fingerprint(value)]
+        least = 1e-5 * max(norms, default=0.0)
+        for name in sorted({*recorded, *seen}):
+            one, two = recorded.get(name, "(nothing)"), seen.get(name, "(nothing)")
+            yield from differences(one, two, inside, f"{field}.{name}".lstrip("."), least)
+    elif _is_fingerprint(recorded) and _is_fingerprint(seen):
+        allowed = tolerance * max(recorded[0], floor) + 1e-12
+        if not all(abs(one - two) <= allowed for one, two in zip(recorded, seen, strict=True)):
+            yield field, recorded, seen
+    elif _is_number(recorded) and _is_number(seen) and ("plan" in field or type(seen) is float):
+        if not abs(recorded - seen) <= tolerance * abs(recorded) + 1e-12:
+            yield field, recorded, seen
+    elif recorded != seen:
+        yield field, recorded, seen
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_fingerprint(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(v) is float for v in value)
+
+
+# --- the data -------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return what was recorded of each entry."""
+    found: dict[str, Any] = {}
+    for file in sorted(folder.glob("*.json")):
+        if file.stem != _ABOUT:
+            parts = json.loads(file.read_text(encoding="utf-8"))
+            found |= {f"{file.stem}/{codec}": part for codec, part in parts.items()}
+    return found
+
+
+def write(folder: Path, measured: dict[str, Any]) -> None:
+    """Overwrite these entries, a file for each model type, a line for each value."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in sorted({entry.split("/")[0] for entry in measured}):
+        file = folder / f"{kind}.json"
+        parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        parts |= {e.split("/", 1)[1]: m for e, m in measured.items() if e.split("/")[0] == kind}
+        file.write_text(_lines(dict(sorted(parts.items()))) + "\n", encoding="utf-8")
+    from importlib.metadata import version
+
+    names = ("torch", "transformers", "peft", "bitsandbytes")
+    about = folder / f"{_ABOUT}.json"
+    told = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {"commits": {}}
+    told["commits"] |= dict.fromkeys(measured, _commit())
+    told["versions"] = {name: version(name) for name in names}
+    about.write_text(_lines(told) + "\n", encoding="utf-8")
+
+
+def _lines(value: Any, indent: int = 0) -> str:
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value)
+    space = " " * (indent + 1)
+    inside = [f"{space}{json.dumps(k)}: {_lines(v, indent + 1)}" for k, v in value.items()]
+    return "{\n" + ",\n".join(inside) + "\n" + " " * indent + "}"
+
+
+def _commit() -> str:
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record or check; returns the exit code."""
+    options = _options(arguments)
+    if options.command == "fixtures":
+        from tools.corpus_fixtures import write_fixtures
+
+        write_fixtures(options.out or FIXTURES, _commit())
+        return 0
+    if options.gpu:
+        from tools import corpus_gpu as source
+    else:
+        from tools import corpus_entries as source
+    chosen = _chosen(source.entries(), options.only)
+    folder = options.out or (Path(os.environ.get("OUT", "corpus_gpu")) if options.gpu else DATA)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    started, bad = time.monotonic(), 0
+    recorded = read(folder) if options.command == "check" else {}
+    for entry, seen in _measured(chosen, options):
+        if isinstance(seen, Exception) or seen is None:
+            bad += seen is not None
+            said = "skipped: needs two GPUs" if seen is None else f"{type(seen).__name__}: {seen}"
+            print(f"{entry}\t(all)\t\t{said[:500]}", flush=True)
+        elif options.command == "record":
+            write(folder, {entry: seen})
+            print(f"{entry}: {time.monotonic() - started:.0f} s", flush=True)
+        else:
+            kind = "gpu" if options.gpu else entry.split("/")[1]
+            tolerance = options.tolerance or TOLERANCES.get(kind, TOLERANCE)
+            for field, one, two in differences(recorded.get(entry, {}), seen, tolerance):
+                bad += 1
+                print(f"{entry}\t{field}\t{_short(one)}\t{_short(two)}", flush=True)
+    took = time.monotonic() - started
+    print(f"{len(chosen)} entries, {bad} differences, {took:.0f} s", file=sys.stderr)
+    return int(bad > 0)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 120 else f"{text[:116]} ..."
+
+
+def _chosen(names: list[str], only: Sequence[str] | None) -> list[str]:
+    if not only:
+        return names
+    chosen = [name for name in names if any(o in (name, *name.split("/")) for o in only)]
+    if not chosen:
+        raise SystemExit(f"no entry is named by --only {' '.join(only)}; there are {names}")
+    return chosen
+
+
+def _measured(names: list[str], options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield each entry and what it measures, in the order in which they end."""
+    if options.gpu:
+        from tools.corpus_gpu import measure
+
+        device = options.device or "cuda"
+        yield from ((name, _result(lambda name=name: measure(name, device))) for name in names)
+        return
+    from tools import corpus_entries
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=spawn) as pool:
+        waiting = {pool.submit(corpus_entries.measure, name): name for name in names}
+        for done in as_completed(waiting):
+            yield waiting[done], _result(done.result)
+
+
+def _result(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - the other entries are measured all the same
+        return error
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("command", choices=["record", "check", "fixtures"])
+    parser.add_argument("--only", nargs="+", help="entries, model types or codecs")
+    parser.add_argument("--jobs", type=int, default=2, help="processes, of one thread each")
+    parser.add_argument("--gpu", action="store_true", help="the entries of a GPU")
+    parser.add_argument("--device", help="of --gpu; default: cuda")
+    parser.add_argument("--out", type=Path, help="folder of the data, or of the fixtures")
+    parser.add_argument("--tolerance", type=float, help="in place of the codec's own")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

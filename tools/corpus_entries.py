@@ -1,0 +1,614 @@
+"""The entries of the corpus that a CPU measures: model types x codecs, and a table of refusals.
+
+Weights, factors of LoRA and the tensors that gradients are multiplied with lie on a grid of powers
+of two and are drawn by name from integers, so that packed bytes are the same on every machine and
+what passes through a matrix product differs by rounding alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, VeraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import BitsAndBytesConfig
+from transformers.utils.logging import disable_progress_bar
+
+import moe_qlora
+from moe_qlora.testing import tiny_inputs, tiny_model
+
+TYPES = (
+    *(
+        "dbrx",
+        "deepseek_v3",
+        "deepseek_v4",
+        "diffusion_gemma",
+        "ernie4_5_moe",
+        "gemma4",
+        "glm4_moe",
+    ),
+    *(
+        "gpt_oss",
+        "granitemoehybrid",
+        "jetmoe",
+        "llama4_text",
+        "longcat_flash",
+        "minimax",
+        "mixtral",
+    ),
+    *("nemotron_h", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_vl_moe", "step3p5"),
+    "zaya",
+)
+CODECS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "double": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "mxfp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},  # of Linear layers alone
+}
+EVERY_CODEC = ("gpt_oss", "llama4_text", "mixtral", "qwen3_moe")
+# Routers that read the weight of a Linear layer, which bitsandbytes packs unless it is told not to.
+SKIPPED = {"longcat_flash": ["lm_head", "classifier"]}
+PLANNED = ("jetmoe", "llama4_text", "olmoe", "qwen3_moe")  # a rehearsal takes 1 to 30 s
+WIDE = {"hidden_size": 64, "intermediate_size": 64}  # whole blocks of 32, as MXFP4 needs
+
+
+def entries() -> list[str]:
+    """Return the names of all entries, those that take longest first."""
+    named = [f"{kind}/nf4" for kind in sorted(TYPES, key=lambda kind: kind not in PLANNED)]
+    for number, kind in enumerate(TYPES):
+        others = ["double", "fp4", "int8"]
+        chosen = others if kind in EVERY_CODEC else [others[number % 3]]
+        named += [f"{kind}/{codec}" for codec in chosen]
+    return ["gpt_oss/mxfp4", "refusals/calls", *named]
+
+
+def quantization(
+    codec: str, dtype: torch.dtype = torch.float32, kind: str = ""
+) -> BitsAndBytesConfig:
+    settings = CODECS[codec] | {"llm_int8_skip_modules": SKIPPED.get(kind)}
+    if "load_in_4bit" in settings:
+        settings["bnb_4bit_compute_dtype"] = dtype
+    return BitsAndBytesConfig(**settings)
+
+
+# --- numbers that are the same everywhere ---------------------------------------------------------
+
+
+def _generator(name: str) -> torch.Generator:
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big")
+    return torch.Generator().manual_seed(seed)
+
+
+def grid(name: str, shape: Iterable[int], bits: int = 13) -> Tensor:
+    """Return float32 numbers of a standard deviation near 836 / 2**bits, drawn by name, exact."""
+    shape, generator = tuple(shape), _generator(name)
+    one, two = (torch.randint(-1024, 1025, shape, generator=generator) for _ in range(2))
+    return (one + two).float() / 2**bits
+
+
+@torch.no_grad()
+def put_on_grid(model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.dim() > 1:
+            weight.copy_(grid(name, weight.shape))
+        elif weight.is_floating_point():
+            weight.copy_(weight.bfloat16())  # logarithms in 1-D ones differ in their last bits
+
+
+@torch.no_grad()
+def fill_adapter(model: nn.Module) -> None:
+    for name, weight in model.named_parameters():
+        if ".lora_" in name:
+            weight.copy_(grid(name, weight.shape, bits=13 if "lora_A" in name else 15))
+
+
+def sha(value: Any) -> str:
+    """Return 16 digits of the SHA-256 of a tensor with dtype and shape, or of an object as JSON."""
+    if isinstance(value, Tensor):
+        content = value.detach().cpu().contiguous().flatten()
+        head = f"{value.dtype} {tuple(value.shape)}".encode()
+        raw = head + content.view(torch.uint8).numpy().tobytes() if content.numel() else head
+    else:
+        raw = json.dumps(value, sort_keys=True).encode()
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def fingerprint(name: str, value: Tensor | None) -> Any:
+    """Return a tensor's norm and its product with signs that are drawn by its name."""
+    if value is None:
+        return "none"
+    flat = value.detach().cpu().double().flatten()
+    signs = torch.randint(0, 2, flat.shape, generator=_generator(name)).double() * 2 - 1
+    return [float(f"{float(number):.6g}") for number in (flat.norm(), flat @ signs)]
+
+
+def fingerprints(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    return {name: fingerprint(name, value) for name, value in sorted(tensors.items())}
+
+
+def exact_or_fingerprints(tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> Any:
+    """Return hashes of the tensors that are the source's own, and fingerprints of the others."""
+    found: dict[str, Any] = {}
+    for name, value in sorted(tensors.items()):
+        own = source.get(name)
+        same = own is not None and own.dtype == value.dtype and torch.equal(own, value)
+        found[name] = sha(value) if same else fingerprint(name, value)
+    return found
+
+
+def state_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return a hash for each weight, over all tensors of its packed form, and one of the keys."""
+    groups: dict[str, dict[str, str]] = {}
+    for key, value in tensors.items():
+        weight = re.split(r"\.(?:absmax|quant_map|nested_|quant_state|SCB|weight_format)", key)[0]
+        groups.setdefault(weight.removesuffix(".original"), {})[key] = sha(value)
+    hashes = {weight: sha(pieces) for weight, pieces in sorted(groups.items())}
+    return {"keys": f"{len(tensors)} {sha(sorted(tensors))}", **hashes}
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {key: value for file in files for key, value in load_file(file).items()}
+
+
+def quietly() -> None:
+    """Keep logs, warnings and progress bars off the terminal."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    disable_progress_bar()
+
+
+# --- one model with one codec ---------------------------------------------------------------------
+
+
+def write_base(model_type: str, folder: Path, **overrides: Any) -> Any:
+    """Write a 16-bit folder (float32 here); return the class that loads it."""
+    model: Any = tiny_model(model_type, **overrides)
+    put_on_grid(model)
+    model.save_pretrained(folder)
+    return type(model)
+
+
+def publish_mxfp4(folder: Path) -> None:
+    """Turn a folder of gpt-oss into one as its maker publishes it, with random blocks."""
+    tensors = read_tensors(folder)
+    experts = ("experts.gate_up_proj", "experts.down_proj")
+    for key in [key for key in tensors if key.endswith(experts)]:
+        count, inner, out = tensors.pop(key).shape
+        shape = (count, out, inner // 32)
+        draw, lots = torch.randint, _generator(key)
+        tensors[f"{key}_blocks"] = draw(256, (*shape, 16), generator=lots, dtype=torch.uint8)
+        tensors[f"{key}_scales"] = draw(120, 124, shape, generator=lots, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def lora(model: nn.Module, **settings: Any) -> LoraConfig:
+    """Return LoRA on every Linear layer and on all experts."""
+    chosen = {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"} | settings
+    return LoraConfig(target_parameters=moe_qlora.target_parameters(model), **chosen)
+
+
+def settle(model: Any) -> Any:
+    """Put a model in evaluation mode, but for layers that bitsandbytes packs for a CPU's own units.
+
+    It does so for inference on some processors alone.
+    """
+    model.eval()
+    for module in model.modules():
+        if type(module).__name__ in ("Linear4bit", "Linear8bitLt"):
+            module.train()
+    return model
+
+
+def output(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """Return the logits, or the last hidden states of a model that has none."""
+    found = model(**inputs, use_cache=False)
+    return found.logits if getattr(found, "logits", None) is not None else found[0]
+
+
+def step(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Run forward and backward; return the output and the loss, the model's own if it has one."""
+    labels = {"labels": inputs["input_ids"]} if "input_ids" in inputs else {}
+    try:
+        found = model(**inputs, **labels, use_cache=False)
+    except TypeError:
+        found = model(**inputs, use_cache=False)
+    logits = found.logits if getattr(found, "logits", None) is not None else found[0]
+    loss = getattr(found, "loss", None)
+    if loss is None:
+        signs = grid("loss", logits.shape, bits=10).to(logits)
+        loss = (logits * signs).mean()
+    loss.backward()
+    return logits, loss
+
+
+def close(left: Tensor, right: Tensor, tolerance: float = 1e-4) -> bool:
+    return float((left - right).norm()) <= tolerance * float(right.norm())
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    return fingerprints({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+
+
+def attempt(found: dict[str, Any], name: str, call: Callable[[], Any]) -> bool:
+    """Note what the call returns under this name, or the class of the error that refuses it."""
+    try:
+        found[name] = call()
+    except Exception as error:  # noqa: BLE001 - its class is what is recorded
+        found[name] = f"refused: {type(error).__name__}"
+        sys.stderr.write(f"  {name}: {type(error).__name__}: {str(error)[:300]}\n")
+        return False
+    return True
+
+
+def measure(entry: str) -> dict[str, Any]:
+    """Return everything that is recorded of an entry."""
+    quietly()
+    torch.set_num_threads(1)
+    kind, codec = entry.split("/")
+    with tempfile.TemporaryDirectory() as scratch:
+        if kind == "refusals":
+            return refusals(Path(scratch))
+        return _measure(kind, codec, Path(scratch))
+
+
+def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
+    base, config, found = root / "base", quantization(codec, kind=kind), {}
+    mxfp4 = codec == "mxfp4"
+    cls = write_base(kind, base, **(WIDE if mxfp4 else {}))
+    if mxfp4:
+        publish_mxfp4(base)
+    if codec == "nf4":
+        found["dump"] = _dump(base)
+        if kind in PLANNED:
+            found["plan"] = _plan(base)
+
+    def load(folder: Path, **options: Any) -> Any:
+        with moe_qlora.enabled(keep_codes=mxfp4):
+            return settle(cls.from_pretrained(folder, dtype=torch.float32, **options))
+
+    model = load(base, quantization_config=config)
+    inputs = tiny_inputs(model)
+    found["lists"] = {
+        "target_parameters": moe_qlora.target_parameters(model),
+        "exclude_modules": sha(moe_qlora.exclude_modules(model)),
+    }
+    found["packed"] = state_hashes(model.state_dict())
+    if not mxfp4:
+        attempt(found, "built and packed alike", lambda: _built_alike(cls, base, config, model))
+    with torch.no_grad():
+        logits = output(model, inputs)
+    found["logits"] = {"packed": fingerprint("logits", logits)}
+    attempt(found, "folder", lambda: _folder(model, root / "packed"))
+    again = load(root / "packed")
+    with torch.no_grad():
+        found["reload"] = {"logits equal": torch.equal(output(again, inputs), logits)}
+    attempt(
+        found,
+        "quantize_checkpoint alike",
+        lambda: _checkpoint_alike(base, root, config) if not mxfp4 else "not for kept codes",
+    )
+    made: dict[str, Any] = {}
+    if attempt(made, "model", lambda: moe_qlora.get_peft_model(model, lora(model))):
+        _trained(found, made["model"], again, inputs, root, cls, codec, config)
+    else:
+        found["lora"] = made["model"]
+    return found
+
+
+def _trained(
+    found: dict[str, Any],
+    model: Any,
+    again: Any,
+    inputs: Mapping[str, Any],
+    root: Path,
+    cls: Any,
+    codec: str,
+    config: BitsAndBytesConfig,
+) -> None:
+    """Take a step with LoRA on all layers, save, load and merge the adapter."""
+    fill_adapter(settle(model))
+    logits, loss = step(model, inputs)
+    found["logits"]["lora"] = fingerprint("logits", logits)
+    found["loss"] = float(f"{float(loss.detach()):.6g}")
+    found["gradients"] = gradients(model)
+    if attempt(found, "adapter", lambda: _adapter(model, root / "adapter")):
+        found["reload"]["adapter equal"] = _adapter_equal(again, root / "adapter", inputs, logits)
+    merged = root / "merged"
+    kept = read_tensors(root / "base")
+    settings = {} if codec == "mxfp4" else {"quantization_config": config}
+
+    def merge(base: str, out: str, **options: Any) -> dict[str, Tensor]:
+        moe_qlora.merge_adapter(root / base, root / "adapter", root / out, **options)
+        return read_tensors(root / out)
+
+    attempt(found, "merged packed", lambda: exact_or_fingerprints(merge("packed", "flat"), kept))
+    if codec not in ("nf4", "mxfp4"):
+        return
+    if attempt(found, "merged", lambda: exact_or_fingerprints(merge("base", "merged"), kept)):
+        with torch.no_grad():
+            plain = settle(cls.from_pretrained(merged, dtype=torch.float32))
+            found["logits"]["merged"] = fingerprint("logits", output(plain, inputs))
+    flat = read_tensors(root / "flat")
+
+    def as_trained() -> bool:
+        trained = merge("base", "trained", like_training=True, **settings)
+        keys = trained.keys() == flat.keys()
+        return keys and all(close(trained[name].float(), flat[name].float()) for name in flat)
+
+    attempt(found, "merged like_training is merged packed", as_trained)
+
+
+def _adapter_equal(
+    again: Any, folder: Path, inputs: Mapping[str, Any], logits: Tensor
+) -> dict[str, bool]:
+    with torch.no_grad():
+        ours = output(settle(moe_qlora.load_adapter(again, folder)), inputs)
+    return {"load_adapter": close(ours, logits.detach(), 1e-5)}
+
+
+def _built_alike(cls: Any, base: Path, config: Any, loaded: Any) -> bool:
+    """Whether a model that is built, and packed then, holds the experts that the loader packed."""
+    model = cls.from_pretrained(base, dtype=torch.float32)
+    report = moe_qlora.quantize_experts(model, config)
+    one, two = model.state_dict(), loaded.state_dict()
+    names = [name for name in one if name in two and one[name].dtype in (torch.uint8, torch.int8)]
+    assert report and names
+    return all(torch.equal(one[name], two[name]) for name in names)
+
+
+def _checkpoint_alike(base: Path, root: Path, config: Any) -> bool:
+    moe_qlora.quantize_checkpoint(base, root / "written", config, dtype=torch.float32)
+    one, two = read_tensors(root / "written"), read_tensors(root / "packed")
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def _folder(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder)
+    tensors = read_tensors(folder)
+    named = re.compile(r"[0-9a-f]{8,}")  # names of files carry a part of a hash
+    files = sorted(named.sub("*", file.name) for file in folder.iterdir())
+    return {"files": files, "keys": f"{len(tensors)} {sha(sorted(tensors))}"}
+
+
+def _adapter(model: Any, folder: Path) -> dict[str, Any]:
+    model.save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    fields = ("peft_type", "r", "lora_alpha", "target_parameters", "exclude_modules")
+    kept = {name: config[name] for name in fields}
+    modules = config["target_modules"]
+    kept["target_modules"] = sorted(modules) if isinstance(modules, list) else modules
+    return {
+        "files": sorted(file.name for file in folder.iterdir()),
+        "config": sha(kept),
+        "tensors": {key: sha(value) for key, value in sorted(read_tensors(folder).items())},
+    }
+
+
+def run_cli(*arguments: str) -> tuple[int, str]:
+    """Run the command line in this process; return its exit code and what it printed."""
+    from moe_qlora.cli import main
+
+    printed, argv = io.StringIO(), sys.argv
+    sys.argv = ["moe-qlora", *arguments]
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+            main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.argv = argv
+    return code, printed.getvalue()
+
+
+def _dump(folder: Path) -> dict[str, Any]:
+    """Return `dump --json` but for its sentences."""
+    code, text = run_cli("dump", str(folder), "--json")
+    told = json.loads(text)
+    rows = {row["pattern"]: row for row in told["experts"]}
+    words = ("pattern", "evidence", "orientation_evidence")
+    return {
+        "exit code": code,
+        "totals": told["totals"],
+        "quantization": told["quantization"],
+        "experts": {
+            name: {key: value for key, value in row.items() if key not in words}
+            for name, row in rows.items()
+        },
+        "routers": {row["name"]: row["num_choices"] for row in told["routers"]},
+        "rejected": sorted(row["name"] for row in told["rejected"]),
+        "target_parameters": told["target_parameters"],
+    }
+
+
+def _plan(folder: Path) -> dict[str, Any]:
+    arguments = ("--gpus", "24GiB", "--seq", "64", "--targets", "attention,experts", "--rank", "4")
+    code, text = run_cli("plan", str(folder), "--json", *arguments)
+    told = json.loads(text)
+    names = ("trained_weights", "unpacked", "resident", "load_peak", "fit", "fits")
+    peak = {"nbytes": told["peak"]["nbytes"], "largest": told["peak"]["largest"]}
+    return {"exit code": code, "peak": peak, **{name: told[name] for name in names}}
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refusals(root: Path) -> dict[str, str]:
+    """Return the class of the error that refuses each call."""
+    base, nf4 = root / "base", quantization("nf4")
+    cls = write_base("qwen3_moe", base)
+    plain: Any = tiny_model("qwen3_moe")
+    dense = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+    def fresh(kind: str = "qwen3_moe") -> Any:
+        made = tiny_model(kind)
+        moe_qlora.quantize_experts(made, nf4)
+        return made
+
+    packed = fresh()
+    packed.save_pretrained(root / "packed")
+    model = moe_qlora.get_peft_model(fresh(), lora(packed))
+    model.save_pretrained(root / "adapter")
+    llama = fresh("llama4_text")
+    hosted = fresh()
+    moe_qlora.offload_experts(hosted)
+    nan: Any = tiny_model("qwen3_moe")
+    name = moe_qlora.detect(nan).experts[0].name
+    with torch.no_grad():
+        nan.get_parameter(name)[0, 0, 0] = float("nan")
+    (root / "full").mkdir()
+    (root / "full" / "file").write_text("x")
+    damaged = root / "damaged"
+    damaged.mkdir()
+    for file in (root / "packed").iterdir():
+        raw = file.read_bytes()
+        (damaged / file.name).write_bytes(raw[:-100] if file.suffix == ".safetensors" else raw)
+    other = root / "other"
+    write_base("mixtral", other)
+
+    def load(folder: Path, config: Any = None, **options: Any) -> Any:
+        with moe_qlora.enabled(**options):
+            return cls.from_pretrained(folder, quantization_config=config)
+
+    def adapt(target: Any, **settings: Any) -> Any:
+        return moe_qlora.get_peft_model(target, lora(target, **settings))
+
+    def cli(*arguments: object) -> None:
+        code, _ = run_cli(*map(str, arguments))
+        raise SystemExit(code)
+
+    def fit(target: Any, **sizes: Any) -> Any:
+        return moe_qlora.fit_memory(target, **{"batch_size": 2, "seq_len": 8} | sizes)
+
+    def merge(base: Path, adapter: Path, out: str, **options: Any) -> Any:
+        return moe_qlora.merge_adapter(base, adapter, root / out, **options)
+
+    def export(target: str, out: str = "export") -> Any:
+        return moe_qlora.export_adapter(root / "adapter", root / out, base=base, target=target)
+
+    m, adapter, new = moe_qlora, root / "adapter", root / "new"
+    int4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}
+    bad_pattern = BitsAndBytesConfig(**CODECS["nf4"], llm_int8_skip_modules=["re:("])
+    calls: dict[str, Callable[[], Any]] = {
+        "quantize_experts: no config": lambda: m.quantize_experts(plain),
+        "quantize_experts: a number for a config": lambda: m.quantize_experts(plain, 4),
+        "quantize_experts: the class": lambda: m.quantize_experts(plain, BitsAndBytesConfig),
+        "quantize_experts: int4": lambda: m.quantize_experts(plain, int4),
+        "quantize_experts: bad pattern": lambda: m.quantize_experts(plain, bad_pattern),
+        "quantize_experts: no experts": lambda: m.quantize_experts(dense, nf4),
+        "quantize_experts: no model": lambda: m.quantize_experts("qwen3_moe", nf4),
+        "quantize_experts: NaN": lambda: m.quantize_experts(nan, nf4),
+        "quantize_experts: packed as nf4, asked for int8": lambda: m.quantize_experts(
+            packed, quantization("int8")
+        ),
+        "quantize_experts: on meta": lambda: m.quantize_experts(
+            tiny_model("qwen3_moe", device="meta"), nf4
+        ),
+        "detect: no model": lambda: m.detect("qwen3_moe"),
+        "exclude_modules: a number": lambda: m.exclude_modules(packed, 3),
+        "target_parameters: a number": lambda: m.target_parameters(packed, 3),
+        "adapt_lora_config: no config": lambda: m.adapt_lora_config(packed, {"r": 8}),
+        "get_peft_model: DoRA": lambda: adapt(packed, use_dora=True),
+        "get_peft_model: PiSSA": lambda: adapt(packed, init_lora_weights="pissa"),
+        "get_peft_model: bias": lambda: adapt(packed, lora_bias=True),
+        "get_peft_model: dropout, experts that read the weight": lambda: adapt(
+            llama, lora_dropout=0.1
+        ),
+        "get_peft_model: a second time": lambda: m.get_peft_model(model, lora(packed)),
+        "get_peft_model: layers without experts": lambda: adapt(packed, layers_to_transform=[9]),
+        "get_peft_model: modules_to_save of experts": lambda: adapt(
+            packed, modules_to_save=["experts"]
+        ),
+        "get_peft_model: VeRA on experts": lambda: m.get_peft_model(
+            packed, VeraConfig(target_modules=["experts"])
+        ),
+        "get_peft_model: IA3 on experts": lambda: m.get_peft_model(
+            packed, IA3Config(target_modules=["experts"], feedforward_modules=[])
+        ),
+        "add_adapter: other parameters": lambda: model.add_adapter(
+            "two", LoraConfig(target_parameters=[moe_qlora.target_parameters(packed)[0]])
+        ),
+        "load_adapter: no folder": lambda: m.load_adapter(packed, root / "nowhere"),
+        "load_adapter: a taken name": lambda: m.load_adapter(model, adapter),
+        "load_adapter: of another model": lambda: m.load_adapter(fresh("mixtral"), adapter),
+        "PeftModel.from_pretrained: no folder": lambda: PeftModel.from_pretrained(
+            packed, str(root / "nowhere")
+        ),
+        "merge_adapter (PEFT): experts in host memory": lambda: adapt(hosted).merge_adapter(),
+        "merge_adapter: no base": lambda: merge(root / "nowhere", adapter, "out"),
+        "merge_adapter: no adapter": lambda: merge(base, root / "nowhere", "out"),
+        "merge_adapter: swapped": lambda: merge(adapter, base, "out"),
+        "merge_adapter: out is full": lambda: merge(base, adapter, "full"),
+        "merge_adapter: dtype int8": lambda: merge(base, adapter, "out", dtype=torch.int8),
+        "merge_adapter: base of another type": lambda: merge(other, adapter, "out", any_base=True),
+        "merge_adapter: config without like_training": lambda: merge(
+            base, adapter, "out", quantization_config=nf4
+        ),
+        "quantize_checkpoint: no folder": lambda: m.quantize_checkpoint(root / "x", new, nf4),
+        "quantize_checkpoint: packed": lambda: m.quantize_checkpoint(root / "packed", new, nf4),
+        "quantize_checkpoint: full": lambda: m.quantize_checkpoint(base, root / "full", nf4),
+        "quantize_checkpoint: a number": lambda: m.quantize_checkpoint(base, new, 4),
+        "from_pretrained: damaged packed folder": lambda: load(damaged),
+        "from_pretrained: packed, other codec": lambda: load(root / "packed", quantization("int8")),
+        "enabled: keep_codes without codes": lambda: load(base, nf4, keep_codes=True),
+        "enabled: offload of an unknown kind": lambda: load(base, nf4, offload="moon"),
+        "offload_experts: not packed": lambda: m.offload_experts(plain),
+        "offload_experts: too many layers": lambda: m.offload_experts(packed, layers=99),
+        "fit_memory: nothing trained": lambda: fit(packed.requires_grad_(False), memory="1GiB"),
+        "fit_memory: no memory on a CPU": lambda: fit(model),
+        "fit_memory: too little": lambda: fit(model, memory=1000),
+        "fit_memory: no text": lambda: fit(model, memory="much"),
+        "fit_memory: batch of 0": lambda: fit(model, memory="1GiB", batch_size=0),
+        "prepare_training: too little": lambda: m.prepare_training(
+            model, batch_size=2, seq_len=8, memory=1000
+        ),
+        "plan: no such model": lambda: m.plan(str(root / "nowhere")),
+        "plan: an unknown card": lambda: m.plan(str(base), nf4, gpus="1xMoon"),
+        "plan: batch of 0": lambda: m.plan(str(base), nf4, batch=0),
+        "plan: an unknown target": lambda: m.plan(str(base), nf4, targets="moon"),
+        "export_adapter: an unknown server": lambda: export("moon"),
+        "export_adapter: full folder": lambda: export("vllm", "full"),
+        "save_pretrained of packed weights in a state dict": lambda: packed.save_pretrained(
+            root / "state", state_dict=plain.state_dict()
+        ),
+        "cli dump: no such model": lambda: cli("dump", root / "nowhere"),
+        "cli dump: two formats": lambda: cli("dump", base, "--json", "--yaml"),
+        "cli plan: does not fit": lambda: cli("plan", base, "--gpus", "1MiB", "--seq", "8"),
+        "cli verify: damaged": lambda: cli("verify", damaged),
+        "cli merge: no adapter": lambda: cli("merge", base, root / "no", "-o", root / "out"),
+        "cli: no such command": lambda: cli("moon"),
+    }
+    return {name: _class_of_error(call) for name, call in calls.items()}
+
+
+def _class_of_error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except SystemExit as end:
+        return f"exit {end.code}"
+    except Exception as error:  # noqa: BLE001 - its class is what is recorded
+        ours = "" if isinstance(error, moe_qlora.MoeQloraError) else " (not of this package)"
+        return f"{type(error).__name__}{ours}"
+    return "not refused"
