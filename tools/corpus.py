@@ -25,6 +25,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         write_fixtures(options.out or FIXTURES, _commit())
         return 0
-    if options.gpu:
-        from tools import corpus_gpu as source
-    else:
-        from tools import corpus_entries as source
+    source: Any = import_module("tools.corpus_gpu" if options.gpu else "tools.corpus_entries")
     chosen = _chosen(source.entries(), options.only)
     folder = options.out or (Path(os.environ.get("OUT", "corpus_gpu")) if options.gpu else DATA)
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -178,7 +177,7 @@ def _measured(names: list[str], options: argparse.Namespace) -> Iterator[tuple[s
         from tools.corpus_gpu import measure
 
         device = options.device or "cuda"
-        yield from ((name, _result(lambda name=name: measure(name, device))) for name in names)
+        yield from ((name, _result(partial(measure, name, device))) for name in names)
         return
     from tools import corpus_entries
 

@@ -511,7 +511,8 @@ def refusals(root: Path) -> dict[str, str]:
     def export(target: str, out: str = "export") -> Any:
         return moe_qlora.export_adapter(root / "adapter", root / out, base=base, target=target)
 
-    m, adapter, new = moe_qlora, root / "adapter", root / "new"
+    m: Any = moe_qlora
+    adapter, new = root / "adapter", root / "new"
     int4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}
     bad_pattern = BitsAndBytesConfig(**CODECS["nf4"], llm_int8_skip_modules=["re:("])
     calls: dict[str, Callable[[], Any]] = {

@@ -107,9 +107,9 @@ def _train(model: Any, out: str | Path, resume: bool = False) -> Trainer:
     ]
     settings = {"report_to": [], "disable_tqdm": True, "optim": "adamw_torch", "use_cpu": True}
     every: Any = {"max_steps": LAST, "save_steps": 2, "logging_steps": 1, **settings}
-    batch = {"per_device_train_batch_size": 2}
+    batch: Any = {"per_device_train_batch_size": 2}
     arguments = TrainingArguments(str(out), learning_rate=1e-2, seed=0, **batch, **every)
-    trainer = Trainer(model, arguments, train_dataset=rows)  # type: ignore[arg-type]
+    trainer = Trainer(model, arguments, train_dataset=rows)
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     at: Any = str(Path(out) / "checkpoint-2") if resume else None

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from peft import LoraConfig
 from torch import Tensor, distributed, nn
 
 import moe_qlora
@@ -31,7 +32,7 @@ CASES = (
     *("qwen3_moe/nf4/part", "glm4_moe/double/part", "qwen3_moe/nf4/ddp", "qwen3_moe/double/fsdp"),
 )
 BATCH, SEQ, STEPS = 4, 32, 3
-SIZES = {"batch_size": BATCH, "seq_len": SEQ}
+SIZES: dict[str, Any] = {"batch_size": BATCH, "seq_len": SEQ}
 
 
 def entries() -> list[str]:
@@ -60,10 +61,13 @@ def measure(entry: str, device: str) -> dict[str, Any] | None:
 
 def _steps(folder: Path, codec: str, way: str, device: str, rank: int = 0) -> dict[str, Any]:
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    config, found = on_cpu.quantization(codec, dtype), {}
+    config = on_cpu.quantization(codec, dtype)
+    found: dict[str, Any] = {}
     if way == "fsdp":
         names = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        options = {"lora_config": on_cpu.LoraConfig(r=2, lora_alpha=4, target_modules=names)}
+        options: dict[str, Any] = {
+            "lora_config": LoraConfig(r=2, lora_alpha=4, target_modules=names)
+        }
         options["adapter_options"] = {"experts": True}
         model = moe_qlora.load_sharded(folder, config, dtype=dtype, **options)
     else:
@@ -111,7 +115,7 @@ def _set_up(
         off = stack.enter_context(moe_qlora.offload_experts(model))
         found["host_nbytes"] = off.host_nbytes
     if "recorded" in way:
-        memory = {} if device.startswith("cuda") else {"memory": "8GiB"}
+        memory: dict[str, Any] = {} if device.startswith("cuda") else {"memory": "8GiB"}
         prepared = stack.enter_context(moe_qlora.prepare_training(model, **SIZES, **memory))
         found["prepared"] = sorted({line.split(":")[0] for line in str(prepared).splitlines()})
     if way == "compiled":
@@ -121,7 +125,9 @@ def _set_up(
     if way == "part":
         stack.enter_context(_kept_in_part(model))
     if way == "ddp":
-        where = {"device_ids": [torch.device(device)]} if device.startswith("cuda") else {}
+        where: dict[str, Any] = (
+            {"device_ids": [torch.device(device)]} if device.startswith("cuda") else {}
+        )
         return nn.parallel.DistributedDataParallel(model, **where)
     return model
 

@@ -114,7 +114,9 @@ class Places:
                     self._swap(one, two)
             case ast.Subscript() if _is_number(node.slice):
                 for more in ("+ 1", "- 1"):
-                    self._replace("index", node.slice, node.slice, f"{node.slice.value} {more}")
+                    self._replace(
+                        "index", node.slice, node.slice, f"{self._text(node.slice)} {more}"
+                    )
             case ast.Constant(value=bool(value)):
                 self._replace("constant", node, node, str(not value))
             case ast.Constant() if _is_number(node):
@@ -172,7 +174,8 @@ def draw(options: argparse.Namespace) -> list[Mutation]:
         if any(name.startswith(prefix) for prefix in options.only or [name]):
             for mutation in Places(name, path.read_text(encoding="utf-8")).found:
                 kinds[mutation.kind].append(mutation)
-    lots, chosen = random.Random(options.seed), []
+    lots = random.Random(options.seed)
+    chosen: list[Mutation] = []
     while len(chosen) < options.count and any(kinds.values()):
         places = kinds[lots.choice(sorted(kind for kind in kinds if kinds[kind]))]
         mutation = places.pop(lots.randrange(len(places)))
@@ -199,7 +202,8 @@ class Copies:
     """Copies of the checkout, one for each job, and which commands pass in one as it is."""
 
     def __init__(self, count: int, scratch: Path, limit: float) -> None:
-        self._limit, self._passes, self._lock = limit, {}, threading.Lock()
+        self._limit, self._lock = limit, threading.Lock()
+        self._passes: dict[str, bool] = {}
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._free: queue.Queue[Path] = queue.Queue()
         for number in range(count):
@@ -209,13 +213,18 @@ class Copies:
 
     def judge(self, mutation: Mutation, then: list[str]) -> dict[str, Any]:
         """Return what was changed and which command noticed, or None."""
-        copy, started, caught = self._free.get(), time.monotonic(), None
+        copy, started = self._free.get(), time.monotonic()
+        caught: str | None = None
         file = copy / mutation.file
         source = file.read_text(encoding="utf-8")
         try:
-            usable = [c for c in commands(mutation.file, then) if self._passes_here(c, copy)]
-            file.write_text(mutation.apply(source), encoding="utf-8")
-            caught = next((command for command in usable if not self._run(command, copy)), None)
+            for command in commands(mutation.file, then):
+                file.write_text(mutation.apply(source), encoding="utf-8")
+                failed = not self._run(command, copy)
+                file.write_text(source, encoding="utf-8")
+                if failed and self._passes_without(command, copy):
+                    caught = command
+                    break
         finally:
             file.write_text(source, encoding="utf-8")
             self._free.put(copy)
@@ -227,7 +236,7 @@ class Copies:
             "seconds": round(time.monotonic() - started),
         }
 
-    def _passes_here(self, command: str, copy: Path) -> bool:
+    def _passes_without(self, command: str, copy: Path) -> bool:
         with self._lock:
             lock = self._locks[command]
         with lock:
