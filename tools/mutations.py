@@ -248,6 +248,7 @@ class Copies:
 
     def _run(self, command: str, copy: Path) -> bool:
         ours = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        ours |= {"PYTHONDONTWRITEBYTECODE": "1"}  # swaps keep the size, by which caches are told
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         process = subprocess.Popen(
             command, shell=True, cwd=copy, env={**os.environ, **ours, "PATH": path},
