@@ -1,8 +1,8 @@
 """Walks of the module tree that a training loop repeats each step, without walking it.
 
 Each step Trainer counts parameters for its FLOPs, calls `train()` and takes `parameters()` twice:
-0.1 s over the 3,801 modules of Qwen3-30B-A3B with LoRA, where a step takes 0.2 s (H200). The tree is
-listed once here, and again after a module was added, replaced or removed.
+0.1 s over the 3,801 modules of Qwen3-30B-A3B with LoRA, where a step takes 0.2 s (H200). The tree
+is listed once here, and again after a module was added, replaced or removed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def quicken_walks(model: nn.Module) -> Callable[[], None]:
         before.append((module, name, vars(module).get(name)))
         vars(module)[name] = call
 
-    # A method that other code has put on the instance stays. The count is wrapped: packing puts one.
+    # A method that other code has put on the instance stays. Packing puts a count: wrap it.
     for name in ("named_modules", "train"):
         if name not in vars(model):
             place(model, name, getattr(tree, name))
-    base = base_model(model)
+    base: Any = base_model(model)
     if hasattr(base, "num_parameters"):
         place(base, "num_parameters", _Count(tree, base.num_parameters).num_parameters)
 
