@@ -3,10 +3,10 @@
     python tools/totals.py            prints the totals
     python tools/totals.py --check    fails where one is above its limit (a step of tools/check)
 
-A change that lowers a total lowers its limit. Lines are counted with comments and docstrings; "code"
-is printed beside them and leaves these and blank lines out. Tables in JSON, YAML, TOML and templates
-count as lines, and helpers of tests count as tests. Recorded data do not: tests/fixtures, the
-corpus' figures, benchmarks' results, model_registry.
+A change that lowers a total lowers its limit. Lines are counted with comments and docstrings; code,
+printed beside them, is what is left without these and blank lines. Tables in JSON, YAML, TOML and
+templates count as lines, and helpers of tests count as tests. Recorded data do not count:
+tests/fixtures, the corpus' figures, benchmarks' results, model_registry.
 """
 
 from __future__ import annotations
