@@ -24,6 +24,7 @@ from ..experts.backend import has_triton
 from ..lora.names import base_model
 from ..memory.measure import Loss
 from ..speed.fitted import RunsLevels, decoder_layers
+from ..speed.module_walks import quicken_walks
 from ..speed.top_k import compile_options
 from ..world import runs_distributed
 from .liger import apply_liger
@@ -90,6 +91,7 @@ def prepare_training(
         prepared = (_on_cuda if _is_on_cuda(model) else _on_cpu)(model, sizes, undo)
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
+        undo.callback(quicken_walks(model))
         prepared._undo = undo.pop_all()
     _log.info("%s", prepared)
     return prepared

@@ -1,0 +1,101 @@
+"""Walks of the module tree that a training loop repeats each step, without walking it.
+
+Each step Trainer counts parameters for its FLOPs, calls `train()` and takes `parameters()` twice:
+0.1 s over the 3,801 modules of Qwen3-30B-A3B with LoRA, where a step takes 0.2 s (H200). The tree
+is listed once here, and again after a module was added, replaced or removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ..lora.names import base_model
+
+
+def quicken_walks(model: nn.Module) -> Callable[[], None]:
+    """Answer `named_modules`, `train` and `num_parameters` of a model from a list of its modules.
+
+    Results are those of the methods of its class. Other arguments than the defaults go to these.
+
+    Args:
+        model: The model that the loop calls: a transformers model, or a PEFT model around one.
+
+    Returns:
+        A function that undoes it.
+    """
+    tree = _Tree(model)
+    before: list[tuple[nn.Module, str, Any]] = []
+
+    def place(module: nn.Module, name: str, call: Any) -> None:
+        before.append((module, name, vars(module).get(name)))
+        vars(module)[name] = call
+
+    # A method that other code has put on the instance stays. Packing puts a count: wrap it.
+    for name in ("named_modules", "train"):
+        if name not in vars(model):
+            place(model, name, getattr(tree, name))
+    base: Any = base_model(model)
+    if hasattr(base, "num_parameters"):
+        place(base, "num_parameters", _Count(tree, base.num_parameters).num_parameters)
+
+    def undo() -> None:
+        for module, name, call in before:
+            vars(module).pop(name, None)
+            if call is not None:
+                vars(module)[name] = call
+
+    return undo
+
+
+class _Tree:
+    """The modules below a root. A bound method of it is copied with the model by `deepcopy`."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.version = 0
+        self._entries: list[tuple[str, nn.Module]] = []
+        self._children: list[list[nn.Module | None]] = []
+
+    def entries(self) -> list[tuple[str, nn.Module]]:
+        """Return `(name, module)` as the class's `named_modules()` yields them."""
+        if not self._entries or self._children != _children(self._entries):
+            self._entries = list(type(self.root).named_modules(self.root))
+            self._children = _children(self._entries)
+            self.version += 1
+        return self._entries
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        if memo is not None or prefix or not remove_duplicate:
+            return type(self.root).named_modules(self.root, memo, prefix, remove_duplicate)
+        return iter(list(self.entries()))
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if any(module.training is not mode for _, module in self.entries()):
+            type(self.root).train(self.root, mode)
+        return self.root
+
+
+def _children(entries: list[tuple[str, nn.Module]]) -> list[list[nn.Module | None]]:
+    return [list(module._modules.values()) for _, module in entries]
+
+
+class _Count:
+    """The number of a model's parameters, counted again for each version of a tree."""
+
+    def __init__(self, tree: _Tree, count: Callable[..., int]) -> None:
+        self._tree, self._count = tree, count
+        self._counts: dict[tuple[int, bool], int] = {}
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        if only_trainable:  # requires_grad may change from one call to the next
+            return self._count(only_trainable, exclude_embeddings)
+        self._tree.entries()
+        key = (self._tree.version, exclude_embeddings)
+        if key not in self._counts:
+            self._counts = {key: self._count(only_trainable, exclude_embeddings)}
+        return self._counts[key]
