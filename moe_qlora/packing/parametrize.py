@@ -319,9 +319,9 @@ def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
     """
     widest = None
     for x in (*args, *kwargs.values()):
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0:
-            if widest is None or x.shape[-1] > widest.shape[-1]:
-                widest = x
+        wide = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
+        if wide and (widest is None or x.shape[-1] > widest.shape[-1]):
+            widest = x
     return None if widest is None or is_autocast_on(widest) else widest.dtype
 
 
