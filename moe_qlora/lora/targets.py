@@ -483,7 +483,7 @@ def check_spelling(model: nn.Module, config: PeftConfig, packed: Collection[str]
         probe = changed(asked, target_modules={word}, **anywhere)
         reaches = any(check_target_module_exists(probe, name) for name in names if name)
         if not reaches and not any(names_expert(probe, name) for name in packed):
-            near = _nearest(word, [n for n in names if n not in asked.target_modules])
+            near = _nearest(word, names, asked.target_modules)
             lost.append(f"{word!r}" + (f" (did you mean {near}?)" if near else ""))
     if not lost or len(lost) == len(asked.target_modules):  # PEFT raises where none is left
         return ""
@@ -493,11 +493,12 @@ def check_spelling(model: nn.Module, config: PeftConfig, packed: Collection[str]
     )
 
 
-def _nearest(target: str, names: Iterable[str]) -> str:
-    """Return names, or ends of names, near to a target that is none, each quoted."""
+def _nearest(target: str, names: Iterable[str], others: Collection[str] = ()) -> str:
+    """Return ends of names near to a target that is none, quoted, without other targets."""
     depth = target.count(".") + 1
     ends = _merge(".".join(name.split(".")[-depth:]) for name in names)
-    return " or ".join(map(repr, get_close_matches(target, ends, n=3)))
+    near = get_close_matches(target, [end for end in ends if end not in others], n=3)
+    return " or ".join(map(repr, near))
 
 
 def for_target_names(message: str) -> str:
