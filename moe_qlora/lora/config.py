@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -223,9 +224,12 @@ def adapt(
             check_fit(model, asked, targets),
             check_spelling(model, asked, packed),
             targets.left_out,
+            *(targets.notes if is_all_linear(asked) else ()),
         )
         for note in filter(None, notes):
             warnings.warn(note, UserWarning, stacklevel=3)
+        if is_all_linear(asked):  # said before training, and not again with every save
+            targets = replace(targets, notes=())
     if scale_expert_rank and targets.experts:
         scaled = [*targets.experts, *(lists if experts else ())]
         _scale_rank(model, cast(LoraConfig, asked), scaled, scale_expert_rank)

@@ -351,7 +351,7 @@ def _reload_note(
     reached = set(reached_modules(model, stock))
     if right and reached == modules:
         return ""
-    lost = ", ".join(sorted({name_pattern(str(name)) for name in modules - reached}))
+    lost = listed(sorted({name_pattern(str(name)) for name in modules - reached}))
     return (
         "stock PEFT rewrites the target_modules of this adapter for its model type "
         f"({cast(Any, model.config).model_type}) and would load {lost or 'its targets'} wrong; "

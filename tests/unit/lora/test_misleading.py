@@ -336,7 +336,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: (d / "adapter_model.safetensors").unlink(),
         r"has no adapter_model\.safetensors",
     ),
-    "cut": (lambda d: cut(d / "adapter_model.safetensors"), "damaged weights .*; copy the folder"),
+    "cut": (
+        lambda d: cut(d / "adapter_model.safetensors"),
+        "damaged weights .*download incomplete.*; copy the folder",
+    ),
     "garbage": (
         lambda d: (d / "adapter_model.safetensors").write_bytes(b"x" * 99),
         "damaged weights .*; copy the folder",
