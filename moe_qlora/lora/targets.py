@@ -21,6 +21,7 @@ from typing import Any, cast, overload
 
 from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -478,8 +479,10 @@ def check_spelling(model: nn.Module, config: PeftConfig, packed: Collection[str]
     if getattr(asked, "layers_to_transform", None) is not None:
         anywhere |= {"layers_to_transform": None, "layers_pattern": None}
     names = [unwrapped_name(name) for name, _ in model.named_modules()]
+    # A list for many architectures has names of others, spelled right.
+    of_others = {*_MATRICES}.union(*TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.values())
     lost = []
-    for word in as_names("target_modules", asked.target_modules):
+    for word in set(as_names("target_modules", asked.target_modules)) - of_others:
         probe = changed(asked, target_modules={word}, **anywhere)
         reaches = any(check_target_module_exists(probe, name) for name in names if name)
         if not reaches and not any(names_expert(probe, name) for name in packed):
@@ -488,7 +491,7 @@ def check_spelling(model: nn.Module, config: PeftConfig, packed: Collection[str]
     if not lost or len(lost) == len(asked.target_modules):  # PEFT raises where none is left
         return ""
     return (
-        f"target_modules names {', '.join(lost)}, and no module of this model is called so: all "
+        f"target_modules names {', '.join(sorted(lost))}, and no module of this model is called so: all "
         "else gets LoRA; mend the name or leave it out."
     )
 

@@ -367,6 +367,7 @@ def _unshare_class(module: nn.Module) -> None:
     torch adds a property for each parametrized name to a module's class and removes it again: with
     a shared class, all modules would change.
     """
+    module.__dict__.pop(_INPUT_DTYPE, None)
     if not P.is_parametrized(module):
         return
     shared = type(module)
@@ -390,13 +391,14 @@ def _share_class(module: nn.Module) -> None:
     if shared is None:
         body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__")}
         body |= {name: _decoding_property(name) for name in names}
-        body["__call__"], body[_INPUT_DTYPE] = _reading_call(own.__bases__[0]), None
+        body["__call__"] = _reading_call(own.__bases__[0])
         body["__getstate__"] = _refuse_pickling  # instead of torch's, whose message has no advice
         body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
         if len(lists) == len(names):  # with other code's parametrizations it stays its own
             _shared_classes[key] = shared
     module.__class__ = shared
+    module.__dict__[_INPUT_DTYPE] = None
 
 
 def _reading_call(base: Any) -> Callable[..., Any]:
@@ -406,7 +408,7 @@ def _reading_call(base: Any) -> Callable[..., Any]:
     """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        around = getattr(self, _INPUT_DTYPE)
+        around = getattr(self, _INPUT_DTYPE, None)
         setattr(self, _INPUT_DTYPE, _input_dtype(args, kwargs))
         try:
             if torch.compiler.is_compiling():
@@ -436,7 +438,7 @@ def _decoding_property(name: str) -> property:
         chain = self.parametrizations[name]
         if not torch_parametrize._cache_enabled:
             return in_input_dtype(self, chain())
-        key = id(self), name, getattr(self, _INPUT_DTYPE)
+        key = id(self), name, getattr(self, _INPUT_DTYPE, None)
         if key not in torch_parametrize._cache:
             torch_parametrize._cache[key] = in_input_dtype(self, chain())
         return cast(Tensor, torch_parametrize._cache[key])
