@@ -491,8 +491,8 @@ def check_spelling(model: nn.Module, config: PeftConfig, packed: Collection[str]
     if not lost or len(lost) == len(asked.target_modules):  # PEFT raises where none is left
         return ""
     return (
-        f"target_modules names {', '.join(sorted(lost))}, and no module of this model is called so: all "
-        "else gets LoRA; mend the name or leave it out."
+        f"target_modules names {', '.join(sorted(lost))}, and no module of this model is called "
+        "so: all else gets LoRA; mend the name or leave it out."
     )
 
 
