@@ -62,6 +62,7 @@ class GateLinear(nn.Linear):
     """A router's class of another file, without a forward of its own."""
 
 
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
 @pytest.mark.parametrize("router", [False, True])
 def test_routers_of_a_class_from_elsewhere_are_no_linear_layers(router: bool) -> None:
     model = packed("hunyuan_v1_moe")
@@ -101,6 +102,7 @@ class Sum(nn.Module):
         return weight + self.scale * self.b @ self.a
 
 
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
 @pytest.mark.parametrize("asked", [{"router": True}, {"targets": ["classifier"]}], ids=str)
 def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None:
     torch.manual_seed(0)
