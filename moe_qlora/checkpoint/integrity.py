@@ -216,8 +216,9 @@ def _check_shard(
     with reading(file):
         size = file.stat().st_size
     if size != shard.nbytes:
+        why = "download incomplete, " if size < shard.nbytes else ""
         raise CheckpointError(
-            f"{file} has {size} bytes, {shard.nbytes} were written: copy it again."
+            f"{file} has {size} bytes, {shard.nbytes} were written: {why}copy it again."
         )
     if hashlib.sha256(header_bytes(file)).hexdigest() != shard.header_sha256:
         raise CheckpointError(f"{file}: its header is not the one that was written: copy it again.")

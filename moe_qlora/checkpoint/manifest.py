@@ -35,6 +35,7 @@ from .reader import (
     Checkpoint,
     TensorInfo,
     header_bytes,
+    incomplete,
     inside,
     parse_fields,
 )
@@ -268,7 +269,7 @@ def checksum(info: TensorInfo) -> str:
         while left:
             piece = os.pread(file.fileno(), min(_READ, left), offset)
             if not piece:
-                raise CheckpointError(f"{info.file} is cut off.")
+                raise incomplete(info.file, offset, info.offset + info.nbytes)
             digest.update(piece)
             left -= len(piece)
             offset += len(piece)

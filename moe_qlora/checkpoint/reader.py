@@ -141,7 +141,7 @@ class Checkpoint:
             while view:
                 count = handle.readinto(view)
                 if not count:
-                    raise CheckpointError(f"{info.file} ends within {key}: copy the file again.")
+                    raise incomplete(info.file, size_of(info.file), info.offset + info.nbytes)
                 view = view[count:]
         return torch.frombuffer(raw, dtype=torch.uint8)
 
@@ -258,9 +258,21 @@ def header_bytes(file: Path) -> bytes:
     with reading(file), file.open("rb") as handle:
         start = handle.read(8)
         length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(MAX_HEADER, size - 8):
+        if start == b"version ":
+            raise CheckpointError(f"{file} is a pointer of Git LFS, no weights: run git lfs pull.")
+        if length > MAX_HEADER:
             raise CheckpointError(f"{file} is no safetensors file, or is cut off in its header.")
+        if size < 8 + length:
+            raise incomplete(file, size, 8 + length)
         return handle.read(length)
+
+
+def incomplete(file: Path, size: int, least: int) -> CheckpointError:
+    """Return the error for a file of `size` bytes that should have `least`, or more."""
+    return CheckpointError(
+        f"{file}: download incomplete, {size:,} of {least:,} bytes or more are there: download or "
+        "copy the file again."
+    )
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -268,10 +280,13 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     raw = header_bytes(file)
     begin = 8 + len(raw)
     with reading(file):
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+        ends = [e["data_offsets"][1] for key, e in header.items() if key != "__metadata__"]
+        if size_of(file) < begin + max(ends, default=0):
+            raise incomplete(file, size_of(file), begin + max(ends))
         # The library checks the rest: offsets without gaps, sizes that agree with shapes.
         with safe_open(str(file), "pt"):
             pass
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
         infos = {}
         for key, entry in header.items():
             if key == "__metadata__":

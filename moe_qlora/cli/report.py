@@ -78,7 +78,14 @@ def report(
         trust_remote_code=trust_remote_code,
         progress=not quiet and sys.stderr.isatty(),
     )
-    names = ("layout", "error", "routing", "lora", "memory", "training")
-    missing = [name for name in names if isinstance(getattr(written, name), Missing)]
-    without = f", without {', '.join(missing)} (the page says why)" if missing else ""
-    typer.echo(f"{out}: {out.stat().st_size / 1024:.0f} KiB{without}.")
+    pieces = {
+        "layout": "the layout",
+        "error": "the quantization error",
+        "routing": "routing",
+        "lora": "LoRA",
+        "memory": "memory",
+        "training": "training curves",
+    }
+    left = [title for key, title in pieces.items() if isinstance(getattr(written, key), Missing)]
+    rest = f"; left out: {', '.join(left)} (the page says why)" if left else ""
+    typer.echo(f"{out}: {out.stat().st_size / 1024:.0f} KiB{rest}.")

@@ -38,13 +38,13 @@ def weights_read(model: nn.Module) -> dict[str, str]:
             if isinstance(unwrapped(layer), nn.Linear)
         }
         if children:
-            for function in _functions(module):
+            for function in functions_run(module):
                 for child in children & _read_by(function):
                     found[join(name, child)] = type(module).__name__
     return found
 
 
-def _functions(module: nn.Module) -> Iterator[FunctionType]:
+def functions_run(module: nn.Module) -> Iterator[FunctionType]:
     """Yield the functions that a module's forward may run on it."""
     seen, names = set(), ["forward"]
     while names:

@@ -18,6 +18,7 @@ from ..kernels.cards import HALVES, Card, planned_card
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
 from ..kernels.weights import PackedWeight, WeightSpec
 from ..layout import dtype_name
+from ..packing.parametrize import is_autocast_on
 from .operands import LoraFactors, PackedOperand, active_lora, read_operand
 
 _LEAST_CAPABILITY = (8, 0)
@@ -67,12 +68,6 @@ def read_call(module: Any, x: Tensor) -> Call:
     lora = active_lora(module, names[0]), active_lora(module, names[1])
     autocast = torch.get_autocast_dtype(x.device.type) if is_autocast_on(x) else None
     return Call(names, x, weights, lora, autocast)
-
-
-def is_autocast_on(x: Tensor) -> bool:
-    """Whether autocast is on for a tensor's device; torch cannot be asked for meta."""
-    kind = x.device.type
-    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def stored_transposed(module: Any, weight: PackedWeight | PackedOperand | None) -> bool:

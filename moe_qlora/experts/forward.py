@@ -295,6 +295,8 @@ def clear_quantized(model: nn.Module) -> None:
     if next(parametrize.iter_packed(model), None) is not None:
         return
     deactivate(model)
+    for module in model.modules():
+        parametrize.follow_no_calls(module)
     checks.remove(model)
     for name, function in model.__dict__.pop(BOUND_METHODS, {}).items():
         method = model.__dict__.get(name)

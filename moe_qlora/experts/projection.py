@@ -29,7 +29,8 @@ from ..kernels.projection import (
 )
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
-from .backend import is_autocast_on, runs_grouped
+from ..packing.parametrize import is_autocast_on
+from .backend import runs_grouped
 from .kept import keep, take
 from .operands import PackedOperand
 

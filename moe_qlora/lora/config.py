@@ -6,6 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
@@ -33,15 +34,19 @@ from .names import (
     expert_parameters,
     is_all_linear,
     packed_parameters,
+    patterns,
     rewritten,
 )
 from .targets import (
     Targets,
+    add_targets,
     check_fit,
     check_modules_to_save,
     check_named,
+    check_spelling,
     check_supported,
     is_lora,
+    linear_experts,
     resolve_targets,
 )
 
@@ -170,6 +175,22 @@ def adapt(
     model = base_model(model)
     packed = packed_parameters(model)
     options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
+    asks = any(options.values()) and not config.is_prompt_learning
+    lists = linear_experts(model) if asks else {}
+    if lists and not isinstance(experts, bool):
+        raise ConfigError(
+            f"experts={experts!r} chooses among fused expert weights, and this model's experts are "
+            f"lists of Linear layers ({patterns(lists)}): pass experts=True for LoRA on all, or "
+            f"name some in target_modules, as in {next(iter(lists.values()))!r}."
+        )
+    if lists:
+        config = _as_asked(config)
+        if experts:
+            add_targets(config, lists)
+        if not packed:
+            if experts and scale_expert_rank:
+                _scale_rank(model, cast(LoraConfig, config), list(lists), scale_expert_rank)
+            return make_adapted(config, resolve_targets(model, config, router=router))
     if not packed:
         why = (
             f"a load of this {cast(Any, model.config).model_type} model with this "
@@ -198,11 +219,20 @@ def adapt(
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
     if warn:
-        notes = check_named(model, asked, targets, packed), check_fit(model, asked, targets)
+        notes = (
+            check_named(model, asked, targets, packed),
+            check_fit(model, asked, targets),
+            check_spelling(model, asked, packed),
+            targets.left_out,
+            *(targets.notes if is_all_linear(asked) else ()),
+        )
         for note in filter(None, notes):
             warnings.warn(note, UserWarning, stacklevel=3)
+        if is_all_linear(asked):  # said before training, and not again with every save
+            targets = replace(targets, notes=())
     if scale_expert_rank and targets.experts:
-        _scale_rank(model, cast(LoraConfig, asked), targets.experts, scale_expert_rank)
+        scaled = [*targets.experts, *(lists if experts else ())]
+        _scale_rank(model, cast(LoraConfig, asked), scaled, scale_expert_rank)
     awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()
     adapted = make_adapted(
         asked, targets, to_be_loaded or training_codec.from_packed(model), awaited

@@ -23,12 +23,12 @@ from peft import PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoint import training_codec
 from ..checkpoint.adapter import CONFIG, LoraSettings
-from ..checkpoint.reader import parse_fields
+from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.source import of_model
 from ..checkpoint.staging import absolute, move_files, staging
 from ..checkpoint.training_codec import CARD
@@ -158,8 +158,12 @@ def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) 
             "save_pretrained wrote."
         )
     if (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
-        with reading(adapter), safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt"):
-            pass  # its header says whether the file is whole
+        try:
+            read_header(folder / SAFETENSORS_WEIGHTS_NAME)  # says whether the file is whole
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{adapter} has damaged weights ({str(error).rstrip('.')}); copy the folder again."
+            ) from error
 
 
 def check_config(folder: Path) -> None:

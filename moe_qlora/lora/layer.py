@@ -45,6 +45,7 @@ from ..packing.decoders import PackedCodes
 from ..packing.parametrize import (
     decoded_by,
     device_of,
+    in_input_dtype,
     is_hosted,
     is_packed,
     packed_names,
@@ -350,7 +351,9 @@ class _AddOnRead(nn.Module):
         wrapper = self.wrapper[0]
         factors = wrapper.active_factors()
         wrapper.check_dropped(factors)
-        return wrapper.add_lora(weight, factors) if factors else weight
+        if not factors:
+            return weight
+        return wrapper.add_lora(in_input_dtype(wrapper.get_base_layer(), weight), factors)
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:

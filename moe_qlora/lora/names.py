@@ -52,7 +52,7 @@ _PARTS_OF_KEYS = (
 _LEADING_FLAGS = re.compile(r"\(\?([aimsux]+)\)")
 Config = TypeVar("Config", bound=PeftConfig)
 
-_ADAPTABLE = (BaseTunerLayer, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+ADAPTABLE = (BaseTunerLayer, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -280,7 +280,7 @@ def exact_targets(
     for name in reached_modules(model, config):
         module = model.get_submodule(name)
         # transformers v5 keeps most routers as a module with a bare `weight`.
-        bare = not isinstance(module, _ADAPTABLE)
+        bare = not isinstance(module, ADAPTABLE)
         bare = bare and isinstance(getattr(module, "weight", None), torch.Tensor)
         if bare and unwrapped_name(name) in routers:
             router_weights.append(f"{unwrapped_name(name)}.weight")
@@ -351,7 +351,7 @@ def _reload_note(
     reached = set(reached_modules(model, stock))
     if right and reached == modules:
         return ""
-    lost = ", ".join(sorted({name_pattern(str(name)) for name in modules - reached}))
+    lost = listed(sorted({name_pattern(str(name)) for name in modules - reached}))
     return (
         "stock PEFT rewrites the target_modules of this adapter for its model type "
         f"({cast(Any, model.config).model_type}) and would load {lost or 'its targets'} wrong; "

@@ -21,16 +21,20 @@ from typing import Any, cast, overload
 
 from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..checkpoint.adapter import LORA_VARIANTS, Variant, unsupported
 from ..detection.detect import detect
 from ..detection.tree import join
 from ..errors import ConfigError
 from ..experts.forward import can_serve
-from ..layout import ModelLayout, Router, unwrapped_name
+from ..layout import ModelLayout, Router, listed, unwrapped_name
 from ..packing.parametrize import read_packed
 from .names import (
+    ADAPTABLE,
     ExactName,
     Names,
     as_names,
@@ -75,6 +79,7 @@ class Targets:
     notes: tuple[str, ...] = ()  # warnings for when the adapter is saved
     experts: tuple[str, ...] = ()  # the packed parameters that get LoRA, in model order
     written: Mapping[str, Any] = field(default_factory=dict)  # the fields in the caller's spelling
+    left_out: str = ""  # one sentence on modules that targets name and LoRA cannot serve
 
 
 def resolve_targets(
@@ -113,6 +118,7 @@ def resolve_targets(
             paths += _not_all_linear(model, layout.routers, router)
         excludes = extend("exclude_modules", excludes, paths)
     modules, router_weights, notes = _resolve_modules(model, asked, excludes, layout)
+    modules, left_out = _leave_out_unserved(model, asked, excludes, modules)
     named = as_names("target_parameters", getattr(asked, "target_parameters", None))
     named = _merge(named, router_weights, added)
     if named and not isinstance(config, LoraConfig):
@@ -125,7 +131,7 @@ def resolve_targets(
     written = {field: getattr(asked, field, None) for field in fields}
     if added:
         written["target_parameters"] = _merge(written["target_parameters"], added)
-    if asked.target_modules is None or is_all_linear(asked):
+    if asked.target_modules is None or is_all_linear(asked) or left_out:
         del written["target_modules"]  # PEFT writes the modules' names instead
     return Targets(
         excludes=excludes,
@@ -134,6 +140,7 @@ def resolve_targets(
         notes=notes,
         experts=tuple(name for name in packed if name in parameters),
         written=written,
+        left_out=left_out,
     )
 
 
@@ -216,6 +223,78 @@ def _resolve_modules(
     return asked.target_modules, (), ()
 
 
+def _leave_out_unserved(
+    model: nn.Module, asked: Any, excludes: Any, modules: Any
+) -> tuple[str | Collection[str] | None, str]:
+    """Return `target_modules` without modules of a class around a Linear layer, and a sentence.
+
+    PEFT refuses such a class, as Gemma4ClippableLinear of Gemma-4's towers, whose layers have the
+    names of the language model's. Where nothing else is named, that is an error.
+    """
+    if not is_lora(asked) or modules is None or is_all_linear(asked):
+        return modules, ""
+    own: Any = getattr(asked, "_custom_modules", None) or ()
+    served = (*ADAPTABLE, Conv1D, nn.MultiheadAttention, AuxiliaryTrainingWrapper, *own)
+    reached, around = [], {}
+    probe = changed(asked, exclude_modules=excludes, target_modules=modules)
+    for name in reached_modules(model, probe):
+        module = model.get_submodule(name)
+        parts = () if isinstance(module, served) else module.named_modules()
+        inner = next((path for path, part in parts if isinstance(part, nn.Linear)), None)
+        if inner is None:
+            reached.append(ExactName(name))
+        else:
+            around[unwrapped_name(name)] = type(module).__name__, unwrapped_name(inner)
+    if not around:
+        return modules, ""
+    name, (_, inner) = next(iter(around.items()))
+    message = (
+        f"target_modules names {patterns(around)} ({listed(_merge(k for k, _ in around.values()))})"
+        ", and PEFT adapts Linear layers, not modules around them"
+    )
+    example = repr(f"{name.rpartition('.')[2]}.{inner}")
+    if not reached:
+        raise ConfigError(f"{message}: name the layers inside, as in {example}.")
+    return set(reached), (
+        f"{message}: these are left out, all else gets LoRA; name the layers inside, as in "
+        f"{example}, to train them, or name these in exclude_modules to get no warning."
+    )
+
+
+def linear_experts(model: nn.Module) -> dict[str, str]:
+    """Return the Linear layers of experts that are lists of them: full name -> name for a target.
+
+    The latter is the same in all layers of a model, unless another module's name ends so. Empty for
+    a model with fused experts that are not packed, which has to be said first.
+    """
+    layout = detect(model)
+    if layout.experts and not packed_parameters(model):
+        return {}
+    found: dict[str, str] = {}
+    for experts in layout.linear_experts:
+        owner = unwrapped_name(experts.name)
+        for item, expert in model.get_submodule(experts.name).named_children():
+            parts = {unwrapped_name(path) for path, _ in expert.named_modules()}
+            for linear in parts.intersection(map(unwrapped_name, experts.linear_names)):
+                found[f"{owner}.{item}.{linear}"] = f"{owner.rpartition('.')[2]}.{item}.{linear}"
+    ends = set(found.values())
+    depths = {end.count(".") + 1 for end in ends}
+    others = {unwrapped_name(name) for name, _ in model.named_modules()}.difference(found)
+    if any(".".join(name.split(".")[-depth:]) in ends for name in others for depth in depths):
+        return {name: name for name in found}
+    return found
+
+
+def add_targets(config: PeftConfig, layers: Mapping[str, str]) -> None:
+    """Add these layers, as `linear_experts` returns them, to the config's `target_modules`."""
+    asked: Any = config
+    if not is_all_linear(asked):
+        regex = isinstance(asked.target_modules, str)
+        names = list(layers) if regex else _merge(layers.values())
+        targets = extend("target_modules", asked.target_modules, names)
+        asked.target_modules = targets if regex else set(targets)
+
+
 def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
     """Spell parameters of packed modules in full, and keep the other targets as they are."""
     # With one packed parameter PEFT treats the whole module as parametrized, so that its plain
@@ -243,10 +322,8 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
 
 def _unknown_parameter(target: str, names: Sequence[str]) -> ConfigError:
     """Return the error for a target that names no parameter, with the nearest names."""
-    depth = target.count(".") + 1
-    ends = _merge(".".join(name.split(".")[-depth:]) for name in names)
-    near = get_close_matches(target, ends, n=3)
-    say = f"did you mean {' or '.join(map(repr, near))}; " if near else ""
+    near = _nearest(target, names)
+    say = f"did you mean {near}; " if near else ""
     return ConfigError(
         f"target_parameters names {target!r}, which is no parameter of this model: {say}the "
         "experts' names are what moe_qlora.target_parameters(model) returns."
@@ -391,6 +468,40 @@ def check_fit(model: nn.Module, config: PeftConfig, targets: Targets) -> str:
         f"target_modules reaches {patterns(reached)}, and {' and '.join(reasons)}: LoRA there "
         "fails; leave it out."
     )
+
+
+def check_spelling(model: nn.Module, config: PeftConfig, packed: Collection[str]) -> str:
+    """Return one sentence where entries of `target_modules` name no module beside others, or ""."""
+    asked: Any = config
+    if isinstance(asked.target_modules, str) or not asked.target_modules:
+        return ""
+    anywhere: dict[str, Any] = {"exclude_modules": None, "modules_to_save": None}
+    if getattr(asked, "layers_to_transform", None) is not None:
+        anywhere |= {"layers_to_transform": None, "layers_pattern": None}
+    names = [unwrapped_name(name) for name, _ in model.named_modules()]
+    # A list for many architectures has names of others, spelled right.
+    of_others = {*_MATRICES}.union(*TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.values())
+    lost = []
+    for word in set(as_names("target_modules", asked.target_modules)) - of_others:
+        probe = changed(asked, target_modules={word}, **anywhere)
+        reaches = any(check_target_module_exists(probe, name) for name in names if name)
+        if not reaches and not any(names_expert(probe, name) for name in packed):
+            near = _nearest(word, names, asked.target_modules)
+            lost.append(f"{word!r}" + (f" (did you mean {near}?)" if near else ""))
+    if not lost or len(lost) == len(asked.target_modules):  # PEFT raises where none is left
+        return ""
+    return (
+        f"target_modules names {', '.join(sorted(lost))}, and no module of this model is called "
+        "so: all else gets LoRA; mend the name or leave it out."
+    )
+
+
+def _nearest(target: str, names: Iterable[str], others: Collection[str] = ()) -> str:
+    """Return ends of names near to a target that is none, quoted, without other targets."""
+    depth = target.count(".") + 1
+    ends = _merge(".".join(name.split(".")[-depth:]) for name in names)
+    near = get_close_matches(target, [end for end in ends if end not in others], n=3)
+    return " or ".join(map(repr, near))
 
 
 def for_target_names(message: str) -> str:

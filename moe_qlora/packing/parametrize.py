@@ -15,6 +15,9 @@ The codes are a `Params4bit`, where bitsandbytes' own helper has a plain Paramet
 the statistics with the codes, PEFT's k-bit preparation skips it by its class name, and transformers
 counts its weights right. Weights packed by that helper are read here as well.
 
+In a call of the module, or of one around it whose code reads its weights, these are read in the
+dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
+
 Statistics are never floating-point parameters, and the int8 scales are a buffer of their fp32 bits
 as int32: trainers cast every fp32 parameter or buffer, and statistics must move with the model at
 full precision.
@@ -37,7 +40,7 @@ from torch import Tensor, nn
 
 from ..errors import QuantizationError
 from ..kernels.weights import PackedWeight
-from ..layout import ExpertParam
+from ..layout import ExpertParam, unwrapped
 from .codec import unpack
 from .codecs import codec_of
 from .decoders import (
@@ -60,6 +63,8 @@ from .state_dict import is_shardable_entry, pop_packed, pop_shardable, put_shard
 _RECORD = "_moe_qlora_storage"
 _SHARED = "_moe_qlora_scales"
 _MEMBERS = "_moe_qlora_class_members"
+_INPUT_DTYPE = "_moe_qlora_input_dtype"
+_READS = "_moe_qlora_reads"
 _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
@@ -273,6 +278,59 @@ def decoder_of(module: nn.Module, name: str) -> Any:
     return first if isinstance(first, known) else None
 
 
+def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
+    """Return a decoded weight in the dtype of the hidden states of the call that reads it."""
+    dtype: torch.dtype | None = getattr(module, _INPUT_DTYPE, None)
+    return weight if dtype is None else weight.to(dtype)
+
+
+def follow_calls_of(owner: nn.Module, path: str) -> None:
+    """Read the packed weights of `owner`'s module at `path` in the dtype of the owner's input too.
+
+    For owners whose code reads these weights, as dbrx's does. The hooks have the path, so that
+    copies follow their own calls.
+    """
+    if path not in owner.__dict__.setdefault(_READS, {}):
+        owner.__dict__[_READS][path] = (
+            owner.register_forward_pre_hook(partial(_note_input, path), with_kwargs=True),
+            owner.register_forward_hook(partial(_forget_input, path), always_call=True),
+        )
+
+
+def follow_no_calls(owner: nn.Module) -> None:
+    """Undo `follow_calls_of`."""
+    for hooks in owner.__dict__.pop(_READS, {}).values():
+        for hook in hooks:
+            hook.remove()
+
+
+def _note_input(path: str, owner: nn.Module, args: Any, kwargs: Any) -> None:
+    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, _input_dtype(args, kwargs))
+
+
+def _forget_input(path: str, owner: nn.Module, args: Any, output: Any) -> None:
+    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, None)
+
+
+def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the dtype of a call's hidden states; None under autocast, which casts weights itself.
+
+    Hidden states are the widest of its floating-point tensors: routing weights are narrower.
+    """
+    widest = None
+    for x in (*args, *kwargs.values()):
+        wide = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
+        if wide and (widest is None or x.shape[-1] > widest.shape[-1]):
+            widest = x
+    return None if widest is None or is_autocast_on(widest) else widest.dtype
+
+
+def is_autocast_on(x: Tensor) -> bool:
+    """Whether autocast is on for a tensor's device; torch cannot be asked for meta."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
 @contextmanager
 def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
     """Within the block, apply `last` to the weight that other code reads of a packed parameter.
@@ -309,6 +367,7 @@ def _unshare_class(module: nn.Module) -> None:
     torch adds a property for each parametrized name to a module's class and removes it again: with
     a shared class, all modules would change.
     """
+    module.__dict__.pop(_INPUT_DTYPE, None)
     if not P.is_parametrized(module):
         return
     shared = type(module)
@@ -332,26 +391,32 @@ def _share_class(module: nn.Module) -> None:
     if shared is None:
         body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__")}
         body |= {name: _decoding_property(name) for name in names}
-        body["__call__"] = _caching_call(own.__bases__[0])
+        body["__call__"] = _reading_call(own.__bases__[0])
         body["__getstate__"] = _refuse_pickling  # instead of torch's, whose message has no advice
         body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
         if len(lists) == len(names):  # with other code's parametrizations it stays its own
             _shared_classes[key] = shared
     module.__class__ = shared
+    module.__dict__[_INPUT_DTYPE] = None
 
 
-def _caching_call(base: Any) -> Callable[..., Any]:
-    """Return a `__call__` in which each weight is dequantized once, however often it is read.
+def _reading_call(base: Any) -> Callable[..., Any]:
+    """Return a `__call__` in which each weight is dequantized once, in its input's dtype.
 
     bitsandbytes uses a pair of hooks, whose ids would make compilers tell modules apart.
     """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        if torch.compiler.is_compiling():
-            return base.__call__(self, *args, **kwargs)
-        with P.cached():
-            return base.__call__(self, *args, **kwargs)
+        around = getattr(self, _INPUT_DTYPE, None)
+        setattr(self, _INPUT_DTYPE, _input_dtype(args, kwargs))
+        try:
+            if torch.compiler.is_compiling():
+                return base.__call__(self, *args, **kwargs)
+            with P.cached():
+                return base.__call__(self, *args, **kwargs)
+        finally:
+            setattr(self, _INPUT_DTYPE, around)
 
     return __call__
 
@@ -372,10 +437,10 @@ def _decoding_property(name: str) -> property:
     def read(self: Any) -> Tensor:
         chain = self.parametrizations[name]
         if not torch_parametrize._cache_enabled:
-            return cast(Tensor, chain())
-        key = id(self), name
+            return in_input_dtype(self, chain())
+        key = id(self), name, getattr(self, _INPUT_DTYPE, None)
         if key not in torch_parametrize._cache:
-            torch_parametrize._cache[key] = chain()
+            torch_parametrize._cache[key] = in_input_dtype(self, chain())
         return cast(Tensor, torch_parametrize._cache[key])
 
     def write(self: Any, value: Tensor) -> None:

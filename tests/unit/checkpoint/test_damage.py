@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
 from moe_qlora.checkpoint.manifest import MANIFEST_NAME, TensorEntry, manifest_id, manifest_name
-from moe_qlora.errors import MoeQloraError
+from moe_qlora.errors import CheckpointError, MoeQloraError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 
@@ -349,3 +350,36 @@ def test_a_packed_weight_that_the_manifest_forgets_is_refused(victim):
         del value["experts"][name]
         victim.write_manifest(json.dumps(value).encode())
         assert victim.load(AutoModelForCausalLM) == victim.load(victim.cls) == "refused"
+
+
+@pytest.mark.parametrize("left", [0, 20, 0.5], ids=["empty", "header", "data"])
+@pytest.mark.parametrize("call", ["load", "quantize", "merge", "merge-adapter", "load-adapter"])
+def test_a_file_that_is_cut_off_is_an_incomplete_download(
+    call: str, left: float, tmp_path: Path
+) -> None:
+    model: Any = tiny_model("mixtral", num_hidden_layers=1)
+    base, adapter, config = tmp_path / "base", tmp_path / "adapter", {"load_in_4bit": True}
+    model.save_pretrained(base)
+    quantize_experts(model, config)
+    lora = LoraConfig(r=2, target_modules=["q_proj"])
+    moe_qlora.get_peft_model(model, lora, experts=True).save_pretrained(adapter)
+    file = next((adapter if call.endswith("adapter") else base).glob("*.safetensors"))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: left if isinstance(left, int) else int(len(whole) * left)])
+
+    def load() -> Any:
+        with moe_qlora.enabled():
+            return AutoModelForCausalLM.from_pretrained(
+                base, quantization_config=BitsAndBytesConfig(**config)
+            )
+
+    calls: dict[str, Callable[[], Any]] = {
+        "load": load,
+        "quantize": lambda: moe_qlora.quantize_checkpoint(base, tmp_path / "out", config),
+        "merge": lambda: moe_qlora.merge_adapter(base, adapter, tmp_path / "out"),
+        "merge-adapter": lambda: moe_qlora.merge_adapter(base, adapter, tmp_path / "out"),
+        "load-adapter": lambda: moe_qlora.load_adapter(load(), adapter),
+    }
+    with pytest.raises(CheckpointError, match=rf"{file.name}: download incomplete, \d+.*bytes"):
+        calls[call]()
+    assert not (tmp_path / "out").exists()

@@ -308,8 +308,17 @@ def test_headers_that_lie_are_refused(tmp_path, change):
 def test_files_that_are_cut_off_are_refused(tmp_path, length):
     file = tmp_path / SINGLE
     save_file({"w": noise(torch.float32, 2, 3)}, file)
+    assert file.stat().st_size > length
     file.write_bytes(file.read_bytes()[:length])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+    said = rf"model\.safetensors: download incomplete, {length} of \d+ bytes"
+    with pytest.raises(CheckpointError, match=said):
+        read_header(file)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    file = tmp_path / SINGLE
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
         read_header(file)
 
 

@@ -20,8 +20,8 @@ def test_a_report_of_a_folder(cli, folder, tmp_path):
     code, said, err = cli("report", folder, "-o", out, "--seq", 64, "--quant", "int8")
     assert (code, err) == (0, "")
     size = re.fullmatch(
-        rf"{re.escape(str(out))}: (\d+) KiB, without error, routing, lora, training "
-        r"\(the page says why\)\.\n",
+        rf"{re.escape(str(out))}: (\d+) KiB; left out: the quantization error, routing, "
+        r"LoRA, training curves \(the page says why\)\.\n",
         said,
     )[1]
     assert int(size) == round(out.stat().st_size / 1024)

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -335,7 +336,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: (d / "adapter_model.safetensors").unlink(),
         r"has no adapter_model\.safetensors",
     ),
-    "cut": (lambda d: cut(d / "adapter_model.safetensors"), "damaged weights .*; copy the folder"),
+    "cut": (
+        lambda d: cut(d / "adapter_model.safetensors"),
+        "damaged weights .*download incomplete.*; copy the folder",
+    ),
     "garbage": (
         lambda d: (d / "adapter_model.safetensors").write_bytes(b"x" * 99),
         "damaged weights .*; copy the folder",
@@ -473,3 +477,25 @@ def test_a_frozen_adapter_and_plain_experts_are_not_called_trained(
     merged: Any = moe_qlora.load_adapter(packed(), adapter).merge_and_unload(dtype=torch.float32)
     merged.train()(**tiny_inputs(merged))
     assert logged(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("v_porj", "v_proj"), ("self_attn.v_prj", "self_attn.v_proj"), ("zzz", "")],
+)
+def test_a_misspelt_target_beside_right_ones_is_said(word: str, near: str) -> None:
+    said = rf"{word}' \(did you mean '{near}'" if near else f"{word}', and"
+    with pytest.warns(UserWarning, match=said) as caught:
+        moe_qlora.get_peft_model(packed(), lora("q_proj", word))
+    messages = [str(one.message) for one in caught if one.category is UserWarning]
+    assert len(messages) == 1 and "or 'q_proj'" not in messages[0]
+
+
+@pytest.mark.parametrize("fields", [{"layers_to_transform": [1]}, {"exclude_modules": ["o_proj"]}])
+def test_targets_left_out_on_purpose_are_not_misspelt(fields: dict[str, Any]) -> None:
+    names = ["model.layers.0.self_attn.v_proj", "o_proj", "q_proj", *MLP]
+    config = lora(*names, **fields)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        moe_qlora.get_peft_model(packed(), config, experts=True)

@@ -184,6 +184,7 @@ def test_stock_peft_puts_no_lora_on_packed_experts() -> None:
     } == {"shared_expert.down_proj"}
 
 
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("through", ["moe_qlora", "stock peft"])
 def test_all_linear_means_every_linear_and_nothing_else(model_type: str, through: str) -> None:
@@ -199,6 +200,24 @@ def test_all_linear_means_every_linear_and_nothing_else(model_type: str, through
     for name, parameter in wrapped.named_parameters():
         assert parameter.requires_grad == ("lora_" in name)
         assert not parameter.requires_grad or parameter.grad is not None, name
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "qwen3_next"])
+def test_all_linear_that_stock_peft_cannot_load_is_said_once_before_training(
+    model_type: str, tmp_path: Path
+) -> None:
+    model: Any = tiny_model(model_type)
+    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
+    config = LoraConfig(target_modules="all-linear", r=4)
+    said = rf"stock PEFT rewrites .*{model_type}.* load it with moe_qlora\.load_adapter"
+    with pytest.warns(UserWarning, match=said):
+        adapted = moe_qlora.adapt_lora_config(model, config)
+    wrapped = moe_qlora.get_peft_model(model, adapted)  # warnings are errors
+    wrapped.save_pretrained(tmp_path)
+    reached = adapted_modules(wrapped)
+    again: Any = tiny_model(model_type)
+    moe_qlora.quantize_experts(again, {"load_in_4bit": True})
+    assert adapted_modules(moe_qlora.load_adapter(again, tmp_path)) == reached
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])

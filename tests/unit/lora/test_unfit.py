@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.errors import ConfigError
 from moe_qlora.lora.unfit import ReadLinear, unfit_linears
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -61,6 +62,7 @@ class GateLinear(nn.Linear):
     """A router's class of another file, without a forward of its own."""
 
 
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
 @pytest.mark.parametrize("router", [False, True])
 def test_routers_of_a_class_from_elsewhere_are_no_linear_layers(router: bool) -> None:
     model = packed("hunyuan_v1_moe")
@@ -100,6 +102,7 @@ class Sum(nn.Module):
         return weight + self.scale * self.b @ self.a
 
 
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
 @pytest.mark.parametrize("asked", [{"router": True}, {"targets": ["classifier"]}], ids=str)
 def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -173,3 +176,36 @@ def test_a_weight_that_mambas_kernel_reads() -> None:
     peft_model.add_adapter("other", LoraConfig(r=2, target_modules=["in_proj"]))
     peft_model.set_adapter("other")
     assert torch.equal(layer.weight, base)
+
+
+@pytest.mark.parametrize("model_type", ["gemma4", "diffusion_gemma"])
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], r".*\.(q_proj|v_proj)"])
+def test_modules_around_linear_layers_are_left_out_and_said(
+    model_type: str, targets: Any, tmp_path: Path
+) -> None:
+    model = packed(model_type)
+    base = copy.deepcopy(model)
+    ends = ("q_proj", "v_proj")
+    with pytest.warns(UserWarning, match=r"vision_tower.*ClippableLinear.*left out.*_proj\.linear"):
+        peft_model = moe_qlora.get_peft_model(
+            model, LoraConfig(target_modules=targets, init_lora_weights=False)
+        )
+    expected = {n for n, m in base.named_modules() if isinstance(m, nn.Linear) and n.endswith(ends)}
+    assert adapted(peft_model) == expected
+    peft_model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="target_modules")
+        again = moe_qlora.load_adapter(copy.deepcopy(base), tmp_path)
+        stock = PeftModel.from_pretrained(base, tmp_path)
+    assert adapted(again) == adapted(stock) == expected
+    inside = LoraConfig(target_modules=["q_proj.linear"])
+    named = adapted(moe_qlora.get_peft_model(packed(model_type), inside))
+    assert named and all(name.endswith("q_proj.linear") for name in named)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_naming_nothing_but_such_modules_names_the_layers_inside(experts: bool) -> None:
+    with pytest.raises(ConfigError, match=r"router.*around them.*'router\.layer'"):
+        moe_qlora.get_peft_model(
+            packed("dbrx"), LoraConfig(target_modules=["router"]), experts=experts
+        )
