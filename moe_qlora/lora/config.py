@@ -115,7 +115,8 @@ class AdaptedLoraConfig(LoraConfig):
 
     _edits: Mapping[str, tuple[Any, Any]] = {}  # changed field -> (value set here, the caller's)
     _notes: tuple[str, ...] = ()  # warnings for a save, where stock PEFT would not load the file
-    _packed: training_codec.TrainingCodec | None = None  # for the note that a merge reads
+    # for the note that a merge reads: `record_base` fills it from the model that has the adapter
+    _packed: training_codec.TrainingCodec | None = None
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
     _chosen: Chosen = MappingProxyType({})  # experts with LoRA, where these are not all
     _router: bool = False  # the word "all-linear" means routers as well
@@ -256,6 +257,16 @@ def make_adapted(
         # PEFT's own table of layer classes, of this config only: stock PEFT uses it too.
         adapted._register_custom_module({nn.Module: wrap_parameter})
     return cast(PeftConfig, adapted)
+
+
+def record_base(model: nn.Module, config: PeftConfig) -> None:
+    """Note in an adapter's config the model that has it, as it is before training.
+
+    A config may have been adapted to a folder, whose weights and dtype nobody had read, or to
+    another model.
+    """
+    if isinstance(config, AdaptedLoraConfig):
+        config._packed = training_codec.from_packed(model) or config._packed
 
 
 def become_adapted(

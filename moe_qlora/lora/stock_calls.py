@@ -74,20 +74,20 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         or "peft_config" in values  # PEFT has read it
         or values.get("state_dict") is not None
         or not isinstance(config, LoraConfig)
-        or isinstance(config, AdaptedLoraConfig)
         or first_share(model) is not None  # needs the whole PeftModel: refused later
         or not packed_parameters(model)
     ):
         return
     warn_untested()
     tuner.__class__ = LoraModel
-    loads = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR) is not None
-    if loads:  # untrusted input
-        check_config_patterns(vars(config), model, "adapter_config.json")
-    if loads and _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
-        config = rewritten(model, config) or config
-    config = adapt(model, config, warn=not loads and not config.inference_mode)
-    tuner.peft_config[name] = config
+    if not isinstance(config, AdaptedLoraConfig):
+        loads = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR) is not None
+        if loads:  # untrusted input
+            check_config_patterns(vars(config), model, "adapter_config.json")
+        if loads and _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
+            config = rewritten(model, config) or config
+        config = adapt(model, config, warn=not loads and not config.inference_mode)
+        tuner.peft_config[name] = config
     world().prepare_adapters(model, config)
     made = _caller(frame, PeftModel.__init__.__code__, _FAR)
     if made is not None:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -61,7 +62,84 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def base_model(folder: Path) -> Any:
     arguments: Any = {} if folder.name == "packed" else {"quantization_config": NF4}
     with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(folder, **arguments)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    return moe_qlora.adapt_lora_config(model, config, experts=True, **options)
+
+
+def by_folder(folders: dict[str, Path], out: Path) -> Path:
+    """As a trainer does that loads the model itself."""
+    config = adapted(folders["base"], quantization_config=NF4)
+    peft.get_peft_model(base_model(folders["base"]), config).save_pretrained(str(out))
+    return out
+
+
+def by_another_model(folders: dict[str, Path], out: Path) -> Path:
+    config = adapted(base_model(folders["another"]))
+    peft.get_peft_model(base_model(folders["base"]), config).save_pretrained(str(out))
+    return out
+
+
+def second(folders: dict[str, Path], out: Path) -> Path:
+    """As TRL's DPO adds its reference."""
+    config = adapted(folders["base"], quantization_config=NF4)
+    model = peft.get_peft_model(base_model(folders["base"]), config)
+    model.add_adapter("ref", model.peft_config["default"])
+    model.save_pretrained(str(out))
+    return out / "ref"
+
+
+def resumed(folders: dict[str, Path], out: Path) -> Path:
+    """The new run's adapter, after the checkpoint of one that has no fingerprint."""
+    checkpoint = by_folder(folders, out.with_name("killed"))
+    note = json.loads((checkpoint / NOTE).read_text())
+    note["base"] = {"name": "unknown", "fields": {}, "bits": {}}
+    (checkpoint / NOTE).write_text(json.dumps(note))
+    config = adapted(folders["base"], quantization_config=NF4)
+    model = peft.get_peft_model(base_model(folders["base"]), config)
+    model.load_adapter(str(checkpoint), "default", is_trainable=True)
+    model.save_pretrained(str(out))
+    return out
+
+
+def continued(folders: dict[str, Path], out: Path) -> Path:
+    checkpoint = by_folder(folders, out.with_name("earlier"))
+    (checkpoint / NOTE).unlink()
+    model = base_model(folders["base"])
+    PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True).save_pretrained(str(out))
+    return out
+
+
+def by_transformers(folders: dict[str, Path], out: Path) -> Path:
+    model = base_model(folders["base"])
+    model.add_adapter(adapted(folders["base"], quantization_config=NF4))
+    model.save_pretrained(str(out))
+    return out
+
+
+MAKERS = [by_folder, by_another_model, second, resumed, continued, by_transformers]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_an_adapter_names_the_model_that_it_was_on(
+    folders: dict[str, Path], tmp_path: Path, make: Any
+) -> None:
+    adapter = make(folders, tmp_path / "adapter")
+    whole = json.loads((folders["adapter"] / NOTE).read_text())
+    assert json.loads((adapter / NOTE).read_text()) == whole
+    assert len(whole["base"]["bits"]) > 1 and whole["dtype"] == "bfloat16"
+    with pytest.raises(AdapterError, match=rf"was trained on {folders['base']}, and .*another"):
+        merge(folders["another"], adapter)
+
+
+def test_the_dtype_is_that_of_training(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Of an fp32 checkpoint that was trained in bf16."""
+    tiny_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path / "fp32")
+    by_folder({"base": tmp_path / "fp32"}, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / NOTE).read_text())["dtype"] == "bfloat16"
 
 
 def load(folder: Path, adapter: Path) -> None:
