@@ -115,8 +115,8 @@ class AdaptedLoraConfig(LoraConfig):
 
     _edits: Mapping[str, tuple[Any, Any]] = {}  # changed field -> (value set here, the caller's)
     _notes: tuple[str, ...] = ()  # warnings for a save, where stock PEFT would not load the file
-    # for the note that a merge reads: `record_base` fills it from the model that has the adapter
-    _packed: training_codec.TrainingCodec | None = None
+    _packed: training_codec.TrainingCodec | None = None  # of the model that it was adapted to
+    _trained_on: training_codec.TrainingCodec | None = None  # the model that has the adapter
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
     _chosen: Chosen = MappingProxyType({})  # experts with LoRA, where these are not all
     _router: bool = False  # the word "all-linear" means routers as well
@@ -147,10 +147,11 @@ class AdaptedLoraConfig(LoraConfig):
             super().save_pretrained(save_directory, **kwargs)
         finally:
             self.__dict__.update(adapted)
-        if self._packed is not None:
+        packed = self._trained_on or self._packed
+        if packed is not None:
             folder = Path(save_directory)
-            training_codec.write_note(folder, self._packed, self._chosen)
-            write_card(folder, facts_of(self.to_dict(), self._packed))
+            training_codec.write_note(folder, packed, self._chosen)
+            write_card(folder, facts_of(self.to_dict(), packed))
 
 
 def adapt(
@@ -266,7 +267,7 @@ def record_base(model: nn.Module, config: PeftConfig) -> None:
     another model.
     """
     if isinstance(config, AdaptedLoraConfig):
-        config._packed = training_codec.from_packed(model) or config._packed
+        config._trained_on = training_codec.from_packed(model)
 
 
 def become_adapted(

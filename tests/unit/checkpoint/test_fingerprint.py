@@ -233,3 +233,14 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
         assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
         (prints[name],) = (line for line in text.splitlines() if "fingerprint" in line)
     assert prints["base"] in card and prints["another"] not in card
+
+
+@pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")
+def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None:
+    kinds = [tiny_model("qwen3_moe"), tiny_model("llama4_text")]
+    for model in kinds:
+        moe_qlora.quantize_experts(model, NF4)
+    config = adapted(kinds[0])
+    host = peft.get_peft_model(kinds[1], config)
+    with pytest.raises(AdapterError, match="was not created: .*adapted to another model"):
+        host(input_ids=torch.tensor([[1, 2, 3]]))
