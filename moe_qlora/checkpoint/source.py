@@ -180,8 +180,8 @@ def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
     other = sum((int(noted.bits[n], 16) ^ int(base.bits[n], 16)).bit_count() for n in shared)
     if total and 1 - other / total < _LEAST_AGREEMENT:
         raise AdapterError(
-            f"{adapter} was trained on {noted.name}, and {base.name} has the same shapes but other "
-            f"weights ({', '.join(shared[:2])}): {advice}."
+            f"{adapter} was trained on {noted.name}, and {base.name} has other weights "
+            f"({', '.join(shared[:2])}): {advice}."
         )
 
 

@@ -29,7 +29,13 @@ from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from ..checkpoint.adapter import check_adapter_patterns, check_config_patterns
+from ..checkpoint.adapter import (
+    CONFIG,
+    LoraSettings,
+    check_adapter_patterns,
+    check_config_patterns,
+)
+from ..checkpoint.reader import parse_fields
 from ..world import first_share, world
 from . import files
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
@@ -81,12 +87,14 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
     warn_untested()
     tuner.__class__ = LoraModel
     if not isinstance(config, AdaptedLoraConfig):
-        loads = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR) is not None
-        if loads:  # untrusted input
-            check_config_patterns(vars(config), model, "adapter_config.json")
-        if loads and _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
-            config = rewritten(model, config) or config
-        config = adapt(model, config, warn=not loads and not config.inference_mode)
+        load = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR)
+        if load is not None:  # untrusted input
+            file = Path(load.f_locals["model_id"]) / CONFIG
+            parse_fields(LoraSettings, vars(config), file)
+            check_config_patterns(vars(config), model, str(file))
+            if _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
+                config = rewritten(model, config) or config
+        config = adapt(model, config, warn=load is None and not config.inference_mode)
         tuner.peft_config[name] = config
     world().prepare_adapters(model, config)
     made = _caller(frame, PeftModel.__init__.__code__, _FAR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -177,6 +178,23 @@ def test_other_weights_are_an_error_that_names_both(folders: dict[str, Path], us
     seen = rf"was trained on {folders['base']}, and {folders['another']} .* other weights"
     with pytest.raises(AdapterError, match=rf"{seen}.*any_base=True \(--any-base\)\.$"):
         use(folders["another"], folders["adapter"])
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
+    kind: str, noted: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(folders["adapter"], adapter)
+    if not noted:
+        (adapter / NOTE).unlink()
+    tiny_model(kind, hidden_size=32).save_pretrained(tmp_path / "other")
+    with pytest.raises(AdapterError) as caught:
+        merge(tmp_path / "other", adapter)
+    said = str(caught.value)
+    assert said.startswith(f"{adapter} was trained on {folders['base']}")
+    assert len(said.replace(str(tmp_path), "").replace(str(folders["base"]), "")) < 400
 
 
 @pytest.mark.parametrize("use", USES)
