@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import CONFIG, LoraSettings
+from ..checkpoint.adapter import CONFIG, LoraSettings, check_adapter_patterns
 from ..checkpoint.reader import parse_fields
 from ..checkpoint.source import of_model
 from ..checkpoint.staging import absolute, move_files, staging
@@ -53,14 +53,19 @@ def load_adapter(
 ) -> Any:
     """Load as `PeftModel.load_adapter` does; its replacement on a `PeftModel` over packed experts.
 
-    `called` is the folder's name in messages.
+    `called` is the folder's name in messages, for a caller that has checked the base.
 
     Raises:
-        AdapterError: Tensors of the file have no place in the model, or places got no tensor; or
-            DeepSpeed ZeRO-3 has partitioned the model.
+        AdapterError: Tensors of the file have no place in the model, or places got no tensor; the
+            adapter was trained on another model; or DeepSpeed ZeRO-3 has partitioned this one.
         CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
     """
-    called = os.fspath(model_id) if called is None else called
+    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+    if called is None:
+        called = os.fspath(model_id)
+        if (folder := Path(model_id) / (hub.get("subfolder") or "")).is_dir():
+            check_adapter_patterns(folder, self.get_base_model())
+        check_base(self.get_base_model(), model_id, hub.get("subfolder"))
     for name, parameter in self.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise AdapterError(
@@ -68,7 +73,6 @@ def load_adapter(
                 "partitioned by DeepSpeed ZeRO-3, whose optimizer has a copy of each: load "
                 "adapters before the engine is made, or go on from a checkpoint of the engine."
             )
-    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
     check_folder(model_id, hub.get("subfolder"))
     try:
         with reading(called), warnings.catch_warnings():

@@ -29,12 +29,7 @@ from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from ..checkpoint.adapter import (
-    CONFIG,
-    LoraSettings,
-    check_adapter_patterns,
-    check_config_patterns,
-)
+from ..checkpoint.adapter import CONFIG, LoraSettings, check_config_patterns
 from ..checkpoint.reader import parse_fields
 from ..world import first_share, world
 from . import files
@@ -101,7 +96,7 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
     if made is not None:
         peft_model = made.f_locals["self"]
         peft_model.__dict__["save_pretrained"] = MethodType(save_pretrained, peft_model)
-        peft_model.__dict__["load_adapter"] = MethodType(_load_adapter, peft_model)
+        peft_model.__dict__["load_adapter"] = MethodType(files.load_adapter, peft_model)
 
 
 def _reaches_nothing(model: nn.Module, config: Any) -> bool:
@@ -122,15 +117,6 @@ def _caller(frame: FrameType | None, code: CodeType, most: int) -> FrameType | N
             return frame
         frame = frame.f_back
     return None
-
-
-def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Load as `files.load_adapter` does, onto the model that the adapter was trained on."""
-    model, subfolder = self.get_base_model(), kwargs.get("subfolder")
-    if (folder := Path(model_id) / (subfolder or "")).is_dir():
-        check_adapter_patterns(folder, model)
-    check_base(model, model_id, subfolder)
-    return files.load_adapter(self, model_id, adapter_name, *args, **kwargs)
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:

@@ -53,7 +53,7 @@ VALUES = [
     *({"rank_pattern": {"q_proj": value}} for value in (0, True)),
     *({"alpha_pattern": {"q_proj": value}} for value in (float("nan"), 1e39)),
     *({"layers_to_transform": value} for value in ([True], 1.5)),
-    *({"lora_dropout": value} for value in (2, "0")),
+    *({"lora_dropout": value} for value in (2, float("nan"), "0")),
     {"bias": "some"},
 ]
 

@@ -155,7 +155,16 @@ def merge(folder: Path, adapter: Path) -> None:
     moe_qlora.merge_adapter(folder, adapter, adapter.parent / f"merged {folder.name}")
 
 
-USES = [load, load_by_transformers, merge]
+def load_by_peft(folder: Path, adapter: Path) -> None:
+    PeftModel.from_pretrained(base_model(folder), str(adapter))
+
+
+def load_beside(folder: Path, adapter: Path) -> None:
+    model = moe_qlora.get_peft_model(base_model(folder), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.load_adapter(str(adapter), "second")
+
+
+USES = [load, load_by_transformers, load_by_peft, load_beside, merge]
 
 
 @pytest.mark.parametrize("use", USES)
@@ -260,5 +269,5 @@ def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None
         moe_qlora.quantize_experts(model, NF4)
     config = adapted(kinds[0])
     host = peft.get_peft_model(kinds[1], config)
-    with pytest.raises(AdapterError, match="was not created: .*adapted to another model"):
+    with pytest.raises(AdapterError, match=r"was not created: .*adapted to another model"):
         host(input_ids=torch.tensor([[1, 2, 3]]))
