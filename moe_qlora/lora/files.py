@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from types import MethodType
 from typing import Any
 
 import torch
@@ -92,6 +93,18 @@ def load_adapter(
     if not fits and not _load_by_own_names(self, os.fspath(model_id), adapter_name, **hub):
         raise misfit(called, missing, unexpected)
     return result
+
+
+def create_or_update_model_card(self: Any, output_dir: str) -> None:
+    """Write the model card as PEFT does, without the template that nobody has filled in."""
+    type(self).create_or_update_model_card(self, output_dir)
+    training_codec.shorten_card(Path(output_dir))
+
+
+def use_own_files(model: PeftModel) -> None:
+    """Give a `PeftModel` this file's methods in place of PEFT's."""
+    for method in (save_pretrained, load_adapter, create_or_update_model_card):
+        model.__dict__[method.__name__] = MethodType(method, model)
 
 
 def check_base(

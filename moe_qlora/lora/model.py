@@ -29,7 +29,7 @@ from ..packing.parametrize import check_resident
 from ..versions import REQUIRED, installed_version
 from ..world import world
 from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted, record_base
-from .files import load_adapter, save_pretrained
+from .files import use_own_files
 from .inject import check_connected, log_coverage, upgrade_wrappers
 from .layer import ParamWrapper, check_repack
 from .merging import (
@@ -166,8 +166,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
         record_base(tuner.model, config)
     world().check_adapters(tuner.model, model.peft_config)
     world().follow_adapters(tuner.model, model)
-    model.__dict__["save_pretrained"] = types.MethodType(save_pretrained, model)
-    model.__dict__["load_adapter"] = types.MethodType(load_adapter, model)
+    use_own_files(model)
     return model
 
 

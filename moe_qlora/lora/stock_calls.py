@@ -20,7 +20,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType, MethodType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -32,9 +32,8 @@ from torch import nn
 from ..checkpoint.adapter import CONFIG, LoraSettings, check_config_patterns
 from ..checkpoint.reader import parse_fields
 from ..world import first_share, world
-from . import files
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
-from .files import check_base, check_folder, misfit, reading, save_pretrained
+from .files import check_base, check_folder, misfit, reading, use_own_files
 from .model import LoraModel, use_own_layers, warn_untested
 from .names import (
     changed,
@@ -94,9 +93,7 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
     world().prepare_adapters(model, config)
     made = _caller(frame, PeftModel.__init__.__code__, _FAR)
     if made is not None:
-        peft_model = made.f_locals["self"]
-        peft_model.__dict__["save_pretrained"] = MethodType(save_pretrained, peft_model)
-        peft_model.__dict__["load_adapter"] = MethodType(files.load_adapter, peft_model)
+        use_own_files(made.f_locals["self"])
 
 
 def _reaches_nothing(model: nn.Module, config: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -243,12 +244,17 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
     for said in (
         f"| base | `{folders['base']}` |",
         "| base was packed as | `nf4, blocks of 64` |",
+        "| target_modules | `q_proj` |",
+        "| packed | `4 expert weights, 8 Linear layers` |",
+        "| dtype in training | `bfloat16` |",
         "| target_parameters | `model.layers.*.mlp.experts.down_proj, ",
         "| rank, alpha | `2, 8` |",
         f"moe-qlora {moe_qlora.__version__}, transformers ",
     ):
         assert said in card, said
     assert card.startswith("---\n") and "library_name: peft" in card  # PEFT's own part
+    assert f"base_model: {folders['base']}\n" in card
+    assert "More Information Needed" not in card and len(card.splitlines()) < 60
     prints = {}
     for name in ("base", "another"):
         model = moe_qlora.get_peft_model(
@@ -257,9 +263,38 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
         for _ in range(2):
             model.save_pretrained(tmp_path / name)
         text = (tmp_path / name / "README.md").read_text()
+        assert "- PEFT " not in text and len(text.splitlines()) < 60
         assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
         (prints[name],) = (line for line in text.splitlines() if "fingerprint" in line)
     assert prints["base"] in card and prints["another"] not in card
+
+
+def test_the_card_of_any_adapter_is_short_and_its_program_runs(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    for make, names in ((second, ("", "ref")), (continued, ("",))):
+        make(folders, tmp_path / make.__name__)
+        for name in names:
+            card = (tmp_path / make.__name__ / name / "README.md").read_text()
+            assert "More Information Needed" not in card and len(card.splitlines()) < 60
+            assert f"base_model: {folders['base']}\n" in card.replace('"', "")
+            (program,) = re.findall("```python\n(.*?)```", card, re.DOTALL)
+            found: dict[str, Any] = {}
+            exec(program.replace('"ADAPTER"', repr(str(folders["adapter"]))), found)  # noqa: S102
+            assert isinstance(found["model"], PeftModel)
+
+
+def test_the_card_keeps_an_authors_words(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = base_model(folders["base"])
+    model = moe_qlora.get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]), "mine")
+    model.save_pretrained(str(tmp_path))
+    root = (tmp_path / "README.md").read_text()  # of no adapter: "mine" has a folder of its own
+    assert "More Information Needed" not in root and "library_name: peft" in root
+    (tmp_path / "README.md").write_text(root + "# Model of mine\n\n[More Information Needed]\n")
+    for _ in range(2):
+        model.save_pretrained(str(tmp_path))
+        root = (tmp_path / "README.md").read_text()
+        assert root.count("# Model of mine\n\n[More Information Needed]\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")
