@@ -318,11 +318,12 @@ def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
     base = packed.base.name if packed.base else config.get("base_model_name_or_path")
     base = json.dumps(visible(str(base or "BASE")))
     model = _CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM")
-    settings = packed.settings
-    how = "load_in_8bit=True"
-    if settings.kind in ("nf4", "fp4"):
-        double = ", bnb_4bit_use_double_quant=True" if settings.double_quant else ""
-        how = f'load_in_4bit=True, bnb_4bit_quant_type="{settings.kind}"{double}'
+    fields = packed.settings.bnb_fields().items()
+    how = ", ".join(
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}=True"
+        for name, value in fields
+        if value is True or isinstance(value, str)
+    )
     dtype = f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else ""
     return f"""
 ```python
