@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field
@@ -151,27 +151,48 @@ def _check_regex(value: Any, place: str = "{}") -> Any:
 
 
 _Pattern = Annotated[str, AfterValidator(partial(_check_regex, place=_END_OF_NAME))]
-_Rank = Annotated[int, Field(strict=True, ge=0)]
-_Alpha = Annotated[float, Field(strict=True, ge=0)]
+# Strict: PEFT takes a value as it is, so that "no" is true.
+_Flag = Annotated[bool, Field(strict=True)] | None
+_Integer = Annotated[int, Field(strict=True)]
+_Rank = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
+_Alpha = Annotated[
+    float, Field(strict=True, ge=0, le=torch.finfo(torch.float32).max, allow_inf_nan=False)
+]
+_Names = Annotated[set[str] | str | None, AfterValidator(_check_regex)]
 
 
 @checked(frozen=True)
 class LoraSettings:
-    """Fields of adapter_config.json that change the deltas or their targets."""
+    """Fields of adapter_config.json that change the deltas, their targets or a load."""
 
     r: _Rank = 8
     lora_alpha: _Alpha = 8
     rank_pattern: dict[_Pattern, _Rank] | None = None
     alpha_pattern: dict[_Pattern, _Alpha] | None = None
-    use_rslora: bool | None = None
+    use_rslora: _Flag = None
+    use_dora: _Flag = None
+    use_qalora: _Flag = None
+    lora_bias: _Flag = None
+    fan_in_fan_out: _Flag = None
+    inference_mode: _Flag = None
+    ensure_weight_tying: _Flag = None
+    bias: Literal["none", "all", "lora_only"] | None = None
+    lora_dropout: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] | None = (
+        None
+    )
+    target_modules: _Names = None
+    exclude_modules: _Names = None
+    modules_to_save: set[str] | None = None
     target_parameters: Annotated[list[str] | str | None, AfterValidator(_check_regex)] = None
-    layers_to_transform: list[int] | int | None = None
+    layers_to_transform: list[_Integer] | _Integer | None = None
+    layers_pattern: set[str] | str | None = None
+    base_model_name_or_path: str | None = None
 
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
         """Return rank and scaling of a target: as in PEFT, the first matching pattern counts."""
         rank = _first_match(self.rank_pattern, name, self.r)
         alpha = _first_match(self.alpha_pattern, name, self.lora_alpha)
-        return int(rank), alpha / max(math.sqrt(rank) if self.use_rslora else rank, 1)
+        return int(rank), alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _first_match(patterns: Mapping[str, float] | None, name: str, default: float) -> float:
@@ -285,10 +306,11 @@ class Resolver:
                 f"target_parameters names {unmatched[0]}, for which the file has no tensor"
             )
         if self._faults:
+            name = self._adapter.settings.base_model_name_or_path or "a model that it does not name"
             raise AdapterError(
-                f"{self._adapter.folder} does not fit the base: "
-                f"{listed(self._faults, separator='; ')}. "
-                "Merge it into the model that it was trained on."
+                f"{self._adapter.folder} was trained on {name} and does not fit the base: "
+                f"{listed(self._faults, most=1, separator='; ')}. Merge it into the model that it "
+                "was trained on."
             )
         updates = self._updates
         if not (updates.deltas or updates.disk_deltas or updates.replacements):
@@ -378,9 +400,6 @@ class Resolver:
             self._faults.append(f"{a or b or _first(pair)} lacks its other half")
             return
         rank, scaling = self._adapter.settings.rank_and_scaling(target)
-        if rank < 1:
-            self._faults.append(f"{a} has the rank {rank} by the adapter's own settings")
-            return
         shapes = self._disk if module is None else self._shapes
         deltas = self._updates.disk_deltas if module is None else self._updates.deltas
         shape = shapes[name]

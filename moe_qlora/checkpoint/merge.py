@@ -141,12 +141,12 @@ def merge_adapter(
         kind = PackedBase if packed else PlainBase
         opened = kind(source, model, max_shard_size=max_shard_size)
         stack.enter_context(closing(opened))
-        shapes = {key: shape for key, (shape, _) in opened.disk.items()}
-        updates = Resolver(model, shapes, lora).resolve()
         if not any_base:
             training_codec.check_noted_base(
                 lora.folder, lambda names: fingerprint(model, str(base), names, opened.first_rows)
             )
+        shapes = {key: shape for key, (shape, _) in opened.disk.items()}
+        updates = Resolver(model, shapes, lora).resolve()
         training: TrainingCodec | None = None
         if like_training and not packed:
             asked = quantization_config

@@ -140,8 +140,12 @@ class Fingerprint:
 
 
 def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:
-    """Return a model's fingerprint by these weights; None samples weights that packing skips."""
-    weights = _left_alone(model)
+    """Return a model's fingerprint by these weights; None samples weights that packing skips.
+
+    Of a weight that FSDP2 has sharded, the first rank has the rows to sample, and writes the note;
+    no other rank could compare it, so that a comparison leaves such weights out on all of them.
+    """
+    weights = _left_alone(model, _first_rows if names is None else lambda weight: weight)
     if names is None:
         chosen = list(weights)
         names = chosen[:: max(len(chosen) // _WEIGHTS, 1)][:_WEIGHTS]
@@ -180,16 +184,26 @@ def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
     other = sum((int(noted.bits[n], 16) ^ int(base.bits[n], 16)).bit_count() for n in shared)
     if total and 1 - other / total < _LEAST_AGREEMENT:
         raise AdapterError(
-            f"{adapter} was trained on {noted.name}, and {base.name} has the same shapes but other "
-            f"weights ({', '.join(shared[:2])}): {advice}."
+            f"{adapter} was trained on {noted.name}, and {base.name} has other weights "
+            f"({', '.join(shared[:2])}): {advice}."
         )
 
 
-def _left_alone(model: nn.Module) -> dict[str, Tensor]:
+def _first_rows(weight: Tensor) -> Tensor:
+    """Return the rows of a sharded weight on this rank as a parameter, if they hold the sample."""
+    host: Any = weight
+    if not hasattr(weight, "to_local") or any(host.device_mesh.get_coordinate()):
+        return weight
+    rows = host.to_local()
+    whole = rows.shape[1:] == weight.shape[1:] and len(rows) >= min(SAMPLED_ROWS, len(weight))
+    return nn.Parameter(rows, requires_grad=False) if whole else weight
+
+
+def _left_alone(model: nn.Module, local: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     """Return matrices outside of Linear layers, by name without adapters; none on meta."""
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     weights: dict[str, Tensor] = {}
-    for name, weight in model.named_parameters():
+    for name, weight in ((name, local(weight)) for name, weight in model.named_parameters()):
         plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
         inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
         if plain and not inside and name.rpartition(".")[0] not in linears:

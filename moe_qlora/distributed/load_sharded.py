@@ -49,6 +49,7 @@ from ..errors import CheckpointError, ConfigError
 from ..hf.kept import refuse_to_shard
 from ..hf.model import finish_packing
 from ..layout import ExpertParam, ModelLayout
+from ..lora.config import record_base
 from ..models import named
 from ..packing.bnb4bit import RECORD, read_record
 from ..packing.int8 import SCALES
@@ -192,6 +193,8 @@ class ShardedModel:
         """Fill the adapters, once the weights are filled, and return the model."""
         if self._adapters is not None:
             self._adapters.fill()
+            for config in self.model.peft_config.values():
+                record_base(self.model.get_base_model(), config)
         return self.model
 
 

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from ..checkpoint import training_codec
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.source import TOP_K_FIELDS
-from ..checkpoint.training_codec import facts_of, write_card
+from ..checkpoint.training_codec import facts_of, usage_of, write_card
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import name_pattern
@@ -120,7 +120,8 @@ class AdaptedLoraConfig(LoraConfig):
 
     _edits: Mapping[str, tuple[Any, Any]] = {}  # changed field -> (value set here, the caller's)
     _notes: tuple[str, ...] = ()  # warnings for a save, where stock PEFT would not load the file
-    _packed: training_codec.TrainingCodec | None = None  # for the note that a merge reads
+    _packed: training_codec.TrainingCodec | None = None  # of the model that it was adapted to
+    _trained_on: training_codec.TrainingCodec | None = None  # the model that has the adapter
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
     _chosen: Chosen = MappingProxyType({})  # experts with LoRA, where these are not all
     _router: bool = False  # the word "all-linear" means routers as well
@@ -151,10 +152,12 @@ class AdaptedLoraConfig(LoraConfig):
             super().save_pretrained(save_directory, **kwargs)
         finally:
             self.__dict__.update(adapted)
-        if self._packed is not None:
+        packed = self._trained_on or self._packed
+        if packed is not None:
             folder = Path(save_directory)
-            training_codec.write_note(folder, self._packed, self._chosen)
-            write_card(folder, facts_of(self.to_dict(), self._packed))
+            training_codec.write_note(folder, packed, self._chosen)
+            written, base = self.to_dict(), str(self.base_model_name_or_path or "")
+            write_card(folder, facts_of(written, packed), base, usage_of(written, packed))
 
 
 def adapt(
@@ -286,6 +289,16 @@ def make_adapted(
         # PEFT's own table of layer classes, of this config only: stock PEFT uses it too.
         adapted._register_custom_module({nn.Module: wrap_parameter})
     return cast(PeftConfig, adapted)
+
+
+def record_base(model: nn.Module, config: PeftConfig) -> None:
+    """Note in an adapter's config the model that has it, as it is before training.
+
+    A config may have been adapted to a folder, whose weights and dtype nobody had read, or to
+    another model.
+    """
+    if isinstance(config, AdaptedLoraConfig):
+        config._trained_on = training_codec.from_packed(model)
 
 
 def become_adapted(

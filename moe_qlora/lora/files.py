@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import CONFIG, LoraSettings
+from ..checkpoint.adapter import CONFIG, LoraSettings, check_adapter_patterns
 from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.source import of_model
 from ..checkpoint.staging import absolute, move_files, staging
@@ -53,14 +54,19 @@ def load_adapter(
 ) -> Any:
     """Load as `PeftModel.load_adapter` does; its replacement on a `PeftModel` over packed experts.
 
-    `called` is the folder's name in messages.
+    `called` is the folder's name in messages, for a caller that has checked the base.
 
     Raises:
-        AdapterError: Tensors of the file have no place in the model, or places got no tensor; or
-            DeepSpeed ZeRO-3 has partitioned the model.
+        AdapterError: Tensors of the file have no place in the model, or places got no tensor; the
+            adapter was trained on another model; or DeepSpeed ZeRO-3 has partitioned this one.
         CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
     """
-    called = os.fspath(model_id) if called is None else called
+    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+    if called is None:
+        called = os.fspath(model_id)
+        if (folder := Path(model_id) / (hub.get("subfolder") or "")).is_dir():
+            check_adapter_patterns(folder, self.get_base_model())
+        check_base(self.get_base_model(), model_id, hub.get("subfolder"))
     for name, parameter in self.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise AdapterError(
@@ -68,7 +74,6 @@ def load_adapter(
                 "partitioned by DeepSpeed ZeRO-3, whose optimizer has a copy of each: load "
                 "adapters before the engine is made, or go on from a checkpoint of the engine."
             )
-    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
     check_folder(model_id, hub.get("subfolder"))
     try:
         with reading(called), warnings.catch_warnings():
@@ -88,6 +93,18 @@ def load_adapter(
     if not fits and not _load_by_own_names(self, os.fspath(model_id), adapter_name, **hub):
         raise misfit(called, missing, unexpected)
     return result
+
+
+def create_or_update_model_card(self: Any, output_dir: str) -> None:
+    """Write the model card as PEFT does, without the template that nobody has filled in."""
+    type(self).create_or_update_model_card(self, output_dir)
+    training_codec.shorten_card(Path(output_dir))
+
+
+def use_own_files(model: PeftModel) -> None:
+    """Give a `PeftModel` this file's methods in place of PEFT's."""
+    for method in (save_pretrained, load_adapter, create_or_update_model_card):
+        model.__dict__[method.__name__] = MethodType(method, model)
 
 
 def check_base(

@@ -28,8 +28,8 @@ from ..packing.linear import restore_linear
 from ..packing.parametrize import check_resident
 from ..versions import REQUIRED, installed_version
 from ..world import world
-from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted
-from .files import load_adapter, save_pretrained
+from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted, record_base
+from .files import use_own_files
 from .inject import check_connected, log_coverage, upgrade_wrappers
 from .layer import ParamWrapper, check_repack
 from .merging import (
@@ -163,10 +163,10 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     check_adapter_names(tuner.model, model.peft_config)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
+        record_base(tuner.model, config)
     world().check_adapters(tuner.model, model.peft_config)
     world().follow_adapters(tuner.model, model)
-    model.__dict__["save_pretrained"] = types.MethodType(save_pretrained, model)
-    model.__dict__["load_adapter"] = types.MethodType(load_adapter, model)
+    use_own_files(model)
     return model
 
 
@@ -185,6 +185,7 @@ def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
         ):
             continue
         become_adapted(config, adapted._edits, adapted._notes, adapted._packed)
+        record_base(model.get_base_model(), config)
         if adapted.lora_dropout != config.lora_dropout:
             set_dropout(model, name, adapted.lora_dropout)
 
@@ -218,15 +219,13 @@ class LoraModel(StockLoraModel):
         self.peft_config[adapter_name] = config
         with without_false_warning(model, config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
-        use_own_layers(model)
-        check_connected(model, adapter_name, config)
-        world().follow_adapters(model)
 
     def _post_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
-        # PEFT calls this at the end of `__init__`, which ran as the stock class's (stock_calls.py).
+        # At the end of `inject_adapter`, which may have run as the stock class's (stock_calls.py).
         super()._post_injection_hook(model, config, adapter_name)
         use_own_layers(model)
         check_connected(model, adapter_name, config)
+        record_base(model, config)
         world().follow_adapters(model)
 
     def merge_adapter(

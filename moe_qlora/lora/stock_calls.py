@@ -20,7 +20,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType, MethodType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -29,11 +29,11 @@ from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
-from ..checkpoint.adapter import check_adapter_patterns, check_config_patterns
+from ..checkpoint.adapter import CONFIG, LoraSettings, check_config_patterns
+from ..checkpoint.reader import parse_fields
 from ..world import first_share, world
-from . import files
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
-from .files import check_base, check_folder, misfit, reading, save_pretrained
+from .files import check_base, check_folder, misfit, reading, use_own_files
 from .model import LoraModel, use_own_layers, warn_untested
 from .names import (
     changed,
@@ -74,26 +74,26 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         or "peft_config" in values  # PEFT has read it
         or values.get("state_dict") is not None
         or not isinstance(config, LoraConfig)
-        or isinstance(config, AdaptedLoraConfig)
         or first_share(model) is not None  # needs the whole PeftModel: refused later
         or not packed_parameters(model)
     ):
         return
     warn_untested()
     tuner.__class__ = LoraModel
-    loads = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR) is not None
-    if loads:  # untrusted input
-        check_config_patterns(vars(config), model, "adapter_config.json")
-    if loads and _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
-        config = rewritten(model, config) or config
-    config = adapt(model, config, warn=not loads and not config.inference_mode)
-    tuner.peft_config[name] = config
+    if not isinstance(config, AdaptedLoraConfig):
+        load = _caller(frame, PeftModel.from_pretrained.__func__.__code__, _FAR)
+        if load is not None:  # untrusted input
+            file = Path(load.f_locals["model_id"]) / CONFIG
+            parse_fields(LoraSettings, vars(config), file)
+            check_config_patterns(vars(config), model, str(file))
+            if _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
+                config = rewritten(model, config) or config
+        config = adapt(model, config, warn=load is None and not config.inference_mode)
+        tuner.peft_config[name] = config
     world().prepare_adapters(model, config)
     made = _caller(frame, PeftModel.__init__.__code__, _FAR)
     if made is not None:
-        peft_model = made.f_locals["self"]
-        peft_model.__dict__["save_pretrained"] = MethodType(save_pretrained, peft_model)
-        peft_model.__dict__["load_adapter"] = MethodType(_load_adapter, peft_model)
+        use_own_files(made.f_locals["self"])
 
 
 def _reaches_nothing(model: nn.Module, config: Any) -> bool:
@@ -114,15 +114,6 @@ def _caller(frame: FrameType | None, code: CodeType, most: int) -> FrameType | N
             return frame
         frame = frame.f_back
     return None
-
-
-def _load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Load as `files.load_adapter` does, onto the model that the adapter was trained on."""
-    model, subfolder = self.get_base_model(), kwargs.get("subfolder")
-    if (folder := Path(model_id) / (subfolder or "")).is_dir():
-        check_adapter_patterns(folder, model)
-    check_base(model, model_id, subfolder)
-    return files.load_adapter(self, model_id, adapter_name, *args, **kwargs)
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:

@@ -276,6 +276,31 @@ def test_resume(kind, way, model_folder, tmp_path):
     assert_same(codes(resumed.model), codes(whole.model))
 
 
+@pytest.mark.parametrize("way", ["folder", "packed", "stock peft"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_each_adapter_that_a_run_saves_names_its_base(kind, way, model_folder, tmp_path):
+    """Also after a resume, and TRL's reference beside the adapter."""
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    trainer(kind, way, model_folder, tmp_path, **saving | {"max_steps": 1}).train()
+    resumed = trainer(kind, way, model_folder, tmp_path, **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    resumed.save_model(str(tmp_path / "last"))
+    folders = [file.parent for file in tmp_path.rglob("adapter_config.json")]
+    assert len(folders) == 3 * len(resumed.model.peft_config)
+    for folder in folders:
+        note = json.loads((folder / "moe_qlora_adapter.json").read_text())
+        assert note["base"]["name"] == str(model_folder)
+        assert len(note["base"]["bits"]) > 1
+        assert note["dtype"] == str(resumed.model.dtype).removeprefix("torch.")
+        assert "More Information Needed" not in (folder / "README.md").read_text()
+    other = AutoModelForCausalLM.from_pretrained(model_folder)
+    for weight in other.parameters():
+        torch.nn.init.normal_(weight)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(moe_qlora.AdapterError, match=f"was trained on {model_folder}, and "):
+        moe_qlora.merge_adapter(tmp_path / "other", folders[0], tmp_path / "merged")
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing(use_reentrant, model_folder, tmp_path):
     """The trainer's own arguments, and the same losses as without."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -61,7 +64,84 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def base_model(folder: Path) -> Any:
     arguments: Any = {} if folder.name == "packed" else {"quantization_config": NF4}
     with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(folder, **arguments)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments)
+
+
+def adapted(model: Any, **options: Any) -> Any:
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    return moe_qlora.adapt_lora_config(model, config, experts=True, **options)
+
+
+def by_folder(folders: dict[str, Path], out: Path) -> Path:
+    """As a trainer does that loads the model itself."""
+    config = adapted(folders["base"], quantization_config=NF4)
+    peft.get_peft_model(base_model(folders["base"]), config).save_pretrained(str(out))
+    return out
+
+
+def by_another_model(folders: dict[str, Path], out: Path) -> Path:
+    config = adapted(base_model(folders["another"]))
+    peft.get_peft_model(base_model(folders["base"]), config).save_pretrained(str(out))
+    return out
+
+
+def second(folders: dict[str, Path], out: Path) -> Path:
+    """As TRL's DPO adds its reference."""
+    config = adapted(folders["base"], quantization_config=NF4)
+    model = peft.get_peft_model(base_model(folders["base"]), config)
+    model.add_adapter("ref", model.peft_config["default"])
+    model.save_pretrained(str(out))
+    return out / "ref"
+
+
+def resumed(folders: dict[str, Path], out: Path) -> Path:
+    """The new run's adapter, after the checkpoint of one that has no fingerprint."""
+    checkpoint = by_folder(folders, out.with_name("killed"))
+    note = json.loads((checkpoint / NOTE).read_text())
+    note["base"] = {"name": "unknown", "fields": {}, "bits": {}}
+    (checkpoint / NOTE).write_text(json.dumps(note))
+    config = adapted(folders["base"], quantization_config=NF4)
+    model = peft.get_peft_model(base_model(folders["base"]), config)
+    model.load_adapter(str(checkpoint), "default", is_trainable=True)
+    model.save_pretrained(str(out))
+    return out
+
+
+def continued(folders: dict[str, Path], out: Path) -> Path:
+    checkpoint = by_folder(folders, out.with_name("earlier"))
+    (checkpoint / NOTE).unlink()
+    model = base_model(folders["base"])
+    PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True).save_pretrained(str(out))
+    return out
+
+
+def by_transformers(folders: dict[str, Path], out: Path) -> Path:
+    model = base_model(folders["base"])
+    model.add_adapter(adapted(folders["base"], quantization_config=NF4))
+    model.save_pretrained(str(out))
+    return out
+
+
+MAKERS = [by_folder, by_another_model, second, resumed, continued, by_transformers]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_an_adapter_names_the_model_that_it_was_on(
+    folders: dict[str, Path], tmp_path: Path, make: Any
+) -> None:
+    adapter = make(folders, tmp_path / "adapter")
+    whole = json.loads((folders["adapter"] / NOTE).read_text())
+    assert json.loads((adapter / NOTE).read_text()) == whole
+    assert len(whole["base"]["bits"]) > 1 and whole["dtype"] == "bfloat16"
+    with pytest.raises(AdapterError, match=rf"was trained on {folders['base']}, and .*another"):
+        merge(folders["another"], adapter)
+
+
+def test_the_dtype_is_that_of_training(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Of an fp32 checkpoint that was trained in bf16."""
+    tiny_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path / "fp32")
+    by_folder({"base": tmp_path / "fp32"}, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / NOTE).read_text())["dtype"] == "bfloat16"
 
 
 def load(folder: Path, adapter: Path) -> None:
@@ -76,7 +156,16 @@ def merge(folder: Path, adapter: Path) -> None:
     moe_qlora.merge_adapter(folder, adapter, adapter.parent / f"merged {folder.name}")
 
 
-USES = [load, load_by_transformers, merge]
+def load_by_peft(folder: Path, adapter: Path) -> None:
+    PeftModel.from_pretrained(base_model(folder), str(adapter))
+
+
+def load_beside(folder: Path, adapter: Path) -> None:
+    model = moe_qlora.get_peft_model(base_model(folder), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.load_adapter(str(adapter), "second")
+
+
+USES = [load, load_by_transformers, load_by_peft, load_beside, merge]
 
 
 @pytest.mark.parametrize("use", USES)
@@ -99,6 +188,23 @@ def test_other_weights_are_an_error_that_names_both(folders: dict[str, Path], us
     seen = rf"was trained on {folders['base']}, and {folders['another']} .* other weights"
     with pytest.raises(AdapterError, match=rf"{seen}.*any_base=True \(--any-base\)\.$"):
         use(folders["another"], folders["adapter"])
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
+    kind: str, noted: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(folders["adapter"], adapter)
+    if not noted:
+        (adapter / NOTE).unlink()
+    tiny_model(kind, hidden_size=32).save_pretrained(tmp_path / "other")
+    with pytest.raises(AdapterError) as caught:
+        merge(tmp_path / "other", adapter)
+    said = str(caught.value)
+    assert said.startswith(f"{adapter} was trained on {folders['base']}")
+    assert len(said.replace(str(tmp_path), "").replace(str(folders["base"]), "")) < 400
 
 
 @pytest.mark.parametrize("use", USES)
@@ -138,12 +244,17 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
     for said in (
         f"| base | `{folders['base']}` |",
         "| base was packed as | `nf4, blocks of 64` |",
+        "| target_modules | `q_proj` |",
+        "| packed | `4 expert weights, 8 Linear layers` |",
+        "| dtype in training | `bfloat16` |",
         "| target_parameters | `model.layers.*.mlp.experts.down_proj, ",
         "| rank, alpha | `2, 8` |",
         f"moe-qlora {moe_qlora.__version__}, transformers ",
     ):
         assert said in card, said
     assert card.startswith("---\n") and "library_name: peft" in card  # PEFT's own part
+    assert f"base_model: {folders['base']}\n" in card
+    assert "More Information Needed" not in card and len(card.splitlines()) < 60
     prints = {}
     for name in ("base", "another"):
         model = moe_qlora.get_peft_model(
@@ -152,6 +263,46 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
         for _ in range(2):
             model.save_pretrained(tmp_path / name)
         text = (tmp_path / name / "README.md").read_text()
+        assert "- PEFT " not in text and len(text.splitlines()) < 60
         assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
         (prints[name],) = (line for line in text.splitlines() if "fingerprint" in line)
     assert prints["base"] in card and prints["another"] not in card
+
+
+def test_the_card_of_any_adapter_is_short_and_its_program_runs(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    for make, names in ((second, ("", "ref")), (continued, ("",))):
+        make(folders, tmp_path / make.__name__)
+        for name in names:
+            card = (tmp_path / make.__name__ / name / "README.md").read_text()
+            assert "More Information Needed" not in card and len(card.splitlines()) < 60
+            assert f"base_model: {folders['base']}\n" in card.replace('"', "")
+            (program,) = re.findall("```python\n(.*?)```", card, re.DOTALL)
+            found: dict[str, Any] = {}
+            exec(program.replace('"ADAPTER"', repr(str(folders["adapter"]))), found)  # noqa: S102
+            assert isinstance(found["model"], PeftModel)
+
+
+def test_the_card_keeps_an_authors_words(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = base_model(folders["base"])
+    model = moe_qlora.get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]), "mine")
+    model.save_pretrained(str(tmp_path))
+    root = (tmp_path / "README.md").read_text()  # of no adapter: "mine" has a folder of its own
+    assert "More Information Needed" not in root and "library_name: peft" in root
+    (tmp_path / "README.md").write_text(root + "# Model of mine\n\n[More Information Needed]\n")
+    for _ in range(2):
+        model.save_pretrained(str(tmp_path))
+        root = (tmp_path / "README.md").read_text()
+        assert root.count("# Model of mine\n\n[More Information Needed]\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")
+def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None:
+    kinds = [tiny_model("qwen3_moe"), tiny_model("llama4_text")]
+    for model in kinds:
+        moe_qlora.quantize_experts(model, NF4)
+    config = adapted(kinds[0])
+    host = peft.get_peft_model(kinds[1], config)
+    with pytest.raises(AdapterError, match=r"was not created: .*adapted to another model"):
+        host(input_ids=torch.tensor([[1, 2, 3]]))

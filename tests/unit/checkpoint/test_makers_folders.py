@@ -390,7 +390,7 @@ def test_an_adapter_tells_its_base_from_another(
             warnings.simplefilter("error")
             merged(folder.makers, tmp_path / "adapter", tmp_path / name, like_training=like)
     other, _ = write_folder(tmp_path / "other", "qwen3_moe", "fp8", seed=1)
-    with pytest.raises(moe_qlora.AdapterError, match="has the same shapes but other weights"):
+    with pytest.raises(moe_qlora.AdapterError, match="has other weights"):
         merged(other, tmp_path / "adapter", tmp_path / "foreign")
 
 
