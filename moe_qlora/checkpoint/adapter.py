@@ -398,7 +398,7 @@ class Resolver:
             )
             return
         delta = LoraDelta(key, key, 1.0, tokens=tuple(tokens))
-        self._updates.deltas.setdefault(target, []).append(delta)
+        self._updates.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
 
     def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
         """Note the deltas of one module's pairs."""

@@ -79,9 +79,8 @@ class MergeReport:
             f" The base's maker had quantized it ({self.dequantized}), and all of it is written "
             "dequantized: rounded to that format again, most of the adapter would be lost."
         )
-        copied = self.from_adapter and (
-            f" From the adapter's folder, not the base's: {', '.join(self.from_adapter)}."
-        )
+        files = ", ".join(self.from_adapter)
+        copied = files and f" From the adapter's folder, not the base's: {files}."
         changes = ", ".join(f"{key}={value}" for key, value in self.new_config.items())
         config = changes and f" In config.json: {changes}."
         return (

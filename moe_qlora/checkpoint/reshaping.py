@@ -77,8 +77,8 @@ def reshape(
         if len(set(rows.values())) > 1:
             raise AdapterError(
                 f"{adapter.folder} was trained with a resized vocabulary, and does not hold all of "
-                f"it ({', '.join(f'{name}: {count} rows' for name, count in rows.items())}): save "
-                "it again with save_embedding_layers=True."
+                f"it ({', '.join(f'{name}: {count} rows' for name, count in rows.items())}): merge "
+                "it in memory (merge_and_unload), or resize the embeddings of the base first."
             )
         changes["vocab_size"] = next(iter(rows.values()))
     return changes

@@ -31,7 +31,7 @@ def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter
             key = updates.replacements.get(name)
             if key is not None and stored and _unchanged(base, adapter, key, stored[0]):
                 del updates.replacements[name]
-        _share_resized(updates, names)
+        _share(updates, model, names)
         changed = [n for n in names if n in updates.deltas or n in updates.replacements]
         if not changed or stored_apart(base, stored):
             continue
@@ -40,7 +40,7 @@ def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter
             continue
         others = [name for name in names if name not in updates.deltas]
         first = next((name for name in changed if name in updates.deltas), "")
-        if first and others and not updates.deltas[first][0].tokens:  # PEFT ties rows of tokens
+        if first and others:
             shared.append((first, others[0]))
         kinds: tuple[dict[str, Any], ...] = (updates.deltas, updates.replacements)
         for changes in kinds:
@@ -58,11 +58,17 @@ def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter
         )
 
 
-def _share_resized(updates: Updates, names: list[str]) -> None:
-    """Give tied names the resized base weight that PEFT saved beside LoRA on one of them."""
+def _share(updates: Updates, model: nn.Module, names: list[str]) -> None:
+    """Give all tied names what PEFT saves for one of them, and ties."""
     keys = [updates.replacements[name] for name in names if name in updates.replacements]
-    if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):
+    if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it
         updates.replacements.update(dict.fromkeys(names, keys[0]))
+    tokens = {n: [one for one in updates.deltas.get(n, ()) if one.tokens] for n in names}
+    inputs = set(names) - set(vocabulary(model, inputs=False))
+    trained = next((tokens[name] for name in names if name in inputs and tokens[name]), [])
+    for name in names if trained else ():
+        if not tokens[name]:
+            updates.deltas[name] = [*trained, *updates.deltas.get(name, ())]
 
 
 def _untie(
@@ -110,7 +116,8 @@ def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
     """Whether one tensor can hold all changes; LoRA on one of the names counts for all."""
     replaced = [updates.replacements[name] for name in names if name in updates.replacements]
     adapted = [updates.deltas[name] for name in names if name in updates.deltas]
-    if len(replaced) not in (0, len(names)):
+    tokens = any(one.tokens for deltas in adapted for one in deltas)
+    if len(replaced) not in (0, len(names)) or (tokens and len(adapted) < len(names)):
         return False
     return all(same_bits(file.read(replaced[0]), file.read(key)) for key in replaced[1:]) and all(
         _same_deltas(file, adapted[0], other) for other in adapted[1:]
