@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from folders import tensors
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModel,
@@ -20,7 +23,8 @@ from transformers import (
 )
 
 import moe_qlora
-from moe_qlora.errors import AdapterError
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.errors import AdapterError, ConfigError, UnsupportedWeightError
 from moe_qlora.testing import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ensure_weight_tying")  # PEFT's advice
@@ -198,3 +202,59 @@ def test_an_embedding_model(tmp_path: Path) -> None:
     model = merged(source, adapter, tmp_path / "merged", AutoModel)
     torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
     assert tensors(tmp_path / "merged").keys() == tensors(source).keys()
+
+
+def test_a_packed_linear_layer_is_not_trained_in_full(tmp_path: Path) -> None:
+    model = load(base(tmp_path / "base", "qwen3_moe"))
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
+    with pytest.raises(ConfigError, match=r"train model\.layers\.0\.self_attn\.o_proj in full"):
+        moe_qlora.get_peft_model(model, config)
+
+
+def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:
+    folder = base(tmp_path / "base", "qwen3_moe")
+    stored: dict[str, Tensor] = {}
+    for key, weight in tensors(folder).items():
+        stored[key] = weight
+        if key.endswith("proj.weight"):
+            stored[key], state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
+            stored |= {f"{key}.{end}": part for end, part in state.as_dict(packed=True).items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = NF4.to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    sentence = r"has experts that bitsandbytes packed one by one \(model\.layers\.\d\.mlp\.experts"
+    with moe_qlora.enabled(), pytest.raises(UnsupportedWeightError, match=sentence):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(UnsupportedWeightError, match=sentence):
+        moe_qlora.plan(folder)
+    (problem,) = verify(folder).problems
+    assert re.search(sentence, problem)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_adapters_in_sglangs_layout(family: str, tmp_path: Path) -> None:
+    source = base(tmp_path / "base", family)
+    adapted = train(load(source))
+    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
+    moe_qlora.export_adapter(adapter, tmp_path / "sglang", base=source, target="sglang")
+    model = merged(source, tmp_path / "sglang", tmp_path / "merged")
+    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
+
+
+def test_the_adapters_tokenizer_wins(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "qwen3_moe")
+    adapter = save(train(load(source)), tmp_path / "adapter")
+    for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "notes.txt"):
+        (source / name).write_text(json.dumps({"of": "base"}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (adapter / name).write_text(json.dumps({"of": "adapter"}))
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    report = moe_qlora.merge_adapter(source, adapter, tmp_path / "out")
+    copied = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+    assert {*report.from_adapter} == copied | {"generation_config.json"}
+    assert all(name in str(report) for name in copied)
+    for name in report.from_adapter:
+        assert (tmp_path / "out" / name).read_bytes() == (adapter / name).read_bytes()
+    assert (tmp_path / "out" / "notes.txt").is_file()
+    assert not (tmp_path / "out" / "added_tokens.json").exists()
