@@ -11,7 +11,11 @@ pairs on one module, the one with the most `base_layer` in its path is the first
     <path>[.base_layer ...].lora_A.weight     (E r, in), expert slowest, of a fused expert weight
     <path>[.base_layer ...].lora_B.weight     (out, r E), expert fastest
     <path>.lora_embedding_A, .lora_embedding_B    (r, rows), (columns, r) of an Embedding
+    <path>.token_adapter.trainable_tokens_delta   (tokens, columns), rows of an embedding
     anything else                             a whole tensor, from `modules_to_save` or `bias`
+
+With resized embeddings, PEFT writes some tensors under several names: the trained `<path>.weight`
+as `<path>.modules_to_save.weight` too, beside the base's own `<path>.original_module.weight`.
 
 Adapters from transformers v4 have a pair for each single expert, whose path only the checkpoint on
 disk has: such a delta is added to that tensor on disk.
@@ -22,9 +26,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -32,6 +38,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
+from ..detection.tree import join
 from ..errors import AdapterError, CheckpointError
 from ..layout import listed, unwrapped_name
 from ..models.files import check_patterns, read_json
@@ -47,6 +54,7 @@ _PAIR = re.compile(
     r"(?P<path>.+)\.lora_(?:(?P<half>[AB])\.(?P<leaf>weight|bias)|embedding_(?P<rows>[AB]))$"
 )
 _WRAPPED = ".base_layer"
+_TOKENS = ".token_adapter.trainable_tokens_delta"
 _LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 Variant = tuple[str, tuple[Any, ...], str]
@@ -73,7 +81,6 @@ _UNMERGEABLE: tuple[Variant, ...] = (
         (True, False, None, "gaussian", "eva", "orthogonal"),
         "this initialization changed the base weights, which the adapter's folder does not hold",
     ),
-    ("trainable_token_indices", (None,), "single rows of the embedding were trained"),
 )
 
 
@@ -99,11 +106,12 @@ class LoraDelta:
     experts: int = 0  # E of a fused expert weight (E, ...), 0 for a weight that is one matrix
     flip: bool = False  # the weight is (in, out): an embedding, Conv1D, or transposed experts
     bias: bool = False  # b is a bias; it is added directly
+    tokens: tuple[int, ...] = ()  # b has these rows of the weight; they replace its own
 
     def factors(self, file: Checkpoint, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return L `(rows, r)` and R `(r, columns)`, with E before both; a bias twice."""
+        """Return L `(rows, r)` and R `(r, columns)`, with E before both; a bias or rows twice."""
         a, b = file.read(self.a).to(dtype), file.read(self.b).to(dtype)
-        if self.bias:
+        if self.bias or self.tokens:
             return b, b
         if self.experts:
             a = a.reshape(self.experts, -1, a.shape[-1])  # (E, r, in)
@@ -116,7 +124,10 @@ class LoraDelta:
         """Add the delta's rows from `start` on to `total` in place, `len(total)` of them."""
         left, right = factors
         stop = start + len(total)
-        if self.bias:
+        if self.tokens:
+            here = [at for at, token in enumerate(self.tokens) if start <= token < stop]
+            total[[self.tokens[at] - start for at in here]] = left[here]
+        elif self.bias:
             total.add_(left[start:stop], alpha=self.scaling)
         elif not self.experts:
             total.flatten(1).addmm_(left[start:stop], right, alpha=self.scaling)
@@ -136,6 +147,8 @@ class Updates:
     replacements: dict[str, str] = field(default_factory=dict)
     # names of tied tensors that are on disk under another name
     tied: set[str] = field(default_factory=set)
+    # names that the base ties and the adapter does not: the name of the base's values
+    untied: dict[str, str] = field(default_factory=dict)
 
 
 _END_OF_NAME = r"(.*\.)?({})$"  # as PEFT matches patterns
@@ -159,6 +172,7 @@ _Alpha = Annotated[
     float, Field(strict=True, ge=0, le=torch.finfo(torch.float32).max, allow_inf_nan=False)
 ]
 _Names = Annotated[set[str] | str | None, AfterValidator(_check_regex)]
+_Tokens = list[Annotated[int, Field(strict=True, ge=0)]]
 
 
 @checked(frozen=True)
@@ -187,6 +201,7 @@ class LoraSettings:
     layers_to_transform: list[_Integer] | _Integer | None = None
     layers_pattern: set[str] | str | None = None
     base_model_name_or_path: str | None = None
+    trainable_token_indices: _Tokens | dict[str, _Tokens] | None = None
 
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
         """Return rank and scaling of a target: as in PEFT, the first matching pattern counts."""
@@ -209,6 +224,11 @@ class Adapter:
     folder: Path
     settings: LoraSettings
     file: Checkpoint
+
+    def whole_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of tensors trained in full, by the model's names."""
+        names = {key.removeprefix(_PREFIX): key for key in self.file}
+        return {n: self.file.info(key).shape for n, key in names.items() if "lora_" not in n}
 
     def is_on(self, model: nn.Module) -> bool:
         """Whether a model has the modules that LoRA is on, as far as the file's names tell."""
@@ -279,20 +299,44 @@ _Pair = dict[str, str]
 """Keys of one LoRA layer by part: "Aweight", "Bweight", "Bbias", "Aembedding", "Bembedding"."""
 
 
+def vocabulary(model: Any, *, inputs: bool = True) -> list[str]:
+    """Return the names of the parameters of the embeddings, if `inputs`, and of the head."""
+    resized = []
+    for getter in ("get_input_embeddings", "get_output_embeddings")[not inputs :]:
+        with suppress(NotImplementedError, AttributeError):
+            resized.append(getattr(model, getter)())
+    return [
+        join(name, parameter)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if any(module is one for one in resized)
+        for parameter, _ in module.named_parameters(recurse=False)
+    ]
+
+
 class Resolver:
-    """Finds the target of each adapter tensor in the tied meta model, or on its disk."""
+    """Finds the target of each adapter tensor in the tied meta model, or on its disk.
+
+    `head` has tensors by name that the model lacks, and the model with a trained head has.
+    """
 
     def __init__(
-        self, model: nn.Module, disk: Mapping[str, tuple[int, ...]], adapter: Adapter
+        self,
+        model: nn.Module,
+        disk: Mapping[str, tuple[int, ...]],
+        adapter: Adapter,
+        head: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        tensors = {**model.state_dict(), **head}
+        self._shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+        self._resizable = {*vocabulary(model), *head}
         self._known = partial(canonical_name, model)
         self._disk = disk
         self._adapter = adapter
         wanted = adapter.settings.target_parameters or ()
         self._targets = [wanted] if isinstance(wanted, str) else wanted
         self._matched: set[str] = set()
+        self._tokens: dict[str, str] = {}  # keys of trained rows by the path of their module
         self._faults: list[str] = []
         self._updates = Updates()
 
@@ -300,6 +344,10 @@ class Resolver:
         """Find the targets of all tensors of the adapter."""
         for path, by_depth in self._pairs().items():
             self._place(path, by_depth)
+        for path, key in self._tokens.items():
+            self._place_tokens(path, key)
+        if self._adapter.settings.trainable_token_indices and not self._tokens:
+            self._faults.append("trainable_token_indices is set, and the file has no such rows")
         unmatched = sorted(set(self._targets) - self._matched)
         if unmatched:
             self._faults.append(
@@ -336,14 +384,43 @@ class Resolver:
 
     def _replace(self, key: str, name: str) -> None:
         """Note a tensor that replaces a model tensor."""
+        if name.endswith(_TOKENS):
+            self._tokens[name.removesuffix(_TOKENS)] = key
+            return
+        name = name.replace(".token_adapter.", ".")
+        trained = re.sub(r"\.(original_module|modules_to_save)\.", ".", name)
+        if trained != name and _PREFIX + trained in self._adapter.file:
+            return
+        name = name.replace(".modules_to_save.", ".")
         target = self._known(name, self._shapes)
         shape = self._adapter.file.info(key).shape
+        old = self._shapes.get(target or "", ())
+        resized = target in self._resizable and shape[1:] == old[1:]
         if "lora_" in key or target is None:
             self._faults.append(f"{key} {shape} has no place")
-        elif self._shapes[target] != shape:
-            self._faults.append(f"{key} {shape} replaces a tensor of shape {self._shapes[target]}")
+        elif shape != old and not resized:
+            self._faults.append(f"{key} {shape} replaces a tensor of shape {old}")
         else:
+            self._shapes[target] = shape
             self._updates.replacements[target] = key
+
+    def _place_tokens(self, path: str, key: str) -> None:
+        """Note trained rows of an embedding, or of a head."""
+        target = self._known(f"{path}.weight", self._shapes)
+        shape = self._adapter.file.info(key).shape
+        tokens = self._adapter.settings.trainable_token_indices or []
+        if isinstance(tokens, dict):  # a tied head is in the file and need not be named
+            named = [rows for name, rows in tokens.items() if f".{path}".endswith(f".{name}")]
+            tokens = next(iter(named or tokens.values()), [])
+        rows, *columns = self._shapes.get(target or "", (0,))
+        if target is None or shape != (len(tokens), *columns) or max(tokens, default=-1) >= rows:
+            self._faults.append(
+                f"{key} {shape} does not fit {len(tokens)} trainable_token_indices of a weight of "
+                f"shape {(rows, *columns)}"
+            )
+            return
+        delta = LoraDelta(key, key, 1.0, tokens=tuple(tokens))
+        self._updates.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
 
     def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
         """Note the deltas of one module's pairs."""

@@ -62,6 +62,7 @@ class Base(ABC):
     layout: DiskLayout  # how its tensors make the model's parameters
     checkpoint: Checkpoint  # the base's own files
     keeps_files: bool  # whether the merged folder has the base's files
+    _model: Any
 
     @abstractmethod
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
@@ -78,6 +79,31 @@ class Base(ABC):
             return None
         rows = min(SAMPLED_ROWS, group.shapes[name][0]) if group.unit else None
         return self.values(group, 0, rows)[name]
+
+    def resize(self, name: str, shape: tuple[int, ...]) -> None:
+        """Change the shape of a parameter of the merged folder."""
+        group = self.layout.by_name[name]
+        if len(group.keys) > 1 or group.converter is not None or group.swap is not None:
+            raise CheckpointError(
+                f"{name} is not stored as one tensor ({', '.join(group.keys[:2])}), and the "
+                f"adapter has it in another shape {shape}; resize the embeddings of the base first."
+            )
+        self._put(group.keys[0], name, shape, self.disk[group.keys[0]][1])
+
+    def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Add a parameter to the merged folder."""
+        (key,) = revert(self._model, blank({name: (shape, dtype)}), name)
+        self._put(key, name, shape, dtype)
+
+    def _put(self, key: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.disk = {**self.disk, key: (shape, dtype)}
+        self.layout.put(key, name, shape)
+
+    def drop(self, name: str) -> None:
+        """Leave a parameter out of the merged folder."""
+        group = self.layout.by_name[name]
+        self.disk = {key: info for key, info in self.disk.items() if key not in group.keys}
+        self.layout.drop(group)
 
     def close(self) -> None:
         """Close the files."""
@@ -137,14 +163,18 @@ class PlainBase(Base):
         keys = self.checkpoint if self.keeps_files else sorted(self.checkpoint, key=dot_natural_key)
         infos = {key: self.checkpoint.info(key) for key in keys}
         self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
-        self.layout = DiskLayout(model, self.disk)
+        self._model, self.layout = model, DiskLayout(model, self.disk)
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         if not self.keeps_files:
             return planned_files(self.disk, dtypes, self._limit)
         by_file: dict[Path, list[str]] = {file: [] for file in self.checkpoint.files}
+        file = self.checkpoint.files[0]
         for key in self.disk:
-            by_file[self.checkpoint.info(key).file].append(key)
+            if key in self.checkpoint:  # what is new follows the last one
+                file = self.checkpoint.info(key).file
+            by_file[file].append(key)
+        by_file = {file: keys for file, keys in by_file.items() if keys}
         metadata = {file: json.loads(header_bytes(file)).get("__metadata__") for file in by_file}
         return [OutFile(f.name, tuple(keys), metadata[f] or {}) for f, keys in by_file.items()]
 
@@ -219,7 +249,7 @@ class PackedBase(Base):
         self._limit, self.keeps_files = max_shard_size, False
         self.checkpoint = open_shards(folder, self.manifest)
         self._folder = folder
-        self._model: Any = model
+        self._model = model
         self._weights = PackedWeights(folder, self.manifest, self.checkpoint, model)
         self.params = self._parameters()
         on_disk = revert(model, blank(self.params), type(model).__name__)

@@ -119,6 +119,17 @@ class DiskLayout:
         # `from_pretrained` notes the conversions that it used here, and saving undoes these.
         self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
 
+    def put(self, key: str, name: str, shape: tuple[int, ...]) -> None:
+        """Let `key` hold the parameter `name`, in this shape, instead of anything else."""
+        group = Group((key,), {name: shape}, target=name)
+        self.groups = (*(one for one in self.groups if key not in one.keys), group)
+        self.by_name[name] = group
+
+    def drop(self, group: Group) -> None:
+        """Leave a group out."""
+        self.groups = tuple(one for one in self.groups if one is not group)
+        self.by_name = {name: one for name, one in self.by_name.items() if one is not group}
+
     def _groups(self, mapping: list[Any]) -> tuple[Group, ...]:
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,18 @@ from ..models import named as checkpoint_source
 from ..models.files import MAX_JSON, read_json
 from ..packing import codec
 from ..progress import Progress, reporting
-from . import training_codec
+from . import per_expert, training_codec
 from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import Adapter, LoraDelta, Resolver, Updates, check_adapter_patterns, open_adapter
 from .base import FLOATS, Base, PackedBase, PlainBase, resolve_plain
 from .conversion import Group
+from .integrity import canonical_name
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .prequantized import plain_json
 from .reader import INDEX, check_plain, index_of
-from .save import auxiliary_files, copy_auxiliary_files
+from .reshaping import reshape, trained_head, write_changes
+from .save import auxiliary_files
 from .source import fingerprint, identify
 from .staging import absolute, check_new, new_folder
 from .tied_weights import move_to_stored_names
@@ -66,6 +69,8 @@ class MergeReport:
     rounded: int  # parameters that were quantized and decoded, as in training
     nbytes: int  # of all tensors
     dequantized: str = ""  # quant_method of a prequantized base
+    from_adapter: tuple[str, ...] = ()  # files of the tokenizer and the like
+    new_config: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json
 
     def __str__(self) -> str:
         size = human_bytes(self.nbytes)
@@ -74,9 +79,13 @@ class MergeReport:
             f" The base's maker had quantized it ({self.dequantized}), and all of it is written "
             "dequantized: rounded to that format again, most of the adapter would be lost."
         )
+        files = ", ".join(self.from_adapter)
+        copied = files and f" From the adapter's folder, not the base's: {files}."
+        changes = ", ".join(f"{key}={value}" for key, value in self.new_config.items())
+        config = changes and f" In config.json: {changes}."
         return (
             f"{self.folder}: {self.tensors} tensors, {size}, {self.changed} of them changed by the "
-            f"adapter{rounded}.{prequantized}"
+            f"adapter{rounded}.{prequantized}{copied}{config}"
         )
 
 
@@ -146,25 +155,31 @@ def merge_adapter(
                 lora.folder, lambda names: fingerprint(model, str(base), names, opened.first_rows)
             )
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
-        updates = Resolver(model, shapes, lora).resolve()
+        if _without_place(lora, shapes, model):
+            fused = stack.enter_context(per_expert.fused(adapter_folder, model))
+            lora = replace(open_adapter(fused), folder=adapter_folder)
+            stack.enter_context(lora.file)
+        head = trained_head(lora, model)
+        new = {} if head is None else head.state_dict()
+        updates = Resolver(model, shapes, lora, new).resolve()
         training: TrainingCodec | None = None
         if like_training and not packed:
             asked = quantization_config
             if asked is not None:
                 asked = training_codec.from_config(build_model(), asked)
-            training = training_codec.choose(lora.folder, asked)
+            training = _named_as(training_codec.choose(lora.folder, asked), model)
         elif quantization_config is not None:
             raise ConfigError("The base is packed, so it says itself how; leave the codec out.")
-        merge = _Merge(opened, lora, updates, model, training, dtype)
+        merge = _Merge(opened, lora, updates, model, head, training, dtype)
         with (
             new_folder(target) as folder,
             reporting(progress, "Merging", "Merged", stderr=True) as tell,
         ):
             merge.write(folder, tell)
-            _write_auxiliary_files(source, folder, opened, merge, dtype)
+            copied = _write_auxiliary_files(source, adapter_folder, folder, opened, merge, dtype)
             for identity in before:
                 identity.check_again()
-    return merge.report(target)
+    return merge.report(target, copied)
 
 
 def check_roles(base: Path, adapter: Path) -> None:
@@ -207,6 +222,22 @@ def model_builder(
     return partial(build_model, text)
 
 
+def _without_place(adapter: Adapter, disk: Container[str], model: nn.Module) -> bool:
+    """Whether LoRA is on single experts that the base's files do not have as tensors."""
+    singles = per_expert.single_experts(adapter.file)
+    return any(canonical_name(model, f"{path}.weight", disk) is None for path in singles)
+
+
+def _named_as(training: TrainingCodec, model: nn.Module) -> TrainingCodec:
+    """Return the codec under this model's names; it may have been noted from its inner model."""
+    names = model.state_dict()
+
+    def known(noted: frozenset[str]) -> frozenset[str]:
+        return frozenset(canonical_name(model, name, names) or name for name in noted)
+
+    return replace(training, experts=known(training.experts), linears=known(training.linears))
+
+
 _Write = Callable[[str, Tensor, int | None], None]
 """Called with key, tensor, and the first row if the tensor is only rows; casts to the spec."""
 
@@ -223,12 +254,15 @@ class _Merge:
         adapter: Adapter,
         updates: Updates,
         model: nn.Module,
+        head: nn.Module | None,
         training: TrainingCodec | None,
         dtype: torch.dtype | None,
     ) -> None:
         self._base, self._adapter, self._training = base, adapter, training
         move_to_stored_names(updates, model, base, adapter)
         self._updates = updates
+        self.new_config = reshape(base, updates, adapter, model, head)
+        self.text_type: str = model.config.get_text_config().model_type
         self._factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
         self._changed: set[str] = set()
         self._rounded: set[str] = set()
@@ -273,13 +307,13 @@ class _Merge:
             name in updates.deltas or name in updates.replacements for name in group.shapes
         ) or any(key in updates.disk_deltas for key in group.keys)
 
-    def report(self, folder: Path) -> MergeReport:
+    def report(self, folder: Path, copied: tuple[str, ...]) -> MergeReport:
         """Return the report, with the final name of the folder."""
-        tensors = len(self._base.disk)
-        method = self._base.checkpoint.method
+        base, changed, rounded = self._base, len(self._changed), len(self._rounded)
         return MergeReport(
-            folder, tensors, len(self._changed), len(self._rounded), self.nbytes, method
-        )
+            folder, len(base.disk), changed, rounded, self.nbytes, base.checkpoint.method, copied,
+            {key: value for key, value in self.new_config.items() if key != "label2id"},
+        )  # fmt: skip
 
     def write(self, folder: Path, tell: Progress) -> None:
         """Write all safetensors files of the merged folder; close each after its last tensor."""
@@ -310,7 +344,8 @@ class _Merge:
 
     def _write_group(self, group: Group, write: _Write) -> None:
         changes, packed = self._changes(group), self._pack(group)
-        unchanged = not changes and not packed
+        untied = self._updates.untied.get(group.target)
+        unchanged = not changes and not packed and not untied
         if unchanged and isinstance(self._base, PlainBase):
             for key in group.keys:
                 for start, stop in Group((key,), {key: self._base.disk[key][0]}).slices():
@@ -319,7 +354,7 @@ class _Merge:
             return
         self._factors = {}
         for start, stop in group.slices():
-            values = self._base.values(group, start, stop)
+            values = self._values(group, start, stop)
             for name, weight in packed.items():
                 last = weight.shape[0] if stop is None else stop
                 wide = torch.promote_types(weight.dtype, values[name].dtype)
@@ -340,6 +375,15 @@ class _Merge:
         if changes:
             self._changed.update(group.keys)
         self._factors = {}
+
+    def _values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
+        """Return rows of the base's parameters, as far as the base has them."""
+        if all(name in self._updates.replacements for name in group.shapes):
+            return dict.fromkeys(group.shapes, torch.empty(0))  # `_sum` reads the adapter's
+        name = self._updates.untied.get(group.target, group.target)
+        if name == group.target:
+            return self._base.values(group, start, stop)
+        return {group.target: self._base.values(self._base.layout.by_name[name], start, stop)[name]}
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
         """Pack the group's parameters that were packed in training."""
@@ -391,12 +435,18 @@ def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str
 
 
 def _write_auxiliary_files(
-    source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
-) -> None:
-    """Write all files of the base except weights: configuration, tokenizer, index."""
-    copy_auxiliary_files(source, folder)
+    source: Path,
+    adapter: Path,
+    folder: Path,
+    base: Base,
+    merge: _Merge,
+    dtype: torch.dtype | None,
+) -> tuple[str, ...]:
+    """Write all files except weights; return the names of those from the adapter's folder."""
+    copied = _copy_side_files(source, adapter, folder)
     config = read_json(source / CONFIG)
-    if dtype is None and base.keeps_files and not any(name in config for name in _PACKED_KEYS):
+    packed = any(name in config for name in _PACKED_KEYS)
+    if dtype is None and base.keeps_files and not packed and not merge.new_config:
         shutil.copyfile(source / CONFIG, folder / CONFIG)
     else:
         config = config if base.keeps_files else plain_json(config)
@@ -407,8 +457,40 @@ def _write_auxiliary_files(
                 text.pop(name, None)
         if dtype is not None:
             _set_dtype(config, dtype_name(dtype))
+        write_changes(config, merge.new_config, merge.text_type)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _write_index(source, folder, base, merge, dtype)
+    return copied
+
+
+_TOKENIZER = re.compile(
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json|"
+    r".*\.(model|tiktoken|jinja)|chat_template\.json|additional_chat_templates"
+)
+_PROCESSOR = re.compile(r".*processor_config\.json")
+_GENERATION = re.compile(r"generation_config\.json")
+# Files of one kind, and the one beside which the base's others are left out.
+_KINDS = (
+    (_TOKENIZER, "tokenizer_config.json"),
+    (_PROCESSOR, "processor_config.json"),
+    (_GENERATION, ""),
+)
+
+
+def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
+    """Copy the base's files; a tokenizer, processor or generation config of the adapter wins."""
+    files = {file.relative_to(source): file for file in auxiliary_files(source)}
+    found = [file.relative_to(adapter) for file in auxiliary_files(adapter)]
+    copied: list[Path] = []
+    for kind, whole in _KINDS:
+        if Path(whole) in found:
+            files = {name: f for name, f in files.items() if not kind.fullmatch(name.parts[0])}
+        copied += [name for name in found if kind.fullmatch(name.parts[0])]
+    files.update({name: adapter / name for name in copied})
+    for name, file in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / name)
+    return tuple(map(str, copied))
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
@@ -426,11 +508,12 @@ def _write_index(
     index = index_of(source) if base.keeps_files else source / INDEX
     if index is None or (not base.keeps_files and len(merge.files) == 1):
         return
-    if dtype is None and base.keeps_files:
+    if dtype is None and base.keeps_files and not merge.new_config:
         shutil.copyfile(index, folder / index.name)
         return
     names = {key: file.name for file in merge.files for key in file.keys}
     new = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
     content: dict[str, Any] = read_json(index, MAX_JSON) if base.keeps_files else new
+    content["weight_map"] = {key: content["weight_map"].get(key, names[key]) for key in names}
     content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
     (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

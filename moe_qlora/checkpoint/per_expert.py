@@ -16,7 +16,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,9 +66,11 @@ class Factors:
         return self.a.shape[1]
 
 
-def holds_single_experts(keys: Iterator[str] | list[str]) -> bool:
-    """True if an adapter's keys name single experts, or single projections of all experts."""
-    return any((match := _KEY.match(key)) and match["leaf"] in ROLE_OF_LEAF for key in keys)
+def single_experts(keys: Iterable[str]) -> Iterator[str]:
+    """Yield the paths of LoRA on single experts, or single projections of all experts."""
+    for key in keys:
+        if (match := _KEY.match(key.removeprefix(PREFIX))) and match["leaf"] in ROLE_OF_LEAF:
+            yield key.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
 @contextmanager
@@ -88,7 +90,7 @@ def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
         yield folder
         return
     with Checkpoint([inside(folder, WEIGHTS)]) as file:
-        if not holds_single_experts(list(file)):
+        if not any(single_experts(file)):
             yield folder
             return
         config = read_json(inside(folder, CONFIG))

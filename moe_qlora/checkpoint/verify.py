@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING, BitsAndBytesConfig
 from transformers.core_model_loading import dot_natural_key
 
 from ..detection.detect import detect
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
 from ..layout import listed
 from ..models import named
 from ..models.files import read_json
@@ -285,7 +285,10 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
         method = maker_method(config) or ""
         if unread := unread_method(folder):
             warnings.append(f"{folder}: {unread} Its codes were not checked.")
-    except CheckpointError as error:
+        if method == "" and "quantization_config" in config and "auto_map" not in config:
+            with suppress(CheckpointError, ConfigError):
+                named.build(named.resolve(folder))
+    except (CheckpointError, UnsupportedWeightError) as error:
         problems.append(str(error))
     try:
         checkpoint = (open_checkpoint if problems or warnings else open_plain)(folder)

@@ -28,6 +28,7 @@ from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.source import file_facts
 from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
 from ..layout import listed
+from ..models.files import check_no_codes_of_single_experts
 from ..packing import parametrize
 from ..packing.codec import LARGEST, are_below
 from ..packing.codecs import codecs
@@ -132,6 +133,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
         files, config = kwargs.get("checkpoint_files"), model.config
+        check_no_codes_of_single_experts(files or (), [n for n, _ in model.named_parameters()])
         ranks = self._several(config)
         if self._offloads() and ranks is not None:
             raise ConfigError(

@@ -218,7 +218,7 @@ def adapt(
         experts = newly = choose_experts(shapes, experts)
     named = expert_parameters(model, experts) if experts else []
     earlier = {k: v for k, v in getattr(asked, "_chosen", {}).items() if k not in named}
-    check_modules_to_save(asked, packed)
+    check_modules_to_save(model, asked, packed)
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
     if warn:

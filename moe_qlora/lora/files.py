@@ -23,6 +23,7 @@ import torch
 from peft import PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -89,6 +90,7 @@ def load_adapter(
             "was trained on."
         ) from error
     missing, unexpected = result.missing_keys, result.unexpected_keys
+    unexpected[:] = [key for key in unexpected if not _is_alias(self, key, adapter_name)]
     fits = kwargs.get("ignore_mismatched_sizes") or not (missing or unexpected)
     if not fits and not _load_by_own_names(self, os.fspath(model_id), adapter_name, **hub):
         raise misfit(called, missing, unexpected)
@@ -105,6 +107,20 @@ def use_own_files(model: PeftModel) -> None:
     """Give a `PeftModel` this file's methods in place of PEFT's."""
     for method in (save_pretrained, load_adapter, create_or_update_model_card):
         model.__dict__[method.__name__] = MethodType(method, model)
+
+
+def _is_alias(model: PeftModel, key: str, adapter_name: str) -> bool:
+    """Whether a key is a second spelling of a tensor that has been loaded."""
+    # With the embeddings, PEFT writes the state dict of their wrappers: X.modules_to_save.weight
+    # beside X.weight, and a tied head's rows of tokens beside those of the embeddings.
+    path, _, rest = key.replace(".token_adapter.", ".modules_to_save.").partition(
+        ".modules_to_save."
+    )
+    module: Any = dict(model.named_modules()).get(path)
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter.tied_adapter is not None and rest == "trainable_tokens_delta"
+    is_saved = isinstance(module, ModulesToSaveWrapper)
+    return is_saved and rest in module.adapter_state_dict_load_map(adapter_name)
 
 
 def check_base(

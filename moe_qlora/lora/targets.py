@@ -32,7 +32,7 @@ from ..detection.tree import join
 from ..errors import ConfigError
 from ..experts.forward import can_serve
 from ..layout import ModelLayout, Router, listed, unwrapped_name
-from ..packing.parametrize import read_packed
+from ..packing.parametrize import is_packed_linear, read_packed
 from .names import (
     ADAPTABLE,
     ExactName,
@@ -527,16 +527,23 @@ def is_lora(config: PeftConfig) -> bool:
     return isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA
 
 
-def check_modules_to_save(config: PeftConfig, packed: Collection[str]) -> None:
-    """Refuse to train packed experts in full: their weight, their module, or one around it."""
-    for name in packed:
+def check_modules_to_save(model: nn.Module, config: PeftConfig, packed: Collection[str]) -> None:
+    """Refuse to train packed weights in full: their weight, their module, or one around it."""
+    advice = dict.fromkeys(packed, "use target_parameters to train LoRA on it")
+    for name, module in model.named_modules():
+        if is_packed_linear(module):
+            advice[unwrapped_name(name)] = (
+                "name it in llm_int8_skip_modules of the BitsAndBytesConfig, or in target_modules "
+                "to train LoRA on it"
+            )
+    for name, instead in advice.items():
         parts = name.split(".")
         paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         for key in getattr(config, "modules_to_save", None) or ():
             if any(path.endswith(key) for path in paths):  # as PEFT does, which needs no dot
                 raise ConfigError(
                     f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
-                    "stays frozen; leave it out, or use target_parameters to train LoRA on it."
+                    f"stays frozen; leave it out, or {instead}."
                 )
 
 

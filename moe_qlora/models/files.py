@@ -20,13 +20,13 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedWeightError
 
 MAX_CONFIG = 16 << 20
 """Longest configuration that is read, in bytes."""
@@ -209,3 +209,27 @@ def _may_run_long(pattern: str) -> bool:
         return True
     repeats = sum(pattern.count(sign) for sign in "*+{")
     return repeats > _MOST_REPEATS or pattern.count("?") > _MOST_OPTIONS
+
+
+_CODES_OF_AN_EXPERT = re.compile(
+    rb'"([^"]*\.experts\.\d+\.\w+\.weight)\.quant_state\.bitsandbytes__\w+"'
+)
+
+
+def check_no_codes_of_single_experts(files: Iterable[str | Path], names: Iterable[str]) -> None:
+    """Refuse experts that bitsandbytes packed one by one, for a model that has them fused.
+
+    `names` are the model's; `files` those of the checkpoint, of which only headers are read.
+    """
+    for file in map(Path, files):
+        with suppress(OSError), file.open("rb") as handle:
+            length = int.from_bytes(handle.read(8), "little")
+            found = _CODES_OF_AN_EXPERT.search(handle.read(min(length, MAX_JSON)))
+            key = found[1].decode() if found else ""
+            end = key[key.find(".experts.") :]
+            if key and not any(name.endswith(end) for name in names):
+                raise UnsupportedWeightError(
+                    f"{file.parent} has experts that bitsandbytes packed one by one ({key}), as "
+                    "transformers v4 saves them, and transformers v5 has them in one tensor: "
+                    "name the 16-bit checkpoint."
+                )

@@ -34,7 +34,13 @@ from .. import registry
 from ..errors import CheckpointError, ConfigError, MoeQloraError, did_you_mean
 from ..packing.settings import CodecSettings
 from . import trainer
-from .files import YAML, check_depth, place_of, read_json
+from .files import (
+    YAML,
+    check_depth,
+    check_no_codes_of_single_experts,
+    place_of,
+    read_json,
+)
 from .trainer.file import TrainerFile
 
 _AUTO_CLASSES = (
@@ -110,8 +116,17 @@ def check_no_adapter(folder: Path) -> None:
 def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the model of `source` on the meta device, in the dtype of its configuration.
 
-    A configuration that transformers cannot build a model from is a `CheckpointError`.
+    A configuration that transformers cannot build a model from is a `CheckpointError`; experts that
+    bitsandbytes packed one by one are an `UnsupportedWeightError`.
     """
+    model = _build(source, trust_remote_code)
+    if source.folder is not None and source.settings is not None:
+        names = [name for name, _ in model.named_parameters()]
+        check_no_codes_of_single_experts(source.folder.glob("*.safetensors"), names)
+    return model
+
+
+def _build(source: Source, trust_remote_code: bool) -> nn.Module:
     config = source.config
     dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
     with torch.device("meta"), quiet():

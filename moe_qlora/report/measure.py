@@ -187,7 +187,7 @@ def of_folder(folder: Path, model: nn.Module, layout: ModelLayout, total: int) -
             keys = {key for delta in deltas for key in (delta.a, delta.b)}
             trained = sum(prod(file.info(key).shape) for key in keys)
             first = deltas[0]
-            if first.bias:
+            if first.bias or first.tokens:
                 others += trained
                 continue
             rank = file.info(first.a).shape[0] // max(first.experts, 1)

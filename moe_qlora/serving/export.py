@@ -228,10 +228,10 @@ class _Export:
             )
         for name, deltas in self.updates.deltas.items():
             module = self.model.get_submodule(name.rpartition(".")[0])
-            if any(delta.bias for delta in deltas) or len(deltas) > 1:
+            if any(delta.bias or delta.tokens for delta in deltas) or len(deltas) > 1:
                 raise AdapterError(
-                    f"{self.source} changes a bias or a weight twice ({name}), which "
-                    f"{server} does not take from an adapter: {MERGE}."
+                    f"{self.source} changes a bias, rows of tokens or a weight twice ({name}), "
+                    f"which {server} does not take from an adapter: {MERGE}."
                 )
             if isinstance(module, nn.modules.conv._ConvNd | nn.Embedding):
                 raise AdapterError(

@@ -1,0 +1,260 @@
+"""Added tokens, heads trained in full and untied embeddings: the merged folder, and reloading."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from folders import tensors
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+)
+
+import moe_qlora
+from moe_qlora.checkpoint.verify import verify
+from moe_qlora.errors import AdapterError, ConfigError, UnsupportedWeightError
+from moe_qlora.testing import tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*ensure_weight_tying")  # PEFT's advice
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+ROWS, ADDED = 128, 7
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "embeddings": {"modules_to_save": ["embed_tokens"]},
+    "head": {"modules_to_save": ["lm_head"]},
+    "both": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "both, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "rows": {"trainable_token_indices": [3, 7]},
+    "rows of both": {"trainable_token_indices": {"embed_tokens": [3, 7], "lm_head": [3, 9]}},
+    "rows of the head": {"trainable_token_indices": {"lm_head": [3, 9]}},
+}
+
+
+def base(folder: Path, model_type: str, **settings: Any) -> Path:
+    tiny_model(model_type, dtype=torch.float32, **settings).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, kind: Any = AutoModelForCausalLM, added: int = 0, **settings: Any) -> Any:
+    with moe_qlora.enabled(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = kind.from_pretrained(
+            folder, quantization_config=NF4, dtype=torch.float32, **settings
+        )
+    torch.manual_seed(5)
+    if added:
+        model.resize_token_embeddings(ROWS + added, mean_resizing=False)
+    model.config.pad_token_id = 0
+    return model
+
+
+def inputs(added: int = 0) -> Tensor:
+    tokens = torch.randint(5, 60, (2, 10), generator=torch.Generator().manual_seed(1))
+    tokens[:, 2:6] = torch.tensor([3, 7, 9, ROWS + added - 1])
+    return tokens
+
+
+def out(model: Any, added: int = 0) -> Tensor:
+    with torch.no_grad():
+        result = model.eval()(input_ids=inputs(added))
+    return result.logits if "logits" in result else result.last_hidden_state
+
+
+def train(model: Any, added: int = 0, **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LoraConfig(r=4, **{"target_modules": ["q_proj"], **settings})
+        adapted = moe_qlora.get_peft_model(model, config, experts=True)
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        result = adapted(input_ids=inputs(added))
+        (
+            result.logits if "logits" in result else result.last_hidden_state
+        ).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return adapted
+
+
+def save(adapted: Any, folder: Path, **settings: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted.save_pretrained(folder, **settings)
+    return folder
+
+
+def merged(source: Path, adapter: Path, folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
+    moe_qlora.merge_adapter(source, adapter, folder, like_training=True)
+    model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    model.config.pad_token_id = 0
+    return model
+
+
+@pytest.mark.parametrize("added", [0, ADDED])
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "qwen3_moe", tie_word_embeddings=tied)
+    adapted = train(load(source, added=added), added, **TRAINED[trained])
+    expected = out(adapted, added)
+    adapter = save(adapted, tmp_path / "adapter", save_embedding_layers=True)
+    for read in (PeftModel.from_pretrained, moe_qlora.load_adapter):
+        assert torch.equal(out(read(load(source, added=added), adapter), added), expected)
+    again = train(load(source, added=added), added, **TRAINED[trained])
+    again.load_adapter(adapter, "default", is_trainable=True)  # as Trainer goes on
+    assert torch.equal(out(again, added), expected)
+    model = merged(source, adapter, tmp_path / "merged")
+    torch.testing.assert_close(out(model, added), expected, atol=1e-5, rtol=0)
+    assert model.config.vocab_size == ROWS + added
+    assert model.config.tie_word_embeddings == (tied and trained not in UNTIED)
+
+
+UNTIED = {"embeddings", "head", "both", "rows of both", "rows of the head"}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("gpt_oss", {}),
+        ("granitemoe", {"tie_word_embeddings": True}),
+        ("phimoe", {"lm_head_bias": True}),
+        ("gemma4_text", {"intermediate_size": 64}),
+        ("mixtral", {"tie_word_embeddings": True}),
+    ],
+)
+def test_families(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    source = base(tmp_path / "base", model_type, **settings)
+    rows = AutoModelForCausalLM.from_pretrained(source).get_input_embeddings().weight.shape[0]
+    model = load(source)
+    model.resize_token_embeddings(rows + ADDED, mean_resizing=False)
+    adapted = train(model, modules_to_save=["embed_tokens", "lm_head"])
+    adapter = save(adapted, tmp_path / "adapter")
+    expected = out(adapted)
+    torch.testing.assert_close(
+        out(merged(source, adapter, tmp_path / "merged")), expected, atol=2e-5, rtol=0
+    )
+
+
+def test_packed_and_sharded_bases(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "qwen3_moe", tie_word_embeddings=True)
+    load(source).save_pretrained(tmp_path / "packed")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    adapted = train(load(source, added=ADDED), ADDED, **TRAINED["both"])
+    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted, ADDED)
+    for name in ("packed", "shards"):
+        model = merged(tmp_path / name, adapter, tmp_path / f"merged-{name}")
+        torch.testing.assert_close(out(model, ADDED), expected, atol=1e-5, rtol=0)
+    index = json.loads((tmp_path / "merged-shards/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors(tmp_path / "merged-shards").keys()
+
+
+def test_auto_peft_model_reads_added_tokens(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "qwen3_moe")
+    adapted = train(load(source), **TRAINED["both"])
+    adapter = save(adapted, tmp_path / "adapter", save_embedding_layers=True)
+    with moe_qlora.enabled():
+        read = AutoPeftModelForCausalLM.from_pretrained(
+            adapter, quantization_config=NF4, dtype=torch.float32
+        )
+    assert torch.equal(out(read), out(adapted))
+
+
+def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "qwen3_moe")
+    adapted = train(load(source, added=ADDED), target_modules=["q_proj", "embed_tokens"])
+    adapter = save(adapted, tmp_path / "adapter")
+    with pytest.raises(AdapterError, match=r"embed_tokens.weight: 135 rows, lm_head.weight: 128"):
+        moe_qlora.merge_adapter(source, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_reward_models_head(labels: int, tied: bool, tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "mixtral", tie_word_embeddings=tied)
+    kind = AutoModelForSequenceClassification
+    adapted = train(load(source, kind, num_labels=labels), task_type="SEQ_CLS")
+    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
+    model = merged(source, adapter, tmp_path / "merged", kind)
+    assert model.config.num_labels == labels
+    assert "lm_head.weight" not in tensors(tmp_path / "merged")
+    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
+
+
+def test_an_embedding_model(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "qwen3_moe")
+    adapted = train(load(source, AutoModel), task_type="FEATURE_EXTRACTION")
+    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
+    model = merged(source, adapter, tmp_path / "merged", AutoModel)
+    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
+    assert tensors(tmp_path / "merged").keys() == tensors(source).keys()
+
+
+def test_a_packed_linear_layer_is_not_trained_in_full(tmp_path: Path) -> None:
+    model = load(base(tmp_path / "base", "qwen3_moe"))
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
+    with pytest.raises(ConfigError, match=r"train model\.layers\.0\.self_attn\.o_proj in full"):
+        moe_qlora.get_peft_model(model, config)
+
+
+def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:
+    folder = base(tmp_path / "base", "qwen3_moe")
+    stored: dict[str, Tensor] = {}
+    for key, weight in tensors(folder).items():
+        stored[key] = weight
+        if key.endswith("proj.weight"):
+            stored[key], state = bnb.functional.quantize_4bit(weight, quant_type="nf4")
+            stored |= {f"{key}.{end}": part for end, part in state.as_dict(packed=True).items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = NF4.to_dict()
+    (folder / "config.json").write_text(json.dumps(config))
+    sentence = r"has experts that bitsandbytes packed one by one \(model\.layers\.\d\.mlp\.experts"
+    with moe_qlora.enabled(), pytest.raises(UnsupportedWeightError, match=sentence):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(UnsupportedWeightError, match=sentence):
+        moe_qlora.plan(folder)
+    (problem,) = verify(folder).problems
+    assert re.search(sentence, problem)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+def test_adapters_in_sglangs_layout(family: str, tmp_path: Path) -> None:
+    source = base(tmp_path / "base", family)
+    adapted = train(load(source))
+    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
+    moe_qlora.export_adapter(adapter, tmp_path / "sglang", base=source, target="sglang")
+    model = merged(source, tmp_path / "sglang", tmp_path / "merged")
+    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
+
+
+def test_the_adapters_tokenizer_wins(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "qwen3_moe")
+    adapter = save(train(load(source)), tmp_path / "adapter")
+    for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "notes.txt"):
+        (source / name).write_text(json.dumps({"of": "base"}))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (adapter / name).write_text(json.dumps({"of": "adapter"}))
+    (adapter / "chat_template.jinja").write_text("{{ messages }}")
+    report = moe_qlora.merge_adapter(source, adapter, tmp_path / "out")
+    copied = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
+    assert {*report.from_adapter} == copied | {"generation_config.json"}
+    assert all(name in str(report) for name in copied)
+    for name in report.from_adapter:
+        assert (tmp_path / "out" / name).read_bytes() == (adapter / name).read_bytes()
+    assert (tmp_path / "out" / "notes.txt").is_file()
+    assert not (tmp_path / "out" / "added_tokens.json").exists()
