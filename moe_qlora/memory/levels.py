@@ -258,8 +258,9 @@ class _Keeps(_LayerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self.run(func, args, kwargs)
         if self.is_kept(func, args):
-            # Without autograd's node, which would hold the layer's tensors.
-            self.held.append(tree_map_only(Tensor, Tensor.detach, out))
+            # A copy: the model, a hook or a kernel may change the output in place, and an alias has
+            # no version that tells (`aten::_unsafe_view` of a Linear layer's output has its own).
+            self.held.append(tree_map_only(Tensor, Tensor.clone, out))
         return out
 
 

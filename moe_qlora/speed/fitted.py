@@ -215,8 +215,9 @@ def _holds(cache: Any) -> bool:
     if any(hasattr(part, "max_cache_len") for part in parts):  # static: the mask has its size
         return True
     held = [vars(part) if hasattr(part, "__dict__") else part for part in parts]
-    # States have a batch's dimension; a sliding window's size is a tensor too.
-    return any(tensor.numel() and tensor.dim() > 1 for tensor in tensors_of(held))
+    # Not a sliding window's size, nor positions
+    tensors = [tensor for tensor in tensors_of(held) if tensor.is_floating_point()]
+    return any(tensor.numel() and tensor.dim() > 1 for tensor in tensors)
 
 
 def refuse_emptied(emptied: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
