@@ -45,7 +45,15 @@ from ..memory.hosting import Pace
 from ..memory.measure import Loss, MeasuredModel
 from . import masked
 from .first_steps import FirstSteps, expandable
-from .fit_arguments import check_batch, check_numbers, device_of, layers_of, limit_of
+from .fit_arguments import (
+    check_batch,
+    check_numbers,
+    check_time,
+    device_of,
+    layers_of,
+    limit_of,
+    meant,
+)
 from .fitted import FittedLayer, RunsLevels, fitted, refuse_emptied, runs_recorded
 from .hosted import HostedExperts, pace
 from .overrides import Overrides, release_copy
@@ -194,6 +202,7 @@ class Fit:
 
         def keeps_all() -> int:
             self.memory = self._limit = limit_of(memory, self._device)
+            check_time(batch, seq, self._device)
             measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory)
             settings = Settings(batch=batch, seq=seq, foreach=self._device.type == "cuda")
             self._budget_of = partial(_budget, measured, settings)
@@ -250,7 +259,7 @@ class Fit:
             lambda choice: self._needed(choice.activities, self._could.freed(choice.host)),
             memory,
             rising[highest],
-            MORE_MEMORY if fits else self._advice(memory),
+            meant(memory) + (MORE_MEMORY if fits else self._advice(memory)),
             [self._needed_by_all(ALL_KEPT, last=True)],
         )
         return self._choices.path.index((choice.host, choice.steps))
