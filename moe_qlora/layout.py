@@ -51,8 +51,8 @@ def parse_bytes(text: str) -> int:
     """Return the bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024B"."""
     match = _BYTES.fullmatch(text.strip())
     if (digits := text.strip()).isdecimal():
-        gib = digits if int(digits) < 1024 else "24"
-        raise ValueError(f"{text!r} has no unit; write it as in {gib}GiB, or {digits}B of bytes")
+        meant = f"{digits}GiB" if int(digits) < 1024 else "the memory, as in 24GiB"
+        raise ValueError(f"{digits} is a number of bytes; write {meant}")
     if match is None:
         raise ValueError(f"{text!r} is no size; write it as in 24GiB, 80GB or 500MiB")
     number, prefix, ending = match.groups()

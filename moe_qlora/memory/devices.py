@@ -125,7 +125,7 @@ def parse_gpus(text: str) -> list[tuple[int, Gpu | None]]:
             size = parse_bytes(one) if name is None else GPUS[name].nbytes
         except ValueError as error:
             if one.strip().isdecimal():
-                raise ValueError(f"{error}; nor is it a {unknown_gpu(one)}") from None
+                raise ValueError(str(error)) from None
             text = f"{one.strip()!r} is neither a size (24GiB, 80GB, 500MiB) nor a "
             raise ValueError(text + unknown_gpu(one)) from None
         if size <= 0:

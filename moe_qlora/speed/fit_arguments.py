@@ -104,10 +104,9 @@ def meant(memory: int) -> str:
 
 def check_time(batch: int, seq: int, device: torch.device) -> None:
     """Raise a ConfigError where a CPU would take minutes for the steps that are measured."""
-    most = _PAIRS_ON_CPU // max(seq, _SHORT)
-    if device.type == "cpu" and batch * seq > most:
+    if device.type == "cpu" and batch * seq * max(seq, _SHORT) > _PAIRS_ON_CPU:
         raise ConfigError(
             f"fit_memory runs steps of batch_size={batch} x seq_len={seq} tokens to measure them, "
-            f"which takes many minutes on a CPU: give at most {most} tokens for sequences of this "
-            "length, or ask moe-qlora plan, which runs nothing."
+            "which takes many minutes on a CPU: take a smaller batch_size or seq_len, or ask "
+            "moe-qlora plan, which runs nothing."
         )

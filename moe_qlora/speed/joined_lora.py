@@ -172,13 +172,14 @@ def _active(layer: Any) -> list[tuple[Any, Any, float]] | None:
     is_plain = layer.training and not layer.disable_adapters and not layer.merged
     if not is_plain or _is_changed(layer) or _is_changed(layer.base_layer):
         return None
-    found = []
+    found: list[tuple[Any, Any, float]] = []
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
         a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
         # Neither A nor its dropout is called, and B is given s A x, where PEFT gives it A x.
-        if any(map(_is_changed, (a, b, dropout))) or type(a) is not nn.Linear or a.bias is not None:
+        plain = type(a) is nn.Linear and a.bias is None
+        if not plain or any(map(_is_changed, (a, b, dropout))):
             return None
         if type(dropout) is not nn.Identity or b.bias is not None or name in layer.lora_variant:
             return None

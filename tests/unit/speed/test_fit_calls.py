@@ -70,6 +70,16 @@ def test_what_cannot_be_fitted_is_said() -> None:
         fitted(tiny_model("qwen3_moe", device="meta"))
     with pytest.raises(ConfigError, match="no weight of the model is trained"):
         fitted(tiny_model("qwen3_moe").requires_grad_(False))
+    for memory in ("24", " 4090 "):
+        with pytest.raises(ConfigError, match=r"is a number of bytes; write .*24GiB"):
+            fitted(model, memory)
+    with pytest.raises(ConfigError, match=r'\d+ bytes are missing.*write "24GiB"'):
+        fitted(model, 24)
+    with pytest.raises(ConfigError, match="many minutes on a CPU"):
+        fitted(model, seq_len=100_000)
+    talker = tiny_model("qwen3_omni_moe_talker_text")
+    with pytest.raises(ConfigError, match="token ids, on which Qwen3OmniMoeTalkerModel does not"):
+        fitted(talker)
     least = least_memory(model)
     with pytest.raises(ConfigError, match=r"\b1 bytes are missing"):
         fitted(model, least - 1)
