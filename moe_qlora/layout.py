@@ -48,8 +48,11 @@ def dtype_name(dtype: Any) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024"."""
+    """Return the bytes of "24GiB", "80GB", "500 MiB", "24G" (binary), or "1024B"."""
     match = _BYTES.fullmatch(text.strip())
+    if (digits := text.strip()).isdecimal():
+        meant = f"{digits}GiB" if int(digits) < 1024 else "the memory, as in 24GiB"
+        raise ValueError(f"{digits} is a number of bytes; write {meant}")
     if match is None:
         raise ValueError(f"{text!r} is no size; write it as in 24GiB, 80GB or 500MiB")
     number, prefix, ending = match.groups()

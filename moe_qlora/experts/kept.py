@@ -23,11 +23,13 @@ from typing import Any
 from torch import Tensor
 
 _Tensors = tuple[Tensor, ...]
+_Kept = tuple[_Tensors, list[int]]
+"""Aliases of tensors, and their versions."""
 
 
 class _Active(threading.local):
-    keeps: deque[_Tensors] | None = None  # To hand tensors over to
-    returns: deque[_Tensors] | None = None  # To take tensors from
+    keeps: deque[_Kept] | None = None  # To hand tensors over to
+    returns: deque[_Kept] | None = None  # To take tensors from
     in_experts = False
 
 
@@ -39,14 +41,14 @@ def kept_tensors() -> tuple[AbstractContextManager[None], AbstractContextManager
 
     The first recomputation takes what the forward has kept, and a second one makes all anew.
     """
-    held: deque[_Tensors] = deque()
+    held: deque[_Kept] = deque()
     return _As(held, None), _As(None, held)
 
 
 class _As:
     """This thread's state in a block, which may be entered again: once for each backward."""
 
-    def __init__(self, keeps: deque[_Tensors] | None, returns: deque[_Tensors] | None) -> None:
+    def __init__(self, keeps: deque[_Kept] | None, returns: deque[_Kept] | None) -> None:
         self.state = keeps, returns
         self.before: list[Any] = []
 
@@ -64,12 +66,23 @@ class _As:
 def keep(tensors: Sequence[Tensor]) -> None:
     """Hand tensors over in a checkpoint's forward that keeps them; else do nothing."""
     if _active.keeps is not None:
-        _active.keeps.append(tuple(tensor.detach() for tensor in tensors))
+        aliases = tuple(tensor.detach() for tensor in tensors)
+        _active.keeps.append((aliases, _versions(aliases)))
 
 
 def take() -> _Tensors | None:
-    """Return what the same call handed over, once; None where it has to be computed."""
-    return _active.returns.popleft() if _active.returns else None
+    """Return what the same call handed over, once; None where it has to be computed.
+
+    That is also where it was changed in place since, as by a hook of the activation.
+    """
+    if not _active.returns:
+        return None
+    tensors, versions = _active.returns.popleft()
+    return tensors if _versions(tensors) == versions else None
+
+
+def _versions(tensors: _Tensors) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 @contextmanager

@@ -104,7 +104,7 @@ def exact_size(nbytes: int) -> str:
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes % size == 0:
             return f"{nbytes // size}{unit}"
-    return str(nbytes)
+    return f"{nbytes}B"
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
@@ -123,7 +123,9 @@ def parse_gpus(text: str) -> list[tuple[int, Gpu | None]]:
         name = gpu_named(one)
         try:
             size = parse_bytes(one) if name is None else GPUS[name].nbytes
-        except ValueError:
+        except ValueError as error:
+            if one.strip().isdecimal():
+                raise ValueError(str(error)) from None
             text = f"{one.strip()!r} is neither a size (24GiB, 80GB, 500MiB) nor a "
             raise ValueError(text + unknown_gpu(one)) from None
         if size <= 0:

@@ -60,18 +60,10 @@ _TOP_K = "aten::topk"
 """Kept in compiled code: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
 
-
-def _of_joined(args: Sequence[Any]) -> tuple[int, int]:
-    x, _, _, factors, _, owners, *_ = args  # A layer may own several of LoRA's second factors
-    features = {owner: len(factor) for owner, factor in zip(owners, factors, strict=True)}
-    return x.shape[-1], sum(features.values())
-
-
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], tuple[int, int]]] = {
     "aten::mm": lambda args: (args[0].shape[-1], args[1].shape[-1]),
     "aten::addmm": lambda args: (args[1].shape[-1], args[2].shape[-1]),
     "bitsandbytes::gemm_4bit": lambda args: (args[0].shape[-1], args[2][0]),
-    "moe_qlora::lora_linears": _of_joined,
 }
 """Operators of Linear layers: arguments -> features that they sum over, and that they give out."""
 _LEAST_INNER = 256
@@ -266,8 +258,9 @@ class _Keeps(_LayerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self.run(func, args, kwargs)
         if self.is_kept(func, args):
-            # Without autograd's node, which would hold the layer's tensors.
-            self.held.append(tree_map_only(Tensor, Tensor.detach, out))
+            # A copy: the model, a hook or a kernel may change the output in place, and an alias has
+            # no version that tells (`aten::_unsafe_view` of a Linear layer's output has its own).
+            self.held.append(tree_map_only(Tensor, Tensor.clone, out))
         return out
 
 

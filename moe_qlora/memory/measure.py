@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..detection.trace import tensors_of
-from ..errors import ConfigError
+from ..errors import ConfigError, first_line
 from ..lora.names import base_model
 from .blocks import block_modules, blocks_of, packed_parts, trained_tensor
 from .budget import Activity, Block
@@ -150,7 +150,14 @@ class MeasuredModel:
 
 def _loss_of(model: Any, ids: Tensor, more: dict[str, Any], loss_of_batch: Loss | None) -> Tensor:
     if loss_of_batch is None:
-        return loss_of(model, ids, **more)
+        try:
+            return loss_of(model, ids, **more)
+        except AttributeError as error:  # A model without embeddings of tokens, say
+            name = type(base_model(model)).__name__
+            raise ConfigError(
+                f"fit_memory measures a step of token ids, on which {name} does not run "
+                f"({first_line(error)}): give loss=, a function that runs it on other inputs."
+            ) from error
     found: Any = loss_of_batch(model, {"input_ids": ids, "labels": ids.clone(), **more})
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
         what = type(found).__name__

@@ -259,7 +259,7 @@ def devices_of(gpus: Any) -> tuple[tuple[int, ...], Card]:
         for entry in [gpus] if isinstance(gpus, (str, int)) else gpus:
             if isinstance(entry, int) and entry <= 0:
                 raise ValueError(f"{entry} is no size of a device; it must be over 0")
-            found += parse_gpus(str(entry))
+            found += parse_gpus(_text(entry))
             least = min(size for size, _ in found)
             if least < _SMALLEST_DEVICE:
                 meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
@@ -271,10 +271,14 @@ def devices_of(gpus: Any) -> tuple[tuple[int, ...], Card]:
     return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE
 
 
+def _text(entry: Any) -> str:
+    return f"{entry}B" if isinstance(entry, int) else str(entry)
+
+
 def _slowest(gpus: Any) -> Pace:
     """Return how quick the slowest of the devices are that `gpus` names, in each respect."""
     entries = [gpus] if isinstance(gpus, (str, int)) else gpus or ()
-    paces = [pace_of(gpu) for entry in entries for _, gpu in parse_gpus(str(entry))]
+    paces = [pace_of(gpu) for entry in entries for _, gpu in parse_gpus(_text(entry))]
     if not paces:
         return Pace()
     return Pace(*(min(getattr(pace, each.name) for pace in paces) for each in fields(Pace)))

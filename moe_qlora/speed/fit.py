@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -44,8 +45,16 @@ from ..memory.hosting import Pace
 from ..memory.measure import Loss, MeasuredModel
 from . import masked
 from .first_steps import FirstSteps, expandable
-from .fit_arguments import check_batch, check_numbers, device_of, layers_of, limit_of
-from .fitted import FittedLayer, RunsLevels, fitted, runs_recorded
+from .fit_arguments import (
+    check_batch,
+    check_numbers,
+    check_time,
+    device_of,
+    layers_of,
+    limit_of,
+    meant,
+)
+from .fitted import FittedLayer, RunsLevels, fitted, refuse_emptied, runs_recorded
 from .hosted import HostedExperts, pace
 from .overrides import Overrides, release_copy
 
@@ -82,8 +91,9 @@ def fit_memory(
 
     What is fitted wins over `gradient_checkpointing_enable`, which does nothing until `remove`.
     Batches of more or longer sequences compute their layers again, and so do layers that a step of
-    text does not reach, as those of a vision tower, whose memory is not planned. The optimizer is
-    taken to be AdamW with two states in the trained weights' dtype.
+    text does not reach, as those of a vision tower, whose memory is not planned. A training step
+    writes no key-value cache; where it is given one that holds tokens, layers keep all. The
+    optimizer is taken to be AdamW with two states in the trained weights' dtype.
 
     A step of whole sequences is measured, unless `padded` is given, and a warning says so if one of
     the first batches is padded or packed: attention with a mask often takes more memory (up to a
@@ -168,6 +178,13 @@ class Fit:
             name: FittedLayer(layer, levels.RECOMPUTE, promised, warned)
             for name, layer in layers.items()
         }
+        emptied: weakref.WeakSet[Any] = weakref.WeakSet()
+        for layer in self._fitted.values():
+            layer.emptied = emptied
+        trunk = getattr(base_model(model), "base_model", base_model(model))
+        self._refusal = trunk.register_forward_pre_hook(
+            partial(refuse_emptied, emptied), with_kwargs=True
+        )
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
         self._masked: Any = None  # `masked.MaskedBatchWarning`
@@ -185,6 +202,7 @@ class Fit:
 
         def keeps_all() -> int:
             self.memory = self._limit = limit_of(memory, self._device)
+            check_time(batch, seq, self._device)
             measured = self._measured = MeasuredModel(self._model, self._experts.slot_memory)
             settings = Settings(batch=batch, seq=seq, foreach=self._device.type == "cuda")
             self._budget_of = partial(_budget, measured, settings)
@@ -241,7 +259,7 @@ class Fit:
             lambda choice: self._needed(choice.activities, self._could.freed(choice.host)),
             memory,
             rising[highest],
-            MORE_MEMORY if fits else self._advice(memory),
+            meant(memory) + (MORE_MEMORY if fits else self._advice(memory)),
             [self._needed_by_all(ALL_KEPT, last=True)],
         )
         return self._choices.path.index((choice.host, choice.steps))
@@ -401,7 +419,7 @@ class Fit:
 
     def remove(self) -> None:
         """Let the layers run as before."""
-        for hook in (self._hook, self._masked, self._given_back):
+        for hook in (self._hook, self._masked, self._given_back, self._refusal):
             if hook is not None:
                 hook.remove()
         self._hook = self._masked = self._given_back = None

@@ -13,6 +13,10 @@ from ..lora.names import base_model
 from ..packing.packed_list import PackedList
 from .fitted import decoder_layers
 
+_PAIRS_ON_CPU = 1 << 29
+"""Most pairs of tokens in a measured step on a CPU; one of 2^33 takes nine minutes."""
+_SHORT = 4096  # Tokens of a sequence, up to which attention takes less time than the rest
+
 
 def check_numbers(**numbers: Any) -> None:
     """Raise a ConfigError unless each is a whole number of 1 or more."""
@@ -91,3 +95,18 @@ def limit_of(memory: int | str | None, device: torch.device) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
         raise ConfigError(f'memory is {memory!r}; give bytes, or a text such as "24GiB".')
     return size
+
+
+def meant(memory: int) -> str:
+    """Return the sentence that a number of bytes which holds no model is meant otherwise."""
+    return f'memory={memory} is a number of bytes: write "{memory}GiB". ' if memory < 1024 else ""
+
+
+def check_time(batch: int, seq: int, device: torch.device) -> None:
+    """Raise a ConfigError where a CPU would take minutes for the steps that are measured."""
+    if device.type == "cpu" and batch * seq * max(seq, _SHORT) > _PAIRS_ON_CPU:
+        raise ConfigError(
+            f"fit_memory runs steps of batch_size={batch} x seq_len={seq} tokens to measure them, "
+            "which takes many minutes on a CPU: take a smaller batch_size or seq_len, or ask "
+            "moe-qlora plan, which runs nothing."
+        )

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..detection.trace import tensors_of
+from ..errors import ConfigError
 from ..memory import levels
 from .top_k import compile_options
 
@@ -21,6 +23,9 @@ _log = logging.getLogger(__name__)
 
 _FITTED = "_moe_qlora_fitted"
 """Entry of a layer's `__dict__`: its `FittedLayer`."""
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache", "cache_params")
+"""Names of a layer's key-value cache, which need not be of transformers' class."""
 
 
 class RunsLevels:
@@ -38,6 +43,7 @@ class FittedLayer(RunsLevels):
         self.promised = promised  # Sequences of a batch, and tokens of each
         self._first = weakref.ref(layer)  # Of a copy still the layer that it was copied from
         self.beside = True  # Whether memory holds a step without graphs beside what they reserve
+        self.emptied: weakref.WeakSet[Any] = weakref.WeakSet()  # Caches left empty, of all layers
         self.measures = False  # Whether its steps are measured, and not to be recorded
         self.compiled: Any = None  # What torch.compile had put in the layer's place
         self._before = layer.__dict__.get("forward")
@@ -62,10 +68,13 @@ class FittedLayer(RunsLevels):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; in training, keep what its level says."""
-        inputs = (self.layer, *args) if self._before is None else args
         level = levels.KEEP
         if self.layer.training and torch.is_grad_enabled():
-            level, kwargs = level_of(self.layer, args, kwargs, level), without_cache(kwargs)
+            found = without_cache(self.layer, args, kwargs)
+            if found is not None:
+                args, kwargs = found
+                level = level_of(self.layer, args, kwargs, level)
+        inputs = (self.layer, *args) if self._before is None else args
         return self._run(level, inputs, kwargs)
 
     def remove(self) -> None:
@@ -160,6 +169,63 @@ def exceeds(layer: FittedLayer, args: Any, kwargs: Any) -> str | None:
     return None
 
 
-def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments without a key-value cache, which training has no use for."""
-    return kwargs | {name: None for name in ("past_key_values", "layer_past") if name in kwargs}
+def without_cache(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments without an empty key-value cache, which training has no use for.
+
+    None where the cache holds something, or has a fixed size, and the layer writes to it: such a
+    call is computed once. A layer that only reads its cache keeps it, and may be computed again.
+    """
+    from transformers.cache_utils import Cache
+
+    named = [kwargs[name] for name in _CACHES if kwargs.get(name) is not None]
+    found = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
+    caches = found + [each for each in named if not isinstance(each, Cache)]
+    owner = fitted(layer)
+    emptied: Any = () if owner is None or torch.compiler.is_compiling() else owner.emptied
+    if getattr(layer, "_can_checkpoint_with_cache", False):
+        refuse_emptied(emptied, layer, args, kwargs)
+        return args, kwargs
+    if not caches:
+        return args, kwargs
+    for cache in caches:
+        if cache in emptied:
+            continue
+        if _holds(cache):
+            return None
+        if emptied != ():
+            emptied.add(cache)
+
+    def kept(value: Any) -> Any:
+        return None if any(value is cache for cache in caches) else value
+
+    return tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
+
+
+def _holds(cache: Any) -> bool:
+    """Whether a layer gets more from a cache than the keys and values that it writes there."""
+    from transformers.cache_utils import Cache
+
+    if not isinstance(cache, Cache):
+        return True
+    parts = [*vars(cache).values(), *getattr(cache, "layers", ())]
+    if any(_holds(part) for part in parts if isinstance(part, Cache)):  # encoder and decoder
+        return True
+    if any(hasattr(part, "max_cache_len") for part in parts):  # static: the mask has its size
+        return True
+    held = [vars(part) if hasattr(part, "__dict__") else part for part in parts]
+    # Not a sliding window's size, nor positions
+    tensors = [tensor for tensor in tensors_of(held) if tensor.is_floating_point()]
+    return any(tensor.numel() and tensor.dim() > 1 for tensor in tensors)
+
+
+def refuse_emptied(emptied: Any, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise a ConfigError where a cache is given that a training step has left empty."""
+    if torch.compiler.is_compiling() or not emptied:
+        return
+    if any(each in emptied for each in (*args, *kwargs.values())):
+        raise ConfigError(
+            "fit_memory: this key-value cache is empty, since training steps write none while "
+            "fit_memory is on: compute the prefix under torch.no_grad(), or call remove() first."
+        )

@@ -342,7 +342,11 @@ class _GraphedLayer(RunsLevels):
             return type(layer).forward(layer, *args, **kwargs)
         if not trains:
             return self._without_gradients(args, kwargs)
-        given, kwargs = kwargs, self._needed(kwargs)
+        given, found = kwargs, self._needed(args, kwargs)
+        if found is None:
+            self.shared.warn("its key-value cache holds something")
+            return type(layer).forward(layer, *args, **given)
+        args, kwargs = found
         default = levels.KEEP if self.shared.keep else levels.RECOMPUTE
         level = level_of(layer, args, kwargs, default)
         # In backward, a checkpoint around the layer computes it again: no new pass.
@@ -465,15 +469,18 @@ class _GraphedLayer(RunsLevels):
             self.layer, compute, self.shared, leaves, cache, self.cache_index
         )
 
-    def _needed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that a layer uses.
+    def _needed(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """Return the arguments that a layer uses; None where it reads what its cache holds.
 
         Trainer's `num_items_in_batch` is for the loss and changes from step to step.
         """
         checkpoints = getattr(self.layer, "gradient_checkpointing", False)
         if checkpoints or fitted(self.layer) is not None:
-            kwargs = without_cache(kwargs)
-        return kwargs | {name: None for name in ("num_items_in_batch",) if name in kwargs}
+            found = without_cache(self.layer, args, kwargs)
+            if found is None:
+                return None
+            args, kwargs = found
+        return args, kwargs | {name: None for name in ("num_items_in_batch",) if name in kwargs}
 
     def _compute(self, level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool) -> Any:
         # In autocast's state of a recording, so that compilers need not compile for two.

@@ -4,16 +4,13 @@ PEFT computes `y = W x + s B (A x)` for each layer by itself: x is read once for
 for each dA, and as many gradients of x are added. Here, with n layers of one parent:
 
     first of them    z = s [A_1; ...; A_n] x, for its input x of this call
-    each             y_i = W_i x + B_i z_i, if it is given that very tensor; else PEFT's forward
-
-The first computes all y_i at once (`lora_linears.py`) where all dtypes are the same and no W_i is
-in int8.
+    each             y_i = W_i x + B_i z_i, if it is given that very tensor, unchanged since; else
+                     PEFT's forward
 
 A forward of a few tokens shows which layers these are. In the order of their calls, the first puts
-z, or all y_i, into the model's `_Shared`, and the last one empties it. Dynamo sees both in one
-frame, and the same guards in each decoder layer. What an exception in between leaves, the first
-layers of the next forward replace. The parent's forward stays: to find x in it, its code would have
-to be known.
+z into the model's `_Shared`, and the last one empties it. Dynamo sees both in one frame, and the
+same guards in each decoder layer. What an exception in between leaves, the first layers of the next
+forward replace. The parent's forward stays: to find x in it, its code would have to be known.
 """
 
 from __future__ import annotations
@@ -21,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
-import bitsandbytes
 import torch
 from peft.tuners.lora import Linear
 from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt
@@ -32,7 +28,6 @@ from torch.nn.functional import linear
 
 from ..lora import merging
 from ..lora.names import base_model
-from . import lora_linears
 
 _MEMBER = "_moe_qlora_joined"
 """Entry of a layer's `__dict__`: its `_Member`."""
@@ -45,7 +40,8 @@ def join_lora(model: nn.Module) -> JoinedLora:
     """Compute the A products of LoRA layers with the same parent and the same input as one.
 
     Results and gradients are PEFT's up to rounding. A layer in evaluation, or whose active adapters
-    have dropout, a bias or a variant such as DoRA, or are disabled or merged, runs PEFT's forward.
+    have dropout, a bias or a variant such as DoRA, or are disabled or merged, runs PEFT's forward;
+    so does a group of which a part has hooks, whose calls would be left out or find x changed.
     Adapters may be added, switched and deleted; state dicts and module names stay the same.
 
     Call it after `get_peft_model`, before layers are compiled or recorded. The model runs once, on
@@ -60,7 +56,6 @@ def join_lora(model: nn.Module) -> JoinedLora:
     Raises:
         Exception: The model's own, where it does not run on `input_ids` alone. It is as it was.
     """
-    lora_linears.register()  # not within what is compiled
     shared, members = _Shared(), []
     for layers in _groups(model):
         for place, layer in enumerate(layers):
@@ -74,10 +69,8 @@ class JoinedLora:
     """What was joined: `products` A x are those of `layers` LoRA layers, two or more each."""
 
     def __init__(self, members: list[nn.Module]) -> None:
-        self._members = members
-        groups = {vars(layer)[_MEMBER].layers for layer in members}
-        sizes = [len(group) for group in groups if len(group) > 1]
-        self.layers, self.products = sum(sizes), len(sizes)
+        self._members, self.layers = members, len(members)
+        self.products = len({vars(layer)[_MEMBER].layers for layer in members})
 
     def remove(self) -> None:
         """Restore PEFT's forwards, except where other code has replaced ours since."""
@@ -97,26 +90,25 @@ class JoinedLora:
 class _Shared:
     """The group that is being computed: what `_products` returns of it."""
 
-    held: tuple[Any, Tensor, bool, list[Any]] | None = None
+    held: tuple[Any, ...] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
         memo[id(self)] = copied = _Shared()
         return copied
 
 
-class _Member:
+class _Member(NamedTuple):
     """A layer's place among those that have its input, in the order of their calls."""
 
-    def __init__(self, layers: tuple[Any, ...], place: int, shared: _Shared) -> None:
-        self.layers, self.place, self.shared = layers, place, shared
+    layers: tuple[Any, ...]
+    place: int
+    shared: _Shared
 
 
 def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute a layer from its group's product, or as PEFT does."""
     member: _Member | None = getattr(layer, _MEMBER, None)
     pairs = None if member is None else _pairs(member, x, not args and not kwargs)
-    if isinstance(pairs, Tensor):
-        return pairs
     if not pairs:
         own: Callable[..., Tensor] = type(layer).forward
         return own(layer, x, *args, **kwargs)
@@ -126,116 +118,68 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return total.to(result.dtype)
 
 
-def _pairs(member: _Member, x: Tensor, alone: bool) -> Any:
-    """Return a layer's output, or (s A x, B) of its active adapters; None for PEFT's forward.
+def _pairs(member: _Member, x: Tensor, alone: bool) -> list[tuple[Tensor, Any]] | None:
+    """Return (s A x, B) of a layer's active adapters; None for PEFT's forward.
 
     `alone` is whether x is the only argument: others, as `adapter_names`, are PEFT's to read.
     """
     layers, place, shared = member.layers, member.place, member.shared
     if place == 0:
-        held = _products(layers, x) if alone else None
-        if len(layers) > 1:
-            shared.held = held
-    else:
-        held = shared.held
-        if place == len(layers) - 1:
-            shared.held = None
+        shared.held = _products(layers, x) if alone else None
+    held = shared.held
+    if place == len(layers) - 1:
+        shared.held = None
     if not alone or held is None or held[0] is not layers[0] or held[1] is not x:
         return None
-    return held[3][place] if held[2] is torch.is_grad_enabled() else None
+    is_same = held[2] == _version(x) and held[3] is torch.is_grad_enabled()
+    return held[4][place] if is_same else None
 
 
-def _products(layers: tuple[Any, ...], x: Tensor) -> tuple[Any, Tensor, bool, list[Any]] | None:
-    """Return a group's first layer, its input, whether gradients are on, and `_pairs` of each.
-
-    None where PEFT's forward has to run.
-    """
+def _products(layers: tuple[Any, ...], x: Tensor) -> tuple[Any, ...] | None:
+    """Return the first layer, x and its version, whether gradients are on, `_pairs` of each."""
     adapters = [_active(layer) for layer in layers]
     flat = [each for found in adapters for each in found or ()]
     factors, scalings = [a.weight for a, _, _ in flat], [scaling for _, _, scaling in flat]
     if None in adapters or len({(factor.dtype, factor.device) for factor in factors}) != 1:
-        return None
-    if (outs := _outputs(layers, adapters, x)) is not None:
-        return layers[0], x, torch.is_grad_enabled(), outs
+        return None  # PEFT's forward has to run
     given = x
     # As PEFT: bitsandbytes' layers leave the cast to autocast.
     if type(layers[0]) is Linear or not torch.is_autocast_enabled():
         given = layers[0]._cast_input_dtype(x, factors[0].dtype)
-    z = linear(given, torch.cat(factors) if len(factors) > 1 else factors[0])
+    z = linear(given, torch.cat(factors))
     alike = all(scaling == scalings[0] for scaling in scalings)
     parts = (z * scalings[0] if alike else z).split([len(factor) for factor in factors], -1)
     rest = iter(parts if alike else [p * s for p, s in zip(parts, scalings, strict=True)])
     pairs = [[(next(rest), b) for _, b, _ in found or ()] for found in adapters]
-    return layers[0], x, torch.is_grad_enabled(), pairs
+    return layers[0], x, _version(x), torch.is_grad_enabled(), pairs
 
 
-def _outputs(layers: tuple[Any, ...], adapters: list[Any], x: Tensor) -> list[Tensor] | None:
-    """Return each layer's output; None where a product is more than one with a weight like x."""
-    device = x.device.type
-    casts = torch.is_autocast_enabled(device)
-    if casts and torch.get_autocast_dtype(device) != x.dtype:
-        return None
-    frozen: Any = [_frozen(layer.base_layer, x) for layer in layers]
-    flat = [(place, *each) for place, found in enumerate(adapters) for each in found]
-    factors = [module for _, a, b, _ in flat for module in (a, b)]
-    if None in frozen or not all(_is_plain(factor, x, casts) for factor in factors):
-        return None
-    adapted = lora_linears.Adapted(
-        frozen,
-        [a.weight.to(x.dtype) for _, a, _, _ in flat],
-        [b.weight.to(x.dtype) for _, _, b, _ in flat],
-        [place for place, *_ in flat],
-        [scaling for *_, scaling in flat],
-    )
-    return lora_linears.compute(x, adapted)
-
-
-def _frozen(base: Any, x: Tensor) -> lora_linears.Frozen | None:
-    """Describe a frozen Linear layer; None for another layer, or one that computes otherwise."""
-    weight, bias = base.weight, base.bias
-    if any(parameter.requires_grad for parameter in base.parameters()):
-        return None
-    if type(base) is not bitsandbytes.nn.Linear4bit:
-        return lora_linears.describe(weight, bias) if _is_plain(base, x) else None
-    state = getattr(weight, "quant_state", None)
-    if state is None or _is_changed(base) or (bias is not None and bias.dtype != x.dtype):
-        return None
-    alike = base.compute_dtype == state.dtype == x.dtype and weight.device == x.device
-    return lora_linears.describe(weight, bias, state) if alike else None
+def _version(x: Tensor) -> int:
+    # Dynamo reads none: there, layers with hooks run by themselves, and parents were seen to run.
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
 def _is_changed(module: Any) -> bool:
     """Whether other code has put something around a module's forward or backward."""
     forward = len(module._forward_pre_hooks) or len(module._forward_hooks)
-    backward = len(module._backward_pre_hooks) or len(module._backward_hooks)
-    return bool(forward or backward) or "forward" in vars(module)
-
-
-def _is_plain(module: Any, x: Tensor, casts: bool = False) -> bool:
-    """Whether a module's call is the product with its weight, which has x's dtype or is cast."""
-    if type(module) is not nn.Linear or _is_changed(module):
-        return False
-    tensors = [module.weight, *([] if module.bias is None else [module.bias])]
-    return all(
-        (casts or each.dtype == x.dtype)
-        and each.device == x.device
-        and not hasattr(each, "device_mesh")  # sharded over ranks
-        for each in tensors
-    )
+    if forward or len(module._backward_pre_hooks) or len(module._backward_hooks):
+        return True
+    return "forward" in vars(module) and _MEMBER not in vars(module)
 
 
 def _active(layer: Any) -> list[tuple[Any, Any, float]] | None:
     """Return (A, B, s) of a layer's active adapters; None where they are more than s B A x."""
-    if not layer.training or layer.disable_adapters or layer.merged:
+    is_plain = layer.training and not layer.disable_adapters and not layer.merged
+    if not is_plain or _is_changed(layer) or _is_changed(layer.base_layer):
         return None
-    found = []
+    found: list[tuple[Any, Any, float]] = []
     for name in layer.active_adapters:
         if name not in layer.lora_A:
             continue
         a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-        # A's forward is not called: what other code has put around it would be left out.
-        plain = type(a) is nn.Linear and "forward" not in a.__dict__ and a.bias is None
-        if not plain or len(a._forward_pre_hooks) or len(a._forward_hooks):
+        # Neither A nor its dropout is called, and B is given s A x, where PEFT gives it A x.
+        plain = type(a) is nn.Linear and a.bias is None
+        if not plain or any(map(_is_changed, (a, b, dropout))):
             return None
         if type(dropout) is not nn.Identity or b.bias is not None or name in layer.lora_variant:
             return None
@@ -252,13 +196,14 @@ def _groups(model: nn.Module) -> list[tuple[Any, ...]]:
         for child in parent.children()
         if type(child) in _KINDS and "forward" not in vars(child)
     }
-    groups: dict[tuple[nn.Module, int], list[nn.Module]] = {}
+    groups: dict[Any, list[nn.Module]] = {}
     inputs: dict[nn.Module, Any] = {}  # alive, so that no other tensor has its identity
 
     def note(layer: nn.Module, args: Any) -> None:
         if args and layer not in inputs:
             inputs[layer] = args[0]
-            groups.setdefault((parents[layer], id(args[0])), []).append(layer)
+            key = parents[layer], id(args[0]), _version(args[0])
+            groups.setdefault(key, []).append(layer)
 
     weight = next(base.parameters())
     devices = [weight.get_device()] if weight.is_cuda else []
@@ -270,4 +215,4 @@ def _groups(model: nn.Module) -> list[tuple[Any, ...]]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         trunk = getattr(base, "base_model", base)
         trunk(input_ids=torch.arange(_TOKENS, device=weight.device)[None])
-    return [tuple(layers) for layers in groups.values()]
+    return [tuple(layers) for layers in groups.values() if len(layers) > 1]

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 from moe_qlora.kernels import moe_layer
 from moe_qlora.kernels.launch import Launcher
-from moe_qlora.speed import lora_linears
 
 
 class _Weak:
@@ -105,8 +104,7 @@ def run_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Launcher, "__call__", deferred)
     monkeypatch.setattr(LateStream, "used", [], raising=False)
-    for module in (moe_layer, lora_linears):
-        monkeypatch.setattr(module, "SecondStream", LateStream)
+    monkeypatch.setattr(moe_layer, "SecondStream", LateStream)
 
 
 def assert_joined() -> None:

@@ -113,6 +113,41 @@ def test_what_experts_compute_is_not_kept_as_an_output_of_a_linear_layer():
     assert torch.equal(*found[:2]) and torch.equal(*found[1:])
 
 
+@pytest.mark.parametrize("level", EVERY)
+def test_outputs_that_are_kept_may_be_changed_in_place(level):
+    """As OLMoE with `clip_qkv` does, hooks, and kernels that no version counter tells of."""
+    torch.manual_seed(0)
+    base, narrow = torch.nn.Linear(256, 300), torch.nn.Linear(256, 8)
+
+    def layer(x):
+        inner = torch.tanh(x).view(5, 256)
+        wide = base(inner).clamp_(-0.1, 0.1)
+        wide.data.mul_(3)
+        heads = inner.view(1, 2, 5, 128)
+        out = F.scaled_dot_product_attention(heads, heads, heads)
+        return torch.sin(torch.cat([wide, narrow(inner).mul_(2)], 1)).sum() * out.flatten()
+
+    x = torch.randn(5 * 256)
+    expected, _ = gradient("keep", layer, x)
+    assert torch.equal(gradient(level, layer, x)[0], expected)
+
+
+def test_what_experts_kept_is_not_taken_once_it_was_changed_in_place():
+    again = []
+
+    def layer(x):
+        saved = take()
+        again.append(saved is not None)
+        if saved is None:
+            keep(saved := [x.detach() * 3])
+        return saved[0].mul_(2) * x
+
+    x = torch.randn(120)
+    expected, _ = gradient("keep", layer, x)
+    assert torch.equal(gradient("experts", layer, x)[0], expected)
+    assert again == [False, False, False]
+
+
 def test_a_recomputation_may_call_operators_that_the_forward_did_not():
     """A workspace that another layer took meanwhile is cut into views anew."""
     calls = []

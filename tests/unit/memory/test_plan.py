@@ -366,7 +366,7 @@ def test_bitsandbytes_states():
         ("2x24GiB", [24 * GIB] * 2),
         ("24GB, 2 x 1.5TiB", [24 * 10**9, 1536 * GIB, 1536 * GIB]),
         ("80g", [80 * GIB]),
-        ("1024", [1024]),
+        ("1024B", [1024]),
         ("2xH100", [79 * GIB] * 2),
         ("4090, 2*rtx-4090, NVIDIA GeForce RTX 4090", [23 * GIB] * 4),
         ("A100 80GB,A100-40GB", [79 * GIB, 39 * GIB]),

@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    StaticCache,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
@@ -20,7 +27,7 @@ from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import RECOMPUTE
 from moe_qlora.speed import first_steps
 from moe_qlora.speed.first_steps import FirstSteps
-from moe_qlora.speed.fitted import RunsLevels
+from moe_qlora.speed.fitted import FittedLayer, RunsLevels
 from moe_qlora.testing import tiny_model
 from tests.helpers import training
 from tests.helpers.fitting import (
@@ -63,6 +70,16 @@ def test_what_cannot_be_fitted_is_said() -> None:
         fitted(tiny_model("qwen3_moe", device="meta"))
     with pytest.raises(ConfigError, match="no weight of the model is trained"):
         fitted(tiny_model("qwen3_moe").requires_grad_(False))
+    for memory in ("24", " 4090 "):
+        with pytest.raises(ConfigError, match=r"is a number of bytes; write .*24GiB"):
+            fitted(model, memory)
+    with pytest.raises(ConfigError, match=r'\d+ bytes are missing.*write "24GiB"'):
+        fitted(model, 24)
+    with pytest.raises(ConfigError, match="many minutes on a CPU"):
+        fitted(model, seq_len=100_000)
+    talker = tiny_model("qwen3_omni_moe_talker_text")
+    with pytest.raises(ConfigError, match="token ids, on which Qwen3OmniMoeTalkerModel does not"):
+        fitted(talker)
     least = least_memory(model)
     with pytest.raises(ConfigError, match=r"\b1 bytes are missing"):
         fitted(model, least - 1)
@@ -166,6 +183,75 @@ def test_evaluation_and_generation_run_as_before() -> None:
         pairs = zip(results(model), results(plain), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
         assert equal(train(model, ids), train(plain, ids))
+
+
+def cached(model: Any, ids: Tensor, static: bool) -> Any:
+    """A cache that holds all tokens but the last six."""
+    config = model.get_base_model().config
+    cache = StaticCache(config=config, max_cache_len=SEQ) if static else DynamicCache(config=config)
+    with torch.no_grad():
+        model(input_ids=ids[:, :-6], past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_tokens_after_a_cached_prefix(model_type: str, static: bool) -> None:
+    model = adapted(model_type)
+    ids = token_ids(model)
+
+    def steps() -> list[Any]:
+        found = []
+        for first, last in ((-6, None), (-6, -5)):
+            cache = cached(model, ids, static)
+            model.zero_grad()
+            out = model(input_ids=ids[:, first:last], past_key_values=cache).logits
+            out.square().sum().backward()
+            grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            found += [out.detach(), *grads]
+        return found
+
+    wanted = steps()
+    for memory in (least_memory(model), half(model), 1 << 40):
+        with fitted(model, memory):
+            assert all(map(torch.equal, steps(), wanted))
+
+
+def test_a_cache_that_training_left_empty_is_refused() -> None:
+    model = adapted()
+    model.get_base_model().config.use_cache = True
+    ids = token_ids(model)
+    with fitted(model):
+        cache = model(input_ids=ids[:, :-6]).past_key_values
+        for train in (True, False):
+            with pytest.raises(ConfigError, match=r"compute the prefix under torch\.no_grad"):
+                model.train(train)(input_ids=ids[:, -6:], past_key_values=cache)
+        model.train()(input_ids=ids)
+    model(input_ids=ids[:, -6:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "layer_past", "cache", "cache_params", "any"])
+def test_a_cache_has_several_names(name: str) -> None:
+    """transformers 5.24 calls a layer's `past_key_values` `cache`."""
+    config = tiny_model("qwen3_moe").config
+    seen: list[Any] = []
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+            seen.append(kwargs[name])
+            return x
+
+    layer, full, x = Layer(), DynamicCache(config=config), torch.ones(1, 2, 4, requires_grad=True)
+    full.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
+    empty, encoder = DynamicCache(config=config), EncoderDecoderCache(full, DynamicCache())
+    FittedLayer(layer, levels.RECOMPUTE, (1, 2), set())
+    for cache in (full, encoder, StaticCache(config=config, max_cache_len=8), empty, None):
+        layer(x, **{name: cache})
+    assert seen[:3] == [full, encoder, seen[2]] and seen[2] is not None
+    assert seen[3:] == [None, None]
+    Layer._can_checkpoint_with_cache = True
+    layer(x, **{name: full})
+    assert seen[-1] is full
 
 
 def accumulated(model: Any) -> None:

@@ -14,7 +14,7 @@ from graphed import COMPILED, assert_near, batch, gradients, packed
 from peft import LoraConfig
 from torch import Tensor
 from training import NF4
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, DynamicCache
 
 import moe_qlora
 from moe_qlora.kernels.workspace import release_workspace
@@ -47,12 +47,13 @@ def test_what_only_passes_through_a_layer_tells_no_calls_apart(checkpointing: bo
     graphed = object.__new__(_GraphedLayer)
     layer: Any = SimpleNamespace(gradient_checkpointing=checkpointing)
     graphed.layer = layer
-    given = {"num_items_in_batch": 7, "past_key_values": "cache", "position_ids": "ids"}
-    cache = None if checkpointing else "cache"
-    assert graphed._needed(given) == {
-        "num_items_in_batch": None, "past_key_values": cache, "position_ids": "ids",
-    }  # fmt: skip
-    assert graphed._needed({"position_ids": "ids"}) == {"position_ids": "ids"}
+    empty = DynamicCache()
+    given = {"num_items_in_batch": 7, "past_key_values": empty, "position_ids": "ids"}
+    cache = None if checkpointing else empty
+    assert graphed._needed((), given) == (
+        (), {"num_items_in_batch": None, "past_key_values": cache, "position_ids": "ids"},
+    )  # fmt: skip
+    assert graphed._needed((), {"position_ids": "ids"}) == ((), {"position_ids": "ids"})
 
 
 @gpu

@@ -22,7 +22,7 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.lora.merging import merge_exactly
 from moe_qlora.memory import levels
-from moe_qlora.speed import joined_lora, lora_linears
+from moe_qlora.speed import joined_lora
 from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.speed.joined_lora import join_lora
 from moe_qlora.testing import tiny_model
@@ -121,13 +121,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(len(a))
         return nn.functional.linear(x, a)
 
-    def counting_outputs(x: Tensor, layers: Any) -> list[Tensor]:
-        rows.append(sum(map(len, layers.a)))
-        return outputs(x, layers)
-
-    outputs = lora_linears.compute
     monkeypatch.setattr(joined_lora, "linear", counting)
-    monkeypatch.setattr(lora_linears, "compute", counting_outputs)
     return rows
 
 
@@ -148,7 +142,7 @@ def test_layers_are_grouped_by_the_input_that_they_are_given(products: list[int]
         assert not join_lora(model).layers  # what is joined stays
         products.clear()
         results(model)
-        assert products == [9, 3] * 4 and held(model) is None
+        assert products == [9] * 4 and held(model) is None
         assert list(model.state_dict()) == keys and torch.equal(torch.get_rng_state(), random)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
@@ -180,7 +174,7 @@ def test_as_near_to_exact_results_as_peft(
     theirs = results(model, autocast)
     with join_lora(model):
         ours = results(model, autocast)
-    assert products == [9, 3] * 4
+    assert products == [9] * 4
     assert {n: g.dtype for n, g in ours[1].items()} == {n: g.dtype for n, g in theirs[1].items()}
     assert ours[0].dtype == theirs[0].dtype
     assert distance(ours, wanted) <= 1.5 * distance(theirs, wanted) + 1e-6
@@ -191,7 +185,7 @@ def test_int8_layers(products: list[int]) -> None:
     assert type(member(model)) is joined_lora.Linear8bitLt
     wanted = results(model)
     with join_lora(model):
-        assert distance(results(model), wanted) < 1e-5 and products == [9, 3] * 4
+        assert distance(results(model), wanted) < 1e-5 and products == [9] * 4
 
 
 @pytest.mark.filterwarnings("ignore:Merge lora module")
@@ -206,7 +200,7 @@ def test_layers_that_merge_exactly(make: Any, products: list[int]) -> None:
     with join_lora(model) as joined:
         assert (joined.layers, joined.products) == (12, 4)
         products.clear()
-        assert distance(results(model), wanted) < 1e-5 and products == [9, 3] * 4
+        assert distance(results(model), wanted) < 1e-5 and products == [9] * 4
         model.merge_adapter()
         assert torch.equal(results(model)[0], results(plain)[0])
         model.unmerge_adapter()
@@ -224,7 +218,7 @@ def test_adapters_that_come_and_go(products: list[int]) -> None:
         assert distance(results(model), results(plain)) < 1e-5
         assert products == rows * 4
 
-    equal([9, 3])
+    equal([9])
     for each in (model, plain):
         config = LoraConfig(
             r=2, lora_alpha=7, target_modules=["q", "v"], use_rslora=True, rank_pattern={"v": 4}
@@ -232,10 +226,10 @@ def test_adapters_that_come_and_go(products: list[int]) -> None:
         torch.manual_seed(2)
         each.add_adapter("other", config)
         with_effect(each)
-    equal([9, 3])
+    equal([9])
     for each in (model, plain):
         each.base_model.set_adapter(["other", "default"])
-    equal([2 + 3 + 3 + 4 + 3, 3])
+    equal([2 + 3 + 3 + 4 + 3])
     for each in (model, plain):
         each.set_adapter("other")
     equal([6])
@@ -286,26 +280,82 @@ def test_what_is_not_known_runs_as_it_did(lora: Any, change: Any, products: list
     torch.manual_seed(2)
     got = results(model)
     # A block whose q is changed, or all of them
-    assert products == ([3] + [9, 3] * 3 if change in (hooked, wrapped) else [])
+    assert products == ([9] * 3 if change in (hooked, wrapped) else [])
     assert distance(got, wanted) < 1e-6
 
 
 @pytest.mark.parametrize("make", [linear, linear_4bit])
 @pytest.mark.parametrize(
     "add",
-    ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"],
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
 )
 def test_hooks_of_the_frozen_layers_and_of_their_factors_are_called(make: Any, add: str) -> None:
     model = adapted(make)
     model.get_base_model().embedding.requires_grad_(True)
     wanted, calls = results(model), []
     block = model.get_base_model().blocks[1]
-    for module in (block.k.base_layer, block.v.lora_B["default"], block.o.base_layer):
+    hooked = [block.k.base_layer, block.o.base_layer, block.q.lora_dropout["default"]]
+    hooked += [block.k.lora_A["default"], block.v.lora_B["default"]]
+    for module in hooked:
         getattr(module, add)(lambda *_: calls.append(1) or None)
     with join_lora(model):
         calls.clear()
         assert distance(results(model), wanted) < 1e-5
-    assert len(calls) == 3
+    assert len(calls) == len(hooked)
+
+
+def doubles(module: Any, args: Any, *_: Any) -> None:
+    args[0].mul_(2)
+
+
+@pytest.mark.parametrize(
+    "where", ["k", "k.base_layer", "k.lora_A.default", "k.lora_B.default", "v"]
+)
+@pytest.mark.parametrize("add", ["register_forward_pre_hook", "register_forward_hook"])
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+def test_hooks_that_change_their_input_in_place(where: str, add: str, compiles: bool) -> None:
+    """In fp32, PEFT gives A a copy of a bfloat16 x, so that autograd needs no unchanged x."""
+    model = adapted()
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    block = model.get_base_model().blocks[1]
+    getattr(block.get_submodule(where), add)(doubles)
+    if compiles:
+        torch._dynamo.reset()
+    with torch.no_grad():
+        wanted = results(model)
+        with join_lora(model):
+            if compiles:
+                block.compile(backend="eager")
+            got = results(model)
+    assert distance(got, wanted) < 1e-2
+
+
+def test_outputs_and_inputs_may_be_changed_in_place_by_their_parent(
+    products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama4 and OLMoE with `clip_qkv` change outputs."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        k, q = self.k(x).mul_(2), self.q(x).clamp_(-0.5)
+        other = x.detach().clone()
+        v = self.v(other).detach()
+        return q * k + v + self.o(other.mul_(2))
+
+    monkeypatch.setattr(Block, "forward", forward)
+    model = adapted()
+    wanted = results(model)
+    with join_lora(model) as joined:
+        assert (joined.layers, joined.products) == (8, 4)
+        products.clear()
+        assert distance(results(model), wanted) < 1e-5 and products == [6] * 4
 
 
 def test_a_layer_is_joined_with_those_of_its_call_alone(products: list[int]) -> None:
@@ -343,9 +393,9 @@ def test_nothing_is_left_of_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch
     model = adapted()
     wanted = results(model)
     join_lora(model)
-    base = model.get_base_model().blocks[2].k.base_layer
+    failing = model.get_base_model().blocks[2].k
     with monkeypatch.context() as patch:
-        patch.setattr(base, "forward", lambda x: 1 / 0)
+        patch.setattr(failing, "forward", lambda x: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             results(model)
     x = held(model)[1]
@@ -362,7 +412,7 @@ def test_layers_that_are_computed_again(reentrant: bool, products: list[int]) ->
     join_lora(model)
     products.clear()
     assert distance(results(model), wanted) < 1e-5
-    assert products == [9, 3] * 8 and held(model) is None
+    assert products == [9] * 8 and held(model) is None
 
 
 def test_a_copy_is_joined_by_itself(products: list[int]) -> None:
@@ -375,7 +425,7 @@ def test_a_copy_is_joined_by_itself(products: list[int]) -> None:
     products.clear()
     wanted = results(model)
     assert not products
-    assert distance(results(copied), wanted) < 1e-5 and products == [9, 3] * 4
+    assert distance(results(copied), wanted) < 1e-5 and products == [9] * 4
 
 
 def test_a_model_that_fails_is_as_it_was() -> None:
@@ -400,15 +450,14 @@ def test_compiled_layers_share_code_of_fewer_products(make: Any, adapters: torch
             parameter.data = parameter.data.to(adapters)
     model.get_base_model().embedding.requires_grad_(True)  # all inputs have gradients
     wanted = results(model)
-    counts: list[tuple[int, int]] = []  # products, and operators of Linear layers
+    counts: list[int] = []  # products
 
     def count(graph: Any, inputs: Any) -> Any:
         targets = [str(node.target) for node in graph.graph.nodes]
-        products = sum(targets.count(f"aten.{name}.default") for name in ("mm", "addmm"))
-        counts.append((products, sum("lora_linears" in target for target in targets)))
+        counts.append(sum(targets.count(f"aten.{name}.default") for name in ("mm", "addmm")))
         return graph
 
-    def compiled() -> tuple[int, list[tuple[int, int]]]:
+    def compiled() -> tuple[int, list[int]]:
         torch._dynamo.reset()
         counts.clear()
         backend = CompileCounterWithBackend(aot_autograd(fw_compiler=count, bw_compiler=count))
@@ -425,12 +474,8 @@ def test_compiled_layers_share_code_of_fewer_products(make: Any, adapters: torch
     with join_lora(model):
         frames, after = compiled()
         assert frames == 1 and held(model) is None
-    if adapters == torch.float32:  # one operator for q, k and v, and one for o
-        assert after == [(0, 2), (0, 2)]
-        return
     # Of q, k and v: 3 A x, and in backward 3 dA and 3 dx, are one each.
-    assert [a[0] - b[0] for a, b in zip(before, after, strict=True)] == [2, 4]
-    assert not any(operators for _, operators in after)
+    assert [a - b for a, b in zip(before, after, strict=True)] == [2, 4]
 
 
 def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tensor]]]]:
@@ -464,7 +509,7 @@ def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
         FittedLayer(layer, level, (1, 10_000), set())
     products.clear()
     assert distance(step(), wanted) < 1e-4
-    assert products == [9, 3] * (2 if level == levels.KEEP else 4)
+    assert products == [9] * (2 if level == levels.KEEP else 4)
     first = vars(model.get_base_model().model.layers[0].self_attn.q_proj)["_moe_qlora_joined"]
     assert first.shared.held is None
 
