@@ -31,8 +31,8 @@ from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
 
 from ..errors import MoeQloraError
-from ..models.trainer.checks import BLOCK, ExpertsSettings, check, is_named, wants_packing
 from .host import ExpertsHost
+from .settings import BLOCK, ExpertsSettings, check, is_named, wants_packing
 
 if TYPE_CHECKING:
     from ..checkpoint.merge import MergeReport

@@ -20,16 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from scaling import PROTOTYPE, RANK, SEQ, Row, fit, read_rows, row_seconds
-from shapes import SHAPES, WHOLE
-
-import moe_qlora
 from moe_qlora.memory.advice import ERROR, work_of
-from moe_qlora.memory.budget import Engine, Settings
-from moe_qlora.memory.devices import GPUS, pace_of, reserve_nbytes
-from moe_qlora.memory.hosting import Pace
-from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.report import Advice
 from moe_qlora.memory.scaling import (
     MEASURED,
     NETWORK_HOP,
@@ -40,6 +31,15 @@ from moe_qlora.memory.scaling import (
     Work,
     step_seconds,
 )
+from scaling import PROTOTYPE, RANK, SEQ, Row, fit, read_rows, row_seconds
+from shapes import SHAPES, WHOLE
+
+import moe_qlora
+from moe_qlora.memory.budget import Engine, Settings
+from moe_qlora.memory.devices import GPUS, pace_of, reserve_nbytes
+from moe_qlora.memory.hosting import Pace
+from moe_qlora.memory.planner import Planner
+from moe_qlora.memory.report import Advice
 from moe_qlora.memory.source import source_of
 
 PAGE = Path(__file__).parent / "many_gpus.md"

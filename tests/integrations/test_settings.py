@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moe_qlora.errors import ConfigError
-from moe_qlora.models.trainer.checks import _COLLISIONS, check, wants_packing
+from moe_qlora.integrations.settings import _COLLISIONS, check, wants_packing
 
 QLORA = {"adapter": "qlora", "load_in_4bit": True}
 LORA = {"adapter": "lora", "load_in_8bit": True}
