@@ -92,15 +92,18 @@ TEXT = """# Many GPUs, extrapolated
 
 Written by `python tools/bench/extrapolate.py`, by arithmetic. **Nothing over four GPUs was
 measured.** LoRA r={rank} in bf16 on attention and all experts, AdamW, gradient checkpointing, all
-packed to nf4 with double quantization, {seq:,} tokens a sequence, one micro-batch ({batches}) on
-each H200. `fsdp 8 x 2` is FSDP2 in groups of 8 ranks, each of which holds the model (HSDP). GiB are
-those of a rank, by `moe_qlora.plan`, with CUDA's context and gaps.
+packed to nf4 with double quantization, {seq:,} tokens a sequence, one micro-batch on each H200
+({batches}). `fsdp 8 x 2` is FSDP2 in groups of 8 ranks, each of
+which holds the model (HSDP). GiB are those of a rank, by `moe_qlora.plan`, with CUDA's context and
+gaps.
 
 | model | GPUs | engine | GiB | step s | tokens/s |
 | --- | --- | --- | --- | --- | --- |
 {table}
 
-The steps of one GPU come from {rows}.
+The steps of one GPU come from:
+
+{rows}
 
 - Every rank computes as fast as one GPU alone, and has as many tokens (weak scaling).
 - Nodes of {node} GPUs. Within one, {nvlink:.0f} GB/s a GPU, as measured between two; between nodes
@@ -125,7 +128,7 @@ def page(counts: list[int]) -> str:
         rank=RANK, seq=SEQ, node=NODE, table="\n".join(table), nvlink=NVLINK / 1e9,
         network=NETWORK / 1e9, hop=NVLINK_HOP * 1e6, far=NETWORK_HOP * 1e6,
         batches=", ".join(f"{model.batch} of {model.name}" for model in models),
-        rows=" and ".join(f"{model.row} ({model.name})" for model in models),
+        rows="\n".join(f"- {model.name}: {model.row}" for model in models),
         ddp=DDP_LAYER * 1e3, fsdp=FSDP_LAYER * 1e3,
     )  # fmt: skip
 
