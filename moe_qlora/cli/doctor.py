@@ -92,7 +92,10 @@ def _show(diagnosis: Diagnosis, out: Console) -> None:
     """Print the verdict, versions, devices, the model's layers and, last, the findings."""
     if diagnosis.fit:
         for line in diagnosis.fit.splitlines():
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            if line.startswith("    "):
+                render.paste(out, line.strip())
+            else:
+                render.say(out, escape(line))
         out.line()
     for note in diagnosis.notes:
         render.say(out, f"[yellow]note:[/] {escape(note)}")

@@ -13,7 +13,7 @@ from ..memory.budget import DeviceUse
 from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
 from ..memory.engines import ENGINES
 from ..memory.report import MemoryPlan
-from .render import say, show_table
+from .render import paste, say, show_table
 
 _BAR = 24
 
@@ -76,7 +76,7 @@ def show_verdict(report: MemoryPlan, out: Console, command: str) -> None:
     if report.best is not None:
         out.line()
         for line in (f"{command} {report.best.options}".strip(), *report.best.python):
-            out.print(f"    {line}", markup=False, highlight=False, soft_wrap=True)
+            paste(out, line)
     out.line()
 
 

@@ -48,7 +48,7 @@ class Best:
         """Lines of Python that train so."""
         settings, lines = self.settings, []
         if settings.offload:
-            lines.append("with moe_qlora.enabled(offload=True): ...  # from_pretrained")
+            lines.append("with moe_qlora.enabled(offload=True): ...")
         if settings.attention is not None:
             lines.append(f'from_pretrained(..., attn_implementation="{settings.attention}")')
         options = ", experts=True" * ("experts" in settings.targets.split(","))
@@ -58,8 +58,8 @@ class Best:
             f"moe_qlora.get_peft_model(model, LoraConfig(r={settings.rank}, ...){options})"
         )
         size = f"batch_size={settings.batch}, seq_len={settings.seq}"
-        liger = "  # with Liger's loss: pip install liger-kernel" if settings.liger else ""
-        lines.append(f"moe_qlora.prepare_training(model, {size}){liger}")
+        lines += ["# pip install liger-kernel, for its loss"] if settings.liger else []
+        lines.append(f"moe_qlora.prepare_training(model, {size})")
         lines.append(f'TrainingArguments(..., optim="{_OPTIM[settings.optimizer]}")')
         return tuple(lines)
 
