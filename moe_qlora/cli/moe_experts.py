@@ -6,7 +6,7 @@ brings another click.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 import typer
@@ -40,9 +40,7 @@ def plan_config(
 
     Ends with 0, with 4 where it does not fit, and with 2 where CONFIG or a setting cannot be read.
     """
-    from axolotl.cli.config import load_cfg
-
-    from ..errors import ConfigError
+    from ..integrations.axolotl import read_config
     from ..integrations.settings import plan_arguments
     from ..models.files import place_of
     from . import render
@@ -53,10 +51,6 @@ def plan_config(
         from ..memory.plan import devices_of
         from ..memory.plan import plan as plan_memory
 
-        try:
-            cfg: Any = load_cfg(config)
-        except ValueError as error:  # of pydantic too
-            raise ConfigError(f"axolotl refuses {config}: {error}") from error
-        arguments = plan_arguments(cfg, len(devices_of(gpus)[0]))
+        arguments = plan_arguments(read_config(config), len(devices_of(gpus)[0]))
         report = plan_memory(gpus=gpus, **arguments)
     show(report, f"moe-qlora plan {report.label} --gpus {gpus}", as_json=as_json, color=color)

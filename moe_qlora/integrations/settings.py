@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, Valida
 
 from ..errors import CheckpointError, ConfigError
 from ..models.files import read_json
+from ..packing.bnb4bit import NF4
 
 PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
 
@@ -252,7 +253,7 @@ def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
         if bits == 8
         else {
             "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_quant_type": NF4.kind,
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": "bfloat16",
             **(get("bnb_config_kwargs") or {}),

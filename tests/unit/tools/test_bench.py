@@ -45,7 +45,7 @@ def of_peer(rows, peer):
 ALSO = {
     "losses": ["--seq", 32],
     "many_gpus": [*("--engines", "single", "--steps", 1, "--warmup", 1, "--micro-batch", 1)],
-    "plan": ["--only", "gpt_oss"],
+    "plan": ["--only", "olmoe"],
 }
 """What no other test here runs; those that need another program are not run on a CPU."""
 
