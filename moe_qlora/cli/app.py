@@ -60,14 +60,19 @@ def _examples(command: Callable[..., Any]) -> str:
 
 
 app = typer.Typer(no_args_is_help=True, **_PLAIN)
-dump_alone = typer.Typer(add_completion=False, **_PLAIN)  # for another program
-dump_alone.command()(dump)
 for command, short in SUBCOMMANDS.items():
     app.command(
         cls=PlanCommand if command is plan else Subcommand,
         short_help=short,
         epilog=_examples(command),
     )(command)
+
+
+def alone(command: Callable[..., None]) -> typer.Typer:
+    """Return a program of one command, for another program."""
+    program = typer.Typer(add_completion=False, **_PLAIN)
+    program.command()(command)
+    return program
 
 
 def _version(asked: bool) -> None:

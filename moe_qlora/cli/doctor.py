@@ -30,7 +30,7 @@ EXAMPLES = (
     "moe-qlora doctor",
     "moe-qlora doctor ./model",
     "moe-qlora doctor gpt-oss-20b --gpu 4090",
-    "moe-qlora doctor train.yaml --json",
+    "moe-qlora doctor ./model --json",
 )
 
 
@@ -45,7 +45,7 @@ def doctor(
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option(help="LoRA rank on the experts; default: what MODEL says, else 16."),
+        typer.Option(help="LoRA rank on the experts; default: 16."),
     ] = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
@@ -61,9 +61,10 @@ def doctor(
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 1 where a problem was
     found (a warning is none), and with 2 where MODEL or a setting cannot be read.
     """
-    from ..models.files import place_of
+    from ..models.files import place_of, refuse_yaml
 
     if model is not None:
+        refuse_yaml(model, "doctor")
         place_of(model)
     with render.working(f"Examining {model or 'this environment'}"):
         from ..diagnosis.doctor import doctor as examine
@@ -88,7 +89,14 @@ _STATUS = {"tested": "green", "untested": "yellow", "too old": "red", "missing":
 
 
 def _show(diagnosis: Diagnosis, out: Console) -> None:
-    """Print versions, devices, the model's layers and, last, the findings."""
+    """Print the verdict, versions, devices, the model's layers and, last, the findings."""
+    if diagnosis.fit:
+        for line in diagnosis.fit.splitlines():
+            if line.startswith("    "):
+                render.paste(out, line.strip())
+            else:
+                render.say(out, escape(line))
+        out.line()
     for note in diagnosis.notes:
         render.say(out, f"[yellow]note:[/] {escape(note)}")
     if diagnosis.notes:
@@ -116,9 +124,6 @@ def _show(diagnosis: Diagnosis, out: Console) -> None:
     render.show_table(out, "Devices, and their matrix products", headings, devices)
     if diagnosis.layers:
         _show_layers(diagnosis, out)
-    if diagnosis.fit:
-        render.say(out, escape(diagnosis.fit))
-        out.line()
     colors = {"problem": "red", "warning": "yellow"}
     counts = dict.fromkeys(colors, 0)
     for finding in diagnosis.findings:

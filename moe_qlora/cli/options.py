@@ -74,7 +74,7 @@ def gpu_names(incomplete: str) -> list[str]:
 
 _MODEL: Any = typer.Argument(
     metavar="MODEL",
-    help="Checkpoint folder, config.json, axolotl-style YAML, name of a known checkpoint "
+    help="Checkpoint folder, config.json, name of a known checkpoint "
     "(qwen3-30b-a3b), model type or hub id.",
     autocompletion=_model_names,
 )

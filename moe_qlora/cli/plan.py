@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Annotated, Any
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,12 +21,15 @@ from .options import (
     trust_remote_code_of,
 )
 
+if TYPE_CHECKING:
+    from ..memory.report import MemoryPlan
+
 DOES_NOT_FIT = 4
 EXAMPLES = (
     "moe-qlora plan qwen3-30b-a3b --gpus 24GiB",
     "moe-qlora plan ./model --gpus 4090 --seq 2048 --targets experts",
     "moe-qlora plan ./model --gpus 8xH100 --fsdp 8",
-    "moe-qlora plan train.yaml --gpus 2xA100-80GB",
+    "moe-qlora plan qwen3-30b-a3b --gpus 4090 --targets attention,experts",
 )
 _ALL = -1  # What stands for a --ddp without a number
 
@@ -50,7 +54,7 @@ Gpus = Annotated[
 
 
 def _setting(what: str, default: str, *names: str) -> Any:
-    """Return an option that a YAML file decides where it is left out, and else this default."""
+    """Return an option that is None where it is left out, so that the search may set it."""
     return typer.Option(*names, help=f"{what}; default: {default}.")
 
 
@@ -79,10 +83,6 @@ Liger = Annotated[
     bool | None,
     typer.Option("--liger/--no-liger", help="The loss by Liger, as use_liger_kernel=True has it."),
 ]
-Nodes = Annotated[
-    int | None,
-    typer.Option(help="Machines that share --gpus equally, for advice; default: 8 GPUs in each."),
-]
 Compile = Annotated[
     bool | None,
     typer.Option(
@@ -94,8 +94,6 @@ Offload = Annotated[
     typer.Option("--offload/--no-offload", help="Packed experts in host memory."),
 ]
 Fsdp = Annotated[int | None, typer.Option(help="Ranks that share the model under FSDP2.")]
-Ep = Annotated[int | None, typer.Option(help="Ranks that share the experts: expert parallelism.")]
-Zero3 = Annotated[int | None, typer.Option(help="Ranks that share the model under ZeRO-3.")]
 Ddp = Annotated[
     int | None,
     typer.Option(
@@ -107,11 +105,8 @@ Ddp = Annotated[
 def plan(
     model: Model,
     gpus: Gpus = None,
-    nodes: Nodes = None,
     ddp: Ddp = None,
     fsdp: Fsdp = None,
-    ep: Ep = None,
-    zero3: Zero3 = None,
     seq: Annotated[int | None, _setting("Tokens in a sequence", "4096")] = None,
     batch: Annotated[int | None, _setting("Sequences in a micro-batch", "1")] = None,
     accumulation: Annotated[int | None, _setting("Micro-batches to an optimizer step", "1")] = None,
@@ -130,37 +125,33 @@ def plan(
     trust_remote_code: Annotated[bool, trust_remote_code_of("MODEL")] = False,
     color: Colored = Color.auto,
 ) -> None:
-    """Show what MODEL takes, whether it fits, where its layers go, and what to change if not.
+    """Show whether MODEL fits --gpus, the best settings that do, what it takes, and where.
 
-    Layers are spread over --gpus in one process. With --ddp, --fsdp, --ep or --zero3 there is a
-    process (a rank) on each GPU, and the figures are those of one of them. Of several GPUs the
-    answer says which engine to take, and why.
+    Layers are spread over --gpus in one process. With --ddp or --fsdp there is a process (a rank)
+    on each GPU, and the figures are those of one of them.
 
-    Of axolotl's YAML file its training settings are read too; options go before them, and the
-    answer says where each comes from.
+    Settings that are left out are searched for the best combination that fits; those that are given
+    change only where nothing fits with them.
 
     Nothing is loaded or downloaded but the configuration. Ends with 0, with 4 where it does not fit
     the devices of --gpus, and with 2 where MODEL or a setting cannot be read.
     """
-    from ..models.files import place_of
+    from ..models.files import place_of, refuse_yaml
     from . import render
 
+    refuse_yaml(model, "plan")
     place_of(model)
     with render.working(f"Rehearsing a training step of {model}"):
         from ..memory.plan import plan as plan_memory
         from ..models import named
-        from . import render_plan
 
         source = named.resolve(model, trust_remote_code=trust_remote_code)
         report = plan_memory(
             source,
             packed_as(source.settings, quant, double_quant),
             gpus=gpus,
-            nodes=nodes,
             ddp=True if ddp == _ALL else ddp,
             fsdp=fsdp,
-            ep=ep,
-            zero3=zero3,
             batch=batch,
             seq=seq,
             rank=rank,
@@ -175,9 +166,19 @@ def plan(
             offload=offload,
             trust_remote_code=trust_remote_code,
         )
+    paste = ["moe-qlora plan", quote(model), *(["--gpus", quote(gpus)] if gpus else [])]
+    paste += [f"--quant {quant.value}"] if quant is not None else []
+    paste += [f"--{'' if double_quant else 'no-'}double-quant"] * (double_quant is not None)
+    show(report, " ".join(paste), as_json=as_json, color=color)
+
+
+def show(report: MemoryPlan, command: str, *, as_json: bool, color: Color) -> None:
+    """Print a plan, with its best settings as options of a command; end with 4 without a fit."""
+    from . import render, render_plan
+
     if as_json:
         render.print_json(report.as_dict())
     else:
-        render_plan.show(report, render.console(color.value))
+        render_plan.show(report, render.console(color.value), command)
     if report.fits is False:
         raise typer.Exit(DOES_NOT_FIT)

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from textwrap import wrap
 from types import FrameType
 from typing import Any
 
@@ -51,6 +52,15 @@ def console(color: str) -> Console:
         no_color=color == "never",
         highlight=False,
     )
+
+
+def paste(out: Console, line: str) -> None:
+    """Print a command, or a line of Python, so that it can be pasted where it is wrapped too."""
+    end = " \\" if line.startswith("moe-qlora") else ""
+    room = max(out.width - 8 - len(end), 20)
+    parts = wrap(line, room, break_long_words=False, break_on_hyphens=False)
+    text = f"{end}\n        ".join(parts)
+    out.print(f"    {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def say(out: Console, sentence: str, style: str = "", indent: int = 0) -> None:

@@ -12,22 +12,20 @@ from ..layout import human_bytes, name_pattern
 from ..memory.budget import DeviceUse
 from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
 from ..memory.engines import ENGINES
-from ..memory.plan import OWN_DEFAULT
 from ..memory.report import MemoryPlan
-from ..models.trainer.file import DEFAULT as AXOLOTL_DEFAULT
-from .render import say, show_table
+from .render import paste, say, show_table
 
 _BAR = 24
 
 
-def show(report: MemoryPlan, out: Console) -> None:
-    """Print the table, the devices, what is the most that fits, and what to change."""
+def show(report: MemoryPlan, out: Console, command: str) -> None:
+    """Print the verdict, the best settings as options of a command, the table and the devices."""
+    show_verdict(report, out, command)
     for note in report.notes:
         say(out, f"[yellow]note:[/] {escape(note)}")
     if report.notes:
         out.line()
     _show_table(report, out)
-    _origins(report, out)
     settings = report.settings
     nested = ", double quantization" if report.double_quant else ""
     whole = report.resident if report.whole is None else report.whole
@@ -70,23 +68,16 @@ def show(report: MemoryPlan, out: Console) -> None:
         _devices(report, out)
 
 
-def _origins(report: MemoryPlan, out: Console) -> None:
-    """Say of a trainer's file which settings come from where."""
-    if report.origins is None:
+def show_verdict(report: MemoryPlan, out: Console, command: str) -> None:
+    """Print whether it fits, and what does, ready to paste."""
+    if not report.verdict:
         return
-    values = report.values()
-    said: dict[str, list[str]] = {}
-    for name, origin in report.origins.items():
-        if values.get(name) is None:
-            continue
-        known = origin in ("option", AXOLOTL_DEFAULT, OWN_DEFAULT)
-        shown = f"{name} {values[name]}" + ("" if known else f" ({origin})")
-        said.setdefault(origin if known else "file", []).append(shown)
-    titles = {"file": f"From {report.label}", "option": "From options"}
-    titles |= {AXOLOTL_DEFAULT: "Left out, axolotl's default", OWN_DEFAULT: "Said nowhere"}
-    for origin, title in titles.items():
-        if origin in said:
-            say(out, f"{escape(title)}: {escape(', '.join(said[origin]))}.")
+    say(out, f"[{'green' if report.fits else 'red'}]{escape(report.verdict)}[/]")
+    if report.best is not None:
+        out.line()
+        for line in (f"{command} {report.best.options}".strip(), *report.best.python):
+            paste(out, line)
+    out.line()
 
 
 def _show_table(report: MemoryPlan, out: Console) -> None:
@@ -126,12 +117,6 @@ def _devices(report: MemoryPlan, out: Console) -> None:
         show_table(out, "Devices", ("device", *headings, "blocks"), rows)
     else:
         show_table(out, "Devices, one rank each", ("devices", *headings), rows)
-    if report.fits:
-        say(out, "[green]It fits.[/]")
-    elif all(use.fits for use in report.devices):
-        say(out, "[red]It would train, but does not fit while it is loaded.[/]")
-    else:
-        say(out, "[red]It does not fit.[/]")
     if report.fit is not None and report.fit.fits:
         say(out, f"With moe_qlora.fit_memory {report.fit}.")
     settings = report.settings
@@ -141,37 +126,6 @@ def _devices(report: MemoryPlan, out: Console) -> None:
             f"Longest sequence at batch {settings.batch}: {report.largest_seq:,} tokens; largest "
             f"batch at {settings.seq} tokens: {report.largest_batch:,}.",
         )
-    elif report.largest_seq == 0:
-        say(out, "No sequence fits, however short.")
-    if report.advice is not None:
-        say(out, escape(report.advice.reason))
-    if report.hints:
-        out.line()
-        title = "What to change, each by itself; what costs least first"
-        rows = [
-            (
-                hint.what, escape(_as_options(hint.setting)), human_bytes(hint.saves),
-                "[green]yes[/]" if hint.fits else "no",
-            )
-            for hint in report.hints
-        ]  # fmt: skip
-        show_table(out, title, ("change", "option", ">saves", "then fits"), rows)
-
-
-def _as_options(settings: str) -> str:
-    """Return arguments of `plan`, "rank=8, seq=64", as options of the command line."""
-    own = {"bnb_4bit_use_double_quant=True": "--double-quant", "load_in_4bit=True": "--quant nf4"}
-    options = []
-    for setting in settings.split(", "):
-        name, _, value = setting.partition("=")
-        if setting in own:
-            options.append(own[setting])
-        elif value.endswith("(Trainer)"):  # of other programs
-            options.append(setting)
-        else:
-            option = f"--{name.replace('_', '-')}"
-            options.append(option if value == "True" else f"{option} {value.strip(chr(39))}")
-    return " ".join(options)
 
 
 def _rows_of(report: MemoryPlan) -> Iterator[tuple[str, DeviceUse]]:

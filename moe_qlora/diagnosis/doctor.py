@@ -32,10 +32,13 @@ from ..kernels.cards import Card
 from ..layout import ExpertsModule, ModelLayout, name_pattern, unwrapped_name
 from ..lora.names import base_model
 from ..memory import meta_model
-from ..memory.attention import EagerAttention, eager_attention, set_attention
-from ..memory.plan import plan
+from ..memory.attention import EagerAttention, eager_attention
+from ..memory.budget import Settings
+from ..memory.devices import gpu_named
+from ..memory.plan import check_settings, plan
 from ..memory.source import ModelSource, source_of
 from ..models import named
+from ..models.files import refuse_yaml
 from ..packing import parametrize
 from . import report
 from .report import PROBLEM, WARNING, Device, Diagnosis, Finding, LayerKind, Versions
@@ -90,13 +93,11 @@ def doctor(
     Args:
         model: None, or what `plan` takes: a checkpoint folder, plain or packed, a configuration, a
             model type, a hub id whose configuration is cached, or a model; of a model with
-            adapters, the active ones are examined. Settings of an axolotl YAML file count, and
-            every fault in it is a problem.
+            adapters, the active ones are examined.
         quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4 with
             double quantization and bfloat16 as its compute dtype.
         gpu: A card to examine instead of the installed ones, by its name, such as "4090".
-        rank: Of LoRA on the experts, if the model has no adapters yet; None for 16, or the rank in
-            a trainer's YAML file.
+        rank: Of LoRA on the experts, if the model has no adapters yet; None for 16.
         trust_remote_code: Run model code that a checkpoint brings.
 
     Returns:
@@ -106,13 +107,10 @@ def doctor(
         ConfigError: `gpu`, `rank` or the quantization settings are not valid.
         CheckpointError: `model` cannot be read or built.
     """
+    refuse_yaml(model, "doctor")
     if isinstance(model, (str, Path)):
         model = named.resolve(model, trust_remote_code=trust_remote_code)
-    file = model.trainer if isinstance(model, named.Source) else None
-    asked = {name: each.value for name, each in file.settings.items()} if file else {}
-    rank = asked.get("rank", 16) if rank is None else rank
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise ConfigError(f"rank is {rank!r}; give a whole number of 1 or more.")
+    check_settings(Settings(rank=16 if rank is None else rank))
     cards = report.here() if gpu is None else [report.named(gpu)]
     device, card = cards[0]
     installed = report.packages()
@@ -128,21 +126,18 @@ def doctor(
         model_type = getattr(config, "model_type", None)
         kinds, eager = adapted_kinds(model, card), eager_attention(base_model(model))
     elif model is not None:
-        source = source_of(model, quantization_config, asked.get("dtype"), trust_remote_code)
+        source = source_of(model, quantization_config, None, trust_remote_code)
         label, notes = source.label, source.notes
         model_type = getattr(source.config, "model_type", None)
         built = source.build()
-        if asked.get("attention") is not None:
-            set_attention(built, asked["attention"])
         eager = eager_attention(built)
-        kinds = layer_kinds(built, source, card, rank)
+        kinds = layer_kinds(built, source, card, 16 if rank is None else rank)
         fit = _fit(model, quantization_config, device, rank, trust_remote_code)
     if model is not None and not kinds:
         notes = (*notes, "The model has no experts.")
     found = report.findings(installed)
     releases = report.releases(installed)
     found += known_problems(releases, device, card, model_type, kinds, eager)
-    found += [Finding(PROBLEM, fault, "") for fault in (file.faults if file else ())]
     return Diagnosis(
         installed,
         device,
@@ -155,23 +150,28 @@ def doctor(
     )
 
 
-def _fit(model: Any, quantization_config: Any, device: Device, rank: int, remote: bool) -> str:
-    """Say what a plan's layers can keep on a GPU; "" where there is none, or no plan."""
+def _fit(
+    model: Any, quantization_config: Any, device: Device, rank: int | None, remote: bool
+) -> str:
+    """Say whether a GPU holds a step, and with what settings; "" without a GPU, or a plan."""
     if device.nbytes is None:
         return ""
+    named_card = gpu_named(device.name) is not None and not device.here
     try:
         made = plan(
-            model, quantization_config, gpus=device.nbytes, rank=rank, search=False,
-            trust_remote_code=remote,
+            model, quantization_config, gpus=device.name if named_card else device.nbytes,
+            rank=rank, trust_remote_code=remote,
         )  # fmt: skip
     except MoeQloraError:
         return ""  # `plan` says why
-    size = f"{made.settings.batch} x {made.settings.seq:,} tokens, LoRA on {made.settings.targets}"
-    if made.fit is None or not made.fit.fits:
-        helps = any(hint.setting == "offload=True" and hint.fits for hint in made.hints)
-        more = " With moe_qlora.offload_experts it does." if helps else ""
-        return "" if made.fits else f"{device.name} does not hold a training step ({size}).{more}"
-    return f"{device.name} ({size}) with moe_qlora.fit_memory: {made.fit}."
+    if made.best is None:
+        return f"{device.name} holds no training step of it: {made.verdict}"
+    settings, where = made.best.settings, device.name if named_card else device.nbytes
+    size = f"{settings.batch} x {settings.seq:,} tokens, LoRA on {settings.targets}"
+    kept = f" With moe_qlora.fit_memory {made.best.fit}." if made.best.fit else ""
+    command = f"moe-qlora plan {made.label} --gpus {where} {made.best.options}".rstrip()
+    said = f"{device.name} holds a training step ({size}): {made.best}.{kept}"
+    return "\n    ".join([f"{said}\n", command, *made.best.python])
 
 
 def known_problems(
@@ -308,7 +308,6 @@ def layer_kinds(
         model,
         source.quantization,
         linears=source.linears,
-        experts=source.experts,
         native=source.native,
     )
     return _count(meta.base, meta.layout, partial(_backend, card=card, rank=rank))

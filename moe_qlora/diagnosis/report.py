@@ -86,8 +86,8 @@ class Diagnosis:
         layers: How each kind of the model's expert layers will be computed on `device`.
         findings: Problems first.
         notes: Sentences on the model.
-        fit: What layers can keep of their activations on `device` (a GPU), a sentence; "" where
-            that is not known.
+        fit: Whether `device` (a GPU) holds a training step, and the best settings that fit, in
+            lines; "" where that is not known.
     """
 
     packages: tuple[Package, ...]
@@ -109,10 +109,10 @@ class Diagnosis:
         return {"good": self.good, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [f"{self.device.name}: {self.device.many_tokens}"]
+        lines = [self.fit] if self.fit else []
+        lines += [f"{self.device.name}: {self.device.many_tokens}"]
         lines += [f"{p.name} {p.installed or 'none'}: {p.status}" for p in self.packages]
         lines += [f"{layer.pattern}: {layer.backend}, {layer.reason}" for layer in self.layers]
-        lines += [self.fit] if self.fit else []
         lines += [f"{finding.severity}: {finding.what} {finding.cure}" for finding in self.findings]
         return "\n".join(lines)
 

@@ -13,11 +13,11 @@ them. Open host.py first: its docstring is the order of calls that every host fo
     liger.py           Liger's kernels on one model, and off it again
     liger_loss.py      its loss, without waiting for the device
 
-The block itself is `ExpertsSettings`, of models/trainer/checks.py. What a user of each host writes
+The block itself is `ExpertsSettings`, of settings.py. What a user of each host writes
 is in docs/trainers.md and docs/axolotl.md. Importing this package imports no host.
 """
 
-from ..models.trainer.checks import ExpertsSettings
 from .host import ExpertsHost
+from .settings import ExpertsSettings
 
 __all__ = ["ExpertsHost", "ExpertsSettings"]

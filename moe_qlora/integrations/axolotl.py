@@ -30,9 +30,9 @@ from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, model_validator
 
-from ..errors import MoeQloraError
-from ..models.trainer.checks import BLOCK, ExpertsSettings, check, is_named, wants_packing
+from ..errors import ConfigError, MoeQloraError
 from .host import ExpertsHost
+from .settings import BLOCK, ExpertsSettings, check, is_named, wants_packing
 
 if TYPE_CHECKING:
     from ..checkpoint.merge import MergeReport
@@ -215,6 +215,16 @@ class MoeQloraPlugin(BasePlugin):
         if self.host is not None:
             self.host.close()
             self.host = None
+
+
+def read_config(file: str) -> Any:
+    """Return a YAML file as axolotl validates it; a `ConfigError` where it is refused."""
+    from axolotl.cli.config import load_cfg
+
+    try:
+        return load_cfg(file)
+    except ValueError as error:  # of pydantic too
+        raise ConfigError(f"axolotl refuses {file}: {error}") from error
 
 
 def _put_back(values: Any, name: str, before: Mapping[str, Any]) -> None:

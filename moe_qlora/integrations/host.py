@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
-from ..models.trainer.checks import ExpertsSettings
+from .settings import ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MoeQloraError, one_line
 from ..models.files import read_json
-from ..models.trainer.checks import BLOCK, ExpertsSettings
 from .host import ExpertsHost
+from .settings import BLOCK, ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

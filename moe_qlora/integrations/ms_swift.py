@@ -22,8 +22,8 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..models.trainer.checks import ExpertsSettings
 from .host import ExpertsHost
+from .settings import ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel

@@ -18,13 +18,10 @@ In goes a model, a configuration or a name, with training settings and sizes of 
                    `fitting.py` asks it for the devices of a plan
     budget.py      adds up what blocks hold and do, and optimizer states, and spreads blocks over
                    devices (`devices.py`)
-    engines.py     what a rank holds under DDP, FSDP2, expert parallelism and ZeRO-3
-    scaling.py     how long a step takes on several GPUs, and what was fitted to rows
-    advice.py      says which engine to take for several GPUs, by memory and by these steps
-    hints.py       tries what to change where it does not fit; and which engine fits
-    report.py      `MemoryPlan` and `Hint`, which `plan` returns
+    engines.py     what a rank holds under DDP and FSDP2
+    search.py      tries settings in their order, and takes the first that fit
+    report.py      `MemoryPlan` and `Best`, which `plan` returns
     rehearsal.py   bytes by kind, and the step moment by moment, for pages about a model
 
-budget.py, choice.py, devices.py, engines.py, report.py and scaling.py are plain arithmetic without
-torch.
+budget.py, choice.py, devices.py, engines.py and report.py are plain arithmetic without torch.
 """

@@ -73,7 +73,7 @@ _ONE_PROCESS = tuple(name for name in COMPONENTS if name not in ENGINE_COMPONENT
 class Engine:
     """An engine that splits a model or its batches over ranks: a process and a device each."""
 
-    name: str  # Of `engines.ENGINES`: "ddp", "fsdp", "ep" or "zero3"
+    name: str  # Of `engines.ENGINES`: "ddp" or "fsdp"
     ranks: int  # How many ranks hold the model together, each with data of its own
 
 
@@ -252,9 +252,9 @@ class StepBudget:
     """The memory of any run of neighbouring blocks on one device in a training step.
 
     The blocks of a group must share a device; groups come in placing order, activities in running
-    order, and the loss belongs to the last. `itemsize` is that of the adapters, `state_itemsize`
-    that of the weights that the optimizer is given. `extra` are bytes of an engine's own that are
-    there at any time, by component, and `library` those of libraries' workspaces.
+    order, and the loss belongs to the last. `itemsize` is that of the adapters. `extra` are bytes
+    of an engine's own that are there at any time, by component, and `library` those of libraries'
+    workspaces.
     """
 
     def __init__(
@@ -264,7 +264,6 @@ class StepBudget:
         settings: Settings,
         itemsize: int,
         *,
-        state_itemsize: int | None = None,
         extra: Mapping[str, int] | None = None,
         library: int = LIBRARY_BYTES,
     ) -> None:
@@ -273,12 +272,11 @@ class StepBudget:
         self.extra, self.library = dict(extra or {}), library
         self.components = COMPONENTS if settings.engine else _ONE_PROCESS
         self.last = activities[-1].name if activities else ""
-        size = state_itemsize or itemsize
         self._states = [
             optimizer_nbytes(
                 settings.optimizer,
                 [n for b in group for n in b.trained],
-                size,
+                itemsize,
                 foreach=settings.foreach,
             )
             for group in groups
@@ -385,9 +383,7 @@ class StepBudget:
         steps = [state.step for state in self._states[first:last]]
         step = sum(steps) if self.settings.foreach else max(steps, default=0)
         yield _Moment(None, "", 0, step, every)
-        engine = self.settings.engine
-        # DeepSpeed's sums of gradients have a buffer that is there at any time.
-        accumulates = self.settings.accumulation > 1 or (engine and engine.name == "zero3")
+        accumulates = self.settings.accumulation > 1
         saved, later = 0, every
         for index, activity in self._run:
             if not first <= index < last:

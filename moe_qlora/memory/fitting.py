@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .attention import attended
 from .budget import DeviceUse
-from .choice import KEEP, RECOMPUTE, Choice, Choices, Ladder
+from .choice import RECOMPUTE, Choice, Choices, Ladder
 from .devices import reserve_nbytes
 from .planner import LevelError, Planner
 from .report import PlannedFit
@@ -41,8 +41,7 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
 
     def fullest(choice: Choice) -> tuple[int, DeviceUse]:
         """Return the peak of the fullest device, which the planner has no experts on."""
-        kept = [name for name, level in choice.levels.items() if level == KEEP]
-        budget = planner.budget_of(choice.activities, replace(settings, workspace=workspace), kept)
+        budget = planner.budget_of(choice.activities, replace(settings, workspace=workspace))
         brought = 0
         if hosting is not None:
             brought = hosting.freed(hosting.most) - hosting.freed(choice.host)

@@ -21,7 +21,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import peft
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..errors import ConfigError, UnsupportedWeightError, did_you_mean
+from ..errors import ConfigError, did_you_mean
 from ..experts import forward
 from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
@@ -37,7 +36,6 @@ from ..lora import targets
 from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
 from ..lora.unfit import unfit_linears
-from ..models.trainer.file import AskedLora
 from ..packing import parametrize
 from ..packing.codecs import codec_of
 from ..packing.decoders import PackedCodes, ShardableStatistics, hold, packed_codes
@@ -45,7 +43,6 @@ from ..packing.linear import check_linears
 from ..packing.parametrize import blank_weight, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
-from ..world import many_ranks
 from .blocks import (
     PackedPart,
     block_modules,
@@ -56,7 +53,7 @@ from .blocks import (
     trained_tensor,
 )
 from .budget import Block, BlockTensor, Settings
-from .meta_ops import dispatch_rows, fake_dequantize, fake_layer, fake_linear
+from .meta_ops import fake_dequantize, fake_layer, fake_linear
 
 DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
 ATTENTION, EXPERTS, ALL_LINEAR = "attention", "experts", "all-linear"
@@ -64,7 +61,6 @@ ATTENTION, EXPERTS, ALL_LINEAR = "attention", "experts", "all-linear"
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _LISTED = 12  # names of Linear layers in an error, at most
 _PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", "training"}
-_NAMES_NOTHING = {"r", "lora_alpha", "lora_dropout"}  # Fields of a `LoraConfig` that are numbers
 
 
 @dataclass
@@ -146,13 +142,11 @@ def pack(
     *,
     linears: bool,
     experts: bool = True,
-    expert_ranks: int = 1,
     native: Mapping[str, CodecSettings] | None = None,
 ) -> MetaModel:
     """Pack a model on meta by a `BitsAndBytesConfig`, if any: Linear layers and experts if asked.
 
     `native` maps names of expert weights in native codes of the checkpoint to their settings.
-    Of `expert_ranks` ranks the model becomes one, which holds its share of the experts.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -164,38 +158,12 @@ def pack(
             pack_blank(model, param, next(own, settings))
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
-    if expert_ranks > 1:
-        _keep_share(model, layout, expert_ranks)
     parts = tuple(packed_parts(model))
     meta = MetaModel(model, model, layout, parts, blocks_of(model, parts))
     codec = None if meta.kind is None else codec_of(meta.kind)
     model.is_loaded_in_8bit = codec is not None and codec.loads_in_8bit
     model.is_loaded_in_4bit = codec is not None and not codec.loads_in_8bit
     return meta
-
-
-def _keep_share(model: Any, layout: ModelLayout, ranks: int) -> None:
-    """Leave one rank's experts in place of all, as `distributed.expert_parallel` does."""
-    for entry in many_ranks().modules_to_divide(model, layout, ranks):
-        module = model.get_submodule(entry.name)
-        share = entry.num_experts // ranks
-        names = [param.parameter_name for param in entry.parameters]
-        for name in filter(partial(parametrize.is_packed, module), names):
-            whole = parametrize.read_packed(module, name)
-            settings = CodecSettings.of(whole)
-            reason = settings.codec.why_not_cut(whole.shape, ranks, settings)
-            if reason is not None:
-                raise UnsupportedWeightError(f"{entry.name}.{name} {reason}.")
-            shape = (share, *whole.shape[1:])
-            parametrize.detach(module, name, torch.empty(0, device="meta"))
-            module._parameters.pop(name)
-            parametrize.attach(module, name, blank_weight(shape, whole.dtype, settings))
-        for name in (*names, *(bias.rpartition(".")[2] for bias in entry.bias_names)):
-            plain = module._parameters.get(name)
-            if plain is not None:
-                blank = torch.empty((share, *plain.shape[1:]), dtype=plain.dtype, device="meta")
-                module._parameters[name] = nn.Parameter(blank, requires_grad=False)
-        module.num_experts = share
 
 
 def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
@@ -234,23 +202,17 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     """Put adapters on a meta model in place.
 
-    `lora_config` replaces the settings' own targets: a `LoraConfig`, or what a trainer's file asks.
+    `lora_config`, a `LoraConfig`, replaces the settings' own targets.
     """
     forward.activate(meta.base, {part.module for part in meta.parts if not part.linear})
-    options: dict[str, Any] = {}
     config = lora_config
-    if isinstance(lora_config, AskedLora):
-        config, options = lora_config.config(settings.rank), lora_config.options
-    elif lora_config is None:
+    if lora_config is None:
         config = lora_config_of(meta.base, meta.parts, settings.targets, settings.rank)
     try:
-        meta.model = make_peft_model(
-            meta.base,
-            config,
-            options=options,
-            autocast_adapter_dtype=False,
-            low_cpu_mem_usage=True,
-        )
+        with torch.device("meta"):  # low_cpu_mem_usage allocates first, whatever the rank
+            meta.model = make_peft_model(
+                meta.base, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
+            )
     except ValueError as error:
         if isinstance(error, ConfigError):
             said = targets.for_target_names(str(error))
@@ -278,18 +240,13 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     )
 
 
-def fake_packed(meta: MetaModel, *, dispatched: bool = False) -> None:
-    """Replace everything packed by fake operations, so that the model runs on meta.
-
-    With `dispatched`, tokens travel between ranks on their way to the experts and back.
-    """
+def fake_packed(meta: MetaModel) -> None:
+    """Replace everything packed by fake operations, so that the model runs on meta."""
     for part in meta.parts:
         module = unwrapped(meta.base.get_submodule(part.module))
         if part.linear:
             fake_linear(module, part.weight, getattr(module, "compute_dtype", None))
             continue
-        if dispatched and part.leaf == "down_proj" and forward.can_serve(module):
-            dispatch_rows(module)
         fake_dequantize(module.parametrizations[part.leaf][0], part.weight)
 
 
@@ -437,13 +394,9 @@ def alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
 def tells_layers_apart(targets: str, lora_config: Any, quantization: Any) -> bool:
     """True if settings may name a layer by number, so that layers may be packed differently."""
     said: list[Any] = [getattr(quantization, "llm_int8_skip_modules", None)]
-    if isinstance(lora_config, AskedLora):
-        fields = lora_config.fields.items()
-        said += [value for name, value in fields if name not in _NAMES_NOTHING]
-    elif lora_config is not None:
+    if lora_config is not None:
         return True
-    else:
-        said.append(targets)
+    said.append(targets)
     return re.search(r"\d", repr(said)) is not None
 
 

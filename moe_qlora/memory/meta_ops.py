@@ -7,8 +7,6 @@ model that exists for planning only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -102,50 +100,6 @@ class _Sized(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         _, *inputs = ctx.saved_tensors
         return None, *(torch.empty_like(tensor) for tensor in inputs)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Returns as many rows as it gets, in forward and in backward; saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
-        return torch.empty_like(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return torch.empty_like(grad)
-
-
-def dispatched(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor],
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
-    """Run a rank's experts as transformers' `AllToAllEP` does, where each gets as much as it sends.
-
-    Rows are sorted by expert and sent, the experts run on what arrives with one expert a row, and
-    what comes back is put in order, weighted and summed.
-    """
-    top_k = top_k_index.shape[-1]
-    order = torch.argsort(top_k_index.reshape(-1))
-    received = _AllToAll.apply(x[order // top_k])
-    local_index = torch.empty_like(order).unsqueeze(-1)
-    out = run(received, local_index, torch.ones_like(local_index, dtype=received.dtype))
-    returned = _AllToAll.apply(out)
-    ordered = torch.empty_like(returned)
-    ordered[order] = returned
-    ordered = ordered.view(*top_k_weights.shape, x.shape[-1])
-    return (ordered * top_k_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
-
-
-def dispatch_rows(module: nn.Module) -> None:
-    """Let an experts module compute one rank's experts, with tokens from all ranks."""
-
-    def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return dispatched(partial(experts_forward, self), x, top_k_index, top_k_weights)
-
-    set_forward(module, forward)
 
 
 def fake_layer(module: nn.Module, top_k: int) -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
 from ..kernels.cards import PORTABLE, Card, of_capability
-from ..layout import dtype_name
-from ..models import named
-from ..models.trainer.file import DEFAULT, AskedLora, TrainerFile
+from ..layout import dtype_name, human_bytes
+from ..models.files import refuse_yaml
 from . import meta_model
-from .advice import advice_of
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings
 from .devices import Gpu, pace_of, parse_gpus
 from .engines import ENGINES
 from .fitting import fit_of
-from .hints import hints_of, notes_of
 from .hosting import Pace
 from .planner import Planner
 from .report import MemoryPlan
-from .scaling import NODE
+from .search import best_of
 from .source import source_of
 
 _LONGEST = 1 << 20  # tokens
 _LARGEST_BATCH = 1 << 12
+_MOST = {"seq": _LONGEST, "batch": 1 << 20, "accumulation": 1 << 30, "rank": 1 << 16}
 _SEQ_STEP = 64  # tokens
 _SMALLEST_DEVICE = 1 << 12  # bytes; a smaller number was meant as GiB
 
@@ -36,8 +33,6 @@ _COMPILED = (
     "What torch.compile keeps is not modelled: sizes are of uncompiled layers, which kept more for "
     "backward where both were measured. Take them as an upper bound."
 )
-OPTION, OWN_DEFAULT = "option", "plan's default"
-
 DEFAULTS: Mapping[str, Any] = {
     "batch": 1,
     "seq": 4096,
@@ -55,19 +50,14 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Arguments of `plan`, and their values where nothing else says so."""
 
-_ENGINES = tuple(ENGINES)
-
 
 def plan(
     model: Any,
     quantization_config: Any = None,
     *,
     gpus: str | int | Sequence[str | int] | None = None,
-    nodes: int | None = None,
     ddp: int | bool | None = None,
     fsdp: int | None = None,
-    ep: int | None = None,
-    zero3: int | None = None,
     batch: int | None = None,
     seq: int | None = None,
     rank: int | None = None,
@@ -88,9 +78,6 @@ def plan(
 ) -> MemoryPlan:
     """Plan a model's memory without loading it.
 
-    Of axolotl's YAML file the settings of the training are read as well: what is given here goes
-    before them, and what neither says has axolotl's defaults.
-
     Args:
         model: A transformers configuration; a path, model type or hub id as `moe-qlora dump` takes
             it; or a model: on meta it stands for what `from_pretrained` will load, elsewhere for
@@ -100,14 +87,10 @@ def plan(
         gpus: The devices: "2xH100", "2x24GiB", bytes, or a list of these. Experts are computed as
             on the card that is named; where cards differ, or a size alone is given, as on any card
             of compute capability 8.0 and above.
-        nodes: Machines that share the `gpus` equally, for `advice`, which takes a size alone to be
-            an H200. Default: 8 GPUs in each.
-        ddp: Ranks of a run under DDP; True takes as many as there are `gpus`. With one of these
-            four, the plan is of each rank: one process with one of the GPUs. `engines.py` says what
-            is counted. Without, layers are spread over the GPUs in one process.
+        ddp: Ranks of a run under DDP; True takes as many as there are `gpus`. With this or
+            `fsdp` the plan is of each rank: one process with one of the GPUs (`engines.py`).
+            Without, layers are spread over the GPUs in one process.
         fsdp: Ranks that share a model under FSDP2; it must divide the number of `gpus`.
-        ep: Ranks that share the experts under expert parallelism; likewise, and the experts too.
-        zero3: Ranks that share a model under DeepSpeed's ZeRO-3.
         batch: Sequences in a micro-batch, `seq` tokens each; of one rank. Default: 1.
         seq: Tokens in a sequence. Default: 4096.
         rank: LoRA rank. Default: 16.
@@ -133,21 +116,20 @@ def plan(
             brings there. Copies are taken to be as quick as PCIe of the GPUs' generation, or for a
             size alone as an H200's host (55 GB/s). Default: no.
         dtype: What the rest is loaded in; None is what the configuration says.
-        search: Look for the longest sequence and the largest batch that fit `gpus`.
+        search: Look for the best combination of settings that fits `gpus`, and for the longest
+            sequence and the largest batch of the one that is asked for. Settings that are given
+            change only where nothing fits with them.
         trust_remote_code: Run model code that a checkpoint brings.
         keep_codes: Whether experts keep the MXFP4 codes of their checkpoint, as
             `enabled(keep_codes=True)` loads it. A packed folder says so itself.
 
     Raises:
         CheckpointError: There is no such model, or transformers cannot build it.
-        ConfigError: A setting makes no sense, or cannot be followed; or axolotl would not run the
-            file as it is meant.
+        ConfigError: A setting makes no sense, or cannot be followed.
     """
     given = {
         "ddp": ddp,
         "fsdp": fsdp,
-        "ep": ep,
-        "zero3": zero3,
         "batch": batch,
         "seq": seq,
         "rank": rank,
@@ -167,27 +149,18 @@ def plan(
             f"offload is {offload!r}; give True or False: experts that enabled(offload='disk') "
             "leaves in files are not planned."
         )
+    refuse_yaml(model, "plan")
     capacities, card = devices_of(gpus)
-    node = _node(nodes, len(capacities))
-    if isinstance(model, (str, Path)):
-        model = named.resolve(model, trust_remote_code=trust_remote_code)
-    file = getattr(model, "trainer", None) if isinstance(model, named.Source) else None
-    asked = settle(given, lora_config, file, len(capacities))
-    try:
-        settings = _settings(asked, len(capacities))
-        source = source_of(
-            model, quantization_config, asked.values["dtype"], trust_remote_code, keep_codes
-        )
-        compiled = (_COMPILED,) if settings.compile else ()
-        source = replace(source, notes=(*source.notes, *asked.notes, *compiled))
-        planner = Planner(source, settings, asked.lora, card, _slowest(gpus))
-        _check_offload(planner, len(capacities))
-        report = _report(planner, capacities, search=search and bool(capacities))
-        if len(capacities) > 1:
-            report = replace(report, advice=advice_of(planner, capacities, node))
-    except ConfigError as error:
-        raise in_words_of(error, asked, file) from error
-    return replace(report, origins=asked.origins)
+    options = {name: value for name, value in given.items() if value is not None}
+    settings = _settings({**DEFAULTS, **options}, lora_config, len(capacities))
+    source = source_of(
+        model, quantization_config, options.get("dtype"), trust_remote_code, keep_codes
+    )
+    compiled = (_COMPILED,) if settings.compile else ()
+    source = replace(source, notes=(*source.notes, *compiled))
+    planner = Planner(source, settings, lora_config, card, _slowest(gpus))
+    _check_offload(planner, len(capacities))
+    return _report(planner, capacities, options if search and capacities else None)
 
 
 def _check_offload(planner: Planner, devices: int) -> None:
@@ -207,18 +180,16 @@ def _check_offload(planner: Planner, devices: int) -> None:
         )
 
 
-def _settings(asked: AskedPlan, devices: int) -> Settings:
+def _settings(values: Mapping[str, Any], lora_config: Any, devices: int) -> Settings:
     """Return the settings of a step; those that make no sense are a `ConfigError`."""
-    values = dict(asked.values)
+    values = dict(values)
     values["optimizer"] = ALIASES.get(values["optimizer"], values["optimizer"])
     values["adapter_dtype"] = dtype_name(values["adapter_dtype"])
     engines = {name: values.get(name) for name in ENGINES}
     named_fields = {field.name for field in fields(Settings)}
     settings = Settings(**{name: v for name, v in values.items() if name in named_fields})
-    if isinstance(asked.lora, AskedLora):
-        settings = replace(settings, targets=asked.lora.targets)
-    elif asked.lora is not None:
-        rank = getattr(asked.lora, "r", settings.rank)
+    if lora_config is not None:
+        rank = getattr(lora_config, "r", settings.rank)
         settings = replace(settings, rank=rank, targets="lora_config")
     check_settings(settings)
     return replace(settings, engine=_engine(engines, devices))
@@ -239,8 +210,9 @@ def check_settings(settings: Settings) -> None:
         raise ConfigError(
             f"attention is {settings.attention!r}; give a name, as attn_implementation has it."
         )
-    if settings.seq > _LONGEST:
-        raise ConfigError(f"seq is {settings.seq}; plans go up to {_LONGEST} tokens.")
+    for name, most in _MOST.items():
+        if getattr(settings, name) > most:
+            raise ConfigError(f"{name} is {getattr(settings, name)}; plans go up to {most}.")
     known = {"adapter_dtype": tuple(meta_model.DTYPES), "optimizer": OPTIMIZERS}
     for name, values in known.items():
         if (value := getattr(settings, name)) not in values:
@@ -284,21 +256,6 @@ def _slowest(gpus: Any) -> Pace:
     return Pace(*(min(getattr(pace, each.name) for pace in paces) for each in fields(Pace)))
 
 
-def _node(nodes: Any, devices: int) -> int:
-    """Return how many GPUs a machine has, where so many devices are in these."""
-    if nodes is None:
-        return NODE
-    if not devices:
-        raise ConfigError(f"nodes is {nodes!r} without gpus: name those of all machines.")
-    whole = isinstance(nodes, int) and not isinstance(nodes, bool) and nodes > 0
-    if not whole or devices % nodes:
-        raise ConfigError(
-            f"nodes is {nodes!r}, and gpus names {devices}: give a whole number of 1 or more that "
-            "divides them."
-        )
-    return devices // nodes
-
-
 def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:
     """Return the engine that is asked for, checked against the number of devices, 0 for unknown."""
     given = {
@@ -322,7 +279,7 @@ def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:
             f"least {ranks} GPUs, or "
             + (f"{name} of at most {devices}." if devices > 1 else f"leave {name} out.")
         )
-    if devices and name in ("ddp", "zero3") and ranks < devices:
+    if devices and name == "ddp" and ranks < devices:
         raise ConfigError(
             f"{name} is {ranks}, and gpus names {devices}: a rank has one GPU, and its layers are "
             f"not spread over several; give {name}={devices}, or {ranks} GPUs."
@@ -335,9 +292,12 @@ def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:
     return Engine(name, ranks)
 
 
-def _report(planner: Planner, capacities: tuple[int, ...], *, search: bool) -> MemoryPlan:
+def _report(
+    planner: Planner, capacities: tuple[int, ...], asked: Mapping[str, Any] | None
+) -> MemoryPlan:
+    """Return the plan; `asked` are the settings that are given, None for no search."""
     report = planner.report(capacities)
-    if search:
+    if asked is not None:
         batch, seq = planner.settings.batch, planner.settings.seq
         by_seq = partial(planner.fullness, batch, capacities=capacities)
         by_batch = partial(planner.fullness, seq=seq, capacities=capacities)
@@ -345,15 +305,37 @@ def _report(planner: Planner, capacities: tuple[int, ...], *, search: bool) -> M
             report,
             largest_seq=_largest(by_seq, seq, _LONGEST, _SEQ_STEP),
             largest_batch=_largest(by_batch, batch, _LARGEST_BATCH, 1),
+            best=best_of(planner, capacities, asked),
         )
     if capacities:
         report = replace(report, fit=fit_of(planner, report.devices))
-    if report.fits is False:
-        report = replace(report, hints=tuple(hints_of(planner, report, capacities)))
     # The planner has notes once a step has run.
-    engine_notes = notes_of(planner, len(capacities))
-    notes = dict.fromkeys((*planner.source.notes, *planner.notes, *engine_notes))
+    notes = dict.fromkeys(
+        (*planner.source.notes, *planner.notes, *_engine_notes(planner, len(capacities)))
+    )
     return replace(report, notes=tuple(notes), estimated=planner.estimated)
+
+
+def _engine_notes(planner: Planner, devices: int) -> Iterator[str]:
+    """Yield the assumptions of a plan for several devices."""
+    engine = planner.settings.engine
+    if engine is None:
+        if devices > 1:
+            yield (
+                f"The layers are spread over the {devices} GPUs in one process (device_map), and "
+                "compute one after the other."
+            )
+        return
+    groups = devices // engine.ranks
+    if groups > 1:
+        yield f"{groups} groups of {engine.ranks} ranks; each group holds the whole model."
+    if engine.name == "fsdp" and planner.meta.kind is not None:
+        whole = planner.with_engine(None).load_peak
+        yield (
+            f"{human_bytes(planner.load_peak)} while loading is for moe_qlora.load_sharded; where "
+            "a model is loaded first and sharded then, as under accelerate's FSDP plugin, each "
+            f"rank loads the whole packed model, {human_bytes(whole)}."
+        )
 
 
 def _largest(fullness: Callable[[int], float], start: int, limit: int, step: int) -> int:
@@ -392,79 +374,3 @@ def _end_of_line(sizes: Mapping[int, float], near: int) -> float | None:
     first, second = sorted(sorted(sizes, key=lambda size: abs(size - near))[:2])
     slope = (sizes[second] - sizes[first]) / (second - first)
     return None if slope <= 0 else first + (1 - sizes[first]) / slope
-
-
-@dataclass(frozen=True)
-class AskedPlan:
-    """The settings of a plan, and where each comes from."""
-
-    values: Mapping[str, Any]  # Arguments of `plan`, engines among them
-    lora: Any  # A `LoraConfig` or `AskedLora` instead of targets, None without
-    origins: dict[str, str] | None = None  # As of `MemoryPlan`
-    notes: tuple[str, ...] = ()
-
-
-def settle(
-    given: Mapping[str, Any], lora_config: Any, file: TrainerFile | None, devices: int
-) -> AskedPlan:
-    """Choose the values of a plan for so many devices (0: unknown); `given` is None where not.
-
-    Raises:
-        ConfigError: The file has a fault.
-    """
-    options = {name: value for name, value in given.items() if value is not None}
-    if file is None:
-        return AskedPlan({**DEFAULTS, **options}, lora_config)
-    file.check()
-    asked = {name: each.value for name, each in file.settings.items()}
-    origins = {name: each.key for name, each in file.settings.items()}
-    lora = lora_config
-    if lora_config is None and "targets" not in options:
-        if file.lora is None:
-            raise ConfigError(
-                f"{file.label}: the file has no adapter and trains every weight, which is not "
-                "planned: set adapter: qlora and load_in_4bit: true, or give --targets."
-            )
-        if file.lora.targets:
-            lora = file.lora
-            asked["targets"], origins["targets"] = file.lora.targets, file.lora.key
-    unplanned = list(file.unplanned)
-    if not any(name in options for name in _ENGINES):
-        engine, key, note = _engine_of(file, devices)
-        asked |= engine
-        origins |= dict.fromkeys(engine, key)
-        unplanned += [note] if note else []
-    values = {**DEFAULTS, **asked, **options}
-    origins = {name: origins.get(name, OWN_DEFAULT) for name in values} | dict.fromkeys(
-        options, OPTION
-    )
-    if lora_config is not None:
-        origins |= {"targets": OPTION, "rank": OPTION}
-    notes = (f"Not planned: {'; '.join(unplanned)}.",) if unplanned else ()
-    return AskedPlan(values, lora, origins, notes)
-
-
-def _engine_of(file: TrainerFile, devices: int) -> tuple[dict[str, int], str, str]:
-    """Return the engine of a file as an argument of `plan`, its key, and what is not planned."""
-    engine = file.engine
-    if engine.name is None or devices == 1:
-        return {}, DEFAULT, ""
-    ranks = engine.ranks or devices // engine.copies
-    if ranks < 2:
-        title = ENGINES[engine.name]
-        hint = f"{title} (give --gpus, or --{engine.name} with the number of ranks)"
-        return {}, DEFAULT, hint if engine.name != "ddp" and not devices else ""
-    return {engine.name: ranks}, engine.key, ""
-
-
-def in_words_of(error: ConfigError, asked: AskedPlan, file: TrainerFile | None) -> ConfigError:
-    """Return an error about a value of a file so that it names the file, and the key if it can."""
-    if file is None or asked.origins is None:
-        return error
-    said = str(error)
-    argument, _, rest = said.partition(" is ")
-    key = asked.origins.get(argument.lstrip("-"))
-    if key in (None, OPTION):
-        return error
-    known = key not in (DEFAULT, OWN_DEFAULT)
-    return type(error)(f"{file.label}: {key if known else argument} is {rest}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from math import prod
@@ -24,7 +24,7 @@ from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
 from . import attention, blocks, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
-from .devices import CONTEXT_BYTES, reserve_nbytes
+from .devices import reserve_nbytes
 from .engines import Sharding
 from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
 from .meta_model import filled, tells_layers_apart
@@ -82,18 +82,13 @@ class Planner:
         engine = self.settings.engine
         if engine is None:
             return None
-        return Sharding(engine, self.hidden_size)
+        return Sharding(engine)
 
     @property
     def text_config(self) -> Any:
         """The configuration of the model, or of its language model."""
         config: Any = getattr(self.meta.base, "config", None)
         return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-    @property
-    def hidden_size(self) -> int:
-        """The model's hidden size, 0 where it is not known."""
-        return int(getattr(self.text_config, "hidden_size", None) or 0)
 
     @cached_property
     def rank_blocks(self) -> dict[str, Block]:
@@ -126,14 +121,8 @@ class Planner:
 
     def _trained_weights(self) -> int:
         """Return the number of trained weights of the whole model."""
-        engine = self.settings.engine
-        expert_ranks = engine.ranks if engine and engine.name == "ep" else 1
-        return sum(
-            tensor.numel * (expert_ranks if tensor.of_experts else 1)
-            for block in self.meta.blocks
-            for tensor in block.tensors
-            if tensor.part == "trained"
-        )
+        tensors = (tensor for block in self.meta.blocks for tensor in block.tensors)
+        return sum(tensor.numel for tensor in tensors if tensor.part == "trained")
 
     def with_settings(self, settings: Settings) -> Planner:
         """Return the planner with settings under which the model and its steps are the same."""
@@ -146,19 +135,17 @@ class Planner:
     def with_engine(self, engine: Engine | None) -> Planner:
         """Return the planner of the same model and settings with another engine, or with none.
 
-        The model and its steps are shared where they are the same, which expert parallelism
-        changes.
+        The model and its steps are shared.
         """
         settings = replace(self.settings, engine=engine)
         other = Planner(self.source, settings, self.lora_config, self.card, self.pace)
-        if not any(e and e.name == "ep" for e in (engine, self.settings.engine)):
-            other.__dict__["meta"] = self.meta
-            other._step, other.notes = self._step, self.notes
-            other.estimated, other.eager = self.estimated, self.eager
+        other.__dict__["meta"] = self.meta
+        other._step, other.notes = self._step, self.notes
+        other.estimated, other.eager = self.estimated, self.eager
         return other
 
     def report(self, capacities: Sequence[int]) -> MemoryPlan:
-        """Return the plan for these devices, without a search and without hints."""
+        """Return the plan for these devices, without a search."""
         batch, seq = self.settings.batch, self.settings.seq
         peak = self.peak(batch, seq, capacities)
         uses = self.uses(batch, seq, capacities) if capacities else ()
@@ -184,24 +171,20 @@ class Planner:
             hosting=hosting,
         )
 
-    def peak(
-        self, batch: int, seq: int, capacities: Sequence[int] = (), loss_part: float = 1.0
-    ) -> Peak:
-        """Return the peak on one device that holds all, and `loss_part` of the loss at a time.
+    def peak(self, batch: int, seq: int, capacities: Sequence[int] = ()) -> Peak:
+        """Return the peak on one device that holds all.
 
         The workspace keeps to the cap that it has on devices of these bytes.
         """
-        return self._budget(batch, seq, capacities, loss_part).peak()
+        return self._budget(batch, seq, capacities).peak()
 
     def moments(self) -> tuple[StepMoment, ...]:
         """Return a step on one device that holds all, moment by moment."""
-        return self._budget(self.settings.batch, self.settings.seq, (), 1.0).moments()
+        return self._budget(self.settings.batch, self.settings.seq, ()).moments()
 
-    def uses(
-        self, batch: int, seq: int, capacities: Sequence[int], loss_part: float = 1.0
-    ) -> tuple[DeviceUse, ...]:
+    def uses(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
-        budget = self._budget(batch, seq, capacities, loss_part)
+        budget = self._budget(batch, seq, capacities)
         spread = budget.on_each if self.settings.engine else budget.spread
         return spread(capacities)
 
@@ -213,16 +196,8 @@ class Planner:
         """Return the part of its bytes that the fullest device needs; it fits up to 1."""
         return max(use.needed / use.capacity for use in self.uses(batch, seq, capacities))
 
-    def needs(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[int, bool]:
-        """Return the bytes that the fullest device needs, and whether all fit, loading included."""
-        uses, loads = self.uses(batch, seq, capacities), self.load_peak + CONTEXT_BYTES
-        fits = all(use.fits and loads <= use.capacity for use in uses)
-        return max(use.needed for use in uses), fits
-
-    def _budget(
-        self, batch: int, seq: int, capacities: Sequence[int], loss_part: float
-    ) -> StepBudget:
-        activities, workspace = self.activities(batch, seq, capacities, loss_part=loss_part)
+    def _budget(self, batch: int, seq: int, capacities: Sequence[int]) -> StepBudget:
+        activities, workspace = self.activities(batch, seq, capacities)
         settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
         return self.budget_of(activities, settings)
 
@@ -232,7 +207,6 @@ class Planner:
         seq: int,
         capacities: Sequence[int] = (),
         *,
-        loss_part: float = 1.0,
         level: str | None = None,
     ) -> tuple[tuple[Activity, ...], int]:
         """Return what each block does in a step, in running order, and the workspace's bytes.
@@ -241,19 +215,15 @@ class Planner:
         """
         cap = min(capacities) // WORKSPACE_PART if capacities else meta_step.NO_CAP
         activities, workspace = self._step(batch, seq, cap, level)
-        if activities:
-            part, more = (loss_part, 0)
-            if self.settings.liger:
-                part, more = self._ligers_loss(batch * seq)
+        if activities and self.settings.liger:
+            part, more = self._ligers_loss(batch * seq)
             last = activities[-1]
             sizes = [int(s * part) + more for s in (last.saved, last.forward, last.backward)]
             activities = (*activities[:-1], Activity(last.name, *sizes))
         return activities, workspace
 
-    def budget_of(
-        self, activities: Sequence[Activity], settings: Settings, kept: Collection[str] = ()
-    ) -> StepBudget:
-        """Return the budget of a step; layers in `kept` keep all, even under checkpointing."""
+    def budget_of(self, activities: Sequence[Activity], settings: Settings) -> StepBudget:
+        """Return the budget of a step."""
         groups = self._groups(activities)
         slots = slots_nbytes(self.expert_layers) if settings.offload else 0
         extra = {"packed experts": slots}
@@ -262,13 +232,9 @@ class Planner:
         whole = {block.name: block for block in self.meta.blocks}
         return StepBudget(
             groups,
-            self.sharding.with_gathered(
-                activities, whole, checkpointing=settings.checkpointing, kept=kept
-            ),
+            self.sharding.with_gathered(activities, whole),
             settings,
             self.itemsize,
-            # DeepSpeed gives the optimizer float32 copies.
-            state_itemsize=4 if self.sharding.engine.name == "zero3" else None,
             extra=extra | self.sharding.buffers(whole.values(), self.itemsize),
         )
 
@@ -337,16 +303,12 @@ class Planner:
 
     def _ready(self, source: ModelSource) -> meta_model.MetaModel:
         with named.quiet():
-            engine = self.settings.engine
-            expert_ranks = engine.ranks if engine and engine.name == "ep" else 1
             skeleton = None if self._whole or source.skeleton is None else source.skeleton()
             model = source.build() if skeleton is None else copy.deepcopy(skeleton.model)
             meta = meta_model.pack(
                 self._with_attention(model),
                 source.quantization,
                 linears=source.linears,
-                experts=source.experts,
-                expert_ranks=expert_ranks,
                 native=source.native,
             )
             with warnings.catch_warnings(record=True) as said:
@@ -359,7 +321,7 @@ class Planner:
                 meta.skeleton, meta.blocks = skeleton, filled(skeleton, meta.blocks)
             by_name = self.lora_config is None
             self.notes += map(targets.for_target_names, notes) if by_name else notes
-            meta_model.fake_packed(meta, dispatched=expert_ranks > 1)
+            meta_model.fake_packed(meta)
             meta.model.train()
             if self.settings.checkpointing and not meta_step.enable_checkpointing(meta.base):
                 self.notes.append(
@@ -407,22 +369,9 @@ class Planner:
     def load_peak(self) -> int:
         """The most that a process holds while it loads and packs."""
         held = self.resident
-        if self.loads_whole:
-            held = self.with_engine(None).resident  # which is cut once a rank has loaded it
         if self.settings.offload:  # One weight is packed on the device, and goes to the host
             held += max((p.weight.nbytes for p in self.meta.parts if not p.linear), default=0)
         return held + self._load_extra
-
-    @property
-    def loads_whole(self) -> bool:
-        """Whether a rank has the whole model on its device before it is cut.
-
-        A model that is not packed is loaded by shares, or through the CPU.
-        """
-        engine = self.settings.engine
-        if engine is None or self.meta.kind is None:
-            return False
-        return engine.name == "zero3" or (engine.name == "fsdp" and self.source.loads_whole)
 
     @cached_property
     def _load_extra(self) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from shlex import quote
 from typing import Any
 
+from ..layout import human_bytes
 from .budget import COMPONENTS, DeviceUse, Peak, Settings
 from .choice import LayerChoice, counted, sentence
 from .devices import CONTEXT_BYTES
@@ -13,34 +15,68 @@ from .hosting import Hosting
 
 
 @dataclass(frozen=True, slots=True)
-class Hint:
-    """One change that makes a plan smaller."""
+class Best:
+    """The best combination of settings that fits the devices of a plan."""
 
-    what: str  # In words
-    setting: str  # The same as an argument
-    saves: int  # Bytes less at the peak, with this change alone
-    fits: bool  # Whether it alone makes the plan fit the devices
+    settings: Settings
+    needed: int  # Bytes of the fullest device, with its reserve
+    memory: int  # Bytes of that device
+    host: int  # Bytes of packed experts in host memory
+    fit: PlannedFit | None = None  # What decoder layers can then keep
 
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """An engine for the GPUs of a plan; times are arithmetic (`scaling.py`), not measured."""
-
-    engine: str  # "ddp", "fsdp" or "ep"
-    ranks: int  # Its argument of `plan`: of `fsdp` and `ep` those that share one model
-    copies: int  # Groups of so many ranks
-    offload: bool  # With packed experts in host memory
-    seconds: float  # Of a step of one micro-batch on each GPU
-    tokens_per_s: float  # Of all GPUs
-    needed: int  # Bytes of the fullest rank, with its reserve
-    fits: bool
-    reason: str  # In words
-    alternatives: tuple[Advice, ...] = ()  # The other engines, those that do not fit included
+    def values(self) -> dict[str, Any]:
+        """Return the arguments of `plan` that are not its defaults."""
+        plain, own = Settings(), self.settings
+        names = (name for name in own.__slots__ if name not in ("engine", "workspace", "foreach"))
+        values = {n: getattr(own, n) for n in names if getattr(own, n) != getattr(plain, n)}
+        engine = self.settings.engine
+        return values | ({} if engine is None else {engine.name: engine.ranks})
 
     @property
-    def setting(self) -> str:
-        """The same as arguments of `plan`."""
-        return f"{self.engine}={self.ranks}{', offload=True' if self.offload else ''}"
+    def options(self) -> str:
+        """The same as options of `moe-qlora plan`."""
+        words = []
+        for name, value in self.values().items():
+            word = f"--{name.replace('_', '-')}"
+            if value is False:
+                word = f"--no-{name}"
+            words.append(word if isinstance(value, bool) else f"{word} {quote(str(value))}")
+        return " ".join(words)
+
+    @property
+    def python(self) -> tuple[str, ...]:
+        """Lines of Python that train so."""
+        settings, lines = self.settings, []
+        if settings.offload:
+            lines.append("with moe_qlora.enabled(offload=True): ...")
+        if settings.attention is not None:
+            lines.append(f'from_pretrained(..., attn_implementation="{settings.attention}")')
+        options = ", experts=True" * ("experts" in settings.targets.split(","))
+        if settings.adapter_dtype == "bfloat16":
+            options += ", autocast_adapter_dtype=False"
+        lines.append(
+            f"moe_qlora.get_peft_model(model, LoraConfig(r={settings.rank}, ...){options})"
+        )
+        size = f"batch_size={settings.batch}, seq_len={settings.seq}"
+        lines += ["# pip install liger-kernel, for its loss"] if settings.liger else []
+        lines.append(f"moe_qlora.prepare_training(model, {size})")
+        lines.append(f'TrainingArguments(..., optim="{_OPTIM[settings.optimizer]}")')
+        return tuple(lines)
+
+    def __str__(self) -> str:
+        held = f"{human_bytes(self.needed)} of {human_bytes(self.memory)}"
+        return held + (f", and {human_bytes(self.host)} of host memory" if self.host else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, for `json.dumps`; sizes in bytes."""
+        sizes = {"needed": self.needed, "memory": self.memory, "host": self.host}
+        return {"settings": self.values(), "options": self.options, **sizes}
+
+
+_OPTIM = {"adamw": "adamw_torch_fused", "paged_adamw": "paged_adamw_32bit"} | {
+    name: name for name in ("adamw_8bit", "paged_adamw_8bit")
+}
+"""Optimizers of `Settings` by Trainer's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +132,8 @@ class MemoryPlan:
             in place of gradient checkpointing; that `settings` have it or not does not matter. All
             layers are "recompute" where not even that fits; None without `gpus`, and where the
             model has no decoder layers.
-        advice: Which engine to take on several `gpus`, whether one was asked for or not; None where
-            none fits.
-        hints: What to change, where it does not fit; the changes that cost least come first.
+        best: The best combination of settings that fits `gpus`; None without `gpus`, and where none
+            of docs/what-fits.md fits.
         notes: What to know about the figures, a sentence each.
         estimated: Whether the activations of layers are an estimate, since the model's own cannot
             run without data.
@@ -109,9 +144,6 @@ class MemoryPlan:
         hosting: With `offload`, what all packed experts take in host memory and cost; `resident`,
             `load_peak`, `peak` and `devices` are then without them, and with two slots in training.
             `fit` is of as many on the device as `fit_memory` brings there. None without.
-        origins: Of a trainer's file: argument of `plan` -> the key of the file that its value comes
-            from, "option" for one that was given beside the file, "axolotl's default" or "plan's
-            default" for one that neither says. None for any other model.
     """
 
     label: str
@@ -130,14 +162,12 @@ class MemoryPlan:
     largest_seq: int | None = None
     largest_batch: int | None = None
     fit: PlannedFit | None = None
-    advice: Advice | None = None
-    hints: tuple[Hint, ...] = ()
+    best: Best | None = None
     notes: tuple[str, ...] = ()
     estimated: bool = False
     whole: int | None = None
     on_disk: int | None = None
     hosting: Hosting | None = None
-    origins: dict[str, str] | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -150,11 +180,23 @@ class MemoryPlan:
             for use in self.devices
         )
 
-    def values(self) -> dict[str, Any]:
-        """Return the values of `settings` under the names that `plan` has for them."""
-        plain = {name: getattr(self.settings, name) for name in self.settings.__slots__}
-        engine = plain.pop("engine")
-        return plain | ({} if engine is None else {engine.name: engine.ranks})
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, and what does, in words; "" without `gpus`."""
+        if not self.devices:
+            return ""
+        use = max(self.devices, key=lambda use: use.needed / use.capacity)
+        held = f"{human_bytes(use.needed)} of {human_bytes(use.capacity)}"
+        if self.fits:
+            said = f"It fits: {held}."
+            other = self.best is not None and self.best.settings != self.settings
+            return said + (f" The best that fits: {self.best}." if other else "")
+        said = f"It does not fit as asked: {held}."
+        if all(use.fits for use in self.devices):
+            said = f"It would train ({held}), but does not fit while it is loaded."
+        if self.best is not None:
+            return f"{said} This fits: {self.best}."
+        return f"{said} Nothing that was tried fits: take larger GPUs, or more of them."
 
     def _offload(self, hosting: Hosting) -> dict[str, Any]:
         """Return what `--json` says of experts in host memory: bytes, and seconds of a step."""
@@ -189,12 +231,11 @@ class MemoryPlan:
         del plain["whole"]
         if plain["on_disk"] is None:
             del plain["on_disk"]
-        if plain["origins"] is None:
-            del plain["origins"]
         del plain["hosting"]
         if self.hosting is not None:
             plain["offload"] = self._offload(self.hosting)
         plain["fit"] = self.fit and self.fit.counts
+        plain["best"] = self.best and self.best.as_dict()
         devices = [
             {**device, "fits": use.fits, "blocks": list(use.blocks)}
             for device, use in zip(plain["devices"], self.devices, strict=True)

@@ -43,10 +43,7 @@ class ModelSource:
     build: Callable[[], nn.Module]  # Returns a new copy of the model on meta
     quantization: Any  # A `BitsAndBytesConfig`, None where nothing more is packed
     linears: bool  # Whether Linear layers are packed too
-    free: bool  # Whether `quantization` may be changed by hints
     notes: tuple[str, ...] = ()  # What to know, a sentence each
-    experts: bool = True  # Whether `quantization` is for expert weights too
-    loads_whole: bool = False  # Whether a rank loads the whole model, and shards it then
     dequantizes: bool = False  # Whether a maker's codes are dequantized while they are packed
     on_disk: int | None = None  # Bytes of the folder that these lie in, where there is one
     # Settings of expert weights in native codes of the checkpoint, by name
@@ -91,8 +88,6 @@ def source_of(
         meta_model.cast_as_loaded(model, next(model.parameters()).dtype)
         return model
 
-    trainer = resolved.trainer if quantization is None else None  # what the file says of packing
-    plain = trainer is not None and resolved.settings is None
     asked = bnb_config(resolved.settings if quantization is None else quantization)
     manifest = None if resolved.folder is None else read_manifest(resolved.folder)
     native = {} if manifest is None else manifest.native_codecs()
@@ -102,15 +97,12 @@ def source_of(
         resolved.label,
         resolved.config,
         build_model,
-        None if plain else asked,
-        linears=not plain,
-        free=not plain,
+        asked,
+        linears=True,
         notes=(*resolved.notes, note) if note else resolved.notes,
         dequantizes=method is not None or codes is not None,
         on_disk=None if codes is None else codes.nbytes,
         native=native,
-        experts=trainer is None or trainer.packs_experts,
-        loads_whole=resolved.trainer is not None,
         skeleton=None if native else cache(lambda: skeleton_of(build_model())),
     )
 
@@ -135,7 +127,7 @@ def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:
     asked = None if packed else bnb_config(quantization)
     label = getattr(config, "name_or_path", "") or type(model).__name__
     copy_to_meta = partial(meta_model.copy_to_meta, model)
-    return ModelSource(label, config, copy_to_meta, asked, on_meta, not packed)
+    return ModelSource(label, config, copy_to_meta, asked, on_meta)
 
 
 def bnb_config(asked: Any) -> Any:

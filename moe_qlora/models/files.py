@@ -26,7 +26,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ..errors import CheckpointError, UnsupportedWeightError
+from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
 
 MAX_CONFIG = 16 << 20
 """Longest configuration that is read, in bytes."""
@@ -163,6 +163,15 @@ def place_of(model: str) -> Path | None:
     if model.count("/") > 1:
         raise CheckpointError(f"{model!r} does not exist, and is no hub id (owner/name) either.")
     return None
+
+
+def refuse_yaml(model: Any, command: str) -> None:
+    """Raise a `ConfigError` where a command that reads no YAML is given the name of such a file."""
+    if isinstance(model, (str, Path)) and Path(model).suffix.lower() in YAML:
+        raise ConfigError(
+            f"{model} is a YAML file, which moe-qlora {command} does not read: run axolotl "
+            f"moe-experts {model}, or name the model and give the settings as options."
+        )
 
 
 def check_patterns(patterns: Iterable[str], names: Iterable[str], where: str) -> None:

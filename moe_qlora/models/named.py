@@ -4,7 +4,7 @@ MODEL is read as, in this order:
 
     a folder            that holds config.json
     a .json file        a configuration
-    a .yml, .yaml file  of an axolotl-style trainer; `base_model` is then read as MODEL is
+    a .yml, .yaml file  of an axolotl-style trainer, of which `base_model` alone is read
     a model type        of transformers ("qwen3_moe"), in its default configuration
     a checkpoint        that model_registry/ has the configuration of ("qwen3-30b-a3b")
     a hub id            that is cached or can be reached; only its configuration is fetched
@@ -31,17 +31,9 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from .. import registry
-from ..errors import CheckpointError, ConfigError, MoeQloraError, did_you_mean
+from ..errors import CheckpointError, MoeQloraError, did_you_mean
 from ..packing.settings import CodecSettings
-from . import trainer
-from .files import (
-    YAML,
-    check_depth,
-    check_no_codes_of_single_experts,
-    place_of,
-    read_json,
-)
-from .trainer.file import TrainerFile
+from .files import YAML, check_depth, check_no_codes_of_single_experts, place_of, read_json
 
 _AUTO_CLASSES = (
     "AutoModelForCausalLM",
@@ -60,7 +52,7 @@ class Source:
     """A model that a person named: what they typed, its configuration, and notes for them.
 
     `settings` say how experts are to be packed; None where nothing says so. `folder` is where the
-    checkpoint lies, and `trainer` the trainer's file that named it; None without one.
+    checkpoint lies; None without one.
     """
 
     label: str
@@ -68,7 +60,6 @@ class Source:
     settings: CodecSettings | None = None
     notes: tuple[str, ...] = ()
     folder: Path | None = None
-    trainer: TrainerFile | None = None
 
 
 def resolve(
@@ -77,7 +68,7 @@ def resolve(
     """Find the configuration that `model` names, or is.
 
     One that is missing, damaged or unknown to transformers is a `CheckpointError`; quantization
-    settings, of its own or a trainer's, that cannot be followed are a `ConfigError`.
+    settings of its own that cannot be followed are a `ConfigError`.
     """
     if isinstance(model, Source):
         return model
@@ -252,24 +243,7 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
     if Path(name).suffix in YAML:
         raise CheckpointError(f"{label}: base_model is {base}, another YAML file; name a model.")
     source = resolve(name, trust_remote_code=trust_remote_code)
-    for key in ("overrides_of_model_config", "model_config"):  # one field, by two names
-        overrides = content.get(key) or {}
-        try:
-            for field, value in dict(overrides).items():
-                setattr(source.config, field, value)
-        except Exception as error:
-            raise ConfigError(
-                f"{label}: {key} is {overrides!r:.80}, which this configuration does not take "
-                f"({_first_line(error)})."
-            ) from error
-    file = trainer.read(label, content, path.parent, str(source.config.model_type))
-    return replace(
-        source,
-        label=label,
-        settings=source.settings or file.codec,
-        notes=(*source.notes, *file.notes),
-        trainer=file,
-    )
+    return replace(source, label=label)
 
 
 def _from_name(name: str, trust_remote_code: bool) -> Source:

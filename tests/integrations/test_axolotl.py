@@ -49,8 +49,8 @@ from moe_qlora.errors import (
     DetectionError,
     QuantizationError,
 )
+from moe_qlora.integrations.settings import PLUGIN as NAME
 from moe_qlora.lora import layer as lora
-from moe_qlora.models.trainer.checks import PLUGIN as NAME
 from moe_qlora.packing import parametrize
 
 pytestmark = [

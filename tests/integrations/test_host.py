@@ -19,7 +19,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from moe_qlora import detect, layout
 from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
 from moe_qlora.integrations.host import ExpertsHost
-from moe_qlora.models.trainer.checks import ExpertsSettings, Role
+from moe_qlora.integrations.settings import ExpertsSettings, Role
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -362,6 +362,6 @@ def test_the_roles_are_those_of_the_layout() -> None:
 
 
 def test_every_setting_has_its_allowed_values() -> None:
-    from moe_qlora.models.trainer import checks
+    from moe_qlora.integrations import settings as checks
 
     assert list(ExpertsSettings.model_fields) == list(checks._ALLOWED)

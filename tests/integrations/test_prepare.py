@@ -24,7 +24,7 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost, llama_factory, prepare
 from moe_qlora.integrations.liger import apply_liger
 from moe_qlora.integrations.llama_factory import prepares
-from moe_qlora.models.trainer.checks import PLUGIN
+from moe_qlora.integrations.settings import PLUGIN
 from moe_qlora.speed import fit as speed_fit
 from moe_qlora.speed import graphs as speed_graphs
 from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model

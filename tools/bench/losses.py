@@ -101,7 +101,7 @@ def train(
     batches = [torch.randint(vocabulary, shape, generator=generator) for _ in range(BATCHES)]
     losses = []
     with additions.prepared(adapted, settings, fits=True) as graphs:
-        for step in range(STEPS):
+        for step in range(2 if options.tiny else STEPS):
             ids = batches[step % BATCHES].to(device)
             loss = adapted(input_ids=ids, labels=ids).loss
             loss.backward()

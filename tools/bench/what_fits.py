@@ -32,6 +32,7 @@ from moe_qlora.memory.budget import Engine, Settings
 from moe_qlora.memory.devices import exact_size, parse_devices
 from moe_qlora.memory.plan import devices_of
 from moe_qlora.memory.planner import Planner
+from moe_qlora.memory.search import RUNGS
 from moe_qlora.memory.source import ModelSource, source_of
 
 DATA = RESULTS.with_name("planned") / "what_fits.csv"
@@ -65,18 +66,8 @@ GPUS = {
 
 SEQS = (2048, 4096, 8192, 32768)
 
-_BOTH: dict[str, Any] = {"targets": "attention,experts"}
-_SMALL: dict[str, Any] = {"adapter_dtype": "bfloat16", "optimizer": "adamw_8bit"}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "A": {**_BOTH, "checkpointing": False},
-    "B": {**_BOTH},
-    "C": {**_BOTH, **_SMALL},
-    "D": {**_BOTH, **_SMALL, "rank": 8},
-    "E": {"targets": "attention"},
-    "F": {"targets": "attention", **_SMALL, "rank": 8},
-    "G": {**_BOTH, **_SMALL, "rank": 8, "offload": True},
-    "H": {"targets": "attention", **_SMALL, "rank": 8, "offload": True},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"A": {**RUNGS[0], "checkpointing": False}}
+SETTINGS |= zip("BCDEFGH", RUNGS, strict=True)
 """Arguments of `plan` beside its defaults, the one to prefer first, and the smallest last."""
 
 DEFAULTS: dict[str, Any] = {

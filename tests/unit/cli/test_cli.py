@@ -170,48 +170,6 @@ def test_model_type(cli):
     assert found["experts"][0]["role"] == "gate_up"
 
 
-QLORA = "adapter: qlora\nload_in_4bit: true"
-
-
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
-        (QLORA, ("nf4", True)),
-        ("load_in_8bit: true\nadapter: lora", ("int8", False)),
-        ("bnb_config_kwargs: {bnb_4bit_quant_type: fp4}\n" + QLORA, ("fp4", True)),
-        ("bnb_config_kwargs: {bnb_4bit_use_double_quant: false}\n" + QLORA, ("nf4", False)),
-    ],
-)
-def test_trainer_settings(cli, folder, tmp_path, lines, expected):
-    trainer = tmp_path / "train.yml"
-    trainer.write_text(f"base_model: {folder}\n{lines}\n")
-    found = dumped(cli, trainer)["quantization"]
-    assert (found["kind"], found["double_quant"]) == expected
-
-
-def test_trainer_overrides(cli, folder, tmp_path):
-    trainer = tmp_path / "train.yml"
-    trainer.write_text(
-        f"base_model: {folder}\nadapter: lora\noverrides_of_model_config: {{num_experts: 6}}\n"
-    )
-    found = dumped(cli, trainer)
-    assert found["experts"][0]["num_experts"] == 6
-    assert "has the model loaded in 16 bit" in " ".join(found["notes"])
-
-
-def test_the_block_of_the_plugin(cli, folder, tmp_path):
-    """What it skips is skipped; a file that forgets to name the plugin is told so."""
-    trainer = tmp_path / "train.yml"
-    lines = f"base_model: {folder}\n{QLORA}\nlora_r: 16\nlora_target_linear: true\n"
-    lines += "moe_qlora:\n  skip_modules: [model.layers.1]\n"
-    trainer.write_text(lines)
-    found = dumped(cli, trainer)
-    assert [e["skipped"] for e in found["experts"] if e["skipped"]] == ["model.layers.1"] * 2
-    assert "only where plugins names moe_qlora.integrations.axolotl" in " ".join(found["notes"])
-    trainer.write_text(lines + "plugins: [moe_qlora.integrations.axolotl.MoeQloraPlugin]\n")
-    assert not dumped(cli, trainer)["notes"]
-
-
 def test_plain_linear_router_is_named(cli, tmp_path):
     from transformers import AfmoeConfig
 
@@ -292,29 +250,35 @@ BAD_YAML = {
     "no YAML": ("a: [", "no readable YAML"),
     "itself": ("base_model: train.yaml", "another YAML file"),
     "missing": ("base_model: ./gone", "./gone does not exist"),
-    "kwargs": (
-        "base_model: {model}\nadapter: qlora\nload_in_4bit: true\nbnb_config_kwargs: 3",
-        "bnb_config_kwargs",
-    ),
-    "a pattern": (
-        f"base_model: {{model}}\n{QLORA}\nmoe_qlora: {{{{skip_modules: ['(']}}}}",
-        "which is no valid pattern",
-    ),
     "deep": ("[" * 5000, "no readable YAML"),
-    "overrides": ("base_model: {model}\noverrides_of_model_config: 3", "overrides_of_model_config"),
     "a date": ("base_model: 2024-13-01", "no readable YAML"),
     "an object": ("base_model: !!python/object/apply:os.getcwd []", "no readable YAML"),
-    "type": (
-        f"base_model: {{model}}\n{QLORA}\nbnb_config_kwargs: {{{{bnb_4bit_quant_type: nf5}}}}",
-        "nf5",
-    ),
 }
 
 
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_yaml_file_is_no_model_of_plan_and_doctor(cli, tmp_path, command):
+    """Whatever is in it: nested aliases would take 10^11 words to print."""
+    laughs = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+        f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+    )
+    for name in ("train.yaml", "train.YML"):
+        file = tmp_path / name
+        file.write_text(f"{laughs}base_model: qwen3-30b-a3b\nlora_target_modules: *a11\n")
+        check_refused(cli(command, file), f"run axolotl moe-experts {file}, or name the model")
+        with pytest.raises(moe_qlora.ConfigError, match=r"is a YAML file, which moe-qlora"):
+            getattr(moe_qlora, command)(file)
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_rank_that_no_adapter_has_is_one_sentence(cli, folder, command):
+    check_refused(cli(command, folder, "--rank", 300000), "rank is 300000; plans go up to 65536")
+
+
 @pytest.mark.parametrize("case", BAD_YAML)
-def test_bad_yaml(cli, folder, tmp_path, case):
+def test_bad_yaml(cli, tmp_path, case):
     text, message = BAD_YAML[case]
-    (tmp_path / "train.yaml").write_text(text.format(model=folder) if "{model}" in text else text)
+    (tmp_path / "train.yaml").write_text(text)
     check_refused(cli("dump", tmp_path / "train.yaml"), message)
 
 

@@ -279,27 +279,23 @@ def test_no_card(name, message):
     assert str(caught.value).startswith("gpu: ")
 
 
-def test_a_card_says_what_layers_can_keep():
-    """It is the sentence of a plan with its defaults; without a GPU or a model there is none."""
+def test_a_card_says_with_what_settings_it_holds_a_step():
+    """They are the best of a plan; without a GPU or a model there are none."""
     plain = config()
     said = moe_qlora.doctor(plain, BF16, gpu="H100").fit
-    made = moe_qlora.plan(plain, BF16, gpus="H100", search=False)
-    assert (
-        said == f"H100 (1 x 4,096 tokens, LoRA on attention) with moe_qlora.fit_memory: {made.fit}."
-    )
+    made = moe_qlora.plan(plain, BF16, gpus="H100")
+    assert said.startswith("H100 holds a training step (1 x 4,096 tokens, LoRA on attention,exp")
+    assert f"{made.best}. With moe_qlora.fit_memory {made.best.fit}.\n" in said
+    assert f"--gpus H100 {made.best.options}\n" in said and "experts=True" in said
     assert moe_qlora.doctor(gpu="H100").fit == ""
-    assert said in str(moe_qlora.doctor(plain, BF16, gpu="H100"))
-    large = tiny_model(
-        "qwen3_moe",
-        device="meta",
-        num_hidden_layers=8,
-        num_experts=512,
-        hidden_size=2048,
-        moe_intermediate_size=2048,
-    ).config
-    said = moe_qlora.doctor(large, BF16, gpu="T4").fit
-    assert said.startswith("T4 does not hold a training step")
-    assert said.endswith("With moe_qlora.offload_experts it does.")
+    assert str(moe_qlora.doctor(plain, BF16, gpu="H100")).startswith(said)
+    large = {"num_hidden_layers": 8, "num_experts": 512, "hidden_size": 2048}
+    large |= {"moe_intermediate_size": 2048, "device": "meta"}
+    said = moe_qlora.doctor(tiny_model("qwen3_moe", **large).config, BF16, gpu="T4").fit
+    assert "of host memory" in said and "--offload" in said
+    large["num_hidden_layers"], large["vocab_size"] = 2, 10_000_000
+    said = moe_qlora.doctor(tiny_model("qwen3_moe", **large).config, BF16, gpu="T4").fit
+    assert said.startswith("T4 holds no training step of it: It does not fit as asked")
 
 
 def test_no_rank():

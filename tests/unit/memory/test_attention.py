@@ -127,15 +127,6 @@ def test_what_a_class_does_not_support_is_refused(model_type, name):
         moe_qlora.plan(config(model_type), attention=3, **SIZES)  # type: ignore[arg-type]
 
 
-def test_the_hint_saves_what_it_says():
-    made = moe_qlora.plan(config("gpt_oss"), search=False, seq=4096, gpus=[100 << 20])
-    assert made.fits is False
-    hint = made.hints[0]
-    assert hint.setting == "attention='flex_attention'"
-    other = moe_qlora.plan(config("gpt_oss"), search=False, seq=4096, attention="flex_attention")
-    assert hint.saves == made.peak.nbytes - other.peak.nbytes > 0
-
-
 def test_the_command_line(cli, tmp_path):
     config("gpt_oss").save_pretrained(tmp_path)
     code, out, _ = cli("plan", tmp_path, "--seq", 4096, "--gpus", "100MiB")
@@ -145,37 +136,6 @@ def test_the_command_line(cli, tmp_path):
     code, out, _ = cli("plan", tmp_path, "--attention", "flex_attention")
     assert code == 0
     assert "is counted as a fused kernel" in " ".join(out.split())
-
-
-TRAINED = """
-base_model: model
-adapter: qlora
-load_in_4bit: true
-lora_r: 16
-plugins: [moe_qlora.integrations.axolotl.MoeQloraPlugin]
-gradient_checkpointing: true
-"""
-
-
-@pytest.mark.parametrize("value", ["flex_attention", KERNEL])
-def test_a_trainers_file(tmp_path, value):
-    """A kernel that a file names is counted as one, and not loaded."""
-    config("gpt_oss").save_pretrained(tmp_path / "model")
-    file = tmp_path / "train.yaml"
-    file.write_text(f"{TRAINED}attn_implementation: {value}\n")
-    made = moe_qlora.plan(file, targets="attention", **SIZES)
-    assert not eager_notes(made)
-    assert any(value in note and "counted as a fused kernel" in note for note in made.notes)
-    assert made.origins["attention"] == "attn_implementation"
-
-
-def test_a_trainers_file_that_asks_for_eager_attention(tmp_path):
-    config("qwen3_moe").save_pretrained(tmp_path / "model")
-    file = tmp_path / "train.yaml"
-    file.write_text(f"{TRAINED}eager_attention: true\n")
-    eager = moe_qlora.plan(config("qwen3_moe", "eager"), **SIZES)
-    assert moe_qlora.plan(file, targets="attention", **SIZES).peak.nbytes == eager.peak.nbytes
-    assert eager.peak.nbytes > moe_qlora.plan(config("qwen3_moe"), **SIZES).peak.nbytes
 
 
 def test_the_figures_are_those_that_were_measured():
@@ -274,12 +234,6 @@ def test_the_language_model_decides_and_both_must_support_flex_attention():
         assert seen is not None and seen.class_name == "In" and seen.flex
     for outer, inner in [(none, flex), (flex, none), (flex, {**flex, "_supports_sdpa": True})]:
         assert attention.eager_attention(nested_model(outer, inner)) is None
-
-
-def test_no_hint_of_flex_attention_for_a_class_without():
-    made = moe_qlora.plan(config("mimo_v2_flash"), search=False, seq=4096, gpus=[100 << 20])
-    assert made.fits is False and eager_notes(made)
-    assert not [hint for hint in made.hints if "flex" in hint.setting]
 
 
 def test_another_engine_knows_of_eager_attention():

@@ -37,8 +37,8 @@ def of_all_layers(monkeypatch, *args, **settings):
         return moe_qlora.plan(*args, **settings)
 
 
-# Too little memory, so that hints are made; each of two ranks; two devices of one process.
-HINTS = {"targets": "attention", "gpus": "2MiB"}
+# Too little memory for any settings; each of two ranks; two devices of one process.
+SMALL = {"targets": "attention", "gpus": "2MiB"}
 RANKS = {"targets": "attention,experts", "gpus": "2x1GiB", "fsdp": 2, "search": False}
 SPREAD = {"targets": "all-linear", "gpus": "2x1GiB", "search": False}
 
@@ -46,13 +46,13 @@ SPREAD = {"targets": "all-linear", "gpus": "2x1GiB", "search": False}
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("deepseek_v3", HINTS),
+        ("deepseek_v3", SMALL),
         *((family, RANKS | {"checkpointing": False}) for family in ("gpt_oss", "qwen3_next")),
         *((family, SPREAD) for family in ("qwen3_moe", "deepseek_v3")),
     ],
 )
 def test_a_plan_of_repeated_layers_is_that_of_all(family, settings, monkeypatch):
-    """Bytes, device map, hints and notes are the same, whether two layers of a kind run or all."""
+    """Bytes, device map, search and notes are the same, whether two layers of a kind run or all."""
     config = config_of(family)
     made = moe_qlora.plan(config, seq=64, **settings)
     assert asdict(made) == asdict(of_all_layers(monkeypatch, config, seq=64, **settings))
@@ -62,7 +62,7 @@ def test_a_plan_of_repeated_layers_is_that_of_all(family, settings, monkeypatch)
 def test_repeated_layers_are_empty(family):
     """A plan packs the first and the last layer of a kind, and counts the weights of all."""
     source = source_of(config_of(family, 12), None, None, False)
-    few = Planner(source, Settings(seq=64, engine=Engine("ep", 2)))
+    few = Planner(source, Settings(seq=64, engine=Engine("fsdp", 2)))
     skeleton = few.meta.skeleton
     assert skeleton is not None and skeleton.groups
     assert all(not list(few.meta.modules[name].parameters()) for name in skeleton.emptied)

@@ -42,6 +42,36 @@ def of_peer(rows, peer):
     return {row["metric"]: row for row in rows if f"peer={peer}" in row["setting"].split()}
 
 
+ALSO = {
+    "losses": ["--seq", 32],
+    "many_gpus": [*("--engines", "single", "--steps", 1, "--warmup", 1, "--micro-batch", 1)],
+    "plan": ["--only", "olmoe"],
+}
+"""What no other test here runs; those that need another program are not run on a CPU."""
+
+
+@pytest.mark.parametrize("script", ALSO)
+def test_it_runs_at_all(tmp_path, monkeypatch, script):
+    out = tmp_path / "out.csv"
+    called(monkeypatch, script, *ALSO[script], "--out", out)
+    rows = rows_of(out)
+    assert rows and not any("fails" in (row.get("note") or "") for row in rows)
+
+
+def test_many_gpus_are_extrapolated_by_arithmetic(tmp_path, monkeypatch):
+    """Two ranks of GLM-4.5-Air under FSDP2 take what they were measured to."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import extrapolate
+
+    glm, qwen = extrapolate.Model("glm-4.5-air"), extrapolate.Model("qwen3-30b-a3b")
+    assert glm.seconds("fsdp", 2, 2) == pytest.approx(extrapolate.GLM_STEP)
+    assert qwen.step < qwen.seconds("ddp", 8, 8) < qwen.seconds("fsdp", 8, 8)
+    assert qwen.seconds("fsdp", 8, 64) < qwen.seconds("fsdp", 64, 64)
+    page = (BENCH / "many_gpus.md").read_text("utf-8")
+    assert all(row in page for row in qwen.rows([8])), "run tools/bench/extrapolate.py"
+    assert len(page.split()) <= 800
+
+
 def test_kept_mxfp4_codes_beside_nf4(tmp_path, monkeypatch):
     out = tmp_path / "model.csv"
     arguments = ["--model", "gpt_oss", "--peers", "ours,mxfp4", "--steps", 1, "--warmup", 1]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import yaml
 
 from moe_qlora.errors import ConfigError
-from moe_qlora.models.trainer.checks import _COLLISIONS, check, wants_packing
+from moe_qlora.integrations.settings import _COLLISIONS, check, wants_packing
 
 QLORA = {"adapter": "qlora", "load_in_4bit": True}
 LORA = {"adapter": "lora", "load_in_8bit": True}
@@ -90,3 +91,38 @@ def test_nothing_is_refused_where_nothing_is_packed() -> None:
     merging = {"merge_lora": True, "load_in_4bit": False, "adapter": "qlora"}
     check(merging)
     assert not wants_packing(merging)
+
+
+def test_a_validated_configuration_is_planned() -> None:
+    """`axolotl moe-experts CONFIG --gpus GPUS` gives plan what axolotl's validation left."""
+    from types import SimpleNamespace
+
+    import moe_qlora
+    from moe_qlora.integrations.settings import plan_arguments
+
+    cfg = SimpleNamespace(
+        base_model="qwen3_moe",
+        **QLORA,
+        micro_batch_size=2,
+        sequence_len=256,
+        gradient_accumulation_steps=4,
+        lora_r=8,
+        lora_target_modules=["q_proj", "v_proj"],
+        moe_qlora={"lora_experts": True},
+        gradient_checkpointing=True,
+        optimizer=SimpleNamespace(value="adamw_bnb_8bit"),
+    )
+    settings = moe_qlora.plan(**plan_arguments(cfg, 1), search=False).settings
+    assert (settings.batch, settings.seq, settings.rank, settings.accumulation) == (2, 256, 8, 4)
+    assert (settings.targets, settings.optimizer) == ("q_proj,v_proj,experts", "adamw_8bit")
+    assert settings.checkpointing and settings.engine is None
+    assert plan_arguments(cfg, 4)["ddp"] == 4
+    cfg.fsdp_config = {"reshard_after_forward": True}
+    assert plan_arguments(cfg, 4)["fsdp"] == 4
+    for change, message in (
+        ({"adapter": None}, "adapter is null, and plans are of LoRA: set adapter: qlora."),
+        ({"load_in_4bit": None}, "adapter is 'qlora', without load_in_4bit or load_in_8bit"),
+        ({"lora_target_modules": ".*q_proj"}, "lora_target_modules is the pattern '.*q_proj'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            plan_arguments(SimpleNamespace(**{**vars(cfg), **change}), 1)

@@ -1,0 +1,278 @@
+"""The `moe_qlora:` block of a host's file, and what axolotl's settings must be beside it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
+
+from ..errors import CheckpointError, ConfigError
+from ..models.files import read_json
+from ..packing.bnb4bit import NF4
+
+PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
+
+BLOCK = "moe_qlora"
+
+Role = Literal["gate_up", "gate", "up", "down", "expert"]  # those of layout.py
+
+_ROLES = ", ".join(get_args(Role))
+_ALLOWED = {
+    "pack_experts": "true and false",
+    "lora_experts": f"true, false and a list of roles ({_ROLES})",
+    "lora_router": "true and false",
+    "skip_modules": "a list of module names or patterns",
+    "prepare_training": "true, false and memory such as 40GiB",
+    "progress": "true and false",
+}
+
+
+def _more_than_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def plugins_of(cfg: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the plugins that a file names, each as `package.module.Class`."""
+    named = cfg.get("plugins") or ()
+    listed = named if isinstance(named, (list, tuple)) else (named,)
+    return tuple(str(name).replace(":", ".") for name in listed)
+
+
+def is_named(cfg: Mapping[str, Any]) -> bool:
+    """Tell whether a file names this package's plugin."""
+    return PLUGIN in plugins_of(cfg)
+
+
+# Key -> why it collides, and what to do.
+_COLLISIONS = {
+    "quantize_moe_experts": (
+        "axolotl would pack the experts that moe_qlora packs; take out one of the two"
+    ),
+    "nf4_backend": "experts are packed by bitsandbytes; leave it out",
+    "qlora_sharded_model_loading": "it loads by other code, which packs no experts; leave it out",
+    "reinit_weights": "a model of random weights is not loaded, so nothing is packed",
+    "gptq": "a GPTQ model is packed already; take the plugin out",
+    "qat": "it trains the weights that moe_qlora packs and freezes; take out one of the two",
+    "relora": "it merges adapters into weights that packing rounds anew each time; leave it out",
+    "tensor_parallel_size": (
+        "a tensor-parallel plan cannot shard packed experts; use data or context parallelism"
+    ),
+    "expert_parallel_size": (
+        "axolotl's expert parallelism shards plain weights only; use data or context parallelism"
+    ),
+    "deepspeed": (
+        "ZeRO stage 3 takes weights apart before they can be packed; use stage 2 or lower, or FSDP"
+    ),
+    "fsdp_config": (
+        "only the first rank would get experts to pack; set cpu_ram_efficient_loading to false"
+    ),
+    "use_scattermoe": "packed experts run on moe_qlora's own kernels; leave it out",
+    "use_sonicmoe": "packed experts run on moe_qlora's own kernels; leave it out",
+    "experts_implementation": (
+        "packed experts run through the implementation 'moe_qlora'; leave it out"
+    ),
+}
+
+# Key -> whether a value collides; of the other keys every true one does.
+_COLLIDES: dict[str, Callable[[Any], bool]] = {
+    "nf4_backend": lambda value: value == "torchao",
+    "tensor_parallel_size": _more_than_one,
+    "expert_parallel_size": _more_than_one,
+    "deepspeed": lambda value: zero_stage(value) == 3,
+    "fsdp_config": lambda value: (
+        isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
+    ),
+    # axolotl's kernels plugin writes "eager" where the user wrote nothing
+    "experts_implementation": lambda value: value not in ("eager", "moe_qlora"),
+}
+
+
+def wants_packing(cfg: Mapping[str, Any]) -> bool:
+    """Tell whether this run packs experts: its settings say so, and it is no merge."""
+    return ExpertsSettings.read(cfg.get(BLOCK)).pack_experts and not cfg.get("merge_lora")
+
+
+def check(cfg: Mapping[str, Any]) -> None:
+    """Refuse a configuration that names the plugin and cannot be followed, by a `ConfigError`.
+
+    It may be as it was read from the file, or as axolotl's schema gets it.
+    """
+    settings = ExpertsSettings.read(cfg.get(BLOCK))
+    if not wants_packing(cfg):
+        return
+    adapter = cfg.get("adapter")
+    if adapter not in ("qlora", "lora"):
+        seen = "is missing" if adapter is None else f"is {adapter!r}"
+        raise ConfigError(
+            f"adapter {seen}, and moe_qlora packs experts for LoRA: set adapter: qlora with "
+            "load_in_4bit: true, or adapter: lora with load_in_8bit: true."
+        )
+    bits, other = ("4", "8") if adapter == "qlora" else ("8", "4")
+    if not cfg.get(f"load_in_{bits}bit") or cfg.get(f"load_in_{other}bit"):
+        both = cfg.get(f"load_in_{other}bit")
+        seen = f"load_in_{other}bit is true" if both else f"load_in_{bits}bit is not true"
+        raise ConfigError(
+            f"adapter is {adapter!r} and {seen}, so that axolotl would not load the model in "
+            f"{bits} bit: set load_in_{bits}bit: true alone, or the other adapter."
+        )
+    for key, why in _COLLISIONS.items():
+        value = cfg.get(key)
+        if value is not None and _COLLIDES.get(key, bool)(value):
+            seen = "set" if isinstance(value, (Mapping, list)) else shown(value)
+            raise ConfigError(f"{key} is {seen} beside the plugin of moe_qlora: {why}.")
+    if settings.prepare_training and cfg.get("torch_compile"):
+        raise ConfigError(
+            f"torch_compile is {shown(cfg.get('torch_compile'))}, and moe_qlora.prepare_training "
+            "compiles the layers itself: take torch_compile out."
+        )
+    if settings.lora_experts and cfg.get("peft_use_dora"):
+        raise ConfigError(
+            "peft_use_dora is true, and moe_qlora.lora_experts asks for LoRA on packed experts, "
+            "whose unpacked rows DoRA would need: take out one of the two."
+        )
+
+
+def zero_stage(value: Any) -> int | None:
+    """Return the ZeRO stage of `deepspeed:`; of a file that is not here, the one in its name.
+
+    None where neither says so.
+    """
+    if not value:
+        return None
+    found = value if isinstance(value, Mapping) else None
+    if found is None and (path := Path(str(value))).is_file():
+        with suppress(CheckpointError):
+            found = read_json(path)
+    if found is None:
+        match = re.search(r"zero[-_]?(?:stage)?[-_]?([0-3])", str(value).lower())
+        return int(match[1]) if match else None
+    section = found.get("zero_optimization")
+    stage = section.get("stage", 0) if isinstance(section, Mapping) else 0
+    return int(stage) if str(stage) in ("0", "1", "2", "3") else None
+
+
+class ExpertsSettings(BaseModel):
+    """How a host packs and adapts experts; an unknown key is an error.
+
+    Attributes:
+        pack_experts: Pack them while the model loads; False leaves the model as the host loads it.
+        lora_experts: Put LoRA on all packed experts, or on those of some roles; False leaves it to
+            the host's own `target_parameters`.
+        lora_router: Put LoRA on the routers too.
+        skip_modules: Modules, as `llm_int8_skip_modules` names them, that stay in 16 bit besides
+            those of the host's own config.
+        prepare_training: Call `moe_qlora.prepare_training` before training; a string is its
+            `memory`, such as "40GiB".
+        progress: Show a bar while a built model is packed, and while an adapter is merged.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pack_experts: StrictBool = True
+    lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = False
+    lora_router: StrictBool = False
+    skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = ()
+    prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] = False
+    progress: StrictBool = True
+
+    @classmethod
+    def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
+        """Return the settings of a YAML block, or all defaults; a wrong one is a `ConfigError`."""
+        if isinstance(block, ExpertsSettings):
+            return block
+        if block is None:
+            return cls()
+        if not isinstance(block, Mapping):
+            raise ConfigError(
+                f"{BLOCK} is {block!r}; allowed is a block with the keys {', '.join(_ALLOWED)}."
+            )
+        try:
+            settings = cls.model_validate(dict(block))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            key = str(fault["loc"][0])
+            said = f"{BLOCK}.{key} is {shown(block.get(key))}; allowed are {_ALLOWED.get(key)}."
+            if fault["type"] == "extra_forbidden":
+                close = difflib.get_close_matches(key, _ALLOWED, 1)
+                hint = f" (did you mean {close[0]}?)" if close else ""
+                said = f"{BLOCK}.{key} is no setting{hint}; allowed are {', '.join(_ALLOWED)}."
+            raise ConfigError(said) from None
+        for key in ("lora_experts", "lora_router", "skip_modules"):
+            value = getattr(settings, key)
+            if value and not settings.pack_experts:
+                raise ConfigError(
+                    f"{BLOCK}.{key} is {shown(value)}, and {BLOCK}.pack_experts is false: it is "
+                    "for packed experts; take one of the two out."
+                )
+        return settings
+
+
+def shown(value: Any) -> str:
+    """Return a value as YAML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else repr(list(value) if isinstance(value, tuple) else value)
+
+
+_OWN_ATTENTION = ("xformers", "sage", "s2", "fp8")
+
+
+def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
+    """Return the arguments of `moe_qlora.plan` for axolotl's validated configuration.
+
+    Raises:
+        ConfigError: The run trains no LoRA on packed weights.
+    """
+
+    def get(key: str) -> Any:
+        value = getattr(cfg, key, None)
+        return getattr(value, "value", value)  # of an enumeration
+
+    adapter, bits = get("adapter"), 4 if get("load_in_4bit") else 8
+    if adapter not in ("lora", "qlora") or not get(f"load_in_{bits}bit"):
+        raise ConfigError(
+            f"adapter is {shown(adapter)}, without load_in_4bit or load_in_8bit, and plans are of "
+            "LoRA on packed weights: set adapter: qlora with load_in_4bit: true."
+            if adapter in ("lora", "qlora")
+            else f"adapter is {shown(adapter)}, and plans are of LoRA: set adapter: qlora."
+        )
+    names = ["all-linear"] if get("lora_target_linear") else get("lora_target_modules") or []
+    if isinstance(names, str):
+        raise ConfigError(
+            f"lora_target_modules is the pattern {names!r:.80}, and plans take a list of names."
+        )
+    block = ExpertsSettings.read(get(BLOCK))
+    experts = ["experts"] * bool(block.lora_experts or get("lora_target_parameters"))
+    quantization = (
+        {"load_in_8bit": True}
+        if bits == 8
+        else {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": NF4.kind,
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            **(get("bnb_config_kwargs") or {}),
+        }
+    )
+    attention = get("attn_implementation")
+    engine = {"fsdp" if get("fsdp_config") else "ddp": devices} if devices > 1 else {}
+    return {
+        "model": get("base_model"),
+        "quantization_config": quantization,
+        "batch": get("micro_batch_size"),
+        "seq": get("sequence_len"),
+        "rank": get("lora_r"),
+        "targets": ",".join([*map(str, names), *experts]) or None,
+        "checkpointing": bool(get("gradient_checkpointing")),
+        "accumulation": get("gradient_accumulation_steps"),
+        "optimizer": get("optimizer"),
+        "attention": None if attention in _OWN_ATTENTION else attention,
+        "liger": bool(get("liger_fused_linear_cross_entropy")),
+        "trust_remote_code": bool(get("trust_remote_code")),
+        **engine,
+    }

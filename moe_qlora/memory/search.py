@@ -1,0 +1,138 @@
+"""Searches the settings of docs/what-fits.md for the best combination that fits some devices."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import MoeQloraError
+from .attention import FLEX
+from .budget import Engine, Settings
+from .fitting import fit_of
+from .planner import Planner
+from .report import Best
+
+_BOTH: dict[str, Any] = {"targets": "attention,experts"}
+_SMALL: dict[str, Any] = {"adapter_dtype": "bfloat16", "optimizer": "adamw_8bit"}
+_LOW_RANK = {**_SMALL, "rank": 8}
+
+RUNGS: tuple[dict[str, Any], ...] = (
+    {**_BOTH},
+    {**_BOTH, **_SMALL},
+    {**_BOTH, **_LOW_RANK},
+    {"targets": "attention"},
+    {"targets": "attention", **_LOW_RANK},
+    {**_BOTH, **_LOW_RANK, "offload": True},
+    {"targets": "attention", **_LOW_RANK, "offload": True},
+)
+"""Arguments of `plan`, the best first: more trained weights come before less memory, and experts in
+host memory, whose copies take time, last."""
+
+LIGER_LOSS = frozenset(
+    (
+        *("deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma4", "gemma4_text", "glm4v_moe"),
+        *("gpt_oss", "hunyuan_v1_moe", "llama4", "llama4_text", "mixtral", "qwen3_5_moe"),
+        *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+    )
+)
+"""Model types with fused experts whose loss Liger 0.8.5 computes in chunks."""
+
+# Settings under which a planner's model and its steps are the same.
+_SHARED = ("batch", "seq", "optimizer", "accumulation", "liger", "offload", "engine")
+_SHORTEST = 64  # tokens
+
+
+def best_of(planner: Planner, capacities: Sequence[int], fixed: Collection[str]) -> Best | None:
+    """Return the best combination of settings that fits devices of these bytes; None for none.
+
+    Settings in `fixed` are kept. Where nothing fits with them, all but the LoRA's targets, the
+    batch and the sequence may change, and at last the sequence is halved, and one at a time.
+    """
+    search = _Search(planner, capacities)
+    targets = {"targets"} & set(fixed)
+    if planner.lora_config is not None:
+        targets |= {"targets", "rank"}
+    batch = planner.settings.batch
+    for kept in (targets | set(fixed), targets):
+        for settings in search.candidates(kept):
+            if (found := search.tried(settings)) is not None:
+                return found
+    smallest = list(search.candidates(targets))[-1:]
+    for settings in smallest:
+        seq = settings.seq if batch > 1 else settings.seq // 2
+        while seq >= _SHORTEST:
+            found = search.tried(replace(settings, batch=1, seq=seq))
+            if found is not None:
+                return found
+            seq //= 2
+    return None
+
+
+class _Search:
+    """Planners of one model on some devices, which share what is the same of them."""
+
+    def __init__(self, planner: Planner, capacities: Sequence[int]) -> None:
+        self.planner = planner
+        self.capacities = capacities
+        self._known: list[Planner] = [planner]
+
+    def candidates(self, fixed: Collection[str]) -> Iterator[Settings]:
+        """Yield the settings to try, the best first; those in `fixed` are as they were asked."""
+        asked = self.planner.settings
+        base: dict[str, Any] = {"checkpointing": True, "liger": self._has_liger()}
+        if self.planner.eager is not None and self.planner.eager.flex:
+            base["attention"] = FLEX
+        engines = [asked.engine]
+        if asked.engine is None and len(self.capacities) > 1:
+            engines = [Engine(name, len(self.capacities)) for name in ("ddp", "fsdp")]
+        seen: list[Settings] = []
+        for rung in RUNGS:
+            given = {name: value for name, value in rung.items() if name not in fixed}
+            if not self.planner.expert_layers:
+                given = {**given, "targets": "attention"} if "targets" in given else given
+                if given.get("offload"):
+                    continue
+            if "rank" in given:
+                given["rank"] = min(given["rank"], asked.rank)
+            given |= {name: value for name, value in base.items() if name not in fixed}
+            for engine in engines:
+                if given.get("offload") and not _offloads(engine, len(self.capacities)):
+                    continue
+                settings = replace(asked, engine=engine, **given)
+                if settings not in seen:
+                    seen.append(settings)
+                    yield settings
+
+    def tried(self, settings: Settings) -> Best | None:
+        """Return settings with the bytes that they take; None where they do not fit."""
+        try:
+            planner = self._planner(settings)
+            report = planner.report(self.capacities)
+        except MoeQloraError:  # A target that the model does not have
+            return None
+        if not report.fits:
+            return None
+        use = max(report.devices, key=lambda use: use.needed / use.capacity)
+        host = 0 if report.hosting is None else report.hosting.host_nbytes(report.hosting.most)
+        kept = fit_of(planner, report.devices)
+        return Best(settings, use.needed, use.capacity, host, kept)
+
+    def _planner(self, settings: Settings) -> Planner:
+        same = replace(settings, **{name: getattr(Settings(), name) for name in _SHARED})
+        for known in self._known:
+            if same == replace(known.settings, **{name: getattr(same, name) for name in _SHARED}):
+                break
+        else:
+            first = self.planner
+            known = Planner(first.source, settings, first.lora_config, first.card, first.pace)
+            self._known.append(known)
+        return known.with_engine(settings.engine).with_settings(settings)
+
+    def _has_liger(self) -> bool:
+        config: Any = self.planner.source.config
+        return getattr(config, "model_type", None) in LIGER_LOSS
+
+
+def _offloads(engine: Engine | None, devices: int) -> bool:
+    return devices == 1 if engine is None else engine.name == "ddp"
