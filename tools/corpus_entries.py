@@ -154,14 +154,26 @@ def exact_or_fingerprints(tensors: Mapping[str, Tensor], source: Mapping[str, Te
     return found
 
 
-def state_hashes(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a hash for each weight, over all tensors of its packed form, and one of the keys."""
+def state_hashes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a hash for each weight, over all tensors of its packed form, and one of the keys.
+
+    Floats that are not on the grid (maps of codes, offsets, decays) differ in their last bits with
+    the processor: of these there is a fingerprint.
+    """
     groups: dict[str, dict[str, str]] = {}
+    loose: dict[str, list[Tensor]] = {}
     for key, value in tensors.items():
         weight = re.split(r"\.(?:absmax|quant_map|nested_|quant_state|SCB|weight_format)", key)[0]
-        groups.setdefault(weight.removesuffix(".original"), {})[key] = sha(value)
+        weight = weight.removesuffix(".original")
+        scaled = value.double() * 2**15
+        exact = not value.is_floating_point() or torch.equal(scaled, scaled.round())
+        said = sha(value) if exact else f"{value.dtype} {tuple(value.shape)}"
+        groups.setdefault(weight, {})[key] = said
+        if not exact:
+            loose.setdefault(f"{weight} (floats)", []).append(value.double().flatten())
     hashes = {weight: sha(pieces) for weight, pieces in sorted(groups.items())}
-    return {"keys": f"{len(tensors)} {sha(sorted(tensors))}", **hashes}
+    rest = fingerprints({weight: torch.cat(pieces) for weight, pieces in loose.items()})
+    return {"keys": f"{len(tensors)} {sha(sorted(tensors))}", **hashes, **rest}
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
