@@ -21,6 +21,13 @@ _MODULES: dict[str, str] = dict(
 )
 __all__ = list(_MODULES)
 
+# Public names of earlier versions, and what to use instead.
+_SERVE = "ask the server with and without the adapter, and compare with the model here"
+_REMOVED = {
+    "serve_check": _SERVE,
+    "ServeReport": _SERVE,
+}
+
 
 _world.provide(lambda: import_module(".distributed.ranks", __name__).ManyRanks())
 _world.provide_offloading(lambda: import_module(".speed.offload", __name__).offload_loaded)
@@ -28,6 +35,8 @@ _world.provide_offloading(lambda: import_module(".speed.offload", __name__).offl
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
+        if name in _REMOVED:
+            raise AttributeError(f"moe_qlora.{name} is gone since version 0.3: {_REMOVED[name]}.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value

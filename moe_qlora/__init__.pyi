@@ -41,8 +41,6 @@ from .memory.report import MemoryPlan as MemoryPlan
 from .quantize import QuantizationReport as QuantizationReport
 from .quantize import quantize_experts as quantize_experts
 from .report.write import write_report as write_report
-from .serving.check import ServeReport as ServeReport
-from .serving.check import serve_check as serve_check
 from .serving.export import export_adapter as export_adapter
 from .speed.fit import Fit as Fit
 from .speed.fit import fit_memory as fit_memory
