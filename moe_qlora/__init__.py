@@ -22,8 +22,11 @@ _MODULES: dict[str, str] = dict(
 __all__ = list(_MODULES)
 
 # Public names of earlier versions, and what to use instead.
+_RANKS = "shard the model by FSDP2, or train it whole on each rank under DDP"
 _SERVE = "ask the server with and without the adapter, and compare with the model here"
 _REMOVED = {
+    "expert_parallel": _RANKS,
+    "expert_parallel_parameters": _RANKS,
     "serve_check": _SERVE,
     "ServeReport": _SERVE,
 }

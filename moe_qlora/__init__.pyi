@@ -5,8 +5,6 @@ from .checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
 from .detection.detect import detect as detect
 from .diagnosis.doctor import doctor as doctor
 from .diagnosis.report import Diagnosis as Diagnosis
-from .distributed.expert_parallel import expert_parallel as expert_parallel
-from .distributed.expert_parallel import expert_parallel_parameters as expert_parallel_parameters
 from .distributed.gather import full_state_dict as full_state_dict
 from .distributed.load_sharded import load_sharded as load_sharded
 from .distributed.sharding import prepare_sharding as prepare_sharding

@@ -32,7 +32,7 @@ from ..packing.decoders import Params4bit
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
-from ..world import NOT_GIVEN, WholeTensor, World, whole_shape, world, world_of
+from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
 from . import manifest as manifests
 from .integrity import check_packed_weight
 from .load_spec import kept_dtypes
@@ -382,7 +382,7 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
         key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
         names.setdefault(key, []).append(name)
         weights[key] = parametrize.read_packed(module, leaf)
-        shapes[key] = whole_shape(module, weights[key].shape)
+        shapes[key] = tuple(weights[key].shape)
         own = CodecSettings.of(weights[key])
         if not own.codec.is_kept:
             settings.setdefault(own, name)

@@ -241,8 +241,6 @@ def _obstacle(layers: list[Any]) -> str | None:
         forward = vars(layer).get("forward")
         if forward is not None and not isinstance(getattr(forward, "__self__", None), RunsLevels):
             return "other code has replaced the layers' forward, as a device map or offloading does"
-        if any(getattr(module, "_is_expert_parallel", False) for module in layer.modules()):
-            return "experts are divided over ranks"
     return None
 
 

@@ -51,7 +51,6 @@ from ..packing.parametrize import (
     read_packed,
 )
 from ..packing.settings import CodecSettings
-from ..world import Share, share_of
 from .targets import check_dropout
 
 _ADDS = "_moe_qlora_adds_on_read"
@@ -83,7 +82,6 @@ class ParamWrapper(StockParamWrapper):
     merge_repack: bool = False
     adds_itself: bool = False  # whether a call runs with LoRA in the plain weight
     _unmerged: PackedWeight | None = None
-    _share: Share | None = None  # set where the experts are divided over ranks
     full_name: str = ""  # of the parameter, by which a config chooses experts
 
     def __init__(
@@ -96,25 +94,15 @@ class ParamWrapper(StockParamWrapper):
     def update_layer(
         self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
-        # Factors are drawn whole, so that experts get the same ones however they are divided.
         super().update_layer(adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
-        self._share = share_of(self.get_base_layer())
         chosen = getattr(config, "_chosen", {}).get(self.full_name)
-        a, b = self.lora_A[adapter_name], self.lora_B[adapter_name]
-        if chosen is not None and self._share is not None:
-            raise AdapterError(
-                f"LoRA on {len(chosen)} chosen experts of {self.full_name}, whose experts are "
-                "divided over ranks: pass experts=True, or keep all experts on each rank."
-            )
         if chosen is not None:
             for factors, slowest in ((self.lora_A, True), (self.lora_B, False)):
                 whole = cast(nn.Parameter, factors[adapter_name].weight)
                 factors[adapter_name] = ChosenFactor(
                     whole, chosen, self.num_experts, slowest=slowest
                 )
-        elif self._share is not None:
-            a.weight, b.weight = self._share.factors(a.weight, b.weight)
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
         """Give an adapter this dropout, or refuse it where the forward cannot apply it."""
@@ -173,11 +161,10 @@ class ParamWrapper(StockParamWrapper):
         # Bypasses `__getattr__`: a step calls this four times a layer, and up to a few thousand
         # tokens is bound by the host.
         a, b, dropouts = (self._modules[name] for name in ("lora_A", "lora_B", "lora_dropout"))
-        share = self._share
         return tuple(
             LoraFactors(
-                a=whole_factor(a[name]) if share is None else share.local(a[name].weight),
-                b=whole_factor(b[name]) if share is None else share.local(b[name].weight),
+                a=whole_factor(a[name]),
+                b=whole_factor(b[name]),
                 scaling=self.scaling[name],
                 dropout=None if isinstance(dropouts[name], nn.Identity) else dropouts[name],
             )
@@ -253,17 +240,13 @@ class ParamWrapper(StockParamWrapper):
     # The factors.
 
     def get_param(self) -> Tensor:
-        """Return the parameter; for a packed one an empty tensor of its shape, dtype and device.
-
-        The shape is that of all experts, also where this rank has only some.
-        """
+        """Return the parameter; for a packed one an empty tensor of its shape and dtype."""
         base = self.get_base_layer()
         if not is_packed(base, self.parameter_name):
             return cast(Tensor, super().get_param())
-        packed, share = read_packed(base, self.parameter_name), share_of(base)
-        shape = packed.shape if share is None else (share.experts, *packed.shape[1:])
+        packed = read_packed(base, self.parameter_name)
         device = device_of(base, self.parameter_name)
-        return torch.empty((), dtype=packed.dtype, device=device).expand(shape)
+        return torch.empty((), dtype=packed.dtype, device=device).expand(packed.shape)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return s B A in the parameter's shape, in fp32 or finer."""
@@ -276,7 +259,7 @@ class ParamWrapper(StockParamWrapper):
         return self._by_expert(a.detach(), b.detach())
 
     def _by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        experts = self.num_experts if self._share is None else self._share.count
+        experts = self.num_experts
         return a.reshape(experts, -1, a.shape[-1]), b.reshape(len(b), -1, experts).permute(2, 0, 1)
 
     def _oriented(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

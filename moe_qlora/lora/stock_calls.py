@@ -30,7 +30,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ..checkpoint.adapter import check_adapter_patterns, check_config_patterns
-from ..world import first_share, world
+from ..world import world
 from . import files
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
 from .files import check_base, check_folder, misfit, reading, save_pretrained
@@ -75,7 +75,6 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         or values.get("state_dict") is not None
         or not isinstance(config, LoraConfig)
         or isinstance(config, AdaptedLoraConfig)
-        or first_share(model) is not None  # needs the whole PeftModel: refused later
         or not packed_parameters(model)
     ):
         return

@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from ..detection.detect import detect
 from ..errors import ConfigError, UnsupportedWeightError, did_you_mean
 from ..experts import forward
+from ..experts.forward import can_serve
 from ..kernels.weights import PackedWeight
-from ..layout import ModelLayout, dtype_name, unwrapped
+from ..layout import ExpertsModule, ModelLayout, dtype_name, unwrapped
 from ..lora import targets
 from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
@@ -45,7 +46,6 @@ from ..packing.linear import check_linears
 from ..packing.parametrize import blank_weight, pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
-from ..world import many_ranks
 from .blocks import (
     PackedPart,
     block_modules,
@@ -174,9 +174,40 @@ def pack(
     return meta
 
 
+def _modules_to_divide(
+    model: nn.Module, layout: ModelLayout, ranks: int
+) -> tuple[ExpertsModule, ...]:
+    """Return the experts modules of a model to divide over some ranks; raise where one cannot be.
+
+    Stacked shared experts, which every token goes to, stay whole on each rank.
+    """
+    modules = tuple(entry for entry in layout.modules if entry.router is not None)
+    if not modules:
+        raise ConfigError("The model has no routed expert weights that ranks could divide.")
+    for entry in modules:
+        if not can_serve(model.get_submodule(entry.name)):
+            raise ConfigError(
+                f"{entry.name} is a {entry.class_name.removeprefix('Parametrized')}, which does "
+                "not compute through transformers' experts interface: its experts cannot be "
+                "divided over ranks."
+            )
+        for param in entry.parameters:
+            if param.num_experts != entry.num_experts or param.shape[0] != entry.num_experts:
+                raise ConfigError(
+                    f"{param.name} has the shape {tuple(param.shape)} for {entry.num_experts} "
+                    "experts: it cannot be divided by experts."
+                )
+        if entry.num_experts % ranks:
+            raise ConfigError(
+                f"{entry.name} has {entry.num_experts} experts, which {ranks} ranks cannot hold in "
+                "equal numbers: choose a number of ranks that divides it."
+            )
+    return modules
+
+
 def _keep_share(model: Any, layout: ModelLayout, ranks: int) -> None:
-    """Leave one rank's experts in place of all, as `distributed.expert_parallel` does."""
-    for entry in many_ranks().modules_to_divide(model, layout, ranks):
+    """Leave one rank's experts in place of all, as expert parallelism does."""
+    for entry in _modules_to_divide(model, layout, ranks):
         module = model.get_submodule(entry.name)
         share = entry.num_experts // ranks
         names = [param.parameter_name for param in entry.parameters]

@@ -70,7 +70,7 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
 
     Raises:
         ConfigError: No experts are packed, or fewer decoder layers than `layers` have such; they
-            are in host memory already, sharded, divided over ranks, or on meta; the layers lie on
+            are in host memory already, sharded, or on meta; the layers lie on
             several devices; or host memory cannot be page-locked.
     """
     return _offload(model, layers, None)

@@ -1,14 +1,13 @@
 """Trains a whole model with random weights on several GPUs of one machine; two_gpu.csv.
 
     python tools/bench/many_gpus.py                          qwen3-30b-a3b, every engine
-    python tools/bench/many_gpus.py --engines fsdp2,ep --model glm-4.5-air --memory 48
+    python tools/bench/many_gpus.py --engines fsdp2 --model glm-4.5-air --memory 48
     python tools/bench/many_gpus.py --tiny --device cpu      whether it runs at all
 
     single    one GPU by itself
     ddp       torch's DistributedDataParallel: the whole model on each GPU
     fsdp2     fully_shard on each decoder layer and the root; each rank fills its own share
     whole     the same, of a model that was built whole on each GPU first
-    ep        expert parallelism, its other weights under DDP
 
 Experts are packed to nf4 with double quantization. Other weights stay in bf16; with `--linears`,
 which is not for fsdp2, bitsandbytes packs Linear layers too. LoRA is on attention and experts. Each
@@ -37,9 +36,7 @@ from shapes import name_of, whole_config
 from torch import distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-import moe_qlora
-
-ENGINES = ("single", "ddp", "fsdp2", "whole", "ep")
+ENGINES = ("single", "ddp", "fsdp2", "whole")
 COLUMNS = (
     *("date", "commit", "gpu", "torch", "transformers", "engine", "gpus", "model", "layers"),
     *("seq", "micro_batch", "step_s", "step_p20", "step_p80", "tokens_per_s"),
@@ -257,38 +254,6 @@ def _whole(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     return model, model
 
 
-def _ep(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from moe_qlora.distributed import expert_parallel
-    from moe_qlora.packing import codecs, parametrize
-
-    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    packer = building.Packer("ours", config)
-
-    def visit(name: str, module: nn.Module) -> None:
-        packer.visit(name, module)
-        for leaf in packer.stacks.get(name, ()):
-            packed = parametrize.read_packed(module, leaf)
-            share = expert_parallel.make_share(packed.shape[0], mesh, mesh.size())
-            part = codecs.codec_of(packed.kind).cut(packed, share.first, share.last)
-            parametrize.detach(module, leaf, torch.empty(0, device=device))
-            module._parameters.pop(leaf)
-            parametrize.attach(module, leaf, part)
-
-    with torch.device("meta"):
-        from moe_qlora.testing import model_class
-
-        layout = moe_qlora.detect(model_class(config.model_type)._from_config(config))
-    model = building.build(config, device, visit)
-    expert_parallel.divide(model, layout, mesh)
-    if options.linears:
-        _pack_linears(model, device)
-    building.pack(model, device, None)
-    adapted = _adapt(model, options)
-    return adapted, _in_ddp(adapted, device)
-
-
 def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -322,7 +287,7 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     return adapted, adapted
 
 
-_BUILD = {"single": _single, "ddp": _ddp, "fsdp2": _fsdp2, "whole": _whole, "ep": _ep}
+_BUILD = {"single": _single, "ddp": _ddp, "fsdp2": _fsdp2, "whole": _whole}
 
 
 def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any) -> None:

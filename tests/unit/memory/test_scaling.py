@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moe_qlora.distributed import expert_parallel
 from moe_qlora.memory.devices import GPUS, pace_of
 from moe_qlora.memory.hosting import Pace
 from moe_qlora.memory.scaling import (
-    GATHERED,
     MEASURED,
     Links,
     Speed,
@@ -82,7 +80,6 @@ def test_what_compute_hides():
 
 def test_few_ranks_gather_tokens():
     """A trip is then of the hidden states of all ranks, and of top-k of one rank's otherwise."""
-    assert GATHERED == expert_parallel.MOST_RANKS
     few, more = Way("ep", 4, 4), Way("ep", 8, 8)
     assert (few.cost, more.cost, Way("ep", 4, 4, gathers=False).cost) == (
         "ep", "all-to-all", "all-to-all",
