@@ -11,7 +11,6 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     table.py                which kernel multiplies each expert's rows; tries them
     expert_mm.py            the interface of such a kernel: supports, prepare, launch
     quantized_mm.py         few rows: multiplies on the codes, any GPU
-    quantized_mm_skinny.py  the same for the fewest, as in generation
     quantized_mm_hopper.py  the same on Hopper; quantized_mm_rs.py, for more rows
     grouped_mm.py           many rows: codes to 16 bit, then torch's grouped matmul or our own
     top_k.py                the router's top-k, before the layer

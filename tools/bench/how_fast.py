@@ -388,30 +388,6 @@ def layers() -> Iterator[str]:
     yield source([run for _, _, run in pairs])
 
 
-def generating() -> Iterator[str]:
-    """The part on `generate`."""
-    yield "## Generating"
-    yield (
-        "Tokens/s of `generate` with the adapter, 48 layers of Qwen3-30B-A3B, 128 tokens after 64, "
-        "static cache. Both with Liger and decoder layers as CUDA graphs, in one run:"
-    )
-    words = "layers=48 with=liger,graphs generate"
-    runs = [find("model.csv", "f4af5fe", QWEN, f"{words} peer={p}") for p in ("ours", "frozen")]
-    rows = [
-        (NAMES[name], f"{run.p50['generate, batch 1']:.1f}")
-        for name, run in zip(("ours", "frozen"), runs, strict=True)
-    ]
-    yield table(("experts and LoRA", "batch 1"), rows)
-    yield source(runs)
-    later = find("model.csv", "b9240de", QWEN, "layers=48 generate peer=ours")
-    first = "batch 1, first call"
-    yield (
-        f"A later run of ours alone made {later.p50['generate, batch 1']:.1f} tokens/s at batch 1 "
-        f"and {later.p50['generate, batch 16']:.0f} at batch 16. The first call, which records the "
-        f"graphs, took {later.p50['generate, ' + first]:.1f} s. {source([later])}"
-    )
-
-
 GPU_RUNS = (
     ("b8777de", "single", "16", "", "one GPU"),
     ("b8777de", "ddp", "16", "", "DDP"),
@@ -479,7 +455,7 @@ def in_short() -> str:
 
 def text() -> str:
     """The page."""
-    parts = (whole_models, eight_layers, other_models, layers, generating, many_gpus)
+    parts = (whole_models, eight_layers, other_models, layers, many_gpus)
     intro = (" ".join(paragraph.split()) for paragraph in INTRO)
     pieces = (piece for part in parts for piece in part())
     return page("# How fast", in_short(), *intro, WORDS, *pieces)
