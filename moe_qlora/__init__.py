@@ -25,6 +25,7 @@ __all__ = list(_MODULES)
 _RANKS = "shard the model by FSDP2, or train it whole on each rank under DDP"
 _SERVE = "ask the server with and without the adapter, and compare with the model here"
 _REMOVED = {
+    "AdamW": "torch.optim.AdamW(..., fused=True) takes the same arguments and state dicts",
     "expert_parallel": _RANKS,
     "expert_parallel_parameters": _RANKS,
     "serve_check": _SERVE,

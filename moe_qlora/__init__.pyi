@@ -31,7 +31,6 @@ from .lora.config import adapt_lora_config as adapt_lora_config
 from .lora.load import load_adapter as load_adapter
 from .lora.model import connect_adapters as connect_adapters
 from .lora.model import get_peft_model as get_peft_model
-from .lora.optimizer import AdamW as AdamW
 from .lora.targets import exclude_modules as exclude_modules
 from .lora.targets import target_parameters as target_parameters
 from .memory.plan import plan as plan

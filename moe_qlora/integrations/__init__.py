@@ -11,7 +11,6 @@ them. Open host.py first: its docstring is the order of calls that every host fo
     prepare.py         `prepare_training`: all that makes a step quicker, in the right order
     objectives.py      what a step of DPO, GRPO and others takes
     liger.py           Liger's kernels on one model, and off it again
-    liger_loss.py      its loss, without waiting for the device
 
 The block itself is `ExpertsSettings`, of models/trainer/checks.py. What a user of each host writes
 is in docs/trainers.md and docs/axolotl.md. Importing this package imports no host.

@@ -7,7 +7,6 @@ first_steps.py  what it planned against the first steps
 overrides.py    gradient checkpointing, switched off meanwhile
 joined_lora.py  LoRA layers with the same input, as one product
 lora_linears.py these layers as one operator
-top_k.py        routers' top-k, in compiled layers by our kernel
 graphs.py       decoder layers as CUDA graphs, for training
 recording.py    one call of a layer in training as graphs, and their replay
 lent.py         what graphs return, lent instead of copied

@@ -94,7 +94,7 @@ CHECKPOINTED = "checkpointing=unsloth"
 FITTED = "checkpointing=fit with=liger-loss,merge-lora,compile,graphs{},own_adamw"
 
 TORCHS_ADAMW = ("a86cc53",)
-"""Commits whose fitted rows have torch's AdamW; later ones have this package's."""
+"""Commits whose fitted rows have torch's AdamW; later ones have one that is gone since."""
 
 SETTINGS = {
     "recorded": dict.fromkeys(
@@ -111,8 +111,9 @@ SETTINGS = {
 """What the rows of each setting have, by peer and micro-batch: `fit_table.py` measures "fitted"."""
 
 SAID = (
-    "Every run has torch.compile and a loss in chunks; this package has `prepare_training` and "
-    "`AdamW`, and is fitted to 60 GB at micro-batch 4, where bf16 computes every layer again"
+    "Every run has torch.compile and a loss in chunks; this package has `prepare_training` and an "
+    "AdamW that is gone since, and is fitted to 60 GB at micro-batch 4, where bf16 computes every "
+    "layer again"
 )
 """What the page and README.md say of the table's setting."""
 
