@@ -34,7 +34,7 @@ _REMOVED = {
 
 
 _world.provide(lambda: import_module(".distributed.ranks", __name__).ManyRanks())
-_world.provide_offloading(lambda: import_module(".speed.offload", __name__).offload_loaded)
+_world.provide_offloading(lambda: import_module(".speed.offload", __name__).offload_experts)
 
 
 def __getattr__(name: str) -> Any:

@@ -105,7 +105,7 @@ class World:
 _SINGLE = World()
 _make: Callable[[], World] | None = None
 _several: World | None = None
-_offloading: Callable[[], Callable[[nn.Module, Any], Any]] | None = None
+_offloading: Callable[[], Callable[[nn.Module], Any]] | None = None
 
 
 def provide(make: Callable[[], World]) -> None:
@@ -114,19 +114,16 @@ def provide(make: Callable[[], World]) -> None:
     _make = make
 
 
-def provide_offloading(make: Callable[[], Callable[[nn.Module, Any], Any]]) -> None:
-    """Set what returns `offload_loaded`, for loads into host memory."""
+def provide_offloading(make: Callable[[], Callable[[nn.Module], Any]]) -> None:
+    """Set what returns `offload_experts`, for loads into host memory."""
     global _offloading
     _offloading = make
 
 
-def offload(model: nn.Module, places: Any = None) -> None:
-    """Move a model's packed experts to host memory; leave those in files that have a place there.
-
-    `places` are tensors of files by their address, each with its `TensorInfo`.
-    """
+def offload(model: nn.Module) -> None:
+    """Move a model's packed experts to host memory."""
     assert _offloading is not None
-    _offloading()(model, places)
+    _offloading()(model)
 
 
 def many_ranks() -> Any:

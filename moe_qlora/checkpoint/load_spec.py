@@ -25,7 +25,7 @@ from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
 from .integrity import canonical_name, settings_problem
 from .manifest import Manifest
 from .prequantized import PrequantizedCheckpoint
-from .reader import DTYPES, Checkpoint, TensorInfo
+from .reader import DTYPES, Checkpoint
 
 
 @dataclass
@@ -50,8 +50,6 @@ class LoadSpec:
     # what was packed, and the parameter that the model gets for it meanwhile
     packed: dict[str, tuple[nn.Parameter, PackedWeight]] = field(default_factory=dict)
     offloads: bool = False  # into host memory, whatever device a weight is packed on
-    # tensors that stay in files, by address, and where they lie; None where none does
-    places: dict[int, tuple[Tensor, TensorInfo]] | None = None
     # of Linear layers that bitsandbytes packs: minimum and maximum by name, and what is wrong
     extremes: dict[str, Tensor] = field(default_factory=dict)
     faults: list[CheckpointError] = field(default_factory=list)
@@ -83,14 +81,6 @@ class LoadSpec:
 
         place = get_device(self.device_map or {"": "cpu"}, name, valid_torch_device=True)
         return torch.device("cpu" if place == "disk" else place)
-
-    def read_to_host(self, key: str) -> Tensor:
-        """Read a tensor of the files to host memory, where its pages may stay in the file."""
-        assert self.files is not None
-        tensor = self.files.read(key)
-        if self.places is not None:
-            self.places[tensor.data_ptr()] = tensor, self.files.info(key)
-        return tensor
 
     def recast(self, name: str, loaded: Any) -> Any:
         """Return a tensor that transformers has read of a packed folder in the dtype asked for.

@@ -245,7 +245,7 @@ class PackedConverter(_Converter):
         spec = self.spec
         if spec.offloads and spec.files is not None:
             collected: dict[str, list[Deferred]] = self.collected_tensors
-            tensors = {self.parts[p]: spec.read_to_host(o.key) for p, [o] in collected.items()}
+            tensors = {self.parts[p]: spec.files.read(o.key) for p, [o] in collected.items()}
             self.collected_tensors.clear()
         else:
             tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}

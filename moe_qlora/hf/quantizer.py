@@ -146,15 +146,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             ranks.begin(lambda: self._facts(files, dtype))
         self._add_skips(model)
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
-        self._spec.device_map, self._spec.offloads = self._device_map, bool(self._offloads())
-        if self._offloads() == "disk":
-            if self._spec.params and self._mark is None:
-                raise ConfigError(
-                    "enabled(offload='disk') leaves experts in the files of a packed folder, and "
-                    f"{config._name_or_path or 'what is loaded'} is none: write one first, with "
-                    "moe_qlora.quantize_checkpoint or `moe-qlora quantize`."
-                )
-            self._spec.places = {}
+        self._spec.device_map, self._spec.offloads = self._device_map, self._offloads()
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         check_linears(model, self._spec.settings)
         if self._checked is not None:
@@ -430,7 +422,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     _attach(model, spec)
     finish_packing(model, spec.layout, config, spec.settings)
     if spec.offloads:
-        offload(model, spec.places)
+        offload(model)
 
 
 def _attach(model: Any, spec: LoadSpec) -> None:

@@ -36,9 +36,10 @@ off puts back exactly what was there. The path of one load:
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 
@@ -51,7 +52,7 @@ class Block(NamedTuple):
 
     skip_modules: tuple[str, ...]  # patterns of what stays unpacked
     keep_codes: bool  # whether experts keep codes of their checkpoint that can be computed with
-    offload: Any  # whether packed experts are loaded into host memory; "disk": or stay there
+    offload: bool  # whether packed experts are loaded into host memory
 
 
 _lock = threading.RLock()
@@ -93,7 +94,7 @@ def enabled(
     skip_modules: Sequence[str] = (),
     expert_mesh: Any = None,
     keep_codes: bool = False,
-    offload: bool | Literal["disk"] = False,
+    offload: bool = False,
 ) -> Iterator[None]:
     """Pack experts while loading, within the block.
 
@@ -114,18 +115,23 @@ def enabled(
             packed folder they are read to the host. `offload_experts(model)` returns the `Offload`.
             `quantize_experts` within the block does the same with a built model.
             Each rank of DDP has its own; with a `DistributedConfig` it is a
-            `ConfigError`. "disk": leave the experts of a packed folder
-            in its files, from where they are read ahead of use, through host memory; what is no
-            packed folder is a `ConfigError`.
+            `ConfigError`.
     """
-    if offload not in (False, True, "disk"):
-        raise ConfigError(f"offload is {offload!r}; give True, False or 'disk'.")
+    if offload == "disk":
+        warnings.warn(
+            "enabled(offload='disk') is gone since version 0.3: experts are loaded into host "
+            "memory, as offload=True asks for.",
+            DeprecationWarning,
+            stacklevel=3,  # contextlib is between
+        )
+    elif offload not in (False, True):
+        raise ConfigError(f"offload is {offload!r}; give True or False.")
     if expert_mesh is not None:
         raise ConfigError(
             "enabled(expert_mesh=...) is gone since version 0.3: shard the model by FSDP2 with "
             "DistributedConfig(fsdp_size=N), or load it whole on each rank for DDP."
         )
-    block = Block(tuple(skip_modules), keep_codes, offload)
+    block = Block(tuple(skip_modules), keep_codes, bool(offload))
     with _lock:
         _install()
         _blocks.append(block)
@@ -149,11 +155,10 @@ def keeps_codes() -> bool:
         return any(block.keep_codes for block in _blocks)
 
 
-def offloads() -> bool | str:
-    """Whether an open block asks to load experts into host memory; "disk": to leave them there."""
+def offloads() -> bool:
+    """Whether an open block asks to load experts into host memory."""
     with _lock:
-        asked: list[bool | str] = [block.offload for block in _blocks if block.offload]
-    return asked[-1] if asked else False
+        return any(block.offload for block in _blocks)
 
 
 def _install() -> None:

@@ -163,10 +163,7 @@ def plan(
         "accumulation": accumulation,
     }
     if not (offload is None or isinstance(offload, bool)):
-        raise ConfigError(
-            f"offload is {offload!r}; give True or False: experts that enabled(offload='disk') "
-            "leaves in files are not planned."
-        )
+        raise ConfigError(f"offload is {offload!r}; give True or False.")
     capacities, card = devices_of(gpus)
     node = _node(nodes, len(capacities))
     if isinstance(model, (str, Path)):
