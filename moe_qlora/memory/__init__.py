@@ -23,7 +23,7 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     advice.py      says which engine to take for several GPUs, by memory and by these steps
     hints.py       tries what to change where it does not fit; and which engine fits
     report.py      `MemoryPlan` and `Hint`, which `plan` returns
-    rehearsal.py   bytes by kind, and the step moment by moment, for pages about a model
+    rehearsal.py   bytes by kind, for pages about a model
 
 budget.py, choice.py, devices.py, engines.py, report.py and scaling.py are plain arithmetic without
 torch.
