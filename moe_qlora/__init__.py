@@ -25,6 +25,8 @@ __all__ = list(_MODULES)
 _RANKS = "shard the model by FSDP2, or train it whole on each rank under DDP"
 _SERVE = "ask the server with and without the adapter, and compare with the model here"
 _REMOVED = {
+    "expert_use": "moe-qlora report FOLDER --text FILE shows which experts a text goes to",
+    "hot_experts": "get_peft_model(..., experts=True) puts LoRA on all experts; lower its rank",
     "AdamW": "torch.optim.AdamW(..., fused=True) takes the same arguments and state dicts",
     "expert_parallel": _RANKS,
     "expert_parallel_parameters": _RANKS,

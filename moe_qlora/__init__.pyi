@@ -17,8 +17,6 @@ from .errors import MoeQloraError as MoeQloraError
 from .errors import NonFiniteWeightError as NonFiniteWeightError
 from .errors import QuantizationError as QuantizationError
 from .errors import UnsupportedWeightError as UnsupportedWeightError
-from .experts.use import expert_use as expert_use
-from .experts.use import hot_experts as hot_experts
 from .hf.switch import disable as disable
 from .hf.switch import enable as enable
 from .hf.switch import enabled as enabled

@@ -21,7 +21,6 @@ from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import distributed, nn
 
-from ..detection.tree import join
 from ..errors import AdapterError, ConfigError
 from ..layout import human_bytes, listed, unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed, iter_packed, original_of, packed_names, read_packed
@@ -84,7 +83,6 @@ def upgrade_wrappers(model: nn.Module) -> None:
         source = ExpertAdapters()
         for wrapper, inner in zip(chain, [*chain[1:], base], strict=True):
             wrapper.__class__ = ParamWrapper
-            wrapper.full_name = join(name, wrapper.parameter_name)
             wrapper.base_layer = inner
         for wrapper in chain:
             wrapper.connect(source)

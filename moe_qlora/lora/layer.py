@@ -82,12 +82,10 @@ class ParamWrapper(StockParamWrapper):
     merge_repack: bool = False
     adds_itself: bool = False  # whether a call runs with LoRA in the plain weight
     _unmerged: PackedWeight | None = None
-    full_name: str = ""  # of the parameter, by which a config chooses experts
 
     def __init__(
         self, target: nn.Module, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
-        self.full_name = unwrapped_name(kwargs.get("target_name", ""))  # which `update_layer` reads
         super().__init__(target, adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
 
@@ -96,13 +94,6 @@ class ParamWrapper(StockParamWrapper):
     ) -> None:
         super().update_layer(adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
-        chosen = getattr(config, "_chosen", {}).get(self.full_name)
-        if chosen is not None:
-            for factors, slowest in ((self.lora_A, True), (self.lora_B, False)):
-                whole = cast(nn.Parameter, factors[adapter_name].weight)
-                factors[adapter_name] = ChosenFactor(
-                    whole, chosen, self.num_experts, slowest=slowest
-                )
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
         """Give an adapter this dropout, or refuse it where the forward cannot apply it."""
@@ -163,8 +154,8 @@ class ParamWrapper(StockParamWrapper):
         a, b, dropouts = (self._modules[name] for name in ("lora_A", "lora_B", "lora_dropout"))
         return tuple(
             LoraFactors(
-                a=whole_factor(a[name]),
-                b=whole_factor(b[name]),
+                a=a[name].weight,
+                b=b[name].weight,
                 scaling=self.scaling[name],
                 dropout=None if isinstance(dropouts[name], nn.Identity) else dropouts[name],
             )
@@ -255,7 +246,7 @@ class ParamWrapper(StockParamWrapper):
 
     def expert_factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
         """Return `lora_A` as `(E, r, in)` and `lora_B` as `(E, out, r)`, detached."""
-        a, b = whole_factor(self.lora_A[adapter_name]), whole_factor(self.lora_B[adapter_name])
+        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         return self._by_expert(a.detach(), b.detach())
 
     def _by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,7 +261,7 @@ class ParamWrapper(StockParamWrapper):
         return a.transpose(1, 2), b.transpose(1, 2)  # (E, in, out)
 
     def _product(self, adapter_name: str, device: torch.device | None = None) -> Product:
-        a, b = whole_factor(self.lora_A[adapter_name]), whole_factor(self.lora_B[adapter_name])
+        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         wide = torch.promote_types(a.dtype, torch.float32)
         left, right = self._oriented(a.to(device, wide), b.to(device, wide))
         return left, right, self.scaling[adapter_name]
@@ -397,87 +388,3 @@ def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
     if isinstance(moved.owner, PackedCodes):  # of the shardable layout
         moved = replace(moved, owner=None)
     parametrize.attach(module, name, moved)
-
-
-class ChosenFactor(nn.Module):
-    """One LoRA factor of some of a weight's experts; in state dicts that of all, others zero.
-
-    So stock PEFT reads such a folder as it is, and computes the same; this package finds the choice
-    in the note beside the adapter. Forwards read `whole`.
-
-    `weight` is `(n r, in)` with the expert slowest for `lora_A`, `(out, r n)` with the expert
-    fastest for `lora_B`, of the n experts that are chosen.
-    """
-
-    index: Tensor
-
-    def __init__(
-        self, whole: nn.Parameter, experts: tuple[int, ...], num_experts: int, *, slowest: bool
-    ) -> None:
-        super().__init__()
-        self.experts, self.num_experts, self.slowest = experts, num_experts, slowest
-        index = torch.tensor(experts, device=whole.device)
-        self.register_buffer("index", index, persistent=False)
-        self.weight = nn.Parameter(self.select(whole.detach()), whole.requires_grad)
-
-    def whole(self) -> Tensor:
-        """Return the factor of all experts, `(E r, in)` or `(out, r E)`."""
-        weight, count = self.weight, len(self.experts)
-        if hasattr(weight, "full_tensor"):  # a state dict of a model that FSDP2 shards
-            weight = cast(Any, weight).full_tensor()
-        if self.slowest:
-            parts = weight.view(count, -1, weight.shape[-1])
-            others = parts.new_zeros(self.num_experts, *parts.shape[1:])
-            return others.index_copy(0, self.index, parts).flatten(0, 1)
-        parts = weight.view(len(weight), -1, count)
-        others = parts.new_zeros(*parts.shape[:2], self.num_experts)
-        return others.index_copy(2, self.index, parts).flatten(1)
-
-    def select(self, whole: Tensor) -> Tensor:
-        """Return the chosen experts' part of a factor of all experts, a copy."""
-        by_expert = self._by_expert(whole)
-        chosen = by_expert.index_select(0 if self.slowest else 2, self.index.to(whole.device))
-        return chosen.flatten(0, 1) if self.slowest else chosen.flatten(1)
-
-    def _by_expert(self, whole: Tensor) -> Tensor:
-        if self.slowest:
-            return whole.reshape(self.num_experts, -1, whole.shape[-1])
-        return whole.reshape(len(whole), -1, self.num_experts)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        whole = self.whole()
-        destination[f"{prefix}weight"] = whole if keep_vars else whole.detach()
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        key = f"{prefix}weight"
-        tensor = state_dict.get(key)
-        across = 0 if self.slowest else 1
-        wanted = list(self.weight.shape)
-        wanted[across] = wanted[across] // len(self.experts) * self.num_experts
-        if tensor is not None and list(tensor.shape) == wanted:
-            if self.index.is_meta:
-                self.index = torch.tensor(self.experts, device=tensor.device)
-            # An expert's product is zero where its lora_B is.
-            if not self.slowest and not tensor.is_meta and (others := self._trained(tensor)):
-                error_msgs.append(
-                    f"{key} has LoRA on expert {others[0]}, which is not one of the "
-                    f"{len(self.experts)} of {self.num_experts} that were chosen"
-                )
-                return
-            state_dict[key] = self.select(tensor)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def _trained(self, b: Tensor) -> list[int]:
-        """Return the experts that are not chosen and whose part of a whole `lora_B` is not zero."""
-        held = self._by_expert(b).ne(0).any(0).any(0).nonzero().flatten().tolist()
-        return [expert for expert in held if expert not in self.experts]
-
-
-def whole_factor(factor: nn.Module) -> Tensor:
-    """Return a LoRA factor of all experts, `(E r, in)` or `(out, r E)`."""
-    return factor.whole() if isinstance(factor, ChosenFactor) else cast(Tensor, factor.weight)

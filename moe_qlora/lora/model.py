@@ -306,12 +306,6 @@ class LoraModel(StockLoraModel):
         if adapter_name in self.peft_config:
             return
         check_adapter_names(self.model, {*self.peft_config, adapter_name})
-        for adapter in adapters:
-            if getattr(self.peft_config.get(adapter), "_chosen", None):
-                raise AdapterError(
-                    f"add_weighted_adapter needs LoRA on all experts, and {adapter!r} is on chosen "
-                    "ones: load its folder with stock PEFT on the 16-bit model, or merge it."
-                )
         world().check_unsharded(self.model, "add_weighted_adapter", _OFFLINE)
         for adapter in adapters:
             if adapter not in self.peft_config:

@@ -172,22 +172,6 @@ def test_attention_or_experts(folder, tmp_path, monkeypatch, capsys):
     assert trained[0] // 8 + trained[1] == trained[2]  # rank 64 on attention alone, else 8
 
 
-def test_hot_experts(folder, tmp_path, monkeypatch, evaluated):
-    variables = run("hot_experts", folder, tmp_path, monkeypatch)
-    assert evaluated() == 3
-    hot, use = variables["hot"], variables["use"]
-    assert [len(experts) for experts in hot.values()] == [1, 1]  # a quarter of 4
-    for name, (expert,) in hot.items():
-        assert use[name][expert] == use[name].max() > use[name].sum() / 4
-    assert factors(tmp_path) == ALL
-    for key, value in load_file(tmp_path / "adapter_model.safetensors").items():
-        if "experts" in key and "lora_A" in key:
-            (expert,) = hot[
-                key.removeprefix("base_model.model.").partition(".experts")[0] + ".experts"
-            ]
-            assert value.view(4, 16, -1).any(2).any(1).nonzero().flatten().tolist() == [expert]
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_two_gpus(folder, tmp_path, monkeypatch, evaluated):
     variables = run("two_gpus", folder, tmp_path, monkeypatch)
