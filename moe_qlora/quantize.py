@@ -85,12 +85,6 @@ def quantize_experts(
             "There is no quantization config: give a BitsAndBytesConfig, or load the model with "
             "one."
         )
-    if offloads() == "disk":
-        raise ConfigError(
-            "enabled(offload='disk') leaves experts in the files of a packed folder, and "
-            "quantize_experts has no files: use enabled(offload=True), or save the packed model "
-            "and load the folder."
-        )
     settings = CodecSettings.from_config(config)
     conflict = check_method(model, settings)
     if conflict is not None:

@@ -56,7 +56,7 @@ def packing_quantizer(
     stock: type,
     extra_skip_modules: Callable[[], Sequence[str]],
     keeps_codes: Callable[[], bool] = lambda: False,
-    offloads: Callable[[], bool | str] = lambda: False,
+    offloads: Callable[[], bool] = lambda: False,
 ) -> type:
     """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
     members = {
@@ -75,7 +75,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     quantization_config: Any
     _extra_skip_modules: Callable[[], Sequence[str]]
     _keeps_codes: Callable[[], bool]
-    _offloads: Callable[[], bool | str]
+    _offloads: Callable[[], bool]
     _spec: LoadSpec | None = None
     _device_map: Any = None
     _checked: FolderCheck | None = None

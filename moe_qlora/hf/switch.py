@@ -94,7 +94,7 @@ def enabled(
     skip_modules: Sequence[str] = (),
     expert_mesh: Any = None,
     keep_codes: bool = False,
-    offload: bool = False,
+    offload: bool | str = False,
 ) -> Iterator[None]:
     """Pack experts while loading, within the block.
 

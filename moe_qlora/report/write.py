@@ -1,6 +1,6 @@
 """`moe_qlora.write_report`: bytes, packing error, routing and a run's curves, on one page.
 
-Pictures need matplotlib (`pip install 'moe-qlora[report]'`); the page has no scripts, and no links
+Pictures need matplotlib (the extra `report`); the page has no scripts, and no links
 to elsewhere.
 """
 
@@ -139,7 +139,7 @@ def write_report(
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M}, moe-qlora "
     made += installed_version("moe-qlora") or "from a checkout"
     if find_spec("matplotlib") is None:
-        made += "; pictures need matplotlib: pip install 'moe-qlora[report]'"
+        made += "; pictures need matplotlib: pip install matplotlib"
     page = Environment(autoescape=True).from_string(template)
     facts = {"title": subject.title, "source": str(subject.model or source), "made": made}
     try:
