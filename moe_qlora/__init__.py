@@ -21,13 +21,28 @@ _MODULES: dict[str, str] = dict(
 )
 __all__ = list(_MODULES)
 
+# Public names of earlier versions, and what to use instead.
+_RANKS = "shard the model by FSDP2, or train it whole on each rank under DDP"
+_SERVE = "ask the server with and without the adapter, and compare with the model here"
+_REMOVED = {
+    "expert_use": "moe-qlora report FOLDER --text FILE shows which experts a text goes to",
+    "hot_experts": "get_peft_model(..., experts=True) puts LoRA on all experts; lower its rank",
+    "AdamW": "torch.optim.AdamW(..., fused=True) takes the same arguments and state dicts",
+    "expert_parallel": _RANKS,
+    "expert_parallel_parameters": _RANKS,
+    "serve_check": _SERVE,
+    "ServeReport": _SERVE,
+}
+
 
 _world.provide(lambda: import_module(".distributed.ranks", __name__).ManyRanks())
-_world.provide_offloading(lambda: import_module(".speed.offload", __name__).offload_loaded)
+_world.provide_offloading(lambda: import_module(".speed.offload", __name__).offload_experts)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
+        if name in _REMOVED:
+            raise AttributeError(f"moe_qlora.{name} is gone since version 0.3: {_REMOVED[name]}.")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value

@@ -5,8 +5,6 @@ from .checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
 from .detection.detect import detect as detect
 from .diagnosis.doctor import doctor as doctor
 from .diagnosis.report import Diagnosis as Diagnosis
-from .distributed.expert_parallel import expert_parallel as expert_parallel
-from .distributed.expert_parallel import expert_parallel_parameters as expert_parallel_parameters
 from .distributed.gather import full_state_dict as full_state_dict
 from .distributed.load_sharded import load_sharded as load_sharded
 from .distributed.sharding import prepare_sharding as prepare_sharding
@@ -19,8 +17,6 @@ from .errors import MoeQloraError as MoeQloraError
 from .errors import NonFiniteWeightError as NonFiniteWeightError
 from .errors import QuantizationError as QuantizationError
 from .errors import UnsupportedWeightError as UnsupportedWeightError
-from .experts.use import expert_use as expert_use
-from .experts.use import hot_experts as hot_experts
 from .hf.switch import disable as disable
 from .hf.switch import enable as enable
 from .hf.switch import enabled as enabled
@@ -33,7 +29,6 @@ from .lora.config import adapt_lora_config as adapt_lora_config
 from .lora.load import load_adapter as load_adapter
 from .lora.model import connect_adapters as connect_adapters
 from .lora.model import get_peft_model as get_peft_model
-from .lora.optimizer import AdamW as AdamW
 from .lora.targets import exclude_modules as exclude_modules
 from .lora.targets import target_parameters as target_parameters
 from .memory.plan import plan as plan
@@ -41,8 +36,6 @@ from .memory.report import MemoryPlan as MemoryPlan
 from .quantize import QuantizationReport as QuantizationReport
 from .quantize import quantize_experts as quantize_experts
 from .report.write import write_report as write_report
-from .serving.check import ServeReport as ServeReport
-from .serving.check import serve_check as serve_check
 from .serving.export import export_adapter as export_adapter
 from .speed.fit import Fit as Fit
 from .speed.fit import fit_memory as fit_memory

@@ -43,7 +43,7 @@ from .packing.selection import (
 )
 from .packing.settings import CodecSettings, why_not
 from .progress import Progress, reporting
-from .world import absmax_mean, offload, share_of
+from .world import offload
 
 
 def quantize_experts(
@@ -84,12 +84,6 @@ def quantize_experts(
         raise ConfigError(
             "There is no quantization config: give a BitsAndBytesConfig, or load the model with "
             "one."
-        )
-    if offloads() == "disk":
-        raise ConfigError(
-            "enabled(offload='disk') leaves experts in the files of a packed folder, and "
-            "quantize_experts has no files: use enabled(offload=True), or save the packed model "
-            "and load the folder."
         )
     settings = CodecSettings.from_config(config)
     conflict = check_method(model, settings)
@@ -321,8 +315,7 @@ def _pack_selected(
 def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> ReportRow:
     """Pack a weight and attach it to every module that holds it; all or none."""
     weight = _weight(model, param.name)
-    share = share_of(parametrize.owner_of(model, param.name)[0])
-    packed = pack(weight, settings, absmax_mean(share, param.name))
+    packed = pack(weight, settings)
     if offloads():  # So that the device holds one packed weight at a time
         packed = packed.to("cpu")
     attached: list[tuple[nn.Module, str]] = []

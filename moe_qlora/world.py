@@ -3,7 +3,6 @@
     world()             a `World` for a single process, or that of several ranks
                         (distributed/ranks.py) if torch runs several
     world_of(model)     the same; that of several ranks also for a model laid out for them
-    share_of(module)    the experts of a layer on this rank; None for all
 
 No other room imports distributed/: the package's `__init__` provides it here. torch is imported on
 first use.
@@ -13,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
@@ -25,54 +23,7 @@ _Result = TypeVar("_Result")
 NOT_GIVEN: Final[Any] = object()
 """Default of a `state_dict` argument, different from None."""
 
-SHARE = "_moe_qlora_share"  # attribute of an experts module: its share
 CHECKED = "_moe_qlora_checked"  # attribute of a model: result of `before_forward`
-
-
-class Share(Protocol):
-    """The experts `[first, last)` of a layer's `experts` on this rank."""
-
-    @property
-    def experts(self) -> int: ...
-    @property
-    def first(self) -> int: ...
-    @property
-    def last(self) -> int: ...
-    @property
-    def count(self) -> int: ...
-
-    def mean(self, name: str, absmax: Tensor) -> Tensor:
-        """Return the mean of a weight's absmax over all ranks."""
-
-    def factors(self, a: nn.Parameter, b: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return this rank's part of the whole `lora_A` `(E r, in)` and `lora_B` `(out, r E)`."""
-
-    def local(self, factor: Tensor) -> Tensor:
-        """Return this rank's part of a factor, whose gradient is averaged over all batches."""
-
-
-def share_of(module: nn.Module) -> Share | None:
-    """Return the share of experts in a module; None for all of its layer's."""
-    return cast("Share | None", module.__dict__.get(SHARE))
-
-
-def first_share(model: nn.Module) -> Share | None:
-    """Return the share of the model's first experts module that has one; None if none has."""
-    shares = (share_of(module) for module in model.modules())
-    return next((share for share in shares if share is not None), None)
-
-
-def whole_shape(module: nn.Module, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a module's expert weight with the experts of all ranks."""
-    share = share_of(module)
-    return tuple(shape) if share is None else (share.experts, *shape[1:])
-
-
-def absmax_mean(share: Share | None, name: str) -> Callable[[Tensor], Tensor]:
-    """Return a function for the mean of a weight's absmax, over all ranks for a share."""
-    import torch
-
-    return torch.mean if share is None else partial(share.mean, name)
 
 
 @dataclass(frozen=True)
@@ -106,14 +57,8 @@ class World:
     def prepare_adapters(self, model: nn.Module, config: Any) -> None:
         """Lay a model out before it gets adapters; raise if it is too late for them."""
 
-    def check_adapters(self, model: nn.Module, configs: Mapping[str, Any]) -> None:
-        """Raise if the settings of adapters differ between ranks."""
-
-    def follow_adapters(self, model: nn.Module, peft_model: nn.Module | None = None) -> None:
+    def follow_adapters(self, model: nn.Module) -> None:
         """Prepare the factors of new adapters for engines and ranks."""
-
-    def check_undivided(self, model: nn.Module, action: str) -> None:
-        """Raise an `AdapterError` if experts are divided over ranks, and `action` needs all."""
 
     def check_unsharded(self, model: nn.Module, action: str, advice: str) -> None:
         """Raise an `AdapterError` if weights are sharded, and `action` needs whole ones."""
@@ -160,7 +105,7 @@ class World:
 _SINGLE = World()
 _make: Callable[[], World] | None = None
 _several: World | None = None
-_offloading: Callable[[], Callable[[nn.Module, Any], Any]] | None = None
+_offloading: Callable[[], Callable[[nn.Module], Any]] | None = None
 
 
 def provide(make: Callable[[], World]) -> None:
@@ -169,19 +114,16 @@ def provide(make: Callable[[], World]) -> None:
     _make = make
 
 
-def provide_offloading(make: Callable[[], Callable[[nn.Module, Any], Any]]) -> None:
-    """Set what returns `offload_loaded`, for loads into host memory."""
+def provide_offloading(make: Callable[[], Callable[[nn.Module], Any]]) -> None:
+    """Set what returns `offload_experts`, for loads into host memory."""
     global _offloading
     _offloading = make
 
 
-def offload(model: nn.Module, places: Any = None) -> None:
-    """Move a model's packed experts to host memory; leave those in files that have a place there.
-
-    `places` are tensors of files by their address, each with its `TensorInfo`.
-    """
+def offload(model: nn.Module) -> None:
+    """Move a model's packed experts to host memory."""
     assert _offloading is not None
-    _offloading()(model, places)
+    _offloading()(model)
 
 
 def many_ranks() -> Any:

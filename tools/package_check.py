@@ -171,7 +171,7 @@ def run_commands(folder: Path) -> None:
     ]
     commands += [["quantize", model, str(folder / "packed"), "--quiet"]]
     commands += [["verify", str(folder / "packed")]]
-    commands += [["report", model, "--seq", "64", "-o", str(folder / "report.html")]]
+    commands += [["report", model, "-o", str(folder / "report.html")]]
     for command in commands:
         result = CliRunner().invoke(app, command)
         if result.exit_code or not result.output.strip():

@@ -22,11 +22,10 @@ from ..models.files import check_patterns
 from ..packing.decoders import hold
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
-from ..world import Share
 from .integrity import canonical_name, settings_problem
 from .manifest import Manifest
 from .prequantized import PrequantizedCheckpoint
-from .reader import DTYPES, Checkpoint, TensorInfo
+from .reader import DTYPES, Checkpoint
 
 
 @dataclass
@@ -44,8 +43,6 @@ class LoadSpec:
     prefix: str = ""  # `base_model_prefix` of the model: of names within its body
     recasts: bool = False  # such a folder into another dtype than its config.json names
     device_map: Any = None  # as transformers settled it
-    # the experts that this rank keeps of a weight, by each of its names; all where it has no entry
-    shares: dict[str, Share] = field(default_factory=dict)
     # how weights are packed that keep their checkpoint's own codes, by each of their names
     kept: dict[str, CodecSettings] = field(default_factory=dict)
     # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
@@ -53,8 +50,6 @@ class LoadSpec:
     # what was packed, and the parameter that the model gets for it meanwhile
     packed: dict[str, tuple[nn.Parameter, PackedWeight]] = field(default_factory=dict)
     offloads: bool = False  # into host memory, whatever device a weight is packed on
-    # tensors that stay in files, by address, and where they lie; None where none does
-    places: dict[int, tuple[Tensor, TensorInfo]] | None = None
     # of Linear layers that bitsandbytes packs: minimum and maximum by name, and what is wrong
     extremes: dict[str, Tensor] = field(default_factory=dict)
     faults: list[CheckpointError] = field(default_factory=list)
@@ -68,24 +63,13 @@ class LoadSpec:
         """The files, where their maker quantized them."""
         return self.files if isinstance(self.files, PrequantizedCheckpoint) else None
 
-    def rows(self, name: str) -> tuple[int, int]:
-        """Return the rows `[first, last)` of its first dimension that are kept of a weight."""
-        share = self.shares.get(name)
-        return (0, self.params[name].shape[0]) if share is None else (share.first, share.last)
-
-    def kept_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of what is kept of a weight."""
-        first, last = self.rows(name)
-        return (last - first, *self.params[name].shape[1:])
-
-    def cut(self, name: str, weight: Tensor) -> Tensor:
-        """Return the rows that are kept of a whole weight; one of another length as it is."""
-        first, last = self.rows(name)
-        return weight[first:last] if len(weight) == self.params[name].shape[0] else weight
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight."""
+        return tuple(self.params[name].shape)
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of what is kept of a weight, packed."""
-        return packed_nbytes(self.kept_shape(name), self.settings_of(name))
+        """Return the bytes of a weight, packed."""
+        return packed_nbytes(self.shape(name), self.settings_of(name))
 
     def settings_of(self, name: str) -> CodecSettings:
         """Return how a weight is packed."""
@@ -97,14 +81,6 @@ class LoadSpec:
 
         place = get_device(self.device_map or {"": "cpu"}, name, valid_torch_device=True)
         return torch.device("cpu" if place == "disk" else place)
-
-    def read_to_host(self, key: str) -> Tensor:
-        """Read a tensor of the files to host memory, where its pages may stay in the file."""
-        assert self.files is not None
-        tensor = self.files.read(key)
-        if self.places is not None:
-            self.places[tensor.data_ptr()] = tensor, self.files.info(key)
-        return tensor
 
     def recast(self, name: str, loaded: Any) -> Any:
         """Return a tensor that transformers has read of a packed folder in the dtype asked for.

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
-from ..layout import dtype_name, unwrapped_name
+from ..layout import dtype_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.decoders import Params4bit
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
-from ..world import NOT_GIVEN, WholeTensor, World, whole_shape, world, world_of
+from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
 from . import manifest as manifests
 from .integrity import check_packed_weight
 from .load_spec import kept_dtypes
@@ -96,8 +96,7 @@ def save_pretrained(
         AdapterError: PEFT layers are in the model.
         CheckpointError: The folder cannot be written, a weight is on no device, or another rank
             was lost while tensors were gathered.
-        ConfigError: `variant` or `distributed_checkpoint` is asked for, or the model reads its
-            experts from files of this folder, by `enabled(offload="disk")`.
+        ConfigError: `variant` or `distributed_checkpoint` is asked for.
     """
     if getattr(self, "_hf_peft_config_loaded", False):
         stock_dict = None if state_dict is NOT_GIVEN else state_dict
@@ -116,7 +115,6 @@ def save_pretrained(
         return
     tensors = _tensors_to_save(self, state_dict, ranks)
     folder = absolute(os.fspath(save_directory))
-    _refuse_own_files(self, folder)
     stock_kwargs = {key: kwargs[key] for key in ("save_peft_format",) if key in kwargs}
 
     def write(read: Callable[[str], Tensor]) -> None:
@@ -166,19 +164,6 @@ def _tensors_to_save(
     if missing:
         raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
     return saved
-
-
-def _refuse_own_files(model: nn.Module, folder: Path) -> None:
-    """Raise where a model reads its experts, in each step, from the folder it is saved to."""
-    for module, holder, name in parametrize.iter_packed(model):
-        host = getattr(parametrize.parametrization_list(holder, name), "host", None)
-        files = () if host is None else host.files()
-        if any(file.parent.resolve() == folder.resolve() for file in files):
-            raise ConfigError(
-                f"{folder} has the files that {unwrapped_name(f'{module}.{name}')} is read from "
-                "in each step, by enabled(offload='disk'), and a save would replace them: save to "
-                "another folder."
-            )
 
 
 def _why_not_saved(value: Any) -> str | None:
@@ -382,7 +367,7 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
         key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
         names.setdefault(key, []).append(name)
         weights[key] = parametrize.read_packed(module, leaf)
-        shapes[key] = whole_shape(module, weights[key].shape)
+        shapes[key] = tuple(weights[key].shape)
         own = CodecSettings.of(weights[key])
         if not own.codec.is_kept:
             settings.setdefault(own, name)

@@ -19,7 +19,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import torch
@@ -175,16 +174,11 @@ class _Note:
     linears: list[str]
     base: Fingerprint | None = None
     dtype: Annotated[str | None, AfterValidator(_check_dtype)] = None
-    chosen_experts: dict[str, list[int]] | None = None
+    chosen_experts: dict[str, list[int]] | None = None  # of earlier versions: others have zeros
 
 
-def write_note(
-    folder: Path, packed: TrainingCodec, chosen: Mapping[str, Sequence[int]] = MappingProxyType({})
-) -> None:
-    """Write the note beside an adapter.
-
-    `chosen` has the experts with LoRA by the name of the weight, for weights with LoRA on some.
-    """
+def write_note(folder: Path, packed: TrainingCodec) -> None:
+    """Write the note beside an adapter."""
     settings = packed.settings.to_dict()
     note = {
         "format_version": NOTE_VERSION,
@@ -196,8 +190,6 @@ def write_note(
         note["dtype"] = dtype_name(packed.dtype)
     if packed.base is not None:
         note["base"] = asdict(packed.base)
-    if chosen:
-        note["chosen_experts"] = {name: list(experts) for name, experts in chosen.items()}
     replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
 
 
@@ -210,12 +202,6 @@ def from_note(folder: Path) -> TrainingCodec | None:
     experts, linears = frozenset(fields.experts), frozenset(fields.linears)
     dtype = None if fields.dtype is None else _DTYPES[fields.dtype]
     return TrainingCodec(settings, experts, linears, fields.base, dtype=dtype)
-
-
-def chosen_experts(folder: Path) -> dict[str, list[int]] | None:
-    """Return the experts with LoRA from the note beside an adapter; None if all have it."""
-    fields = _read_note(folder)
-    return None if fields is None else fields.chosen_experts
 
 
 def _read_note(folder: Path) -> _Note | None:

@@ -29,7 +29,6 @@ from .plan import PlanCommand, plan
 from .quantize import quantize
 from .render import Interrupted, streams, usage_message
 from .report import report
-from .serve_check import serve_check
 from .verify import verify
 
 BAD_INPUT = 2
@@ -46,7 +45,6 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     bench: "How fast a model trains on this card.",
     report: "A page about a model, adapter or run.",
     export: "An adapter in the layout of a server.",
-    serve_check: "Does a server serve what was trained?",
 }
 """In the order of `moe-qlora --help`, with its text of at most 43 characters."""
 

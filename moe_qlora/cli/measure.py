@@ -30,7 +30,6 @@ from ..integrations.prepare import prepare_training
 from ..kernels import workspace
 from ..layout import human_bytes, parse_bytes
 from ..lora.model import get_peft_model
-from ..lora.optimizer import AdamW
 from ..memory.meta_model import lora_config_of
 from ..memory.plan import plan
 from ..models import named
@@ -90,7 +89,7 @@ def sized(source: Source, layers: int | None) -> Source:
         fields = _cut(fields, had, layers)
     config: PretrainedConfig = type(source.config).from_dict(fields)
     config.dtype = torch.bfloat16
-    return replace(source, config=config, settings=None, folder=None, trainer=None)
+    return replace(source, config=config, settings=None, folder=None)
 
 
 def _cut(fields: dict[str, Any], had: int, layers: int) -> dict[str, Any]:
@@ -255,7 +254,7 @@ def _trained(model: Any, sizes: Sizes, setting: str) -> Measured:
     text.use_cache = False
     cuda = sizes.device.type == "cuda"
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
-    optimizer = AdamW(trained, lr=_LEARNING_RATE)
+    optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE, fused=cuda)
     generator = torch.Generator().manual_seed(0)
     shape = (sizes.micro_batch, sizes.seq)
     if cuda:

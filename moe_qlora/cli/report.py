@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from .options import ModelDoubleQuant, ModelQuant, Quiet, codec_settings, trust_
 EXAMPLES = (
     "moe-qlora report ./model-nf4 --against ./model",
     "moe-qlora report ./my-run --text train.jsonl -o run.html",
-    "moe-qlora report qwen3_moe --seq 8192 --batch 4",
+    "moe-qlora report qwen3_moe --quant nf4",
 )
 
 
@@ -41,51 +40,35 @@ def report(
     base: Annotated[
         str | None, typer.Option(help="Model of an adapter or run that names none that is here.")
     ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Sequences in the rehearsed step; default: the run's or 1."),
-    ] = None,
-    seq: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a sequence of that step; default: the run's or 4,096."),
-    ] = None,
+    batch: Annotated[int | None, typer.Option(hidden=True)] = None,
+    seq: Annotated[int | None, typer.Option(hidden=True)] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of --text.")] = 16384,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
     trust_remote_code: Annotated[bool, trust_remote_code_of("FOLDER_OR_RUN")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a page with layout, bytes, packing error, routing, LoRA, memory and training curves.
+    """Write a page with bytes by part, packing error, routing, and the curves of a run.
 
     It is one file for any browser, without scripts and network. What cannot be measured from what
     is given says so in a sentence. Ends with 0, and with 2 where something cannot be read.
     """
-    from ..report.pieces import Missing
     from ..report.write import write_report
 
     out = out.expanduser()
+    if batch is not None or seq is not None:
+        typer.echo("note: --batch and --seq are ignored; moe-qlora plan plans a step.", err=True)
     asked = quant is not None or double_quant is not None
-    written = write_report(
+    missing = write_report(
         source,
         out,
         against=against,
         text=text,
         base=base,
         quantization_config=codec_settings(None, quant, double_quant) if asked else None,
-        batch=batch,
-        seq=seq,
         max_tokens=max_tokens,
         trust_remote_code=trust_remote_code,
-        progress=not quiet and sys.stderr.isatty(),
     )
-    pieces = {
-        "layout": "the layout",
-        "error": "the quantization error",
-        "routing": "routing",
-        "lora": "LoRA",
-        "memory": "memory",
-        "training": "training curves",
-    }
-    left = [title for key, title in pieces.items() if isinstance(getattr(written, key), Missing)]
-    rest = f"; left out: {', '.join(left)} (the page says why)" if left else ""
-    typer.echo(f"{out}: {out.stat().st_size / 1024:.0f} KiB{rest}.")
+    names = ", ".join(missing).lower()
+    without = f"; left out: {names} (the page says why)" if missing else ""
+    typer.echo(f"{out}: {out.stat().st_size / 1024:.0f} KiB{without}.")

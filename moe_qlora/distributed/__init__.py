@@ -2,7 +2,7 @@
 
 Only code for several ranks is here, and other rooms reach it through world.py, whose other side is
 ranks.py. The engines are torch.distributed's and transformers' own; this room adapts packed weights
-to them. Open expert_parallel.py or load_sharded.py first.
+to them. Open load_sharded.py first.
 
 ranks.py               implements world.py's interface for several ranks
 sharding.py            makes every tensor of a packed weight a parameter, which engines shard;
@@ -12,8 +12,6 @@ distributed_config.py  from_pretrained with transformers' `DistributedConfig`
 filling.py             gives a sharded model its values, each rank its own shares
 share_packer.py        packs a rank's shares of one weight from the rows alone that they need
 adapters.py            adapters on a model that has no values yet, or that is sharded already
-expert_parallel.py     each rank holds some experts of every layer; how tokens travel to them
-shares.py              which experts those are, and their LoRA factors
 agreement.py           checks that all ranks were given the same
 gather.py              a model's whole state dict, gathered from all ranks
 """

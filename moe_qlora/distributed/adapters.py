@@ -174,20 +174,6 @@ def _mesh(model: nn.Module) -> Any:
     return None if sharded is None else sharded.device_mesh
 
 
-@torch.no_grad()
-def equal_copies(model: nn.Module, mesh: Any) -> None:
-    """Give all ranks the first one's adapters, as ranks may draw numbers from other seeds.
-
-    All ranks of the mesh call it. Factors of divided experts become equal on the copies' ranks.
-    """
-    for name, parameter in model.named_parameters():
-        if (parameter.requires_grad or ".lora_" in name) and not parameter.is_meta:
-            whole: Any = parameter.data
-            divided = hasattr(whole, "placements")
-            values = whole.to_local() if divided else whole
-            _broadcast(values, mesh, mesh.ndim - 1 if divided else mesh.ndim)
-
-
 def _broadcast(values: Tensor, mesh: Any, dimensions: int) -> None:
     """Overwrite values with those of the first rank along the mesh's first dimensions."""
     for dimension in reversed(range(dimensions)):

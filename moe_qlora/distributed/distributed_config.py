@@ -1,15 +1,9 @@
-"""`from_pretrained` on several ranks: each one's device, and transformers' `DistributedConfig`.
+"""`from_pretrained` with transformers' `DistributedConfig(fsdp_size=N)`.
 
-transformers applies a `DistributedConfig` to the model on meta, before a weight is read: it would
-wrap 16-bit parameters that are never there.
-
-    ep_size            the quantizer reads, packs and keeps each rank's experts, and transformers
-                       leaves the model alone. What is not an expert is whole on each rank, to be
-                       wrapped by DDP or FSDP2 once it has adapters; Trainer averages its gradients
-                       without either.
-    fsdp_size alone    transformers shards the model by its own plan, and then reads what is not
-                       packed, a share on each rank. What is packed, or stands for a maker's codes,
-                       is made blank before the sharding, hidden from the load, and filled after it.
+transformers applies it to the model on meta, before a weight is read: it would wrap 16-bit
+parameters that are never there. So it shards the model by its own plan, and then reads what is not
+packed, a share on each rank. What is packed, or stands for a maker's codes, is made blank before
+the sharding, hidden from the load, and filled after it.
 """
 
 from __future__ import annotations
@@ -22,98 +16,64 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from ..checkpoint.base import PlainBase
 from ..checkpoint.integrity import open_shards
 from ..checkpoint.load_spec import LoadSpec, kept_dtypes
 from ..checkpoint.prequantized import PrequantizedCheckpoint
-from ..errors import ConfigError, UnsupportedWeightError
+from ..errors import ConfigError
 from ..hf.prequantized import COMPANION
 from ..packing import parametrize
-from . import expert_parallel
 from .agreement import Facts, check_agreement
 from .filling import CheckpointRows, ShardedWeights, targets_of
 from .load_sharded import BlankModel, StoredWeights, aliases_of, device_of, pack_blanks
 from .sharding import allocate, shards_integers
-from .shares import ExpertShare
 
 _UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
-_ADVICE = (
-    "shard the model with DistributedConfig(fsdp_size=N), or divide its experts with fsdp_size=N, "
-    "ep_size=N"
-)
 
 
 class RankLoad:
     """One call of `from_pretrained` that gives each rank its part of the model."""
 
-    def __init__(self, config: Any, expert_mesh: Any = None) -> None:
-        """Either a `DistributedConfig` or a `DeviceMesh` that divides the experts is given."""
-        self.config, self.mesh = config, expert_mesh
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @property
     def shards(self) -> bool:
         """Whether transformers shards the model by FSDP2."""
         return shards_model(self.config)
 
-    def begin(self, model: Any, facts: Facts) -> None:
-        """Compare what the ranks were given, and keep transformers from dividing experts itself."""
-        check_agreement("from_pretrained", facts)
-        mesh = mesh_of(self.config)
-        if mesh is not None:
-            self.mesh = mesh
-            keep_whole(model)
+    def begin(self, facts: Facts) -> None:
+        """Compare what the ranks were given; refuse what packed weights do not support.
 
-    def shares(self, model: Any, spec: LoadSpec) -> dict[str, ExpertShare]:
-        """Return which experts this rank keeps of each weight, by all of its names."""
-        return {} if self.mesh is None else load_shares(model, spec, self.mesh)
+        Raises:
+            ConfigError: The config asks for more than FSDP2.
+        """
+        check_agreement("from_pretrained", facts)
+        for field in ("tp_size", "pp_size", "ep_size"):
+            size = getattr(self.config, field, None) or 1
+            if size > 1:
+                raise ConfigError(
+                    f"distributed_config has {field}={size}, which packed experts do not support: "
+                    "shard the model by FSDP2 with DistributedConfig(fsdp_size=N), or load it "
+                    "whole on each rank for DDP."
+                )
 
     def shard(self, *args: Any) -> ShardedLoad:
         """Return a `ShardedLoad` of these arguments."""
         return ShardedLoad(*args)
 
 
-def mesh_of(config: Any) -> Any:
-    """Return the mesh that a `DistributedConfig` divides experts over, None where it is None.
+def _shard_instead(model: Any, instead: Callable[[Any, Any], None]) -> None:
+    """Call `instead` where transformers is about to apply the config to this model on meta.
 
-    It is `(ep_size,)`, or `(copies, ep_size)` where several ranks hold the same experts.
-
-    Raises:
-        ConfigError: The config asks for more than expert parallelism.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if config is None or not distributed.is_initialized():
-        return None
-    for field in ("tp_size", "pp_size"):
-        if getattr(config, field) > 1:
-            raise ConfigError(
-                f"distributed_config has {field}={getattr(config, field)}, which packed weights do "
-                f"not support: {_ADVICE}."
-            )
-    ranks = config.ep_size
-    if ranks == 1:
-        return None
-    accelerator = torch.accelerator.current_accelerator()
-    device = "cpu" if accelerator is None else accelerator.type
-    copies = distributed.get_world_size() // ranks
-    if copies == 1:
-        return init_device_mesh(device, (ranks,), mesh_dim_names=("experts",))
-    return init_device_mesh(device, (copies, ranks), mesh_dim_names=("copies", "experts"))
-
-
-def keep_whole(model: Any, instead: Callable[[Any, Any], None] | None = None) -> None:
-    """Let transformers, which is about to apply the config to this model on meta, leave it alone.
-
-    It asks the model for the plans of the config, and then the config for its sizes. `instead` is
-    called with both at that time.
+    It asks the model for the plans of the config, and then the config for its sizes.
     """
 
     def no_plans(self: Any, config: Any) -> tuple[dict[str, str], ...]:
         del self.__dict__["_resolve_parallel_plans"]
-        if instead is not None:
-            instead(self, config)
+        instead(self, config)
         config.__class__ = _without_sizes(type(config))
         return {}, {}, {}
 
@@ -129,22 +89,6 @@ def _without_sizes(cls: Any) -> Any:
 
     members = {"ep_size": property(lambda self: 1), "dp_size": property(last)}
     return type(cls.__name__, (cls,), members)
-
-
-def load_shares(model: Any, spec: LoadSpec, mesh: Any) -> dict[str, ExpertShare]:
-    """Return the experts that this rank keeps of each weight that a load packs."""
-    expert_parallel.check_mesh(mesh)
-    ranks = mesh.size(mesh.ndim - 1)
-    found: dict[str, ExpertShare] = {}
-    for entry in expert_parallel.modules_to_divide(model, spec.layout, ranks):
-        share = expert_parallel.make_share(entry.num_experts, mesh, mesh.size())
-        for param in entry.parameters:
-            settings = spec.settings_of(param.name)
-            reason = settings.codec.why_not_cut(param.shape, ranks, settings)
-            if reason is not None and param.name in spec.params:
-                raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
-            found |= dict.fromkeys(param.names, share)
-    return {name: share for name, share in found.items() if name in spec.params}
 
 
 class ShardedLoad:
@@ -202,7 +146,7 @@ class ShardedLoad:
             if dequantized & {name, *aliases.get(name, ())}
         }
         self._hide(model, [*spec.params, *linears, *self.weights.plain])
-        keep_whole(model, _shard_by_plan)
+        _shard_instead(model, _shard_by_plan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLoad:
         return self  # transformers copies its quantizer for every tensor
@@ -262,7 +206,7 @@ def _dequantized(base: PlainBase, files: PrequantizedCheckpoint) -> set[str]:
 
 
 def shards_model(config: Any) -> bool:
-    """Whether a `DistributedConfig` asks for FSDP2 without expert parallelism."""
+    """Whether a `DistributedConfig` asks for FSDP2 alone."""
     sizes: Mapping[str, int] = {
         name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")
     }

@@ -5,9 +5,8 @@
                         while all other ranks take part
     full_state_dict     all of them, on the first rank's CPU
 
-A share is a DTensor of FSDP2, a parameter that ZeRO-3 has partitioned, or a rank's own experts
-under expert parallelism (shares.py). Each gathered tensor is freed before the next one: no rank has
-more than one whole tensor.
+A share is a DTensor of FSDP2, or a parameter that ZeRO-3 has partitioned. Each gathered tensor is
+freed before the next one: no rank has more than one whole tensor.
 """
 
 from __future__ import annotations
@@ -29,16 +28,14 @@ from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import PackedScales, read
 from ..packing.settings import CodecSettings, packed_tensors
-from ..world import NOT_GIVEN, WholeTensor, first_share, whole_shape
-from .shares import ExpertShare, expert_share
+from ..world import NOT_GIVEN, WholeTensor
 
 _Result = TypeVar("_Result")
 
 
 def is_divided(model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
     """Whether ranks have different parts of this state dict of the model."""
-    sharded = any(_is_sharded(tensor) for tensor in state_dict.values())
-    return sharded or first_share(model) is not None
+    return any(_is_sharded(tensor) for tensor in state_dict.values())
 
 
 def state_dict_to_save(model: nn.Module, given: Any) -> Mapping[str, Any] | None:
@@ -111,7 +108,6 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
         prefix = f"{name}." if name else ""
         for leaf in parametrize.packed_names(module):
             _replace_expert_weight(replaced, module, prefix, leaf, state_dict)
-        _replace_plain_share(replaced, module, prefix, state_dict)
         if isinstance(module._modules.get("statistics"), nn.Module):
             _replace_linear(replaced, module, prefix, state_dict)
     tensors: dict[str, WholeTensor] = {}
@@ -138,49 +134,16 @@ def _replace_expert_weight(
 ) -> None:
     """Replace a packed parameter's keys by one entry, under the first of them."""
     own, name = f"{prefix}parametrizations.{leaf}.", f"{prefix}{leaf}"
-    share, decoder = expert_share(module), parametrize.decoder_of(module, leaf)
-    first = f"{own}original" if f"{own}original" in state_dict else name
+    decoder, first = parametrize.decoder_of(module, leaf), f"{own}original"
+    # without that key it is whole already, under bitsandbytes' keys
     if first not in state_dict or parametrize.is_foreign(module, leaf):
         return
-    if share is None and first == name:
-        return  # whole already, under bitsandbytes' keys
     packed = parametrize.read_packed(module, leaf)
-    codes = state_dict[first]
-    if share is not None:
-        like = replace(packed, shape=whole_shape(module, packed.shape))
-        weight = _Weight(name, like, codes, *_of_all(packed, share), True)
-        others = own if first != name else f"{name}."
-        statistics = [key for key in state_dict if key.startswith(others) and key != first]
-    else:
-        keys = {part: f"{own}0.{part}" for part in decoder._parameters}
-        parameters = {part: state_dict[key] for part, key in keys.items()}
-        weight = _sharded_weight(name, packed, decoder, codes, parameters)
-        statistics = list(keys.values())
+    keys = {part: f"{own}0.{part}" for part in decoder._parameters}
+    parameters = {part: state_dict[key] for part, key in keys.items()}
+    weight = _sharded_weight(name, packed, decoder, state_dict[first], parameters)
     replaced[first] = weight.tensors()
-    replaced |= {key: {} for key in statistics}
-
-
-def _replace_plain_share(
-    replaced: dict[str, dict[str, WholeTensor]],
-    module: nn.Module,
-    prefix: str,
-    state_dict: Mapping[str, Any],
-) -> None:
-    """Replace biases and unpacked weights of this rank's experts by those of all ranks."""
-    share = expert_share(module)
-    if share is None:
-        return
-    for leaf in module._parameters:
-        key = f"{prefix}{leaf}"
-        own = state_dict.get(key)
-        if own is not None and _shape(own)[:1] == (share.count,):
-            shape = (share.experts, *_shape(own)[1:])
-            gather = partial(_gathered_experts, own, share)
-            replaced[key] = {key: WholeTensor(own.dtype, shape, own, gather, True)}
-
-
-def _gathered_experts(own: Tensor, share: ExpertShare) -> Tensor:
-    return torch.cat(_of_each_rank(own, share))
+    replaced |= {key: {} for key in keys.values()}
 
 
 def _replace_linear(
@@ -269,43 +232,6 @@ def _sharded_weight(
 
     divided = any(map(_is_sharded, (codes, *parameters.values())))
     return _Weight(name, packed, codes, whole_codes, statistics, divided)
-
-
-def _of_all(
-    packed: PackedWeight, share: ExpertShare
-) -> tuple[Callable[[], Tensor], Callable[[], PackedWeight]]:
-    """Return two functions that all-gather an expert-parallel weight: codes, statistics."""
-
-    def codes() -> Tensor:
-        alone = replace(packed, absmax=packed.absmax[:0], nested=None)
-        return _joined(alone, share).codes
-
-    def statistics() -> PackedWeight:
-        return _joined(replace(packed, codes=packed.codes[:0]), share)
-
-    return codes, statistics
-
-
-def _joined(packed: PackedWeight, share: ExpertShare) -> PackedWeight:
-    """Join the ranks' shares of a weight; all ranks of the group must call it."""
-    codes, absmax = _of_each_rank(packed.codes, share), _of_each_rank(packed.absmax, share)
-    outer = None if packed.nested is None else _of_each_rank(packed.nested.absmax, share)
-    parts = []
-    for rank in range(len(codes)):
-        nested = packed.nested
-        if nested is not None and outer is not None:
-            nested = nested._replace(absmax=outer[rank])
-        part = replace(packed, codes=codes[rank], absmax=absmax[rank], nested=nested, owner=None)
-        parts.append(part)
-    return codec_of(packed.kind).join(parts)
-
-
-def _of_each_rank(tensor: Tensor, share: ExpertShare) -> list[Tensor]:
-    """Return each rank's own tensor, in the order of their experts; all ranks must call it."""
-    plain = tensor.detach().contiguous()
-    parts = [torch.empty_like(plain) for _ in range(distributed.get_world_size(share.group))]
-    distributed.all_gather(parts, plain, group=share.group)
-    return parts
 
 
 def gather_to_first(

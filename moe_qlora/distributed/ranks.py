@@ -12,22 +12,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AdapterError, ConfigError
-from ..layout import ExpertsModule, ModelLayout, unwrapped_name
+from ..layout import unwrapped_name
 from ..packing.decoders import is_shardable, is_share
 from ..packing.packed_list import PackedList
 from ..packing.parametrize import decoder_of, is_hosted, iter_packed, original_of
-from ..world import CHECKED, WholeTensor, World, first_share
+from ..world import CHECKED, WholeTensor, World
 from . import gather
-from .adapters import check_copies, equal_copies, replicate_adapters
+from .adapters import check_copies, replicate_adapters
 from .agreement import check_agreement, model_facts
 from .sharding import lay_out
-from .shares import ExpertShare, keep_from_ddp
 
 _Result = TypeVar("_Result")
 
 
 class ManyRanks(World):
-    """Several ranks, each with the model, a share of it, or some of its experts."""
+    """Several ranks, each with the model or a share of it."""
 
     several = True
 
@@ -38,25 +37,11 @@ class ManyRanks(World):
     def lay_out(self, model: nn.Module) -> None:
         lay_out(model)
 
-    def load(self, distributed_config: Any, expert_mesh: Any) -> Any:
-        """Return the `RankLoad` of a `DistributedConfig` or a mesh that divides the experts."""
+    def load(self, distributed_config: Any) -> Any:
+        """Return the `RankLoad` of a `DistributedConfig`."""
         from .distributed_config import RankLoad
 
-        return RankLoad(distributed_config, expert_mesh)
-
-    def divide(self, model: nn.Module, layout: ModelLayout, share: ExpertShare) -> None:
-        """Dispatch tokens between ranks that each loaded a share of the experts."""
-        from .expert_parallel import divide
-
-        divide(model, layout, share.mesh)
-
-    def modules_to_divide(
-        self, model: nn.Module, layout: ModelLayout, ranks: int
-    ) -> tuple[ExpertsModule, ...]:
-        """Return the experts modules that expert parallelism divides over some ranks."""
-        from .expert_parallel import modules_to_divide
-
-        return modules_to_divide(model, layout, ranks)
+        return RankLoad(distributed_config)
 
     def device(self) -> int | None:
         # In every rank the current device is the first, unless the program has set another.
@@ -70,32 +55,13 @@ class ManyRanks(World):
         lay_out(model)
         check_copies(model, config)
 
-    def check_adapters(self, model: nn.Module, configs: Mapping[str, Any]) -> None:
-        if first_share(model) is not None:
-            for name, config in configs.items():
-                asked = {"lora_config": config}
-                check_agreement(f"The adapter {name!r}", lambda asked=asked: asked)  # type: ignore[misc]
-
-    def follow_adapters(self, model: nn.Module, peft_model: nn.Module | None = None) -> None:
-        share: Any = first_share(model)
-        if share is not None:
-            equal_copies(model, share.mesh)
-            if peft_model is not None:
-                keep_from_ddp(peft_model)
+    def follow_adapters(self, model: nn.Module) -> None:
         replicate_adapters(model)
-
-    def check_undivided(self, model: nn.Module, action: str) -> None:
-        if first_share(model) is not None:
-            raise AdapterError(
-                f"{action} needs all experts, and this model's are divided over ranks: save the "
-                "adapter on all ranks, and go on from its folder, such as with moe-qlora merge."
-            )
 
     def check_unsharded(self, model: nn.Module, action: str, advice: str) -> None:
         engine = any(isinstance(module, FSDPModule) for module in model.modules())
         for name, parameter in model.named_parameters():
-            # expert parallelism has factors of LoRA as DTensors, and no other parameter
-            if engine or (is_share(parameter) and ".lora_" not in name):
+            if engine or is_share(parameter):
                 raise AdapterError(
                     f"{action} needs whole weights, and {unwrapped_name(name)} is sharded over "
                     f"ranks: {advice}."
@@ -190,7 +156,6 @@ def _check_ddp_copies(model: nn.Module) -> None:
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None:
         return
-    if first_share(model) is None:
-        group = ddp.process_group
-        check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
+    group = ddp.process_group
+    check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
     _checked(model).add("copies")

@@ -16,14 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
-from ..errors import MoeQloraError, QuantizationError
+from ..errors import MoeQloraError, QuantizationError, first_line
 from ..kernels.limits import cdiv
 from ..packing.codec import Packer
 from ..packing.decoders import ShardableStatistics, as_bits
 from ..packing.settings import CodecSettings
-from .shares import gather_absmax
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ class SharePacker:
             if not failed:
                 mine[: told[self.ranks.rank]] = scales[: told[self.ranks.rank]]
             parts = [torch.empty_like(mine) for _ in told]
-            gather_absmax(self.name, parts, mine, self.ranks.group)
+            _gather(self.name, parts, mine, self.ranks.group)
             scales = torch.cat([part[:count] for part, count in zip(parts, told, strict=True)])
             failed = bool(torch.stack([part[-1] for part in parts]).any())
         if self._error is not None:
@@ -172,3 +171,15 @@ class SharePacker:
     def _share(self, whole: Tensor) -> Tensor:
         first, last = self.ranks.span(len(whole))
         return whole[first:last].clone()
+
+
+def _gather(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:
+    """Gather each rank's absmax of a weight into `parts`; `QuantizationError` where one is lost."""
+    try:
+        distributed.all_gather(parts, absmax, group=group)
+    except RuntimeError as error:
+        raise QuantizationError(
+            f"Packing {name} failed on rank {distributed.get_rank()} while it gathered absmax "
+            f"from all ranks ({first_line(error)}): every rank must take part to the end; load "
+            "the model again."
+        ) from error

@@ -38,7 +38,6 @@ from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below, restore
 from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, problems
-from ..world import absmax_mean
 from .kept import keep_codes
 from .prequantized import COMPANION
 
@@ -157,7 +156,7 @@ class FillingConverter(_Converter):
             group = replace(group, unit="")  # of the others no shape is known
         packers = {name: WeightPacker(name, spec) for name in names}
         result: dict[str, Any] = {}
-        slices = list(group.slices(*spec.rows(names[0])))
+        slices = list(group.slices())
         tensors.expect(place for piece in slices for place in group.places(*piece))
         for start, stop in slices:
             read = {place[0]: tensors.read(*place) for place in group.places(start, stop)}
@@ -171,7 +170,7 @@ class FillingConverter(_Converter):
                 ) from error
             for name, piece in pieces.items():
                 if name in packers:
-                    packers[name].add(spec.cut(name, piece) if stop is None else piece)
+                    packers[name].add(piece)
                 else:
                     result[name] = piece
         return result | {name: packer.finish() for name, packer in packers.items()}
@@ -236,7 +235,7 @@ class PackedConverter(_Converter):
         """Note the key of the codes, and keep transformers from reading what is not kept."""
         if self.parts[source_pattern] == "":
             self.keys[target_key] = source_key
-        if target_key in self.spec.shares or self.spec.offloads:
+        if self.spec.offloads:
             _cancel(future)
             future = Deferred(source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, future)
@@ -244,25 +243,23 @@ class PackedConverter(_Converter):
     def convert(self, layer_name: str, **rest: Any) -> Any:
         """Return the packed parameter, under its full name."""
         spec = self.spec
-        if layer_name in spec.shares:
-            tensors = self._read_share(layer_name)
-        elif spec.offloads and spec.files is not None:
+        if spec.offloads and spec.files is not None:
             collected: dict[str, list[Deferred]] = self.collected_tensors
-            tensors = {self.parts[p]: spec.read_to_host(o.key) for p, [o] in collected.items()}
+            tensors = {self.parts[p]: spec.files.read(o.key) for p, [o] in collected.items()}
             self.collected_tensors.clear()
         else:
             tensors = {self.parts[p]: t[0] for p, t in self.materialize_tensors().items()}
         codes = tensors.pop("", None)
         if codes is None:
             raise CheckpointError(f"{layer_name}: the checkpoint has statistics, but no codes.")
-        shape, dtype = spec.kept_shape(layer_name), spec.dtypes[layer_name]
+        shape, dtype = spec.shape(layer_name), spec.dtypes[layer_name]
         settings, recorded = spec.settings_of(layer_name), dtype
         codec = settings.codec
         if spec.manifest is not None and (codec.has_record or codec.is_kept):
             recorded = getattr(torch, spec.manifest.experts[self.keys[layer_name]].dtype)
         dtype = dtype if spec.recasts else recorded
         stored = settings.storage_dtype
-        if codes.dtype != stored and spec.files is not None and layer_name not in spec.shares:
+        if codes.dtype != stored and spec.files is not None:
             # transformers before 5.22 casts codes that are stored as floats: read them again
             codes = spec.files.read(self.keys[layer_name]).to(codes.device)
         known = recorded if codec.has_record else dtype
@@ -273,29 +270,13 @@ class PackedConverter(_Converter):
         packed.dtype = dtype
         return {layer_name: spec.keep(layer_name, packed)}
 
-    def _read_share(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of a weight's experts that are kept, by the ends of their keys."""
-        collected: dict[str, list[Deferred]] = self.collected_tensors
-        items = {self.parts[pattern]: one for pattern, [one] in collected.items()}
-        self.collected_tensors.clear()
-        files, device = self.spec.files, self.spec.device(name)
-        missing = set(key_ends(self.spec.settings_of(name))) - items.keys()
-        if missing or files is None:
-            raise CheckpointError(f"{name}: the checkpoint has no {min(missing) or 'codes'}.")
-
-        def read(end: str, start: int, stop: int | None) -> Tensor:
-            return files.read(items[end].key, start, stop).to(device)
-
-        whole, settings = tuple(self.spec.params[name].shape), self.spec.settings_of(name)
-        return settings.codec.cut_tensors(read, whole, *self.spec.rows(name), settings)
-
 
 class WeightPacker:
     """Packs one weight of a spec from the pieces that come out of a converter."""
 
     def __init__(self, name: str, spec: LoadSpec) -> None:
         self.name, self.spec = name, spec
-        self.shape = spec.kept_shape(name)
+        self.shape = spec.shape(name)
         self.rows = 0
         self.packer: Packer | None = None
         self.extremes: list[tuple[int, Tensor]] = []
@@ -314,8 +295,7 @@ class WeightPacker:
             self.extremes.append((row, torch.stack(torch.aminmax(part))))
         if self.packer is None:
             weights = self.spec.dtypes[self.name]
-            mean = absmax_mean(self.spec.shares.get(self.name), self.name)
-            self.packer = Packer(self.shape, weights, piece.device, self.spec.settings, mean)
+            self.packer = Packer(self.shape, weights, piece.device, self.spec.settings)
         self.packer.add(piece)
         self.rows += len(piece)
 

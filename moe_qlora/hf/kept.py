@@ -83,15 +83,13 @@ def keep_codes(name: str, key: str, spec: LoadSpec) -> nn.Parameter:
     files = spec.prequantized
     assert files is not None
     parts, device = files.parts(key), spec.device(name)
-    first, last = spec.rows(name)
+    rows = spec.shape(name)[0]
     try:
-        packer = KeptPacker(
-            spec.kept_shape(name), spec.dtypes[name], device, spec.settings_of(name)
-        )
+        packer = KeptPacker(spec.shape(name), spec.dtypes[name], device, spec.settings_of(name))
         info = files.stored[parts[CODES]]
         step = max(SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
-        for start in range(first, last, step):
-            stop = min(start + step, last)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
             blocks, scales = (
                 files.read_stored(parts[role], start, stop, device) for role in (CODES, SCALE)
             )

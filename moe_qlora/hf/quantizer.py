@@ -56,15 +56,13 @@ from .prequantized import (
 def packing_quantizer(
     stock: type,
     extra_skip_modules: Callable[[], Sequence[str]],
-    expert_mesh: Callable[[], Any] = lambda: None,
     keeps_codes: Callable[[], bool] = lambda: False,
-    offloads: Callable[[], bool | str] = lambda: False,
+    offloads: Callable[[], bool] = lambda: False,
 ) -> type:
     """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
     members = {
         "__module__": __name__,
         "_extra_skip_modules": staticmethod(extra_skip_modules),
-        "_expert_mesh": staticmethod(expert_mesh),
         "_keeps_codes": staticmethod(keeps_codes),
         "_offloads": staticmethod(offloads),
     }
@@ -77,9 +75,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     pre_quantized: bool
     quantization_config: Any
     _extra_skip_modules: Callable[[], Sequence[str]]
-    _expert_mesh: Callable[[], Any]
     _keeps_codes: Callable[[], bool]
-    _offloads: Callable[[], bool | str]
+    _offloads: Callable[[], bool]
     _spec: LoadSpec | None = None
     _device_map: Any = None
     _checked: FolderCheck | None = None
@@ -137,9 +134,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         ranks = self._several(config)
         if self._offloads() and ranks is not None:
             raise ConfigError(
-                "enabled(offload=True): this load divides or shards the model over ranks "
-                "(distributed_config, expert_mesh), and experts in host memory are whole on each "
-                "rank: load it without these, for DDP, or without offload."
+                "enabled(offload=True): this load shards the model over ranks "
+                "(distributed_config), and experts in host memory are whole on each rank: load it "
+                "without that, for DDP, or without offload."
             )
         if self._offloads() and is_deepspeed_zero3_enabled():
             raise ConfigError(
@@ -148,18 +145,10 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 "and give zero_optimization.offload_param."
             )
         if ranks is not None:
-            ranks.begin(model, lambda: self._facts(files, dtype))
+            ranks.begin(lambda: self._facts(files, dtype))
         self._add_skips(model)
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
-        self._spec.device_map, self._spec.offloads = self._device_map, bool(self._offloads())
-        if self._offloads() == "disk":
-            if self._spec.params and self._mark is None:
-                raise ConfigError(
-                    "enabled(offload='disk') leaves experts in the files of a packed folder, and "
-                    f"{config._name_or_path or 'what is loaded'} is none: write one first, with "
-                    "moe_qlora.quantize_checkpoint or `moe-qlora quantize`."
-                )
-            self._spec.places = {}
+        self._spec.device_map, self._spec.offloads = self._device_map, self._offloads()
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         check_linears(model, self._spec.settings)
         if self._checked is not None:
@@ -181,14 +170,12 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if ranks is not None and ranks.shards and filled_later:
             self._shard(ranks, model, files, dtype)
             return
-        if ranks is not None:
-            self._spec.shares = ranks.shares(model, self._spec)
         self._spec.unit_nbytes = self._unit_nbytes(model)
 
     def _several(self, config: Any) -> Any:
         """Return how this load gives each rank its part; None where it loads a whole model."""
-        asked, mesh = getattr(config, "distributed_config", None), self._expert_mesh()
-        return None if asked is None and mesh is None else many_ranks().load(asked, mesh)
+        asked = getattr(config, "distributed_config", None)
+        return None if asked is None else many_ranks().load(asked)
 
     def _facts(self, files: list[str] | None, dtype: Any) -> dict[str, Any]:
         """Return what ranks that load one model together must all be given."""
@@ -353,8 +340,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             sharded.finish(model)
         if spec is not None:
             finish(model, spec, self.quantization_config)
-            if spec.shares:  # a save would ask it how to gather, and there is nothing to gather
-                model.config.__dict__.pop("distributed_config", None)
         return model
 
     def _stock(self) -> Any:
@@ -408,7 +393,7 @@ class _PackLinears(ConversionOps):
         """Pack a weight that no converter has served: transformers found its name as it is."""
         weight = value[0] if isinstance(value, list) else value
         packer = WeightPacker(name, self.spec)
-        packer.add(self.spec.cut(name, weight))
+        packer.add(weight)
         return packer.finish()
 
     def _checked(self, name: str, weight: Tensor, context: Mapping[str, Any]) -> Tensor:
@@ -439,9 +424,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     _attach(model, spec)
     finish_packing(model, spec.layout, config, spec.settings)
     if spec.offloads:
-        offload(model, spec.places)
-    if spec.shares:
-        many_ranks().divide(model, spec.layout, next(iter(spec.shares.values())))
+        offload(model)
 
 
 def _attach(model: Any, spec: LoadSpec) -> None:

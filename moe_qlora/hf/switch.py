@@ -36,14 +36,12 @@ off puts back exactly what was there. The path of one load:
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _METHODS = ("bitsandbytes_4bit", "bitsandbytes_8bit")
 _MERGE = "merge_quantization_configs"
@@ -53,9 +51,8 @@ class Block(NamedTuple):
     """What one block of `enabled` asks of the loads within."""
 
     skip_modules: tuple[str, ...]  # patterns of what stays unpacked
-    expert_mesh: Any  # a `DeviceMesh` that divides experts, or None
     keep_codes: bool  # whether experts keep codes of their checkpoint that can be computed with
-    offload: Any  # whether packed experts are loaded into host memory; "disk": or stay there
+    offload: bool  # whether packed experts are loaded into host memory
 
 
 _lock = threading.RLock()
@@ -95,9 +92,9 @@ def disable() -> None:
 def enabled(
     *,
     skip_modules: Sequence[str] = (),
-    expert_mesh: DeviceMesh | None = None,
+    expert_mesh: Any = None,
     keep_codes: bool = False,
-    offload: bool | Literal["disk"] = False,
+    offload: bool | str = False,
 ) -> Iterator[None]:
     """Pack experts while loading, within the block.
 
@@ -108,8 +105,7 @@ def enabled(
         skip_modules: Patterns, as in `llm_int8_skip_modules`, of what loads within the block leave
             in 16 bit, on top of their own config's. For loaders that make the `BitsAndBytesConfig`
             where the caller does not reach it.
-        expert_mesh: A `DeviceMesh` as `expert_parallel` takes it: each rank reads, packs and keeps
-            its own experts only.
+        expert_mesh: Expert parallelism is gone: anything but None is a `ConfigError`.
         keep_codes: Let experts keep the 4-bit codes that their checkpoint holds, where the package
             computes with these: gpt-oss's MXFP4, with 4.25 bits a weight and no error beside the
             maker's. All else is dequantized and packed by the caller's config, Linear layers and
@@ -118,14 +114,24 @@ def enabled(
             there. Weights are packed on the device, which never holds more than one of them; of a
             packed folder they are read to the host. `offload_experts(model)` returns the `Offload`.
             `quantize_experts` within the block does the same with a built model.
-            Each rank of DDP has its own; with `expert_mesh` or a `DistributedConfig` it is a
-            `ConfigError`. "disk": leave the experts of a packed folder
-            in its files, from where they are read ahead of use, through host memory; what is no
-            packed folder is a `ConfigError`.
+            Each rank of DDP has its own; with a `DistributedConfig` it is a
+            `ConfigError`.
     """
-    if offload not in (False, True, "disk"):
-        raise ConfigError(f"offload is {offload!r}; give True, False or 'disk'.")
-    block = Block(tuple(skip_modules), expert_mesh, keep_codes, offload)
+    if offload == "disk":
+        warnings.warn(
+            "enabled(offload='disk') is gone since version 0.3: experts are loaded into host "
+            "memory, as offload=True asks for.",
+            DeprecationWarning,
+            stacklevel=3,  # contextlib is between
+        )
+    elif offload not in (False, True):
+        raise ConfigError(f"offload is {offload!r}; give True or False.")
+    if expert_mesh is not None:
+        raise ConfigError(
+            "enabled(expert_mesh=...) is gone since version 0.3: shard the model by FSDP2 with "
+            "DistributedConfig(fsdp_size=N), or load it whole on each rank for DDP."
+        )
+    block = Block(tuple(skip_modules), keep_codes, bool(offload))
     with _lock:
         _install()
         _blocks.append(block)
@@ -143,24 +149,16 @@ def extra_skip_modules() -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for block in _blocks for name in block.skip_modules))
 
 
-def expert_mesh() -> Any:
-    """Return the mesh that the last open block with one divides experts over, or None."""
-    with _lock:
-        meshes = [block.expert_mesh for block in _blocks if block.expert_mesh is not None]
-    return meshes[-1] if meshes else None
-
-
 def keeps_codes() -> bool:
     """Whether an open block asks to keep the codes of checkpoints."""
     with _lock:
         return any(block.keep_codes for block in _blocks)
 
 
-def offloads() -> bool | str:
-    """Whether an open block asks to load experts into host memory; "disk": to leave them there."""
+def offloads() -> bool:
+    """Whether an open block asks to load experts into host memory."""
     with _lock:
-        asked: list[bool | str] = [block.offload for block in _blocks if block.offload]
-    return asked[-1] if asked else False
+        return any(block.offload for block in _blocks)
 
 
 def _install() -> None:
@@ -174,7 +172,7 @@ def _install() -> None:
         return
     packing = {
         method: packing_quantizer(
-            AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, expert_mesh, keeps_codes, offloads
+            AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, keeps_codes, offloads
         )
         for method in _METHODS
     }

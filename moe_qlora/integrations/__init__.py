@@ -5,13 +5,10 @@ them. Open host.py first: its docstring is the order of calls that every host fo
 
     host.py            ExpertsHost: one method for each step of a loader
     axolotl.py         axolotl's plugin
-    llama_factory.py   LLaMA-Factory: a program and a context manager
-    ms_swift.py        ms-swift: a tuner for its registry, and loaders that pack
     trl.py             TRL's RL with vLLM, which gets adapters; its trainers need nothing else
     prepare.py         `prepare_training`: all that makes a step quicker, in the right order
     objectives.py      what a step of DPO, GRPO and others takes
     liger.py           Liger's kernels on one model, and off it again
-    liger_loss.py      its loss, without waiting for the device
 
 The block itself is `ExpertsSettings`, of settings.py. What a user of each host writes
 is in docs/trainers.md and docs/axolotl.md. Importing this package imports no host.

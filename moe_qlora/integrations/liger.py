@@ -5,9 +5,8 @@ of transformers that defines them. Classes go back at once, so that the next mod
 transformers' own. The rotary embedding is a function that is looked up when it is called: it stays
 replaced, for all models of this type, until the model is as it was.
 
-What its forward calls for the loss is replaced in turn (liger_loss.py). A forward that other code
-has bound to the model computes a loss of its own, as TRL's trainers do in chunks too, and reads
-more of the outputs: it stays, and Liger's loss is left out.
+A forward that other code has bound to the model computes a loss of its own, as TRL's trainers do in
+chunks too, and reads more of the outputs: it stays, and Liger's loss is left out.
 """
 
 from __future__ import annotations
@@ -15,13 +14,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
+from inspect import signature
+from types import MethodType
 from typing import Any
 
-from torch import nn
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
 
 from ..errors import ConfigError, first_line
-from .liger_loss import MISSING, loss_obstacle, put_back, use_own_loss
+
+_MISSING: Any = object()
+"""The value before of an entry that was not there."""
+
+_FORWARDS = "forward", "_old_forward"  # The second inside of accelerate's hook
+_CHUNKS = {"chunk_mem_const": 8}
+"""How much larger than Liger's own the chunks of its loss are: about eight times the hidden states.
+
+A step takes 309 ms with it, and 324 without (48 layers of Qwen3-30B-A3B, 4,096 tokens, one H100):
+chunks of 64 tokens leave most of the GPU idle.
+"""
 
 
 def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
@@ -71,10 +84,60 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
             f"Liger fails on {kind} ({type(error).__name__}: {first_line(error)})"
         ) from error
     _watch(modules, code, forwards, undo)
-    if loss and not use_own_loss(model, undo):
+    if loss:
+        _enlarge_chunks(model, undo)
+    if loss and not any(_is_ligers(vars(model).get(name)) for name in _FORWARDS):
         undo.close()
         raise ConfigError(f"Liger replaces the forward of all {kind} models, and not of one")
     return undo
+
+
+def loss_obstacle(model: nn.Module) -> str | None:
+    """Return why Liger's loss, which reads the head's weight alone, cannot be used; else None."""
+    if _has_own_forward(model):
+        return "other code, as TRL's, computes the loss by a forward of its own"
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, BaseTunerLayer):
+        return "the head has LoRA, which Liger's loss would not compute"
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, Tensor) and not weight.is_floating_point():
+        return "the head is quantized, and Liger's loss multiplies by its weight"
+    if getattr(head, "bias", None) is not None:
+        return "the head has a bias, which Liger's loss would not add"
+    if "_loss_function" in vars(model):
+        return "the model's loss_function was set, which Liger's forward would not call"
+    return None
+
+
+def _has_own_forward(model: nn.Module) -> bool:
+    """Whether other code than Liger and accelerate's hooks has bound a forward to a model."""
+    forward = vars(model).get("forward")
+    if isinstance(forward, partial):  # of accelerate's hook
+        forward = vars(model).get("_old_forward")
+    if forward is None:
+        return False
+    # Wrappers copy the name and module of what they wrap, but not this.
+    code: Any = getattr(getattr(forward, "__func__", forward), "__globals__", {})
+    return not str(code.get("__name__")).startswith(("liger_kernel.", "transformers."))
+
+
+def _is_ligers(forward: Any) -> bool:
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")
+
+
+def _enlarge_chunks(model: nn.Module, undo: ExitStack) -> None:
+    """Let calls with labels that do not say how large the loss's chunks are ask for larger ones."""
+    from liger_kernel.transformers import functional
+
+    known = signature(functional.liger_fused_linear_cross_entropy).parameters
+    if not _CHUNKS.keys() <= known.keys():
+        return
+
+    def ask(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        labelled = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+        return args, {**_CHUNKS, **kwargs} if labelled else kwargs
+
+    undo.callback(model.register_forward_pre_hook(ask, with_kwargs=True).remove)
 
 
 def _class_forwards(model: nn.Module) -> dict[type, Any]:
@@ -106,14 +169,31 @@ def _watch(
             now["_old_forward"], now["forward"] = now["forward"], before["forward"]
     for now, before in (*modules, *code):
         for name in _changed(now, before):
-            old = before.get(name, MISSING)
+            old = before.get(name, _MISSING)
             if isinstance(old, type):
                 now[name] = old
             else:
-                undo.callback(put_back, now, name, now[name], old)
+                undo.callback(_put_back, now, name, now[name], old)
 
 
 def _changed(now: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
     for name, value in list(now.items()):
-        if value is not before.get(name, MISSING):
+        if value is not before.get(name, _MISSING):
             yield name
+
+
+def _put_back(now: dict[str, Any], name: str, value: Any, old: Any) -> None:
+    """Restore an entry, unless other code has changed it meanwhile.
+
+    A forward is restored where it is: accelerate's hook may have come or gone.
+    """
+    for place in _FORWARDS if name in _FORWARDS else (name,):
+        held: Any = now.get(place)
+        if held is not value:
+            continue
+        if old is not _MISSING:
+            now[place] = old
+        elif place == name:
+            del now[place]
+        else:  # What a hook that came meanwhile would have found
+            now[place] = MethodType(type(held.__self__).forward, held.__self__)

@@ -25,10 +25,8 @@ from ..lora.names import base_model
 from ..memory.measure import Loss
 from ..speed.fitted import RunsLevels, decoder_layers
 from ..speed.module_walks import quicken_walks
-from ..speed.top_k import compile_options
 from ..world import runs_distributed
-from .liger import apply_liger
-from .liger_loss import loss_obstacle
+from .liger import apply_liger, loss_obstacle
 
 if TYPE_CHECKING:
     from ..speed.fit import Fit
@@ -147,11 +145,13 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     prepared = PreparedTraining([f"Prepared for batches of {batch}."])
     try:
         undo.enter_context(apply_liger(base_model(model), in_layers=not compiles))
-        parts = ["loss"] if loss_obstacle(base_model(model)) is None else []
+        reason = loss_obstacle(base_model(model))
+        parts = ["loss"] if reason is None else []
         parts += [] if compiles else ["norms", "rotary embedding"]
-        prepared._lines.append(f"Liger: {', '.join(parts)}.")
+        own = "" if reason is None else f"; the loss stays the model's, since {reason}"
+        prepared._lines.append(f"Liger: {', '.join(parts)}{own}.")
     except ConfigError as error:
-        prepared._lines.append(f"Liger: not used; {error}.")
+        prepared._lines.append(f"Liger: not used; {error}; the loss stays the model's.")
     if obstacle is None:
         prepared._lines += _quicken(prepared, model, layers, compiles, undo)
     else:
@@ -186,7 +186,7 @@ def _quicken(
             return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
     for layer in layers if compiles else ():
         undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
-        layer.compile(options=compile_options())
+        layer.compile()
     return [compiled, f"CUDA graphs: not used; {sharded.rstrip('.')}."]
 
 
@@ -203,7 +203,7 @@ def _compile_norms(model: nn.Module, layers: list[Any], undo: ExitStack) -> None
             alone = type(module) in kinds and not list(module.children())
             if alone and parameters and all(parameter.ndim == 1 for parameter in parameters):
                 undo.callback(setattr, module, _COMPILED, getattr(module, _COMPILED, None))
-                module.compile(options=compile_options())
+                module.compile()
 
 
 def _join(model: nn.Module, undo: ExitStack) -> list[str]:
@@ -243,8 +243,6 @@ def _obstacle(layers: list[Any]) -> str | None:
         forward = vars(layer).get("forward")
         if forward is not None and not isinstance(getattr(forward, "__self__", None), RunsLevels):
             return "other code has replaced the layers' forward, as a device map or offloading does"
-        if any(getattr(module, "_is_expert_parallel", False) for module in layer.modules()):
-            return "experts are divided over ranks"
     return None
 
 

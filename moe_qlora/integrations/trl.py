@@ -42,12 +42,12 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..checkpoint.staging import absolute
 from ..errors import ConfigError, first_line
 from ..serving.export import export_adapter
-from ..serving.vllm_worker import allowed_rank
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
 _TRAINERS = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+_MAX_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's values of max_lora_rank
 _SERVE = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 VLLM_SERVER_DEV_MODE=1 vllm serve BASE --enable-lora "
     "--max-lora-rank RANK --logprobs-mode processed_logprobs"
@@ -201,10 +201,13 @@ def _allowed_rank(model: PeftModel) -> int:
     """Return vLLM's smallest `max_lora_rank` for the active adapter."""
     config = model.peft_config[model.active_adapter]
     rank = max([config.r, *(config.rank_pattern or {}).values()])
-    try:
-        return allowed_rank(rank)
-    except ValueError as error:
-        raise ConfigError(f"The engine cannot start: {error}") from error
+    allowed = next((one for one in _MAX_RANKS if one >= rank), None)
+    if allowed is None:
+        raise ConfigError(
+            f"The engine cannot start: the adapter's rank is {rank}, and vLLM takes adapters up to "
+            f"rank {_MAX_RANKS[-1]}."
+        )
+    return allowed
 
 
 def _engine_class() -> Any:

@@ -11,12 +11,8 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     table.py                which kernel multiplies each expert's rows; tries them
     expert_mm.py            the interface of such a kernel: supports, prepare, launch
     quantized_mm.py         few rows: multiplies on the codes, any GPU
-    quantized_mm_skinny.py  the same for the fewest, as in generation
     quantized_mm_hopper.py  the same on Hopper; quantized_mm_rs.py, for more rows
     grouped_mm.py           many rows: codes to 16 bit, then torch's grouped matmul or our own
-    top_k.py                the router's top-k, before the layer
-    adamw.py                a step of AdamW over many tensors in one launch
-    cross_entropy.py        the loss of the model's head in chunks, after all layers
     workspace.py            the buffer that is dequantized into
     streams.py              a second branch of a graph, for small kernels beside large ones
     cards.py                device capabilities

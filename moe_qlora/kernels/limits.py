@@ -31,9 +31,6 @@ WIDE_TILE = 128
 WIDEST_TILE = 256
 """Rows in a tile of the rs kernel (weights in registers, Hopper)."""
 
-FEW_TILE = 16
-"""Rows in a tile where experts have few: the first that `tile_rows` chooses."""
-
 ROWS_IN_REGISTERS = 128, 1024
 """Rows an expert, on average, between which the rs kernel is chosen in forward (H200,
 gate_up of Qwen3-30B-A3B: at 128 rows 0.30 ms, through shared memory 0.32; at 256 0.44 and 0.52; at

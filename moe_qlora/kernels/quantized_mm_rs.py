@@ -14,7 +14,6 @@ multiplied by LoRA's factors, in their own order.
     column 256 b + 64 g + 2 i + j    moves to    256 b + 8 i + 2 g + j    (g < 4, i < 32, j < 2)
 
 The left operand of mma.sync has the same layout in registers as that of wgmma, so that
-`quantized_mm_skinny.py` looks weights up by the same functions.
 """
 
 from __future__ import annotations

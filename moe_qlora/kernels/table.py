@@ -27,7 +27,7 @@ from .weights import MX_BLOCK, MXFP4, NF4, TABLES, PackedWeight, WeightSpec
 
 def _in_gluon() -> list[Kernel]:
     """Return the kernels in Gluon: none where this Triton's Gluon is another."""
-    names = "quantized_mm_rs", "quantized_mm_hopper", "quantized_mm_skinny"
+    names = "quantized_mm_rs", "quantized_mm_hopper"
     try:
         modules = [importlib.import_module(f".{name}", __package__) for name in names]
     except (ImportError, AttributeError):

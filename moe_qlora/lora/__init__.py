@@ -21,6 +21,5 @@ config is never changed.
     load.py         load_adapter, for saved adapters
     files.py        save_pretrained and load_adapter of the PEFT model, on one rank or many; checks
                     of adapter folders
-    optimizer.py    AdamW on LoRA's weights, as quick as the memory
     stock_calls.py  PEFT's and transformers' own calls on a packed model
 """

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from peft import LoraConfig, PeftConfig
 from torch import nn
@@ -26,12 +24,11 @@ from ..kernels.weights import PackedWeight
 from ..layout import name_pattern
 from ..models import named
 from ..packing import parametrize
-from ..packing.parametrize import blank_weight, read_packed
+from ..packing.parametrize import blank_weight
 from .inject import wrap_parameter
 from .names import (
     as_set,
     base_model,
-    expert_parameters,
     is_all_linear,
     packed_parameters,
     patterns,
@@ -50,15 +47,12 @@ from .targets import (
     resolve_targets,
 )
 
-Chosen: TypeAlias = Mapping[str, tuple[int, ...]]
-"""The experts with LoRA by the full name of the weight, ascending."""
-
 
 def adapt_lora_config(
     model: nn.Module | PretrainedConfig | str | Path,
     lora_config: PeftConfig,
     *,
-    experts: bool | Collection[str] | Mapping[str, Collection[int]] = False,
+    experts: bool | Collection[str] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
     quantization_config: Any = None,
@@ -78,9 +72,7 @@ def adapt_lora_config(
         lora_config: A `peft.LoraConfig` (or any other PEFT config with target_modules, where
             experts are left alone).
         experts: True adds LoRA on every packed expert parameter, a collection of roles ("gate_up",
-            "down") on those; of the layers in `layers_to_transform`, where it is set. A mapping
-            from names of experts modules to indices of experts, as `hot_experts` returns it, adds
-            LoRA on these experts alone.
+            "down") on those; of the layers in `layers_to_transform`, where it is set.
         router: Adds LoRA on the routers, which are left alone otherwise, unless `target_modules` or
             `target_parameters` names them.
         scale_expert_rank: True gives experts the rank r // top_k (at least 1) with the model's own
@@ -123,7 +115,6 @@ class AdaptedLoraConfig(LoraConfig):
     _packed: training_codec.TrainingCodec | None = None  # of the model that it was adapted to
     _trained_on: training_codec.TrainingCodec | None = None  # the model that has the adapter
     _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
-    _chosen: Chosen = MappingProxyType({})  # experts with LoRA, where these are not all
     _router: bool = False  # the word "all-linear" means routers as well
 
     def callers(self) -> dict[str, Any]:
@@ -155,7 +146,7 @@ class AdaptedLoraConfig(LoraConfig):
         packed = self._trained_on or self._packed
         if packed is not None:
             folder = Path(save_directory)
-            training_codec.write_note(folder, packed, self._chosen)
+            training_codec.write_note(folder, packed)
             written, base = self.to_dict(), str(self.base_model_name_or_path or "")
             write_card(folder, facts_of(written, packed), base, usage_of(written, packed))
 
@@ -163,7 +154,7 @@ class AdaptedLoraConfig(LoraConfig):
 def adapt(
     model: nn.Module,
     config: PeftConfig,
-    experts: bool | Collection[str] | Mapping[str, Collection[int]] = False,
+    experts: bool | Collection[str] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
     to_be_loaded: training_codec.TrainingCodec | None = None,
@@ -212,12 +203,11 @@ def adapt(
         return copy.deepcopy(config)
     asked = _as_asked(config)
     router = router or (is_all_linear(asked) and getattr(asked, "_router", False))
-    newly: Chosen = {}
     if isinstance(experts, Mapping):
-        shapes = {name: _packed_shape(packed[name], name) for name in packed}
-        experts = newly = choose_experts(shapes, experts)
-    named = expert_parameters(model, experts) if experts else []
-    earlier = {k: v for k, v in getattr(asked, "_chosen", {}).items() if k not in named}
+        raise ConfigError(
+            "experts chooses single experts, which is gone since version 0.3: give True for all, "
+            "or roles such as ['down'], with a lower rank where memory is short."
+        )
     check_modules_to_save(model, asked, packed)
     targets = resolve_targets(model, asked, experts=experts, router=router)
     check_supported(asked, targets.experts, packed)
@@ -241,12 +231,8 @@ def adapt(
         asked, targets, to_be_loaded or training_codec.from_packed(model), awaited
     )
     if isinstance(adapted, AdaptedLoraConfig):
-        adapted._chosen, adapted._router = {**earlier, **newly}, router
+        adapted._router = router
     return adapted
-
-
-def _packed_shape(module: nn.Module, name: str) -> Sequence[int]:
-    return tuple(read_packed(module, name.rpartition(".")[2]).shape)
 
 
 def top_k_of(config: Any) -> int | None:
@@ -401,45 +387,3 @@ def blank_packed_model(
             blank = blank_weight(tuple(weight.shape), weight.dtype, how)
             parametrize.attach(module, leaf, blanks.setdefault(weight, blank))
     return built, packed
-
-
-def choose_experts(
-    packed: Mapping[str, Sequence[int]], asked: Mapping[str, Collection[int]]
-) -> dict[str, tuple[int, ...]]:
-    """Return the chosen experts of each expert weight.
-
-    `packed` are the shapes of the packed weights by full name; `asked` are indices of experts by
-    name of the experts module, as from `hot_experts`, or of one weight.
-
-    Raises:
-        ConfigError: A name is no experts module, an index no expert, or nothing is chosen.
-    """
-    modules = {name.rpartition(".")[0] for name in packed}
-    chosen: dict[str, tuple[int, ...]] = {}
-    for name, indices in asked.items():
-        if name not in modules and name not in packed:
-            near = get_close_matches(name, [*modules, *packed], n=1)
-            say = f"; did you mean {near[0]!r}" if near else ""
-            raise ConfigError(f"experts names {name!r}, which holds no packed experts{say}.")
-        value: Any = indices
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise ConfigError(
-                f"experts[{name!r}] is {value!r}; give a list of experts' indices, as in [1, 2]."
-            )
-        for weight, shape in packed.items():
-            if name not in (weight, weight.rpartition(".")[0]):
-                continue
-            experts = sorted({int(index) for index in indices})
-            wrong = [index for index in experts if not 0 <= index < shape[0]]
-            if wrong or len(shape) != 3:
-                what = f"expert {wrong[0]}" if wrong else "single experts"
-                raise ConfigError(
-                    f"experts asks for {what} of {weight}, a weight of shape {tuple(shape)}; name "
-                    f"experts from 0 to {shape[0] - 1} of weights that have three dimensions."
-                )
-            if experts:
-                # The experts module may be named too: its experts and this weight's are joined.
-                chosen[weight] = tuple(sorted({*chosen.get(weight, ()), *experts}))
-    if not chosen:
-        raise ConfigError("experts chooses no expert of any layer; name some, or leave it out.")
-    return chosen

@@ -39,7 +39,6 @@ from ..layout import listed, unwrapped_name
 from ..models.files import read_json
 from ..world import NOT_GIVEN, WholeTensor, world
 from . import targets
-from .layer import ChosenFactor
 
 HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -160,10 +159,6 @@ def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub:
     with torch.no_grad():
         for key, place in places.items():
             place.copy_(tensors[key])
-    for name, module in model.named_modules():
-        if isinstance(module, ChosenFactor) and name.endswith(f".{adapter_name}"):
-            whole = tensors[f"{name.removesuffix(f'.{adapter_name}')}.weight"]
-            module.load_state_dict({"weight": whole})
     return True
 
 

@@ -21,12 +21,10 @@ from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import distributed, nn
 
-from ..detection.tree import join
 from ..errors import AdapterError, ConfigError
 from ..layout import human_bytes, listed, unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed, iter_packed, original_of, packed_names, read_packed
 from ..packing.settings import CodecSettings, packed_nbytes
-from ..world import share_of
 from .layer import ExpertAdapters, ParamWrapper
 from .names import base_model, names_parameter, packed_parameters
 
@@ -80,18 +78,11 @@ def upgrade_wrappers(model: nn.Module) -> None:
         outermost = unwrapped_name(name) == name and packed_names(unwrapped(module))
         if not outermost or all(isinstance(wrapper, ParamWrapper) for wrapper in chain):
             continue
-        if share_of(base) is not None:
-            raise AdapterError(
-                f"The experts of {unwrapped_name(name)} are divided over ranks, and stock PEFT has "
-                "made LoRA for those of this rank alone: create adapters with "
-                "moe_qlora.get_peft_model, or give PEFT a config from moe_qlora.adapt_lora_config."
-            )
         order = _registration_order(base)
         chain.sort(key=lambda wrapper: -order.index(wrapper.parameter_name))
         source = ExpertAdapters()
         for wrapper, inner in zip(chain, [*chain[1:], base], strict=True):
             wrapper.__class__ = ParamWrapper
-            wrapper.full_name = join(name, wrapper.parameter_name)
             wrapper.base_layer = inner
         for wrapper in chain:
             wrapper.connect(source)

@@ -52,7 +52,6 @@ from ..packing.parametrize import (
     read_packed,
 )
 from ..packing.settings import CodecSettings
-from ..world import Share, share_of
 from .targets import check_dropout
 
 _ADDS = "_moe_qlora_adds_on_read"
@@ -84,38 +83,18 @@ class ParamWrapper(StockParamWrapper):
     merge_repack: bool = False
     adds_itself: bool = False  # whether a call runs with LoRA in the plain weight
     _unmerged: PackedWeight | None = None
-    _share: Share | None = None  # set where the experts are divided over ranks
-    full_name: str = ""  # of the parameter, by which a config chooses experts
 
     def __init__(
         self, target: nn.Module, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
-        self.full_name = unwrapped_name(kwargs.get("target_name", ""))  # which `update_layer` reads
         super().__init__(target, adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
 
     def update_layer(
         self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
-        # Factors are drawn whole, so that experts get the same ones however they are divided.
         super().update_layer(adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
-        self._share = share_of(self.get_base_layer())
-        chosen = getattr(config, "_chosen", {}).get(self.full_name)
-        a, b = self.lora_A[adapter_name], self.lora_B[adapter_name]
-        if chosen is not None and self._share is not None:
-            raise AdapterError(
-                f"LoRA on {len(chosen)} chosen experts of {self.full_name}, whose experts are "
-                "divided over ranks: pass experts=True, or keep all experts on each rank."
-            )
-        if chosen is not None:
-            for factors, slowest in ((self.lora_A, True), (self.lora_B, False)):
-                whole = cast(nn.Parameter, factors[adapter_name].weight)
-                factors[adapter_name] = ChosenFactor(
-                    whole, chosen, self.num_experts, slowest=slowest
-                )
-        elif self._share is not None:
-            a.weight, b.weight = self._share.factors(a.weight, b.weight)
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
         """Give an adapter this dropout, or refuse it where the forward cannot apply it."""
@@ -174,11 +153,10 @@ class ParamWrapper(StockParamWrapper):
         # Bypasses `__getattr__`: a step calls this four times a layer, and up to a few thousand
         # tokens is bound by the host.
         a, b, dropouts = (self._modules[name] for name in ("lora_A", "lora_B", "lora_dropout"))
-        share = self._share
         return tuple(
             LoraFactors(
-                a=whole_factor(a[name]) if share is None else share.local(a[name].weight),
-                b=whole_factor(b[name]) if share is None else share.local(b[name].weight),
+                a=a[name].weight,
+                b=b[name].weight,
                 scaling=self.scaling[name],
                 dropout=None if isinstance(dropouts[name], nn.Identity) else dropouts[name],
             )
@@ -254,17 +232,13 @@ class ParamWrapper(StockParamWrapper):
     # The factors.
 
     def get_param(self) -> Tensor:
-        """Return the parameter; for a packed one an empty tensor of its shape, dtype and device.
-
-        The shape is that of all experts, also where this rank has only some.
-        """
+        """Return the parameter; for a packed one an empty tensor of its shape and dtype."""
         base = self.get_base_layer()
         if not is_packed(base, self.parameter_name):
             return cast(Tensor, super().get_param())
-        packed, share = read_packed(base, self.parameter_name), share_of(base)
-        shape = packed.shape if share is None else (share.experts, *packed.shape[1:])
+        packed = read_packed(base, self.parameter_name)
         device = device_of(base, self.parameter_name)
-        return torch.empty((), dtype=packed.dtype, device=device).expand(shape)
+        return torch.empty((), dtype=packed.dtype, device=device).expand(packed.shape)
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
         """Return s B A in the parameter's shape, in fp32 or finer."""
@@ -273,11 +247,11 @@ class ParamWrapper(StockParamWrapper):
 
     def expert_factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
         """Return `lora_A` as `(E, r, in)` and `lora_B` as `(E, out, r)`, detached."""
-        a, b = whole_factor(self.lora_A[adapter_name]), whole_factor(self.lora_B[adapter_name])
+        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         return self._by_expert(a.detach(), b.detach())
 
     def _by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        experts = self.num_experts if self._share is None else self._share.count
+        experts = self.num_experts
         return a.reshape(experts, -1, a.shape[-1]), b.reshape(len(b), -1, experts).permute(2, 0, 1)
 
     def _oriented(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,7 +262,7 @@ class ParamWrapper(StockParamWrapper):
         return a.transpose(1, 2), b.transpose(1, 2)  # (E, in, out)
 
     def _product(self, adapter_name: str, device: torch.device | None = None) -> Product:
-        a, b = whole_factor(self.lora_A[adapter_name]), whole_factor(self.lora_B[adapter_name])
+        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
         wide = torch.promote_types(a.dtype, torch.float32)
         left, right = self._oriented(a.to(device, wide), b.to(device, wide))
         return left, right, self.scaling[adapter_name]
@@ -417,87 +391,3 @@ def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
     if isinstance(moved.owner, PackedCodes):  # of the shardable layout
         moved = replace(moved, owner=None)
     parametrize.attach(module, name, moved)
-
-
-class ChosenFactor(nn.Module):
-    """One LoRA factor of some of a weight's experts; in state dicts that of all, others zero.
-
-    So stock PEFT reads such a folder as it is, and computes the same; this package finds the choice
-    in the note beside the adapter. Forwards read `whole`.
-
-    `weight` is `(n r, in)` with the expert slowest for `lora_A`, `(out, r n)` with the expert
-    fastest for `lora_B`, of the n experts that are chosen.
-    """
-
-    index: Tensor
-
-    def __init__(
-        self, whole: nn.Parameter, experts: tuple[int, ...], num_experts: int, *, slowest: bool
-    ) -> None:
-        super().__init__()
-        self.experts, self.num_experts, self.slowest = experts, num_experts, slowest
-        index = torch.tensor(experts, device=whole.device)
-        self.register_buffer("index", index, persistent=False)
-        self.weight = nn.Parameter(self.select(whole.detach()), whole.requires_grad)
-
-    def whole(self) -> Tensor:
-        """Return the factor of all experts, `(E r, in)` or `(out, r E)`."""
-        weight, count = self.weight, len(self.experts)
-        if hasattr(weight, "full_tensor"):  # a state dict of a model that FSDP2 shards
-            weight = cast(Any, weight).full_tensor()
-        if self.slowest:
-            parts = weight.view(count, -1, weight.shape[-1])
-            others = parts.new_zeros(self.num_experts, *parts.shape[1:])
-            return others.index_copy(0, self.index, parts).flatten(0, 1)
-        parts = weight.view(len(weight), -1, count)
-        others = parts.new_zeros(*parts.shape[:2], self.num_experts)
-        return others.index_copy(2, self.index, parts).flatten(1)
-
-    def select(self, whole: Tensor) -> Tensor:
-        """Return the chosen experts' part of a factor of all experts, a copy."""
-        by_expert = self._by_expert(whole)
-        chosen = by_expert.index_select(0 if self.slowest else 2, self.index.to(whole.device))
-        return chosen.flatten(0, 1) if self.slowest else chosen.flatten(1)
-
-    def _by_expert(self, whole: Tensor) -> Tensor:
-        if self.slowest:
-            return whole.reshape(self.num_experts, -1, whole.shape[-1])
-        return whole.reshape(len(whole), -1, self.num_experts)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        whole = self.whole()
-        destination[f"{prefix}weight"] = whole if keep_vars else whole.detach()
-
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
-        key = f"{prefix}weight"
-        tensor = state_dict.get(key)
-        across = 0 if self.slowest else 1
-        wanted = list(self.weight.shape)
-        wanted[across] = wanted[across] // len(self.experts) * self.num_experts
-        if tensor is not None and list(tensor.shape) == wanted:
-            if self.index.is_meta:
-                self.index = torch.tensor(self.experts, device=tensor.device)
-            # An expert's product is zero where its lora_B is.
-            if not self.slowest and not tensor.is_meta and (others := self._trained(tensor)):
-                error_msgs.append(
-                    f"{key} has LoRA on expert {others[0]}, which is not one of the "
-                    f"{len(self.experts)} of {self.num_experts} that were chosen"
-                )
-                return
-            state_dict[key] = self.select(tensor)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-    def _trained(self, b: Tensor) -> list[int]:
-        """Return the experts that are not chosen and whose part of a whole `lora_B` is not zero."""
-        held = self._by_expert(b).ne(0).any(0).any(0).nonzero().flatten().tolist()
-        return [expert for expert in held if expert not in self.experts]
-
-
-def whole_factor(factor: nn.Module) -> Tensor:
-    """Return a LoRA factor of all experts, `(E r, in)` or `(out, r E)`."""
-    return factor.whole() if isinstance(factor, ChosenFactor) else cast(Tensor, factor.weight)

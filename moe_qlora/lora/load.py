@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import peft
 from peft import LoraConfig, PeftConfig, PeftModel
@@ -15,12 +15,12 @@ from peft.utils.save_and_load import load_peft_weights
 from safetensors import safe_open
 from torch import nn
 
-from ..checkpoint import per_expert, training_codec
+from ..checkpoint import per_expert
 from ..checkpoint.adapter import check_adapter_patterns
 from ..errors import AdapterError
 from . import files
 from .config import adapt, spell_exactly
-from .files import check_config, check_folder, reading
+from .files import check_folder, reading
 from .model import connect_adapters, warn_untested, without_false_warning
 from .names import base_model, packed_parameters, rewritten, warn_of_unpacked
 
@@ -105,7 +105,7 @@ def _load(
     with reading(adapter):
         config = _read_config(base, folder, **hub)
     config.inference_mode = not is_trainable
-    config = adapt(base, config, _chosen_experts(base, folder, hub.get("subfolder")))
+    config = adapt(base, config)
     peft_model = _add_empty_adapter(model, adapter_name, config, peft_kwargs)
     if is_trainable:
         peft_model.set_requires_grad(adapter_name)
@@ -114,29 +114,6 @@ def _load(
         peft_model, folder, adapter_name, called=adapter, is_trainable=is_trainable, **peft_kwargs
     )
     return peft_model
-
-
-def _chosen_experts(
-    base: nn.Module, adapter: str, subfolder: str | None
-) -> dict[str, list[int]] | Literal[False]:
-    """Return the experts that an adapter's note chooses; False without one, or for plain experts.
-
-    The file then has zeros for the others, which other readers may load as they are.
-    """
-    folder = Path(adapter) / (subfolder or "")
-    chosen = training_codec.chosen_experts(folder) if folder.is_dir() else None
-    return chosen if chosen and packed_parameters(base) else False
-
-
-def config_to_train(folder: Path) -> PeftConfig:
-    """Return the config of an adapter's folder for a new adapter like it, which is trained."""
-    check_config(folder)
-    with reading(folder):
-        config: Any = PeftConfig.from_pretrained(str(folder))
-    config.inference_mode = False  # saved as True, which freezes the adapter
-    if chosen := training_codec.chosen_experts(folder):
-        config._chosen = chosen
-    return config
 
 
 def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:

@@ -164,8 +164,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
         record_base(tuner.model, config)
-    world().check_adapters(tuner.model, model.peft_config)
-    world().follow_adapters(tuner.model, model)
+    world().follow_adapters(tuner.model)
     use_own_files(model)
     return model
 
@@ -214,7 +213,6 @@ class LoraModel(StockLoraModel):
     ) -> None:
         check_adapter_names(model, self.peft_config)
         world().check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
-        world().check_adapters(model, {adapter_name: self.peft_config[adapter_name]})
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
         with without_false_warning(model, config):
@@ -266,7 +264,6 @@ class LoraModel(StockLoraModel):
 
     @contextmanager
     def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
-        world().check_undivided(self.model, "Merging")
         world().check_unsharded(self.model, "Merging", _OFFLINE)
         check_resident(self.model)
         if repack:
@@ -308,13 +305,6 @@ class LoraModel(StockLoraModel):
         if adapter_name in self.peft_config:
             return
         check_adapter_names(self.model, {*self.peft_config, adapter_name})
-        world().check_undivided(self.model, "add_weighted_adapter")
-        for adapter in adapters:
-            if getattr(self.peft_config.get(adapter), "_chosen", None):
-                raise AdapterError(
-                    f"add_weighted_adapter needs LoRA on all experts, and {adapter!r} is on chosen "
-                    "ones: load its folder with stock PEFT on the 16-bit model, or merge it."
-                )
         world().check_unsharded(self.model, "add_weighted_adapter", _OFFLINE)
         for adapter in adapters:
             if adapter not in self.peft_config:

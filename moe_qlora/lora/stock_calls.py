@@ -31,7 +31,7 @@ from torch import nn
 
 from ..checkpoint.adapter import CONFIG, LoraSettings, check_config_patterns
 from ..checkpoint.reader import parse_fields
-from ..world import first_share, world
+from ..world import world
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
 from .files import check_base, check_folder, misfit, reading, use_own_files
 from .model import LoraModel, use_own_layers, warn_untested
@@ -74,7 +74,6 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         or "peft_config" in values  # PEFT has read it
         or values.get("state_dict") is not None
         or not isinstance(config, LoraConfig)
-        or first_share(model) is not None  # needs the whole PeftModel: refused later
         or not packed_parameters(model)
     ):
         return

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache, partial
+from functools import cache
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
@@ -121,23 +121,20 @@ def _end_checkpoint(trace: TracebackType | None, call: CodeType) -> None:
         frames = frames.tb_next
 
 
-def runner(
-    own: Callable[..., Any], *, compiles: bool, options: dict[str, Any] | None = None
-) -> Callable[..., Any]:
+def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     """Return a function of (level, args, kwargs) that computes `own`, compiled if asked for.
 
     Under "recompute" the compiled function runs again, and not another: fused in another way, a
-    router may choose other experts. `options` are those of torch.compile.
+    router may choose other experts.
     """
-    compiled = partial(torch.compile, options=options)
-    whole = compiled(own) if compiles else own
+    whole = torch.compile(own) if compiles else own
     parts: dict[str, Callable[..., Any]] = {}
 
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
         if not compiles or level in (RECOMPUTE, KEEP):
             return compute(level, whole, args, kwargs, preserve_rng_state=preserve_rng_state)
         if level not in parts:
-            parts[level] = compiled(_compute_of(level))
+            parts[level] = torch.compile(_compute_of(level))
         # Joined LoRA (speed/joined_lora.py) holds a product on an object for the next layers, which
         # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
         with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):

@@ -145,10 +145,7 @@ def plan(
         "accumulation": accumulation,
     }
     if not (offload is None or isinstance(offload, bool)):
-        raise ConfigError(
-            f"offload is {offload!r}; give True or False: experts that enabled(offload='disk') "
-            "leaves in files are not planned."
-        )
+        raise ConfigError(f"offload is {offload!r}; give True or False.")
     refuse_yaml(model, "plan")
     capacities, card = devices_of(gpus)
     options = {name: value for name, value in given.items() if value is not None}

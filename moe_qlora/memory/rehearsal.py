@@ -1,7 +1,4 @@
-"""A model's memory for a report: bytes by kind, and a training step moment by moment.
-
-Both come from the models on meta that a plan is made of.
-"""
+"""A model's bytes by kind, for a report, from the models on meta that a plan is made of."""
 
 from __future__ import annotations
 
@@ -14,10 +11,6 @@ from torch import Tensor, nn
 
 from ..layout import ModelLayout
 from . import meta_model
-from .budget import Settings, StepMoment
-from .plan import check_settings
-from .planner import Planner
-from .report import MemoryPlan
 from .source import ModelSource, source_of
 
 KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms and others")
@@ -62,25 +55,6 @@ def take_inventory(
     )
     kinds = tuple(_kinds(meta, source))
     return Inventory(source.label, source.config, meta.layout, meta.kind, kinds, source.notes)
-
-
-def rehearse(
-    model: Any,
-    quantization_config: Any = None,
-    *,
-    settings: Settings,
-    lora_config: Any = None,
-    trust_remote_code: bool = False,
-) -> tuple[MemoryPlan, tuple[StepMoment, ...]]:
-    """Return the plan of one training step on one device, and the step's moments in their order.
-
-    Other arguments are those of `plan`, and so are errors. The moments are of a device that holds
-    the whole model; the plan's peak is the largest of them.
-    """
-    check_settings(settings)
-    source = source_of(model, quantization_config, None, trust_remote_code)
-    planner = Planner(source, settings, lora_config)
-    return planner.report(()), planner.moments()
 
 
 def _kinds(meta: meta_model.MetaModel, source: ModelSource) -> Iterator[KindBytes]:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -68,12 +67,6 @@ class Host(Protocol):
     def move(self, device: torch.device) -> None:
         """Compute on another device from now on."""
 
-    def check(self) -> None:
-        """Raise where the module's own tensors cannot be read any more."""
-
-    def files(self) -> Iterable[Path]:
-        """Return the files that it is read from, in each step."""
-
 
 class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes can go to the meta device and come back empty."""
@@ -106,8 +99,6 @@ class PackedList(P.ParametrizationList):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedList:
         """Return a copy, of what lies in host memory one on the device that computes."""
-        if self.host is not None:
-            self.host.check()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         held = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
@@ -117,11 +108,6 @@ class PackedList(P.ParametrizationList):
             if not codes.is_meta:  # as a copy to meta has them
                 put(codes, decoder, read(codes, decoder).to(self.host.device))
         return new
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        if self.host is not None:
-            self.host.check()
-        super()._save_to_state_dict(*args)
 
     def forward(self) -> Tensor:
         """Return the dequantized weight, on the device that computes."""

@@ -5,8 +5,8 @@ resolve            every pair of factors, and its target weight
 lay out            single experts or fused; one rank and one scaling if the server needs that
 write              safetensors, adapter_config.json, the note, the card
 
-The table `servers.json` contains the layouts of servers, tested with the version given there:
-`bash tools/test_serving` runs the servers and compares. "fused" is PEFT's layout, LoRA on fused
+The table `servers.json` contains the layouts of servers, tested with the version given there.
+"fused" is PEFT's layout, LoRA on fused
 expert weights; "single" has a pair for each projection of each expert.
 """
 
@@ -250,8 +250,7 @@ class _Export:
         tried = self.layout.layers
         untried = sorted({name_pattern(name) for name in names if not tried & set(name.split("."))})
         if untried:
-            advice = "" if self.layout.loader_only else "; moe-qlora serve-check tells what it does"
-            self.notes.append(f"not tried: LoRA on {listed(untried)}{advice}")
+            self.notes.append(f"not tried: LoRA on {listed(untried)}")
 
     def _factors(self) -> tuple[dict[str, Factors], dict[str, Factors]]:
         """Return factors by name, of expert weights and of other layers (with E = 1)."""

@@ -6,10 +6,8 @@ hosted.py       the experts that fit_memory brings from host memory to the devic
 first_steps.py  what it planned against the first steps
 overrides.py    gradient checkpointing, switched off meanwhile
 joined_lora.py  LoRA layers with the same input, as one product
-top_k.py        routers' top-k, in compiled layers by our kernel
-graphs.py       decoder layers as CUDA graphs, for training and `generate`
+graphs.py       decoder layers as CUDA graphs, for training
 recording.py    one call of a layer in training as graphs, and their replay
-decoding.py     the same in `generate`, for one new token
 lent.py         what graphs return, lent instead of copied
 passes.py       when graphs may run, so that nothing that is kept is overwritten
 masks.py        block masks of flex attention as arguments of graphs

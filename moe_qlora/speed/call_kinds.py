@@ -85,6 +85,4 @@ def obstacle(layer: nn.Module) -> str | None:
     sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "device_mesh")]
     if sharded:
         return f"its {sharded[0]} is sharded over ranks"
-    if any(getattr(module, "_is_expert_parallel", False) for module in layer.modules()):
-        return "its experts are divided over ranks"
     return None

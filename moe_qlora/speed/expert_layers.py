@@ -13,7 +13,6 @@ from ..layout import unwrapped_name
 from ..packing.decoders import is_share
 from ..packing.packed_list import PackedList
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
-from ..world import share_of
 from .fitted import decoder_layers
 
 
@@ -34,8 +33,6 @@ def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
                 f"offload_experts: {full} is sharded over ranks, by an engine with offloading of "
                 "its own (FSDP2's CPUOffloadPolicy, ZeRO's zero_optimization.offload_param)."
             )
-        if share_of(module) is not None:
-            raise ConfigError(f"offload_experts: the experts of {full} are divided over ranks.")
         if packed_list.original.is_meta:
             raise ConfigError(f"offload_experts: {full} is on meta, without values: load it first.")
         around = [each for each in names if owner == each or owner.startswith(f"{each}.")]

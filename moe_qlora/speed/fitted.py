@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from ..detection.trace import tensors_of
 from ..errors import ConfigError
 from ..memory import levels
-from .top_k import compile_options
 
 _log = logging.getLogger(__name__)
 
@@ -108,9 +107,8 @@ def own_forward(layer: nn.Module) -> Any:
 
 
 def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
-    """Return `levels.runner` of a layer's forward, compiled with our options."""
-    options = compile_options() if compiles else None
-    return levels.runner(own, compiles=compiles, options=options)
+    """Return `levels.runner` of a layer's forward."""
+    return levels.runner(own, compiles=compiles)
 
 
 def fitted(layer: nn.Module) -> FittedLayer | None:

@@ -1,4 +1,4 @@
-"""CUDA graphs of decoder layers, for training and `generate` where the GPU waits for the host.
+"""CUDA graphs of decoder layers, for training where the GPU waits for the host.
 
 A step of few tokens launches some hundred small kernels a layer, and the host cannot launch them as
 fast as the GPU runs them. `graph_layers` records each decoder layer twice and replays it with two
@@ -18,7 +18,6 @@ copied (`lent.py`).
     LayerGraphs        the layers of one model, and their shared buffers
       _GraphedLayer    one layer: its `forward` runs a call eagerly, records it or replays it
         RecordedCall   one kind of call (shapes, active adapters, addresses): recording.py
-        RecordedDecode likewise, for one new token on a static cache: decoding.py
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
-from . import decoding, gathered, masks, recording
+from . import gathered, masks, recording
 from .call_kinds import CallKinds, obstacle
 from .fitted import (
     RunsLevels,
@@ -73,8 +72,7 @@ def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False
     they are given up for the first call of a kind, and recorded anew after it. Calls that cannot be
     recorded run eagerly, and a warning gives the reason once: more than four shapes, a key-value
     cache, gathered outputs other than router logits, foreign hooks, layers that are sharded or
-    spread over devices. In evaluation, only `generate` with `cache_implementation="static"` is
-    recorded: each layer's call for one new token, instead of transformers' compilation.
+    spread over devices. Nothing is recorded in evaluation.
 
     What layers keep between forward and backward is what `fit_memory` says, called before or
     after; else backward computes a layer again, whether gradient checkpointing is on or not, or,
@@ -119,8 +117,6 @@ class LayerGraphs:
     ) -> None:
         self.model, self.keep = model, keep
         self.pool = torch.cuda.graph_pool_handle()
-        # Of `generate`: a pool is given back when none of its graphs is left.
-        self.token_pool = torch.cuda.graph_pool_handle()
         self.passes, self.lender = Passes(), Lender()
         self._buffers: dict[Hashable, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, int]] = {}
@@ -131,13 +127,11 @@ class LayerGraphs:
         self._layers = [
             _GraphedLayer(layer, self, compiled, place) for place, layer in enumerate(layers)
         ]
-        self._compilation = decoding.Compilation(model, lambda: any(x.active for x in self._layers))
 
     @property
     def recorded(self) -> int:
-        """Number of recorded calls: two graphs each in training, one in decoding."""
-        kinds = (kind for layer in self._layers for kind in (layer.calls, layer.tokens))
-        return sum(call is not None for calls in kinds for call in calls.values())
+        """Number of recorded calls, of two graphs each."""
+        return sum(call is not None for layer in self._layers for call in layer.calls.values())
 
     @property
     def holds_steps(self) -> bool:
@@ -148,7 +142,6 @@ class LayerGraphs:
         """Restore the layers' forwards, and free the graphs."""
         for layer in self._layers:
             layer.remove()
-        self._compilation.restore()
         self._layers = []
         self._buffers.clear()
         self._sources.clear()
@@ -244,10 +237,6 @@ class LayerGraphs:
         self.passes.records(made)
         return made
 
-    def record_token(self, layer: _GraphedLayer, make: Callable[[], _T]) -> _T:
-        """Record a layer's call for one new token; likewise."""
-        return self._made(layer, make, self.token_pool)
-
     def _made(self, layer: _GraphedLayer, make: Callable[[], _T], pool: Any) -> _T:
         try:
             return make()
@@ -289,8 +278,6 @@ class _GraphedLayer(RunsLevels):
     def __init__(self, layer: nn.Module, shared: LayerGraphs, compiled: bool, place: int) -> None:
         self.layer, self.shared, self.place = layer, shared, place
         self.calls: dict[Hashable, RecordedCall | None] = {}
-        self.tokens: dict[Hashable, decoding.RecordedDecode | None] = {}
-        self.cache_index: int | None = None  # Index of its cache layer, once known
         self._kinds = CallKinds(shared.model, layer)
         self.experts = LayerExperts(layer)
         self.places: Any = None  # Of the experts, when calls were recorded
@@ -315,7 +302,6 @@ class _GraphedLayer(RunsLevels):
             if (found := fitted(self.layer)) is not None:
                 found.install()
         self.calls.clear()
-        self.tokens.clear()
 
     def forget(self) -> None:
         """Give back the graphs; calls are recorded anew."""
@@ -330,7 +316,6 @@ class _GraphedLayer(RunsLevels):
         ungraphed = copy.copy(self)
         memo[id(self)] = ungraphed
         ungraphed.layer, ungraphed.calls = copy.deepcopy(self.layer, memo), {}
-        ungraphed.tokens = {}
         ungraphed.active = False
         return ungraphed
 
@@ -376,7 +361,6 @@ class _GraphedLayer(RunsLevels):
         if reserved is not None and reserved.places != self.places:
             self.places = reserved.places
             self.calls.clear()
-            self.tokens.clear()
         return reserved
 
     def _replayable(
@@ -400,42 +384,10 @@ class _GraphedLayer(RunsLevels):
         return _recorded(self.calls, (level, kind), partial(self.shared.record, self, make))
 
     def _without_gradients(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call eagerly, or replay one for one new token on a static cache."""
-        layer = self.layer
-        x = args[0] if args else kwargs.get("hidden_states")
-        if not (decoding.decodes(kwargs) and isinstance(x, Tensor) and x.shape[-2] == 1):
-            found = fitted(layer)
-            if found is not None and not layer.training and exceeds(found, args, kwargs):
-                self.shared.make_room_to_evaluate(layer)
-            return type(layer).forward(layer, *args, **kwargs)
-        cache = kwargs["past_key_values"]
-        if self.cache_index is None:
-            before = decoding.versions(cache)
-            out = type(layer).forward(layer, *args, **kwargs)
-            pairs = zip(before, decoding.versions(cache), strict=True)
-            written = [index for index, (old, new) in enumerate(pairs) if old != new]
-            self.cache_index = written[0] if len(written) == 1 else -1
-            return out
-        cached = cache.layers[self.cache_index]
-        overwrites = self.shared.passes.is_kept or not self.shared.lender.settle()
-        if self.cache_index < 0 or overwrites or not decoding.is_recordable(cached):
-            return type(layer).forward(layer, *args, **kwargs)
-        try:
-            leaves, spec, kind = self._kinds.describe(args, kwargs | {"past_key_values": None})
-            if spec.has_masks:
-                raise ObstacleError("flex attention's BlockMask is recorded in training alone")
-            kind = kind, layer.training, cached.keys.shape, cached.keys.dtype
-            reserved = self._reserve()
-            if kind not in self.tokens and len(self.tokens) >= _MOST_KINDS:
-                del self.tokens[next(iter(self.tokens))]
-            make = partial(self._record_token, leaves, spec, cache)
-            call = reserved and _recorded(
-                self.tokens, kind, partial(self.shared.record_token, self, make)
-            )
-            if call is not None:
-                return call.run(leaves, cached)
-        except ObstacleError as met:
-            self.shared.warn(str(met))
+        """Run a call eagerly."""
+        layer, found = self.layer, fitted(self.layer)
+        if found is not None and not layer.training and exceeds(found, args, kwargs):
+            self.shared.make_room_to_evaluate(layer)
         return type(layer).forward(layer, *args, **kwargs)
 
     def _record(self, leaves: Sequence[Any], spec: masks.Spec, level: str) -> RecordedCall:
@@ -453,21 +405,6 @@ class _GraphedLayer(RunsLevels):
                 self.layer, compute, self.shared, leaves,
                 reserve=partial(self.experts.reserve, self.places), role=spec, keeps=keeps,
             )  # fmt: skip
-
-    def _record_token(
-        self, leaves: Sequence[Any], spec: masks.Spec, cache: Any
-    ) -> decoding.RecordedDecode:
-        assert self.cache_index is not None
-
-        def compute(arguments: Sequence[Any], cache: Any) -> Any:
-            args, kwargs = masks.unflatten(arguments, spec)
-            return type(self.layer).forward(
-                self.layer, *args, **(kwargs | {"past_key_values": cache})
-            )
-
-        return decoding.RecordedDecode(
-            self.layer, compute, self.shared, leaves, cache, self.cache_index
-        )
 
     def _needed(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Return the arguments that a layer uses; None where it reads what its cache holds.

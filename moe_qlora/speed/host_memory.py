@@ -6,7 +6,6 @@ import mmap
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +19,9 @@ from .slots import Copier
 class HostMemory:
     """Zeroed host memory, freed with the last of its tensors."""
 
-    disk_nbytes = 0
-
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._map, self.nbytes = _Map.anonymous(nbytes), nbytes
         self.lock(device)
-
-    @property
-    def host_nbytes(self) -> int:
-        return self.nbytes
 
     def tensor(self, first: int, nbytes: int) -> Tensor:
         """Return a part as uint8 `(nbytes,)`, with a storage of its own: none copies the whole."""
@@ -46,13 +39,6 @@ class HostMemory:
     def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
         """Copy all of it once all events of `after` have come; return the event that it is done."""
         return copier.copy(to, self.tensor(0, self.nbytes), after)
-
-    def check(self) -> None:
-        """Do nothing: it can be read for as long as it is there."""
-
-    def files(self) -> set[Path]:
-        """Return no file."""
-        return set()
 
     def lock(self, device: torch.device) -> None:
         """Page-lock the memory, if the device is CUDA, so that copies run beside kernels."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -42,10 +41,7 @@ class HostedExperts:
         `blocks` are those of the model that run.
         """
         seconds = {block.name: operations(block.active, tokens) / pace.rate for block in blocks}
-        if self.offload is None or not self.offload.disk_nbytes:
-            return Hosting(self._layers, self._before, pace, seconds)
-        pace = replace(pace, link=min(pace.link, _DISK))
-        return Hosting(self._layers, self._before, pace, seconds, "files")
+        return Hosting(self._layers, self._before, pace, seconds)
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory."""

@@ -2,7 +2,6 @@
 
     offload_experts     moves the experts of decoder layers to host memory, and back
       HostMemory        host_memory.py: one decoder layer's codes and statistics
-      OnDisk            disk.py: the same in files of a packed folder
       Slots             slots.py: two slots on the device, a copy stream, events
       _Hosted           one packed weight, as `packing/packed_list.py` asks for it
 
@@ -17,7 +16,6 @@ import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -33,16 +31,10 @@ from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
 from ..packing.decoders import read
 from ..packing.packed_list import PackedList, fetched, make_compact, put
-from .disk import Disk, OnDisk, Places
 from .expert_layers import device_of_layers, expert_groups, tied_lists
 from .host_memory import HostMemory
 from .replicas import keep_from_ddp
 from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
-
-
-def offload_loaded(model: nn.Module, places: Places | None) -> Offload:
-    """Do what `offload_experts(model)` does; leave on disk what lies in files, by their places."""
-    return _offload(model, None, places)
 
 
 def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
@@ -70,13 +62,9 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
 
     Raises:
         ConfigError: No experts are packed, or fewer decoder layers than `layers` have such; they
-            are in host memory already, sharded, divided over ranks, or on meta; the layers lie on
+            are in host memory already, sharded, or on meta; the layers lie on
             several devices; or host memory cannot be page-locked.
     """
-    return _offload(model, layers, None)
-
-
-def _offload(model: nn.Module, layers: int | None, places: Places | None) -> Offload:
     groups = expert_groups(model)
     if not groups:
         raise ConfigError(
@@ -102,31 +90,24 @@ def _offload(model: nn.Module, layers: int | None, places: Places | None) -> Off
     chosen = dict(list(groups.items())[-count:])
     for same in tied_lists(each for lists in chosen.values() for each in lists):
         make_compact(same)
-    off = Offload(chosen, device_of_layers(model, groups, chosen), places)
+    off = Offload(chosen, device_of_layers(model, groups, chosen))
     keep_from_ddp(model)
     return off
 
 
 class Offload:
-    """Packed experts that lie in host memory or, after `enabled(offload="disk")`, in files.
+    """Packed experts that lie in host memory.
 
     Attributes:
         device: The device that computes.
     """
 
-    def __init__(
-        self,
-        groups: Mapping[str, Sequence[PackedList]],
-        device: torch.device,
-        places: Places | None = None,
-    ) -> None:
+    def __init__(self, groups: Mapping[str, Sequence[PackedList]], device: torch.device) -> None:
         self._groups, self.device = dict(groups), device
-        self._disk = None if places is None else Disk(places)
         self._slots: Slots | None = None
         self._copies = 0  # To slots that are gone
         self._lock = threading.Lock()
         self._blocks: list[_Layer] = []
-        self._resting: list[_Layer] = []  # Of files, while `hold` has them on the device
         self._read: list[_Layer] | None = None  # Layers that passes read, by place; None: all
         self._passed: list[_Layer] = []  # Those that this forward has read
         self._own(self)
@@ -136,8 +117,6 @@ class Offload:
         except BaseException:
             self.remove()
             raise
-        if self._disk is not None:
-            self._disk.forget_places()
         kernels_run(device)  # Compiled code, which sees codes in host memory, cannot find out
 
     @property
@@ -148,12 +127,7 @@ class Offload:
     @property
     def host_nbytes(self) -> int:
         """Bytes of the experts in host memory."""
-        return sum(block.store.host_nbytes for block in self._blocks)
-
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes of the experts in files of a packed folder, by `enabled(offload="disk")`."""
-        return sum(block.store.disk_nbytes for block in self._blocks)
+        return sum(block.store.nbytes for block in self._blocks)
 
     @property
     def slots(self) -> int:
@@ -172,7 +146,7 @@ class Offload:
             self._blocks[-1].leave()
             self._blocks.pop()
         self._own(None)
-        self._groups, self._resting = {}, []
+        self._groups = {}
 
     def _own(self, offload: Offload | None) -> None:
         """Note on all packed weights what may have them in host memory."""
@@ -189,17 +163,11 @@ class Offload:
             return
         self._drop_slots()
         while len(self._blocks) > count:
-            keeps = self._disk is not None
-            self._blocks[0].leave(keeps)
-            first = self._blocks.pop(0)
-            self._resting += [first] if keeps else []
+            self._blocks[0].leave()
+            self._blocks.pop(0)
         while len(self._blocks) < count:
             place = len(names) - len(self._blocks) - 1
-            if self._resting:
-                self._resting[-1].back()
-                self._blocks.insert(0, self._resting.pop())
-            else:
-                self._blocks.insert(0, _Layer(self._groups[names[place]], self, place))
+            self._blocks.insert(0, _Layer(self._groups[names[place]], self, place))
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
@@ -215,9 +183,8 @@ class Offload:
         self.remove()
 
     def __str__(self) -> str:
-        files = "" if not self.disk_nbytes else f"{human_bytes(self.disk_nbytes)} of files, "
         return (
-            f"packed experts of {len(self._blocks)} decoder layers lie in {files}"
+            f"packed experts of {len(self._blocks)} decoder layers lie in "
             f"{human_bytes(self.host_nbytes)} of host memory, and {self.slots} slots on "
             f"{self.device}"
         )
@@ -248,10 +215,6 @@ class Offload:
         for block in self._blocks:
             block.store.lock(device)
         kernels_run(device)
-
-    def store(self, nbytes: int) -> HostMemory | OnDisk:
-        """Return what keeps one layer's experts, which take these bytes of a slot."""
-        return HostMemory(nbytes, self.device) if self._disk is None else OnDisk(nbytes, self._disk)
 
     def _refresh(self, block: _Layer) -> None:
         """Write a layer to host memory again where load_state_dict has changed it."""
@@ -295,8 +258,6 @@ class Offload:
                 self._copies += self._slots.copies
                 self._slots = None
             self._read, self._passed = None, []
-            if self._disk is not None:
-                self._disk.free()
 
 
 class _Layer(Block):
@@ -308,7 +269,7 @@ class _Layer(Block):
             record = _Hosted(self, same, end)
             self._records.append(record)
             end = record.end
-        self.store = offload.store(end)
+        self.store = HostMemory(end, offload.device)
         self.place = place
         try:
             self.write()
@@ -336,26 +297,17 @@ class _Layer(Block):
             if record.is_outdated():
                 record.write(self.store)
 
-    def leave(self, keeps: bool = False) -> None:
-        """Move the weights back to the device, and free the host memory, or keep it for `back`."""
-        self.store.check()
+    def leave(self) -> None:
+        """Move the weights back to the device, and free the host memory."""
         # All of them first: a layer that does not fit on the device stays whole where it is.
         copies = [record.on_device(self.offload.device) for record in self._records]
         for record, packed in zip(self._records, copies, strict=True):
             record.leave(packed)
             record.settle(None)
-        if keeps:
-            return
         for record in self._records:  # which backwards that come later have
             del record._weight
         self._records.clear()
         del self.store
-
-    def back(self) -> None:
-        """Undo `leave`; what has changed meanwhile is in host memory from now on."""
-        for record in self._records:
-            record.back(self.store)
-            record.settle(record)
 
 
 class _Hosted:
@@ -372,7 +324,6 @@ class _Hosted:
         # In each slot; a slot that is gone is not kept by its memory
         self._views: WeakKeyDictionary[Slot, PackedWeight] = WeakKeyDictionary()
         self._seen: Any = None
-        self._left: Any = None  # Its state on the device after `leave`
 
     @property
     def device(self) -> torch.device:
@@ -395,19 +346,13 @@ class _Hosted:
     def move(self, device: torch.device) -> None:
         self.layer.offload.move(device)
 
-    def check(self) -> None:
-        self.layer.store.check()
-
-    def files(self) -> Iterable[Path]:
-        return self.layer.store.files()
-
     def settle(self, host: _Hosted | None) -> None:
         """Be the lists' host, or let them have none."""
         for each in self.lists:
             each.settle(host)
 
     @torch.no_grad()
-    def write(self, store: HostMemory | OnDisk) -> None:
+    def write(self, store: HostMemory) -> None:
         packed, parts = self._read(), iter(self._parts)
 
         def written(tensor: Tensor) -> Tensor:
@@ -435,21 +380,11 @@ class _Hosted:
         """Let the modules have a weight on the device."""
         with torch.no_grad(), torch.inference_mode(False):
             self._put(packed)
-        self._left = self._state()
 
     def undo(self) -> None:
         """Undo a first `write`, where it was done."""
         if self._seen is not None:
             self.leave(self.on_device(self.device))
-
-    def back(self, store: HostMemory | OnDisk) -> None:
-        """Let the modules have what they had before `leave`."""
-        if self._state() != self._left:
-            self.write(store)
-            return
-        with torch.no_grad(), torch.inference_mode(False):
-            self._put(self._weight)
-        self._seen = self._state()
 
     def is_outdated(self) -> bool:
         return self._state() != self._seen

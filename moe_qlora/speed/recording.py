@@ -3,7 +3,7 @@
     RecordedCall     forward in one graph; its backward, which computes again what the layer does
                      not keep, in another
 
-graphs.py decides which calls are recorded; decoding.py records those of `generate`.
+graphs.py decides which calls are recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Buffers(Protocol):
     """The tensors at fixed addresses that all graphs of a model share."""
 
     pool: Any  # The graphs' memory pool
-    token_pool: Any  # That of graphs of `generate`
     lender: Lender  # Of what the graphs return
 
     def buffer(self, role: Any, shape: Sequence[int], like: Tensor) -> Tensor:

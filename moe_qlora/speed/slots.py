@@ -22,7 +22,6 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -135,10 +134,7 @@ class Block:
         return self.memory.nbytes
 
     def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
-        """Copy once all events of `after` have come; return the event that it is done.
-
-        What takes long may return a `Future` of the event.
-        """
+        """Copy once all events of `after` have come; return the event that it is done."""
         return copier.copy(to, self.memory, after)
 
 
@@ -148,23 +144,11 @@ class Slot:
     def __init__(self, memory: Tensor, stream: Any, mark: Any, stays: bool) -> None:
         self.memory, self.stays = memory, stays  # Or it is gone with its lease
         self.block: Block | None = None
-        self.ready: Any = None  # The event that the last copy to it is done, or its `Future`
+        self.ready: Any = None  # The event that the last copy to it is done
         # What a copy to it waits for, by stream: the ends of its leases; at first that of what the
         # allocator gave the memory to before
         self.marks: dict[Any, Any] = {stream: mark}
-        self.waited: dict[Any, Any] = {}  # What the last copy waited for
         self.leases = 0
-
-
-def _ready(slot: Slot) -> Any:
-    """Return the event that the last copy to a slot is done, once it is known."""
-    if isinstance(slot.ready, Future):
-        try:
-            slot.ready = slot.ready.result()
-        except BaseException:
-            slot.block = None  # Who asks for it next has it copied again
-            raise
-    return slot.ready
 
 
 class Lease:
@@ -219,7 +203,7 @@ class Slots:
                     slot = self._new(block.nbytes, stays=False)
                 self._copy(block, slot)
             stream = self.copier.here()
-            self.copier.wait(stream, _ready(slot))
+            self.copier.wait(stream, slot.ready)
             lease = Lease(self, slot, stream)
             self._current, self._wanted = block, following
             self._copy_ahead()
@@ -249,7 +233,7 @@ class Slots:
 
     def _finish(self, slot: Slot) -> None:
         with suppress(Exception):  # Of a copy that was not made: nobody needs it now
-            self.copier.finish(_ready(slot))
+            self.copier.finish(slot.ready)
 
     def _catch_up(self) -> None:
         """Treat leases that have ended, unless another call does, which then sees these too."""
@@ -292,9 +276,7 @@ class Slots:
     def _copy(self, block: Block, slot: Slot) -> None:
         slot.block = None  # While it is not known whether the copy is under way
         to = slot.memory[: block.nbytes]
-        if isinstance(slot.ready, Future):  # It may have failed before it waited
-            slot.marks = {**slot.waited, **slot.marks}
         slot.ready = block.fill(to, self.copier, slot.marks.values())
-        slot.marks, slot.waited = {}, slot.marks
+        slot.marks = {}
         slot.block = block
         self.copies += 1

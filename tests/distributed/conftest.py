@@ -15,7 +15,6 @@ multiprocessing.set_forkserver_preload(
         "pytest",
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.fsdp",
-        "transformers.distributed.expert_parallel",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
         "transformers.trainer",
         "trl.trainer.sft_trainer",

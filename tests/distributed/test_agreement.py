@@ -13,7 +13,6 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
@@ -21,7 +20,6 @@ from transformers.distributed import DistributedConfig
 import moe_qlora
 from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import run_distributed, tiny_model
-from tests.helpers.training import whole
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 NF4 |= {"bnb_4bit_compute_dtype": "float32"}
@@ -70,11 +68,6 @@ def packed(folder: Path, settings: dict[str, Any]) -> Any:
         )
 
 
-def divided(folder: Path, settings: dict[str, Any], config: LoraConfig | None = None) -> Any:
-    model = moe_qlora.expert_parallel(packed(folder, settings), init_device_mesh("cpu", (2,)))
-    return model if config is None else moe_qlora.get_peft_model(model, config, experts=True)
-
-
 def ddp(folder: Path, settings: dict[str, Any], config: LoraConfig | None = None) -> Any:
     model: nn.Module = moe_qlora.get_peft_model(
         packed(folder, settings), config or lora(), experts=True
@@ -115,21 +108,6 @@ def grouped(folder: Path, settings: dict[str, Any], copies: bool) -> Any:
         DistributedDataParallel(model, process_group=group)(input_ids=IDS).logits.sum().backward()
 
 
-def drawn(folder: Path, settings: dict[str, Any], seed: int) -> Any:
-    """Adapters that ranks draw from seeds of their own, of which two hold the same experts."""
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "experts"))
-    model = moe_qlora.expert_parallel(packed(folder, settings), mesh)
-    torch.manual_seed(seed)
-    peft_model: Any = moe_qlora.get_peft_model(model, lora(), experts=True)
-    peft_model.add_adapter("second", copy.deepcopy(peft_model.peft_config["default"]))
-    for name, factor in peft_model.named_parameters():
-        if "lora_A" in name:
-            own = whole(factor.detach())
-            first = own.clone()
-            distributed.broadcast(first, src=0)
-            assert torch.equal(own, first), name
-
-
 Case = tuple[Callable[..., Any], list[tuple[Any, ...]], dict[str, int], str]
 CASES: dict[str, Case] = {
     "sharded, copies": (sharded, [("one", NF4), ("copy", NF4)], {}, ""),
@@ -145,15 +123,6 @@ CASES: dict[str, Case] = {
         "lora_config.lora_alpha 8, and rank 0 has 4",
     ),
     "fsdp, codec": (from_pretrained, [("one", NF4), ("one", FP4)], {"fsdp_size": 2}, "fp4"),
-    "ep, folder": (
-        from_pretrained,
-        [("one", NF4), ("other", NF4)],
-        {"fsdp_size": 2, "ep_size": 2},
-        "model.safetensors of the checkpoint",
-    ),
-    "divided, codec": (divided, [("one", NF4), ("one", FP4)], {}, "codec of packed experts"),
-    "divided, folder": (divided, [("one", NF4), ("one", NF4)], {}, ""),
-    "divided, adapter": (divided, [("one", NF4, lora()), ("one", NF4, lora(r=4))], {}, ".r 4"),
     "ddp": (ddp, [("one", NF4), ("copy", NF4)], {}, ""),
     "ddp, codec": (ddp, [("one", NF4), ("one", FP4)], {}, "codec of"),
     "ddp, adapter": (
@@ -174,7 +143,6 @@ CASES: dict[str, Case] = {
     "ddp, nothing changed": (changed, [("one", NF4, ""), ("one", NF4, "")], {}, ""),
     "ddp, own group": (grouped, [("one", NF4, False), ("one", NF4, False)], {}, ""),
     "ddp, own groups": (grouped, [("one", NF4, True), ("one", FP4, True)], {}, ""),
-    "copies, seeds": (drawn, [("one", NF4, 1), ("one", NF4, 2)], {}, ""),
 }
 
 

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import BitsAndBytesConfig, Qwen3MoeForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.integrity import check_folder
@@ -130,7 +129,7 @@ def save_adapter(model: Any, rank: int, folder: Path, victim: int | None, count:
     return "saved"
 
 
-def load(model: Any, rank: int, folder: Path, victim: int | None, engine: str) -> str:
+def load(model: Any, rank: int, folder: Path, victim: int | None) -> str:
     stock, calls = distributed.all_gather, []
 
     def all_gather(*args: Any, **kwargs: Any) -> Any:
@@ -142,14 +141,7 @@ def load(model: Any, rank: int, folder: Path, victim: int | None, engine: str) -
     distributed.all_gather = all_gather
     settings = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
     config = BitsAndBytesConfig(**settings, llm_int8_skip_modules=["self_attn", "lm_head"])
-    if engine == "FSDP2":
-        loaded = moe_qlora.load_sharded(folder, config, dtype=torch.float32)
-    else:
-        experts = DistributedConfig(fsdp_size=WORLD, ep_size=WORLD)
-        with moe_qlora.enabled():
-            loaded = Qwen3MoeForCausalLM.from_pretrained(
-                folder, quantization_config=config, distributed_config=experts, dtype=torch.float32
-            )
+    loaded = moe_qlora.load_sharded(folder, config, dtype=torch.float32)
     assert len(calls) > 2
     ids = torch.arange(8)[None]
     with torch.no_grad():
@@ -235,10 +227,9 @@ def test_a_rank_killed_while_a_model_is_saved(
     assert left_behind(folder) == []
 
 
-@pytest.mark.parametrize("engine", ["FSDP2", "expert parallelism"])
-def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path, engine: str) -> None:
+def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     tiny_model("qwen3_moe", **SIZES).save_pretrained(tmp_path)
-    codes, texts, seconds = ranks.run(load, tmp_path, 1, engine)
+    codes, texts, seconds = ranks.run(load, tmp_path, 1)
     assert codes == [1, KILLED, 1]
     for rank in (0, 2):
         assert texts[rank].startswith("QuantizationError: Packing model.layers.0.")
@@ -246,7 +237,7 @@ def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path, eng
         assert texts[rank].endswith("every rank must take part to the end; load the model again.")
         assert len(texts[rank].splitlines()) == 1
     assert seconds < 6 * TIMEOUT
-    codes, texts, _ = ranks.run(load, tmp_path, None, engine)
+    codes, texts, _ = ranks.run(load, tmp_path, None)
     assert codes == [0] * WORLD, texts
     assert texts[0].startswith("loaded, loss 5.")
     assert len(set(texts)) == 1

@@ -1,4 +1,4 @@
-"""Experts that keep their checkpoint's MXFP4 codes, on two ranks: sharded, and divided.
+"""Experts that keep their checkpoint's MXFP4 codes, sharded over two ranks.
 
 Two processes serve every case.
 """
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
@@ -20,16 +19,15 @@ from transformers.distributed import DistributedConfig
 import moe_qlora
 from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.errors import CheckpointError
-from moe_qlora.packing import parametrize
 from moe_qlora.testing import run_distributed, tiny_inputs
 from tests.helpers.mxfp4 import write_gpt_oss
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
-def load(folder: Path, mesh: Any = None, **named: Any) -> Any:
+def load(folder: Path, **named: Any) -> Any:
     config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.float32)
-    with moe_qlora.enabled(keep_codes=True, expert_mesh=mesh):
+    with moe_qlora.enabled(keep_codes=True):
         return AutoModelForCausalLM.from_pretrained(
             folder / "maker", quantization_config=config, dtype=torch.float32, **named
         )
@@ -66,14 +64,6 @@ def run_cases(rank: int, world: int, root: Path) -> dict[str, Any]:
     model = load(root)
     model.save_pretrained(root / "replicated")
     results["sharded"] = losses_of(model, shard=True)
-    model = load(root, mesh=init_device_mesh("cpu", (world,)))
-    shapes = [
-        tuple(parametrize.read_packed(module, name).shape)
-        for _, module, name in parametrize.iter_packed(model)
-    ]
-    results["shapes"] = shapes
-    model.save_pretrained(root / "divided")
-    results["divided"] = losses_of(model)
     try:
         load(root, distributed_config=DistributedConfig(fsdp_size=world))
     except CheckpointError as error:
@@ -93,21 +83,16 @@ def ranks(root: Path) -> Any:
     return run_distributed(run_cases, 2, root)
 
 
-@pytest.mark.parametrize("way", ["sharded", "divided"])
-def test_trains_as_one_process_does(root: Path, ranks: Any, way: str) -> None:
+def test_trains_as_one_process_does(root: Path, ranks: Any) -> None:
     expected = losses_of(load(root))
     assert expected[1] != expected[0]
     for rank in ranks:
-        assert rank[way] == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_rank_holds_half_of_the_experts(ranks: Any) -> None:
-    assert all(shape[0] == 2 for rank in ranks for shape in rank["shapes"])
+        assert rank["sharded"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_all_ranks_together_save_the_same_folder(root: Path, ranks: Any) -> None:
     load(root).save_pretrained(root / "single")
-    manifests = [read_manifest(root / name) for name in ("single", "replicated", "divided")]
+    manifests = [read_manifest(root / name) for name in ("single", "replicated")]
     assert {manifest.version for manifest in manifests if manifest} == {3}
     assert len({manifest.id for manifest in manifests if manifest}) == 1
 

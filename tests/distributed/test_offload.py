@@ -10,10 +10,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.distributed import DistributedConfig
 
 import moe_qlora
 from moe_qlora.errors import MoeQloraError
@@ -29,18 +29,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "loaded, int8": {"settings": "int8", "block": {"offload": True}},
     "loaded, bf16 storage": {"settings": "bf16 storage", "block": {"offload": True}},
     "loaded, recomputed": {"block": {"offload": True}, "reentrant": False},
-    "disk": {"folder": "packed", "block": {"offload": "disk"}},
+    "packed": {"folder": "packed", "block": {"offload": True}},
     "stock PEFT": {"block": {"offload": True}, "stock": True},
 }
 
 
-def load(folder: str, case: dict[str, Any], **block: Any) -> Any:
+def load(folder: str, case: dict[str, Any], sharding: Any = None, **block: Any) -> Any:
     name = case.get("folder", "plain")
     settings = BitsAndBytesConfig(**training.SETTINGS[case.get("settings", "nf4")])
     given = {"quantization_config": settings} if name == "plain" else {}
     with moe_qlora.enabled(**block):
         return AutoModelForCausalLM.from_pretrained(
-            Path(folder) / name, **given, dtype=torch.float32
+            Path(folder) / name, **given, dtype=torch.float32, distributed_config=sharding
         )
 
 
@@ -94,7 +94,6 @@ def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[s
         "ignored": hosted <= found["kept"] and len(hosted) >= 4,
         "untouched": versions == [p._version for n, p in model.named_parameters() if n in hosted],
         "copies": off.copies > 0,
-        "disk": off.disk_nbytes > 0,
     }
     off.remove()
     result["removed"] = not [m for _, m, _ in iter_packed(model) if "on host" in repr(m)]
@@ -110,7 +109,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 def run_refusals(folder: str) -> dict[str, str]:
-    mesh = init_device_mesh("cpu", (2,))
+    sharding = DistributedConfig(fsdp_size=2)
 
     def hosted() -> Any:
         return load(folder, {}, offload=True)
@@ -135,8 +134,8 @@ def run_refusals(folder: str) -> dict[str, str]:
         "fsdp2, offload": said(lambda: shard(offload_policy=CPUOffloadPolicy(pin_memory=False))),
         "sharded first": said(sharded_first),
         "prepare_sharding": said(lambda: moe_qlora.prepare_sharding(hosted())),
-        "expert_parallel": said(lambda: moe_qlora.expert_parallel(hosted(), mesh)),
-        "expert_mesh": said(lambda: load(folder, {}, offload=True, expert_mesh=mesh)),
+        "ep_size": said(lambda: load(folder, {}, DistributedConfig(fsdp_size=2, ep_size=2))),
+        "config": said(lambda: load(folder, {}, sharding, offload=True)),
     }
 
 
@@ -163,7 +162,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_two_ranks_train_as_with_resident_experts(two: Any, way: str) -> None:
     for result in two:
         case = dict(result[way])
-        assert case.pop("disk") is (way == "disk") and case.pop("count") > 0
+        assert case.pop("count") > 0
         assert all(case.values()), case
 
 
@@ -173,6 +172,6 @@ def test_what_cannot_be_had_is_one_sentence(two: Any) -> None:
         for name in ("fsdp2", "fsdp2, after a step", "fsdp2, offload"):
             assert "offload_experts, and the model is sharded over ranks" in texts[name], name
         assert "is sharded over ranks, by an engine" in texts["sharded first"]
-        for name in ("prepare_sharding", "expert_parallel"):
-            assert "lies in host memory, by offload_experts" in texts[name], texts[name]
-        assert "divides or shards the model over ranks" in texts["expert_mesh"]
+        assert "lies in host memory, by offload_experts" in texts["prepare_sharding"]
+        assert "distributed_config has ep_size=2, which packed experts do not" in texts["ep_size"]
+        assert "this load shards the model over ranks" in texts["config"]

@@ -1,4 +1,4 @@
-"""What a rank holds under FSDP2 and under expert parallelism is what `plan` says, to the byte."""
+"""What a rank holds under FSDP2 is what `plan` says, to the byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ PACKINGS = {
     "int8": {"load_in_8bit": True},
 }
 ODD = {"hidden_size": 72, "moe_intermediate_size": 40, "num_experts": 6, "num_hidden_layers": 2}
-BLOCKS = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "num_hidden_layers": 2}
 
 
 def packed(packing: str, sizes: dict[str, int]) -> nn.Module:
@@ -52,12 +51,6 @@ def sharded(packing: str) -> dict[str, int]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return held(model)
-
-
-def divided(packing: str) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (RANKS,))
-    model = moe_qlora.expert_parallel(packed(packing, BLOCKS), mesh)
-    return held(adapted(model))
 
 
 def saved_for_backward(rank: int) -> dict[str, int]:
@@ -97,7 +90,6 @@ def saved_for_backward(rank: int) -> dict[str, int]:
 
 def one_rank(rank: int, world: int) -> dict[str, dict[str, int]]:
     results = {f"fsdp {packing}": sharded(packing) for packing in PACKINGS}
-    results |= {f"ep {packing}": divided(packing) for packing in PACKINGS}
     return {**results, "dispatch": saved_for_backward(rank)}
 
 
@@ -114,15 +106,6 @@ def test_fsdp_shares(ranks, packing):
     adapters = made.peak.parts["adapters"]
     assert ranks[0][f"fsdp {packing}"] == {"weights": made.resident, "trained": adapters}
     assert ranks[1][f"fsdp {packing}"]["weights"] <= made.resident
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_expert_parallel_shares(ranks, packing):
-    made = moe_qlora.plan(packed(packing, BLOCKS), ep=RANKS, seq=8, rank=3,
-                          targets="attention,experts")  # fmt: skip
-    adapters = made.peak.parts["adapters"]
-    for rank in ranks:
-        assert rank[f"ep {packing}"] == {"weights": made.resident, "trained": adapters}
 
 
 def test_dispatch_keeps_what_is_planned(ranks):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
@@ -33,15 +32,9 @@ CASES = (  # the folder, how its model is divided, the settings
     (FP8, "fsdp", "skips"),
     (MXFP4, "fsdp", "skips"),
     (NVFP4, "fsdp", "int8"),
-    (FP8, "by config", "nf4"),
-    (MXFP4, "experts", "nf4"),
     (FP8, "load_sharded", "skips"),
     (MXFP4, "load_sharded", "int8"),
-    (NVFP4, "experts", "nf4"),
 )
-
-
-SHARDED = ("fsdp", "load_sharded")
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -78,14 +71,10 @@ def load(folder: Path, way: str, kind: str, ranks: int) -> dict[str, Any]:
         with CountedReads() as reads:
             model = moe_qlora.load_sharded(folder, config)
         return described(model, reads, {})
-    mesh = init_device_mesh("cpu", (ranks,)) if way == "experts" else None
-    arguments: dict[str, Any] = {}
-    if way != "experts":
-        sizes = {"fsdp_size": ranks, **({"ep_size": ranks} if way == "by config" else {})}
-        arguments["distributed_config"] = DistributedConfig(**sizes)
-    with moe_qlora.enabled(expert_mesh=mesh), CountedReads() as reads:
+    asked = DistributedConfig(fsdp_size=ranks)
+    with moe_qlora.enabled(), CountedReads() as reads:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, output_loading_info=True, **arguments
+            folder, quantization_config=config, output_loading_info=True, distributed_config=asked
         )
     return described(model, reads, info)
 
@@ -133,7 +122,7 @@ def test_shares_are_those_of_the_plain_folder(ranks: Any, case: tuple[str, str, 
             assert torch.equal(left, right), name
         assert maker["info"] == plain["info"]
         assert maker["config"] == plain["config"]
-        assert maker["is_sharded"] == plain["is_sharded"] == (case[1] in SHARDED)
+        assert maker["is_sharded"] and plain["is_sharded"]
 
 
 @pytest.mark.parametrize("case", CASES)

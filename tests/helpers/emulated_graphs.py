@@ -5,10 +5,8 @@ It reads and writes the same buffers as a graph does, and sees nothing else of a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_qlora.packing import parametrize
-from moe_qlora.speed import decoding, recording
+from moe_qlora.speed import recording
 from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.speed.offload import _Hosted
 
@@ -122,40 +120,3 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulated(model: Any, **arguments: Any) -> LayerGraphs:
     """Return graphs of a model's decoder layers."""
     return LayerGraphs(model, list(model.model.layers), compiled=False, **arguments)
-
-
-def emulate_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let recorded calls for one token run on a CPU during a test.
-
-    Replays compute again, from the recorded arguments and cache to the recorded output.
-    """
-    record = decoding.RecordedDecode.__init__
-
-    def init(self: Any, layer: Any, compute: Any, shared: Any, *rest: Any) -> None:
-        _, cache, index = rest
-        cached = cache.layers[index]
-        before = {name: getattr(cached, name).clone() for name in decoding._STATES}
-        record(self, layer, compute, shared, *rest)
-        at_recording = copy.copy(cached)  # with the tensors that a graph has the addresses of
-        for name, tensor in before.items():  # what is recorded does not run
-            getattr(cached, name).copy_(tensor)
-        held = SimpleNamespace(update=lambda keys, values, *_: at_recording.update(keys, values))
-        mode = layer.training
-
-        def again() -> None:
-            now = layer.training
-            layer.train(mode)  # whose kernels a graph has
-            self.out.copy_(compute(self.arguments, held))
-            layer.train(now)
-
-        self.graph.work = again
-
-    fake = SimpleNamespace(
-        recorded=lambda _: nullcontext(), buffers=lambda _: (), forget=lambda _: None
-    )
-    monkeypatch.setattr(decoding.RecordedDecode, "__init__", init)
-    monkeypatch.setattr(decoding, "workspace", fake)
-    monkeypatch.setattr(decoding, "capture", lambda graph, _: _recorded(graph))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)

@@ -166,7 +166,6 @@ def check_adapter(model_folder, stored, stock_logits):
 @pytest.fixture(scope="session")
 def python():
     """A function: Python run with these arguments in a folder."""
-    # LLaMA-Factory 0.9.5 refuses every transformers after 5.6 unless it is told not to look.
     environment = {**os.environ, "DISABLE_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
 
     def run(*arguments, cwd):

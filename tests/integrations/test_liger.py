@@ -17,9 +17,7 @@ import torch.nn.functional as F
 import trl
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from peft import LoraConfig
-from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from training import whole
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -341,35 +339,6 @@ def test_a_hook_that_holds_ligers_forward():
     for module in experts:
         remove_hook_from_module(module)
     assert_same(expected, run(taught))
-    assert FusedExperts.calls == 0
-
-
-def test_divided_experts_keep_their_dispatch():
-    def trained(*applications: str) -> dict[str, Tensor]:
-        model = tiny_model("qwen3_moe")
-        moe_qlora.quantize_experts(model, BNB)
-        moe_qlora.expert_parallel(model, init_device_mesh("cpu", (1,)))
-        if "packed" in applications:
-            apply(model)
-        torch.manual_seed(1)
-        taught = moe_qlora.get_peft_model(model, LoraConfig(r=3), experts=True).train()
-        if "adapted" in applications:
-            apply(model)
-        experts = model.get_submodule("model.layers.0.mlp.experts").get_base_layer()
-        results = run(taught)
-        assert experts.forward.__name__ == "_dispatched_forward"
-        return {name: whole(value) for name, value in results.items()}
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        expected = trained()
-        assert any(value.any() for name, value in expected.items() if "experts" in name)
-        for applications in ("packed",), ("adapted",), ("packed", "adapted"):
-            assert_same(expected, trained(*applications))  # the second one is of Liger's class
-        with pytest.raises(ConfigError, match="quantize_experts before expert_parallel"):
-            moe_qlora.expert_parallel(tiny_model("qwen3_moe"), init_device_mesh("cpu", (1,)))
-    finally:
-        distributed.destroy_process_group()
     assert FusedExperts.calls == 0
 
 

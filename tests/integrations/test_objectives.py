@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from moe_qlora.integrations import llama_factory, objectives
+from moe_qlora.integrations import objectives
 from tests.helpers.fitting import adapted, fitted, measured_peak, token_ids
 
 KNOWN = ("sft", "pt", "rm", "dpo", "ipo", "kto", "orpo", "simpo", "cpo", "grpo")
@@ -19,26 +19,6 @@ def test_pairs_are_two_sequences() -> None:
         "sft": 1, "pt": 1, "rm": 2, "dpo": 2, "ipo": 2, "kto": 1, "orpo": 2, "simpo": 2, "cpo": 2,
         "grpo": 1,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("file", "step"),
-    [
-        ({}, {"seq_len": 2048, "padded": False, "objective": "sft"}),
-        (
-            {"cutoff_len": 64, "neat_packing": True},
-            {"seq_len": 64, "padded": True, "objective": "sft"},
-        ),
-        ({"stage": "pt", "packing": True}, {"seq_len": 2048, "padded": False, "objective": "pt"}),
-        ({"stage": "dpo"}, {"seq_len": 2048, "padded": False, "objective": "dpo"}),
-        (
-            {"stage": "dpo", "pref_loss": "simpo"},
-            {"seq_len": 2048, "padded": False, "objective": "simpo"},
-        ),
-    ],
-)
-def test_llama_factorys_file_says_how_a_step_is(file: dict[str, Any], step: dict[str, Any]) -> None:
-    assert llama_factory.step_of(file) == step
 
 
 @pytest.mark.parametrize("objective", [*KNOWN, "one of tomorrow"])

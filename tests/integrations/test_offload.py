@@ -51,10 +51,7 @@ def factors(model: Any) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
 
 
-@pytest.mark.parametrize("place", [True, "disk"])
-def test_trainer(
-    place: Any, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trainer(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four steps, evaluated and saved after two, are the resident model's; so is going on."""
     options = {"use_cpu": True, "eval_steps": 2, "save_strategy": "steps"}
 
@@ -65,10 +62,10 @@ def test_trainer(
         evaluated = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
         return logged_losses(trainer), evaluated, factors(model)
 
-    source = folders / ("packed" if place == "disk" else "plain")
+    source = folders / "plain"
     losses, evaluated, trained = run(adapted(load(source)), "resident")
     with delayed(monkeypatch):
-        model = adapted(load(source, offload=place))
+        model = adapted(load(source, offload=True))
         off = moe_qlora.offload_experts(model)
         found = run(model, "offloaded")
         assert found[:2] == (losses, evaluated) and len(losses) == 4 and len(evaluated) == 2
@@ -76,7 +73,7 @@ def test_trainer(
         assert off.copies > 4 * 2 and "on host" in repr(model)
         names = sorted(path.name for path in (tmp_path / "offloaded" / "checkpoint-2").iterdir())
         assert names == sorted(p.name for p in (tmp_path / "resident" / "checkpoint-2").iterdir())
-        again = adapted(load(source, offload=place))
+        again = adapted(load(source, offload=True))
         resumed = run(again, "again", str(tmp_path / "offloaded" / "checkpoint-2"))
         assert resumed[0] == losses and resumed[1] == evaluated
         assert all(torch.equal(p, trained[name]) for name, p in resumed[2].items())

@@ -17,13 +17,12 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig
 from torch import nn
-from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.integrations import ExpertsHost, llama_factory, prepare
+from moe_qlora.integrations import ExpertsHost, prepare
 from moe_qlora.integrations.liger import apply_liger
-from moe_qlora.integrations.llama_factory import prepares
 from moe_qlora.integrations.settings import PLUGIN
 from moe_qlora.speed import fit as speed_fit
 from moe_qlora.speed import graphs as speed_graphs
@@ -189,7 +188,7 @@ def test_the_norm_behind_the_layers_is_compiled_with_them(compiles, cuda, monkey
     inner = model.get_base_model().model
     compiled: list[nn.Module] = []
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self, options: compiled.append(self) or self.__dict__.update(
+        nn.Module, "compile", lambda self: compiled.append(self) or self.__dict__.update(
             _compiled_call_impl="compiled"
         ),
     )  # fmt: skip
@@ -414,23 +413,6 @@ def in_order(sizes: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `fit_memory` as `prepare_training` hands them on."""
     given = {"memory": "1GiB"} | sizes
     return {n: given[n] for n in ("batch_size", "seq_len", "memory", "padded") if n in given}
-
-
-def test_llama_factorys_trainer_prepares_when_training_begins(events, tmp_path):
-    model = adapted()
-    rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(2, 26).view(2, 12)]
-    args = TrainingArguments(
-        str(tmp_path), max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to=[],
-        save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
-    host = ExpertsHost({"prepare_training": "1GiB"})
-    file = {"stage": "sft", "cutoff_len": 12, "packing": True}
-    callback = prepares(host, **llama_factory.step_of(file))
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[callback])
-    assert not events
-    trainer.train()
-    sizes = in_order({"batch_size": 2, "seq_len": 12, "padded": True})
-    assert events == [f"fit of {sizes} with stock loss"]
 
 
 @pytest.mark.parametrize(

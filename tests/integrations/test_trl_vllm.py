@@ -1,6 +1,6 @@
 """TRL's trainers over packed experts with vLLM's interface as the sampler: adapters go there.
 
-A server of this process stands for vLLM's; tools/serving/grpo.py runs the real one.
+A server of this process stands for vLLM's.
 """
 
 from __future__ import annotations
@@ -333,3 +333,12 @@ def test_an_engine_is_started_for_the_rank_of_the_adapter(make, model_folder, en
     with adapters_to_vllm(base=model_folder):
         make(None, max_steps=1, vllm_mode="colocate")
     assert engine_options[0]["max_lora_rank"] == 8  # vLLM's least, for r=4
+
+
+def test_a_rank_that_no_engine_takes_is_refused(make, model_folder, engine_options, monkeypatch):
+    monkeypatch.setattr("moe_qlora.integrations.trl._MAX_RANKS", (1, 2))
+    with (
+        adapters_to_vllm(base=model_folder),
+        pytest.raises(ConfigError, match="rank is 4, and vLLM takes adapters up to rank 2"),
+    ):
+        make(None, max_steps=1, vllm_mode="colocate")

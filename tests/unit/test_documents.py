@@ -174,9 +174,6 @@ QUESTIONS = {
         "memory.md", "One card of 24 GB", ["4090", "qwen3_24gb.py"],
     ),
     "How do I train with FSDP2?": ("many-gpus.md", "FSDP2 and DDP", ["fully_shard(layer)"]),
-    "How do I put LoRA on the hottest experts?": (
-        "lora.md", "LoRA on the hottest experts", ["expert_use(", "hot_experts("],
-    ),
     "What does `down_proj` in target_modules reach?": (
         "lora.md", "Names such as `down_proj`", ["modules only", "experts="],
     ),

@@ -68,6 +68,13 @@ def test_unknown_name():
         moe_qlora.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize("name", moe_qlora._REMOVED)
+def test_a_removed_name_says_what_to_use(name):
+    with pytest.raises(AttributeError, match=rf"^moe_qlora.{name} is gone since version 0.3: .+$"):
+        getattr(moe_qlora, name)
+    assert not hasattr(moe_qlora, name) and name not in dir(moe_qlora)
+
+
 def test_one_error_tree():
     tree = {
         value

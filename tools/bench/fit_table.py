@@ -34,7 +34,7 @@ STARTS = 10.0
 """Seconds below which no case is worth a start."""
 
 FAST = "--liger-loss --chunk-mem-const 8 --compile --optimizer adamw_fused"
-FIT = "--optimizer own_adamw --prepare"
+FIT = "--optimizer adamw_fused --prepare"
 RECORDED = "--liger --graphs --optimizer adamw_fused"
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 HOST = f"{RECORDED} --offload"

@@ -94,7 +94,7 @@ CHECKPOINTED = "checkpointing=unsloth"
 FITTED = "checkpointing=fit with=liger-loss,merge-lora,compile,graphs{},own_adamw"
 
 TORCHS_ADAMW = ("a86cc53",)
-"""Commits whose fitted rows have torch's AdamW; later ones have this package's."""
+"""Commits whose fitted rows have torch's AdamW; later ones have one that is gone since."""
 
 SETTINGS = {
     "recorded": dict.fromkeys(
@@ -111,8 +111,9 @@ SETTINGS = {
 """What the rows of each setting have, by peer and micro-batch: `fit_table.py` measures "fitted"."""
 
 SAID = (
-    "Every run has torch.compile and a loss in chunks; this package has `prepare_training` and "
-    "`AdamW`, and is fitted to 60 GB at micro-batch 4, where bf16 computes every layer again"
+    "Every run has torch.compile and a loss in chunks; this package has `prepare_training` and an "
+    "AdamW that is gone since, and is fitted to 60 GB at micro-batch 4, where bf16 computes every "
+    "layer again"
 )
 """What the page and README.md say of the table's setting."""
 
@@ -388,30 +389,6 @@ def layers() -> Iterator[str]:
     yield source([run for _, _, run in pairs])
 
 
-def generating() -> Iterator[str]:
-    """The part on `generate`."""
-    yield "## Generating"
-    yield (
-        "Tokens/s of `generate` with the adapter, 48 layers of Qwen3-30B-A3B, 128 tokens after 64, "
-        "static cache. Both with Liger and decoder layers as CUDA graphs, in one run:"
-    )
-    words = "layers=48 with=liger,graphs generate"
-    runs = [find("model.csv", "f4af5fe", QWEN, f"{words} peer={p}") for p in ("ours", "frozen")]
-    rows = [
-        (NAMES[name], f"{run.p50['generate, batch 1']:.1f}")
-        for name, run in zip(("ours", "frozen"), runs, strict=True)
-    ]
-    yield table(("experts and LoRA", "batch 1"), rows)
-    yield source(runs)
-    later = find("model.csv", "b9240de", QWEN, "layers=48 generate peer=ours")
-    first = "batch 1, first call"
-    yield (
-        f"A later run of ours alone made {later.p50['generate, batch 1']:.1f} tokens/s at batch 1 "
-        f"and {later.p50['generate, batch 16']:.0f} at batch 16. The first call, which records the "
-        f"graphs, took {later.p50['generate, ' + first]:.1f} s. {source([later])}"
-    )
-
-
 GPU_RUNS = (
     ("b8777de", "single", "16", "", "one GPU"),
     ("b8777de", "ddp", "16", "", "DDP"),
@@ -479,7 +456,7 @@ def in_short() -> str:
 
 def text() -> str:
     """The page."""
-    parts = (whole_models, eight_layers, other_models, layers, generating, many_gpus)
+    parts = (whole_models, eight_layers, other_models, layers, many_gpus)
     intro = (" ".join(paragraph.split()) for paragraph in INTRO)
     pieces = (piece for part in parts for piece in part())
     return page("# How fast", in_short(), *intro, WORDS, *pieces)

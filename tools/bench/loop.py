@@ -20,16 +20,9 @@ from torch import Tensor
 LORA_RATE = 1e-4
 
 
-def _own_adamw(parameters: list[Any], *, lr: float) -> torch.optim.Optimizer:
-    import moe_qlora  # Not in every peer's environment
-
-    return moe_qlora.AdamW(parameters, lr=lr)
-
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adamw_fused": partial(torch.optim.AdamW, fused=True),
-    "own_adamw": _own_adamw,
 }
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import distributed
 from transformers.distributed import DistributedConfig
 
 from moe_qlora import world
-from moe_qlora.distributed.distributed_config import mesh_of
+from moe_qlora.distributed.distributed_config import RankLoad
+from moe_qlora.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,9 @@ def test_ranks_do_not_all_load_to_the_first_device(
     assert world.world().device() == own
 
 
-def test_one_process_has_no_mesh():
-    assert mesh_of(None) is None
-    assert mesh_of(DistributedConfig()) is None
+@pytest.mark.parametrize("field", ["tp_size", "pp_size", "ep_size"])
+def test_what_packed_experts_do_not_support_is_refused(field):
+    RankLoad(DistributedConfig()).begin(dict)
+    asked = SimpleNamespace(**{field: 2})
+    with pytest.raises(ConfigError, match=f"distributed_config has {field}=2, .*by FSDP2 with"):
+        RankLoad(asked).begin(dict)

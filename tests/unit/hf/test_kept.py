@@ -19,7 +19,6 @@ from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.codecs import codec_of
 from moe_qlora.packing.linear import keep_layout
 from moe_qlora.testing import tiny_inputs
 from tests.helpers.mxfp4 import expert_keys, mxfp4_blocks, write_gpt_oss
@@ -182,33 +181,6 @@ def test_plans_of_the_model_and_of_both_folders(folders, kept, saved):
     config = BitsAndBytesConfig(**NF4)
     assert bytes_of(folders / "maker", config, keep_codes=True).resident == expected
     assert bytes_of(folders / "maker", config).resident < expected
-
-
-def test_each_rank_reads_its_own_experts(folders, kept, monkeypatch):
-    """The spec of a load that keeps some experts alone, as expert parallelism makes it."""
-    from moe_qlora.hf import kept as loading
-
-    name = "model.layers.1.mlp.experts.gate_up_proj"
-    parts = []
-
-    def of_a_rank(key, source, spec):
-        if key == name:
-            spec.rows = lambda name: (1, 3)
-            spec.kept_shape = lambda name: (2, *spec.params[name].shape[1:])
-            keep(key, source, spec)
-            parts.append(spec.packed.pop(key)[1])
-            del spec.rows, spec.kept_shape
-        return keep(key, source, spec)
-
-    from moe_qlora.hf import converters
-
-    keep = loading.keep_codes
-    monkeypatch.setattr(converters, "keep_codes", of_a_rank)
-    load(folders / "maker", config=BitsAndBytesConfig(**NF4))
-    [part] = parts
-    expected = codec_of("mxfp4").cut(packed_of(kept)[name], 1, 3)
-    assert part.shape == expected.shape
-    assert torch.equal(part.codes, expected.codes) and torch.equal(part.absmax, expected.absmax)
 
 
 def test_a_copy_and_a_state_dict(kept):

@@ -19,7 +19,6 @@ from moe_qlora.kernels import (  # noqa: E402
     quantized_mm,
     quantized_mm_hopper,
     quantized_mm_rs,
-    quantized_mm_skinny,
     table,
     workspace,
 )
@@ -34,9 +33,7 @@ if not triton.knobs.runtime.interpret:
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-RS, HOPPER, SKINNY = (
-    module.KERNEL for module in (quantized_mm_rs, quantized_mm_hopper, quantized_mm_skinny)
-)
+RS, HOPPER = (module.KERNEL for module in (quantized_mm_rs, quantized_mm_hopper))
 
 
 @pytest.mark.parametrize(
@@ -175,9 +172,9 @@ def test_which_matmuls_hopper_takes(each, reused, taken, monkeypatch):
 @pytest.mark.parametrize(
     ("card", "asked"),
     [
-        (cards.Card("nvidia", (8, 0), 163 << 10), {SKINNY}),
-        (cards.PORTABLE, {SKINNY}),
-        (cards.Card("nvidia", cards.HOPPER, 227 << 10), {SKINNY, HOPPER, RS}),
+        (cards.Card("nvidia", (8, 0), 163 << 10), set()),
+        (cards.PORTABLE, set()),
+        (cards.Card("nvidia", cards.HOPPER, 227 << 10), {HOPPER, RS}),
         (cards.Card("amd", (0, 0), 64 << 10), set()),
         (cards.Card("", (0, 0), 99 << 10), set()),
     ],
@@ -248,8 +245,8 @@ def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
     monkeypatch.setattr(table, "is_right", falls_back)
     table.prepare(torch.device("cuda", 0))
     spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
-    assert len(known) == 3 and not any(known.values())
-    assert not any(table.works(kernel, spec) for kernel in (HOPPER, RS, SKINNY))
+    assert len(known) == 2 and not any(known.values())
+    assert not any(table.works(kernel, spec) for kernel in (HOPPER, RS))
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -290,11 +287,11 @@ def matmul_of(kernel, packed, rows, factor=None):
 @pytest.mark.parametrize("blocksize", [32, 64])
 def test_what_is_given_up_is_that_kernel_alone(monkeypatch, blocksize):
     """Hopper's kernel that does not take blocks of 32 still takes those of 64."""
-    every = {(k.name, "nf4", -1): True for k in (SKINNY, RS, HOPPER)}
+    every = {(k.name, "nf4", -1): True for k in (RS, HOPPER)}
     every[HOPPER.name, "mxfp4", -1] = True
     packed = stack_of((2, 64, 512), "mxfp4" if blocksize == 32 else "nf4", False)
     routing = routing_.route(torch.randint(2, (40, 2)), 2)
-    for kernel in (SKINNY, RS, HOPPER):
+    for kernel in (RS, HOPPER):
         known = dict(every)
         monkeypatch.setattr(quantized_mm, "validated", known)
         matmul = matmul_of(kernel, packed, 80)

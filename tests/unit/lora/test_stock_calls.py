@@ -274,12 +274,21 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         PeftModel.from_pretrained(packed(), folder)
 
 
-def test_chosen_experts_load_as_zeros_beside_the_chosen(tmp_path: Path) -> None:
-    chosen = {"model.layers.0.mlp.experts": [0, 2]}
-    trained = fill(moe_qlora.get_peft_model(packed(), lora(), experts=chosen))
+def test_an_earlier_adapter_of_chosen_experts_loads_as_one_of_all(tmp_path: Path) -> None:
+    """Its file has zeros for the others, and its note names the chosen ones."""
+    trained = fill(moe_qlora.get_peft_model(packed(), lora(), experts=True))
+    for name, factor in trained.named_parameters():
+        if ".experts." in name and "lora_B" in name:
+            factor.data.view(len(factor), -1, 4)[:, :, 1] = 0
     trained.save_pretrained(tmp_path, save_embedding_layers=False)
-    model = PeftModel.from_pretrained(packed(), tmp_path)
-    assert close(step(model)[0], step(trained)[0])
+    note = tmp_path / "moe_qlora_adapter.json"
+    chosen = {"model.layers.0.mlp.experts.gate_up_proj": [0, 2, 3]}
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"chosen_experts": chosen}))
+    expected = step(trained)[0]
+    assert close(step(PeftModel.from_pretrained(packed(), tmp_path))[0], expected)
+    assert close(step(moe_qlora.load_adapter(packed(), tmp_path))[0], expected)
+    with pytest.raises(moe_qlora.ConfigError, match="single experts, which is gone since"):
+        moe_qlora.get_peft_model(packed(), lora(), experts={"model.layers.0.mlp.experts": [0]})
 
 
 def test_merging_after_a_stock_call_is_ours(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.memory.budget import Settings
-from moe_qlora.memory.rehearsal import KINDS, rehearse, take_inventory
+from moe_qlora.memory.rehearsal import KINDS, take_inventory
 from moe_qlora.testing import tiny_config, tiny_model
 
 NF4 = BitsAndBytesConfig(
@@ -59,22 +58,3 @@ def test_a_packed_model_counts_as_its_configuration_does():
     plain = {kind.kind: kind for kind in take_inventory(model.config, NF4).kinds}["experts"]
     assert (packed.weights, packed.codes) == (plain.weights, plain.codes)
     assert packed.before == plain.before  # what was packed, though it is gone
-
-
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_the_largest_moment_is_the_peak_of_the_plan(checkpointing):
-    settings = Settings(batch=2, seq=96, checkpointing=checkpointing)
-    plan, moments = rehearse(tiny_config("qwen3_moe"), NF4, settings=settings)
-    largest = max(moments, key=lambda moment: moment.nbytes)
-    assert largest.nbytes == plan.peak.nbytes
-    assert f"{largest.phase} of {largest.block}".startswith(plan.peak.moment.split(" of ")[0])
-    assert {name: size for name, size in plan.peak.parts.items() if size} == largest.parts
-    phases = [moment.phase for moment in moments]
-    blocks = phases.count("forward")
-    assert phases == ["forward"] * blocks + ["backward"] * blocks + ["optimizer's step"]
-    order = [moment.block for moment in moments]
-    assert order[:blocks] == order[blocks:-1][::-1]  # backward runs the other way
-    kept = [moment.parts.get("kept activations", 0) for moment in moments[:blocks]]
-    assert kept == sorted(kept) and kept[-1] > 0
-    for name, most in plan.peak.largest.items():
-        assert max(moment.parts.get(name, 0) for moment in moments) == most

@@ -186,7 +186,7 @@ def test_ranks_pack_their_shares_from_the_rows_that_they_need(monkeypatch, shape
         codes, statistics, _ = packer.finish()
         return codes, statistics["scale_bits"]
 
-    monkeypatch.setattr(share_packer, "gather_absmax", gather)
+    monkeypatch.setattr(share_packer, "_gather", gather)
     with ThreadPoolExecutor(len(ranks)) as pool:
         codes, bits = zip(*pool.map(share, ranks), strict=True)
     assert torch.equal(torch.cat(codes), whole.codes)

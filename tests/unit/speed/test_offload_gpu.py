@@ -6,8 +6,6 @@ import gc
 import re
 import subprocess
 import sys
-import threading
-import time
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.experts import fused, operators
 from moe_qlora.packing import parametrize
-from moe_qlora.speed import disk
 from moe_qlora.speed.offload import Offload
 from moe_qlora.speed.slots import CudaCopier
 from moe_qlora.testing import tiny_model
@@ -297,49 +294,6 @@ def test_a_built_model_is_packed_into_host_memory() -> None:
     gc.collect()
     assert all(pinned(model)) and moe_qlora.offload_experts(model).device.type == "cuda"
     assert before - torch.cuda.memory_allocated() > 0.99 * report.bytes_before
-
-
-@pytest.mark.parametrize("slow", ["", "disk", "kernels"])
-def test_experts_stay_in_files(slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {**LAYERS, "hidden_size": 256, "moe_intermediate_size": 512, "vocab_size": 64}
-    source: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes)
-    config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
-    moe_qlora.quantize_experts(source, config)
-    source.save_pretrained(tmp_path)
-    monkeypatch.setattr(disk, "BUFFER", 300_000)  # Several parts of each layer, cut anywhere
-    read = disk._File.read
-
-    def slowly(self: Any, to: Tensor, offset: int) -> None:
-        time.sleep(0.005)
-        read(self, to, offset)
-
-    if slow == "disk":
-        monkeypatch.setattr(disk._File, "read", slowly)
-
-    def load(**block: Any) -> Any:
-        with moe_qlora.enabled(**block):
-            model = AutoModelForCausalLM.from_pretrained(
-                tmp_path, device_map={"": 0}, dtype=torch.bfloat16
-            )
-        return moe_qlora.get_peft_model(
-            model, LoraConfig(target_modules=["q_proj", "v_proj"]), experts=True
-        ).train()
-
-    torch.manual_seed(0)
-    resident = load()
-    expected, again = steps(resident), steps(resident)
-    torch.manual_seed(0)
-    model = load(offload="disk")
-    if slow == "kernels":
-        for layer in model.get_base_model().model.layers:
-            layer.mlp.register_forward_pre_hook(lambda *_: torch.cuda._sleep(SLOW))
-    off: Offload = moe_qlora.offload_experts(model)
-    assert off.disk_nbytes > 50 * off.host_nbytes and off.device.type == "cuda"
-    assert_alike(steps(model), expected, again)
-    assert_alike(steps(model), expected, again)
-    off.remove()
-    assert_alike(steps(model), expected, again)
-    assert not [thread for thread in threading.enumerate() if "experts" in thread.name]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

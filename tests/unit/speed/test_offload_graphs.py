@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import emulate, emulate_tokens, emulated, hold_addresses, in_graph
+from emulated_graphs import emulate, emulated, hold_addresses, in_graph
 from torch import Tensor
 from transformers import BitsAndBytesConfig
-from transformers.cache_utils import StaticCache
 
 import moe_qlora
 from moe_qlora.memory import levels
@@ -38,8 +37,8 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
 
 
 @pytest.fixture(autouse=True)
-def training(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    emulate_tokens(monkeypatch) if "token" in request.node.name else emulate(monkeypatch)
+def training(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
     hold_addresses(monkeypatch)
 
 
@@ -274,30 +273,6 @@ def test_a_backward_without_graphs_has_the_autocast_of_its_forward(
                 moe_qlora.offload_experts(model)
             loss.backward()
         assert seen == [True]
-
-
-@pytest.mark.parametrize("count", [3, 4])
-def test_recorded_tokens(count: int, devices: list[Delayed]) -> None:
-    model = packed(count).eval()
-
-    def results() -> list[Tensor]:
-        logits = []
-        for _ in range(2):
-            cache = StaticCache(config=model.config, max_cache_len=24)
-            for tokens in ([5, 6, 7], [8], [9], [10], [11]):
-                ids = torch.tensor([tokens])
-                with torch.no_grad():
-                    out = model(input_ids=ids, past_key_values=cache, use_cache=True)
-                logits.append(out.logits.clone())
-        return logits
-
-    resident = results()
-    with graphed(model) as graphs:
-        results()
-        with moe_qlora.offload_experts(model) as off, Reads(devices):
-            assert all(map(torch.equal, results(), resident)) and graphs.recorded == count
-            assert len(devices[0].made) == off.slots == 2
-        assert all(map(torch.equal, results(), resident)) and graphs.recorded == count
 
 
 @pytest.mark.parametrize(("order", "keep"), [("graphs first", False), ("fit first", True)])

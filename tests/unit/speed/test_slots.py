@@ -6,7 +6,6 @@ import gc
 import random
 import sys
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -246,26 +245,3 @@ def test_cuda_orders_copies_behind_marks_and_uses_behind_copies(
         ("computes", "waits", done),
         ("host", "waits", done),
     ]
-
-
-def test_a_copy_that_failed_has_waited_for_nothing() -> None:
-    """The next one waits for what it should have waited for, asked for it or not."""
-
-    class Fails(slots.Block):
-        def fill(self, to: Any, copier: Any, after: Any) -> Any:
-            failed: Future[Any] = Future()
-            failed.set_exception(ValueError("no such block"))
-            return failed
-
-    for asked in (False, True):
-        device, (first, other) = Delayed(), blocks(2)
-        made = Slots(1, 8, device)
-        made.fetch(first, None)
-        device.read[made._slots[0].memory.data_ptr()] = device.tick()
-        slot, lease = made.fetch(first, Fails(first.memory, 1))
-        del lease  # Which lets the other be copied
-        if asked:
-            with pytest.raises(ValueError, match="no such block"):
-                made.fetch(Fails(first.memory, 1), None)
-        assert value(made.fetch(other, None)[0]) == 1
-        assert not device.faults and slot.block is other
