@@ -89,22 +89,18 @@ class _Steps:
         self.host.before_build()  # a reference or reward model may come after it
 
 
-def prepares(
-    host: ExpertsHost, seq_len: int, *, padded: bool = False, objective: str = "sft"
-) -> TrainerCallback:
+def prepares(host: ExpertsHost, seq_len: int, *, objective: str = "sft") -> TrainerCallback:
     """Return a callback of Trainer that prepares training where the host's settings ask for it.
 
     It does so when training begins: after the adapters, which LLaMA-Factory casts, are complete.
-    `padded` and `objective` are those of `ExpertsHost.before_training`.
+    `objective` is that of `ExpertsHost.before_training`.
     """
     from transformers import TrainerCallback
 
     class Prepares(TrainerCallback):
         def on_train_begin(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
             rows = args.per_device_train_batch_size
-            host.before_training(
-                model, batch_size=rows, seq_len=seq_len, padded=padded, objective=objective
-            )
+            host.before_training(model, batch_size=rows, seq_len=seq_len, objective=objective)
 
     return Prepares()
 
@@ -159,7 +155,6 @@ def step_of(args: Mapping[str, Any]) -> dict[str, Any]:
     alone = stage == "dpo" and preference in ("orpo", "simpo")  # without a reference
     return {
         "seq_len": int(args.get("cutoff_len", _CUTOFF)),
-        "padded": stage == "sft" and bool(args.get("packing") or args.get("neat_packing")),
         "objective": preference if alone else stage,
     }
 

@@ -101,9 +101,6 @@ def _tuner(host: ExpertsHost) -> type:
                 adapted,
                 batch_size=args.per_device_train_batch_size,
                 seq_len=args.max_length,
-                padding_free=any(
-                    getattr(args, each, False) for each in ("packing", "padding_free")
-                ),
                 objective=getattr(args, "rlhf_type", None) or "sft",
             )
             return adapted

@@ -144,7 +144,7 @@ def _on_cpu(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Prep
     where = "prepare_training: this model is not on a CUDA device, where Liger, torch.compile and"
     where += " CUDA graphs would make it quicker"
     if sizes["memory"] is None:
-        return PreparedTraining([f"{where}; nothing is changed."])
+        return PreparedTraining([f"{where}; batches run as flat rows."])
     prepared = PreparedTraining([f"{where}."])
     _fit(prepared, model, sizes, undo)
     return prepared

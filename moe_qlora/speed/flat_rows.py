@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from ..errors import ConfigError
 from .fitted import decoder_layers
-from .segments import Segments, running, segment_ids, segmented
+from .segments import Segments, running, segmented
 
 _log = logging.getLogger(__name__)
 
@@ -243,19 +243,21 @@ class _Row:
         positions = None if positions is None else positions.to(device).expand(shape)
         real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
         starts = _starts(real, mask, positions)
-        count, segments = real.numel(), len(real)
+        flags, begins = real.flatten(), starts.flatten()
+        places = flags.cumsum(0) - 1  # Of each token in the row
+        within = places - torch.where(begins, places, 0).cummax(0).values  # and in its segment
+        count, segments, most = real.numel(), *shape
         if mask is not None or positions is not None:  # transformers reads masks, too
-            count, segments = torch.stack([real.sum(), starts.sum()]).tolist()
+            numbers = [real.sum(), starts.sum(), torch.where(flags, within, 0).max() + 1]
+            count, segments, most = torch.stack(numbers).tolist()
         if not count:
             return None
         length = next((each for each in lengths if each >= count), count)
-        longest = max(longest, shape[1])
+        longest = max(longest, most)
         size, needed = _SEGMENTS, segments + -(-length // longest)
         while size < needed:
             size *= 2
-        flags = real.flatten()
-        places = flags.cumsum(0) - 1  # Of each token in the row
-        offsets = _offsets(starts.flatten(), places, length, longest, size)
+        offsets = _offsets(begins, places, length, longest, size)
         source = target = None
         if count < shape.numel():
             target = torch.where(flags, places, length)
@@ -263,13 +265,8 @@ class _Row:
             source = numbers.new_full((length + 1,), shape.numel())
             source = source.scatter_(0, target, numbers)[:length]
         row = cls(shape, length, longest, offsets, offsets, source, target)
-        numbers = torch.arange(length, device=device)
-        if positions is None:
-            row.positions = (numbers - offsets.long()[segment_ids(offsets, length)])[None]
-        else:
-            row.positions = row.gathered(positions)
-        # Not those of a long sequence: some rotary embeddings depend on the last position.
-        row.positions = torch.where(numbers < places[-1] + 1, row.positions, 0)
+        # Zeros fill it: some rotary embeddings depend on the last position.
+        row.positions = row.gathered(within.view(shape) if positions is None else positions)
         return row
 
     def has_tokens(self, value: Any) -> bool:

@@ -24,16 +24,16 @@ def test_pairs_are_two_sequences() -> None:
 @pytest.mark.parametrize(
     ("file", "step"),
     [
-        ({}, {"seq_len": 2048, "padded": False, "objective": "sft"}),
+        ({}, {"seq_len": 2048, "objective": "sft"}),
         (
             {"cutoff_len": 64, "neat_packing": True},
-            {"seq_len": 64, "padded": True, "objective": "sft"},
+            {"seq_len": 64, "objective": "sft"},
         ),
-        ({"stage": "pt", "packing": True}, {"seq_len": 2048, "padded": False, "objective": "pt"}),
-        ({"stage": "dpo"}, {"seq_len": 2048, "padded": False, "objective": "dpo"}),
+        ({"stage": "pt", "packing": True}, {"seq_len": 2048, "objective": "pt"}),
+        ({"stage": "dpo"}, {"seq_len": 2048, "objective": "dpo"}),
         (
             {"stage": "dpo", "pref_loss": "simpo"},
-            {"seq_len": 2048, "padded": False, "objective": "simpo"},
+            {"seq_len": 2048, "objective": "simpo"},
         ),
     ],
 )
