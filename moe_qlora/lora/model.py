@@ -42,6 +42,7 @@ from .merging import (
     summed_config,
 )
 from .names import as_set, check_adapter_names, check_packed, packed_parameters, reached_modules
+from .packed_rows import watch_packed_rows
 from .unfit import serve_reads
 
 _OFFLINE = (
@@ -163,6 +164,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     check_adapter_names(tuner.model, model.peft_config)
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
+    watch_packed_rows(tuner.model)
     world().check_adapters(tuner.model, model.peft_config)
     world().follow_adapters(tuner.model, model)
     model.__dict__["save_pretrained"] = types.MethodType(save_pretrained, model)

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import ConfigError
-from .fitted import decoder_layers
+from ..lora.packed_rows import SEPARATES, decoder_stacks, parameters_of, state_of, watch_packed_rows
 from .segments import Segments, running, segmented
 
 _log = logging.getLogger(__name__)
@@ -35,6 +34,7 @@ _FLAT = "_moe_qlora_flat_rows"
 """Entry of a decoder stack's `__dict__`: its `FlatRows`."""
 _SEGMENTS = 64
 """Least size of the table of segments: one that is full is made larger, which is another shape."""
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STEP = 64
 """Lengths are multiples of this."""
 _OF_LOSS = ("num_items_in_batch", "labels")
@@ -64,37 +64,23 @@ def row_lengths(tokens: int) -> tuple[int, ...]:
     return (*sorted(length for length in parts if length < tokens), tokens)
 
 
-def decoder_stacks(model: nn.Module) -> list[Any]:
-    """Return the modules that own decoder layers and take token ids."""
-    owners = {name.rpartition(".")[0].rpartition(".")[0] for name in decoder_layers(model)}
-    stacks = [model.get_submodule(owner) for owner in sorted(owners)]
-    return [stack for stack in stacks if "input_ids" in _parameters(stack)]
-
-
 def has_flat_rows(model: nn.Module) -> bool:
     """Whether batches of a model run as flat rows."""
     found = [stack.__dict__.get(_FLAT) for stack in decoder_stacks(model)]
     return any(rows is not None and rows.obstacle is None for rows in found)
 
 
-def _parameters(stack: nn.Module) -> list[str]:
-    return list(inspect.signature(type(stack).forward).parameters)
-
-
 def obstacle(stack: Any) -> str | None:
     """Return why the rows of a decoder stack stay apart, or None."""
     config = stack.config
+    if (state := state_of(stack)) is not None:
+        return state
     if not getattr(stack, "_supports_attention_backend", False):
         return "its attention is not one of transformers' interface"
     if not getattr(config, "is_causal", True):
         return "its attention is not causal"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    others = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    if others:
+    if others := set(getattr(config, "layer_types", None) or ()) - _KINDS:
         return f"it has layers of {', '.join(sorted(others))}"
-    for name, module in stack.named_modules():
-        if isinstance(module, nn.Conv1d):
-            return f"its {name} carries a state from token to token"
     return None
 
 
@@ -104,11 +90,13 @@ class FlatRows:
     def __init__(self, stack: Any, longest: int, lengths: Sequence[int] = ()) -> None:
         self.stack, self.longest, self.lengths = stack, longest, tuple(lengths)
         self.obstacle = obstacle(stack)
-        self._names = [name for name in _parameters(stack) if name != "self"]
+        self._names = parameters_of(stack)
         self._said: set[str] = set()
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
+        watch_packed_rows(stack)
         if self.obstacle is None:
+            vars(stack)[SEPARATES] = True
             stack.config._attn_implementation = segmented(self._attention or "eager")
         stack.__dict__[_FLAT] = self
         self.__signature__ = inspect.signature(self._before or stack.forward)
@@ -118,6 +106,7 @@ class FlatRows:
         """Restore the stack's forward and its attention."""
         held = vars(self.stack)
         if held.get(_FLAT) is self:
+            held.pop(SEPARATES, None)
             del held[_FLAT], held["forward"]
             if self._before is not None:
                 self.stack.forward = self._before
@@ -129,10 +118,7 @@ class FlatRows:
         trains = self.stack.training and torch.is_grad_enabled()
         # An evaluation expects a cache, unless it says that it does not.
         wanted = trains or given.get("use_cache") is False
-        if torch.compiler.is_compiling() or not wanted:
-            return self._own(**given)
-        if self.obstacle is not None:
-            self._refuse_packed(given)
+        if torch.compiler.is_compiling() or not wanted or self.obstacle is not None:
             return self._own(**given)
         reason = _reason(self.stack, given)
         if reason is not None:
@@ -153,16 +139,6 @@ class FlatRows:
             return self._own(**given)
         finally:
             running.reset(token)
-
-    def _refuse_packed(self, given: dict[str, Any]) -> None:
-        positions = given.get("position_ids")
-        packed = isinstance(positions, Tensor) and positions.dim() == 2 and "seq_idx" not in given
-        if packed and bool((positions[:, 1:] < positions[:, :-1]).any()):
-            raise ConfigError(
-                f"{type(self.stack).__name__}: position_ids begin again within a row, and "
-                f"{self.obstacle}, so that conversations packed into one row would see each other; "
-                "train one conversation a row (packing=False, padding_free=False)."
-            )
 
     def _flat(self, given: dict[str, Any], trains: bool) -> Any:
         row = _Row.of(given, self.longest, self.lengths if trains else ())

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
+from moe_qlora.lora.packed_rows import watch_packed_rows
 from moe_qlora.memory import levels
 from moe_qlora.speed import flat_rows, segments
 from moe_qlora.testing import tiny_model
@@ -306,3 +307,31 @@ def test_layers_are_compiled_once_for_a_length(monkeypatch: pytest.MonkeyPatch) 
         for make in BATCHES.values():
             check(model, expected, make(rows))
         assert not counters["graph_break"]
+
+
+MIXING = ("gpt_oss", "afmoe", "granitemoehybrid", "lfm2_moe", "jamba")
+
+
+@pytest.mark.parametrize("family", [*MIXING, "qwen3_moe", "mixtral", "olmoe"])
+def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(family: str) -> None:
+    model = tiny_model(family, seed=0).train()
+    watch_packed_rows(model)
+    rows = sequences(model)
+    if family not in MIXING:
+        check(model, alone(model), packed(rows))
+        return
+    for batch in (packed(rows[:1]), padded(rows, left=False)):
+        step(model, batch)
+    assert all(module.training for module in model.modules())
+    with pytest.raises(ConfigError, match="position_ids begin again"):
+        model(**packed(rows))
+
+
+def test_adapters_watch_packed_rows() -> None:
+    model = adapted("gpt_oss")
+    with pytest.raises(ConfigError, match="they would see each other"):
+        model(**packed(sequences(model)))
+    with flat(model):
+        assert model(**packed(sequences(model))).loss > 0
+    with pytest.raises(ConfigError, match="they would see each other"):
+        model(**packed(sequences(model)))
