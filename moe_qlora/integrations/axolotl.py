@@ -180,14 +180,10 @@ class MoeQloraPlugin(BasePlugin):
             base: Any = model.get_base_model()
             self._undo.callback(_put_back, vars(base), "save_pretrained", dict(vars(base)))
             base.save_pretrained = model.save_pretrained
-        packs = bool(cfg.get("sample_packing"))
         prepared = self.host.before_training(
             model,
             batch_size=cfg["micro_batch_size"],
             seq_len=cfg["sequence_len"],
-            padded=packs or bool(cfg.get("pad_to_sequence_len")),
-            # Packs of a batch are one row, unless attention needs a mask for it.
-            padding_free=packs and not getattr(trainer.args, "multipack_real_batches", True),
             objective=_loss_of(cfg) or "sft",
         )
         if prepared is not None:

@@ -212,17 +212,14 @@ class ExpertsHost:
         *,
         batch_size: int,
         seq_len: int,
-        padded: bool = False,
-        padding_free: bool = False,
         objective: str = "sft",
     ) -> PreparedTraining | None:
         """Call `moe_qlora.prepare_training` if the settings ask for it; return what it set.
 
         `batch_size` counts rows of up to `seq_len` tokens in a forward of one device. `objective`
         is the loader's word for what is trained: a row of `dpo`, `ipo`, `orpo`, `simpo`, `cpo` and
-        `rm` is two sequences, and all but `sft`, `pt` and `rm` keep the logits of all tokens. Rows
-        are padded or packed with `padded`, or if there are several; with `padding_free` they come
-        as one row, whose positions start anew. A `ConfigError` says where the step does not fit.
+        `rm` is two sequences, and all but `sft`, `pt` and `rm` keep the logits of all tokens. A
+        `ConfigError` says where the step does not fit.
         """
         asked = self.settings.prepare_training
         if not asked:
@@ -230,13 +227,11 @@ class ExpertsHost:
         from .objectives import loss_of, sequences_of
         from .prepare import prepare_training
 
-        sequences = batch_size * sequences_of(objective)
         return prepare_training(
             model,
-            batch_size=1 if padding_free else sequences,
-            seq_len=sequences * seq_len if padding_free else seq_len,
+            batch_size=batch_size * sequences_of(objective),
+            seq_len=seq_len,
             memory=None if asked is True else asked,
-            padded=padded or padding_free or sequences > 1,
             loss=loss_of(objective),
         )
 

@@ -13,6 +13,7 @@ layers are compiled, and neither joined nor recorded.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,9 @@ from ..errors import ConfigError, first_line
 from ..experts.backend import has_triton
 from ..lora.names import base_model
 from ..memory.measure import Loss
+from ..speed.fit_arguments import check_numbers
 from ..speed.fitted import RunsLevels, decoder_layers
+from ..speed.flat_rows import flatten_rows
 from ..speed.module_walks import quicken_walks
 from ..world import runs_distributed
 from .liger import apply_liger, loss_obstacle
@@ -46,7 +49,7 @@ def prepare_training(
     batch_size: int,
     seq_len: int,
     memory: int | str | None = None,
-    padded: bool = False,
+    padded: bool | None = None,
     loss: Loss | None = None,
 ) -> PreparedTraining:
     """Make training steps of a model as fast as its device and memory allow.
@@ -68,7 +71,7 @@ def prepare_training(
         seq_len: Tokens in a sequence; padding counts. CUDA graphs need batches of one length.
         memory: Bytes that the step may take on this device, or a string such as "24GiB"; None for
             what the device has free.
-        padded: Whether batches are padded or packed, as `fit_memory` measures them then.
+        padded: Ignored, and deprecated: batches may be padded and packed.
         loss: Computes the loss that `fit_memory` measures, where that is not the model's own.
 
     Returns:
@@ -79,14 +82,24 @@ def prepare_training(
         ConfigError: Of `fit_memory`: the step does not fit into this memory, or an argument makes
             no sense. The model is as it was before the call.
     """
+    if padded is not None:
+        warnings.warn(
+            "prepare_training: padded is ignored and will go; leave it out: batches may be padded "
+            "and packed.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
     base = base_model(model)
     if (earlier := vars(base).get(_PREPARED)) is not None:
         earlier.remove()
     with ExitStack() as undo:
         sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
-        sizes |= {"padded": True} if padded else {}
         sizes |= {"loss": loss} if loss is not None else {}
-        prepared = (_on_cuda if _is_on_cuda(model) else _on_cpu)(model, sizes, undo)
+        check_numbers(batch_size=batch_size, seq_len=seq_len)
+        on_cuda = _is_on_cuda(model)
+        for rows in flatten_rows(model, batch_size, seq_len, fixed=on_cuda):
+            undo.callback(rows.remove)
+        prepared = (_on_cuda if on_cuda else _on_cpu)(model, sizes, undo)
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
         undo.callback(quicken_walks(model))
@@ -131,7 +144,7 @@ def _on_cpu(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Prep
     where = "prepare_training: this model is not on a CUDA device, where Liger, torch.compile and"
     where += " CUDA graphs would make it quicker"
     if sizes["memory"] is None:
-        return PreparedTraining([f"{where}; nothing is changed."])
+        return PreparedTraining([f"{where}; batches run as flat rows."])
     prepared = PreparedTraining([f"{where}."])
     _fit(prepared, model, sizes, undo)
     return prepared

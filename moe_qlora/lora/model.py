@@ -42,6 +42,7 @@ from .merging import (
     summed_config,
 )
 from .names import as_set, check_adapter_names, check_packed, packed_parameters, reached_modules
+from .packed_rows import watch_packed_rows
 from .unfit import serve_reads
 
 _OFFLINE = (
@@ -164,6 +165,7 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     for name, config in model.peft_config.items():
         check_connected(tuner.model, name, config)
         record_base(tuner.model, config)
+    watch_packed_rows(tuner.model)
     world().follow_adapters(tuner.model)
     use_own_files(model)
     return model

@@ -54,6 +54,7 @@ _ATTENTION_OPERATORS = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_flash_attention_forward",
     "moe_qlora::planned_attention",
+    "moe_qlora::segment_attention",
 )
 _EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection")
 _TOP_K = "aten::topk"

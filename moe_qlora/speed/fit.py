@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,6 +56,7 @@ from .fit_arguments import (
     meant,
 )
 from .fitted import FittedLayer, RunsLevels, fitted, refuse_emptied, runs_recorded
+from .flat_rows import has_flat_rows
 from .hosted import HostedExperts, pace
 from .overrides import Overrides, release_copy
 
@@ -174,6 +176,8 @@ class Fit:
         self.layers: tuple[LayerChoice, ...] = ()
         self._model, self._modules, self._device = model, layers, device
         warned: set[str] = set()
+        # Layers then see one row of all tokens.
+        promised = (1, math.prod(promised)) if has_flat_rows(model) else promised
         self._fitted = {
             name: FittedLayer(layer, levels.RECOMPUTE, promised, warned)
             for name, layer in layers.items()
@@ -231,7 +235,7 @@ class Fit:
         self._set(len(self._choices.path) - 1 if every else self._least(place))
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(FirstSteps(self))
-        if "arguments" not in self._batch:
+        if "arguments" not in self._batch and not has_flat_rows(self._model):
             self._masked = masked.MaskedBatchWarning(self._model)
 
     def _chosen(self, memory: int) -> int:

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
-from . import gathered, masks, recording
+from . import gathered, masks, recording, segments
 from .call_kinds import CallKinds, obstacle
 from .fitted import (
     RunsLevels,
@@ -339,7 +339,7 @@ class _GraphedLayer(RunsLevels):
         admitted = in_backward() or self.shared.enters(self.place, keeps=keeps)
         try:
             leaves, spec, kind = self._kinds.describe(args, kwargs)
-            may = admitted and self.active and not measures(layer)
+            may = admitted and self.active and not measures(layer) and segments.records()
             reserved = self._reserve() if may else None
             if reserved is not None:
                 call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))

@@ -26,6 +26,7 @@ from moe_qlora.integrations.liger import apply_liger
 from moe_qlora.integrations.settings import PLUGIN
 from moe_qlora.speed import fit as speed_fit
 from moe_qlora.speed import graphs as speed_graphs
+from moe_qlora.speed.flat_rows import has_flat_rows
 from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
 
 BNB = BitsAndBytesConfig(
@@ -108,16 +109,16 @@ def cuda(monkeypatch, events) -> list[str]:
     return events
 
 
-def test_on_a_cpu_nothing_changes_without_memory(events, caplog):
+def test_on_a_cpu_rows_are_flat_without_memory(events, caplog):
     model = adapted()
     before = state(model)
     with caplog.at_level(logging.INFO, "moe_qlora"):
         prepared = moe_qlora.prepare_training(model, **SIZES)
-    assert "nothing is changed" in str(prepared) and "\n" not in str(prepared)
+    assert "flat rows" in str(prepared) and "\n" not in str(prepared)
     assert [r.getMessage() for r in caplog.records if "prepare" in r.name] == [str(prepared)]
-    vars(model.get_base_model()).pop(prepare._PREPARED)
-    assert state(model) == before and not events
+    assert has_flat_rows(model) and not events
     prepared.remove()
+    assert state(model) == before
 
 
 def test_on_a_cpu_memory_is_fitted():
@@ -393,13 +394,8 @@ def test_hosts_prepare_what_their_settings_ask_for(asked, memory, cuda):
     ("step", "sizes"),
     [
         ({}, {"batch_size": 1, "seq_len": 64}),
-        ({"padded": True}, {"batch_size": 1, "seq_len": 64, "padded": True}),
-        ({"batch_size": 3}, {"batch_size": 3, "seq_len": 64, "padded": True}),
-        (
-            {"batch_size": 3, "padding_free": True},
-            {"batch_size": 1, "seq_len": 192, "padded": True},
-        ),
-        ({"objective": "rm"}, {"batch_size": 2, "seq_len": 64, "padded": True}),
+        ({"batch_size": 3}, {"batch_size": 3, "seq_len": 64}),
+        ({"objective": "rm"}, {"batch_size": 2, "seq_len": 64}),
     ],
 )
 def test_hosts_say_how_rows_come(step, sizes, events):
@@ -412,22 +408,19 @@ def test_hosts_say_how_rows_come(step, sizes, events):
 def in_order(sizes: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `fit_memory` as `prepare_training` hands them on."""
     given = {"memory": "1GiB"} | sizes
-    return {n: given[n] for n in ("batch_size", "seq_len", "memory", "padded") if n in given}
+    return {n: given[n] for n in ("batch_size", "seq_len", "memory") if n in given}
 
 
 @pytest.mark.parametrize(
-    ("more", "real_batches", "sizes"),
+    ("more", "sizes"),
     [
-        ({}, True, {"batch_size": 3, "seq_len": 64}),
-        ({"rl": "dpo"}, True, {"batch_size": 6, "seq_len": 64}),
-        ({"rl": "kto"}, True, {"batch_size": 3, "seq_len": 64}),
-        ({"sample_packing": True}, True, {"batch_size": 3, "seq_len": 64}),
-        ({"sample_packing": True}, False, {"batch_size": 1, "seq_len": 192}),
+        ({}, {"batch_size": 3, "seq_len": 64}),
+        ({"rl": "dpo"}, {"batch_size": 6, "seq_len": 64}),
+        ({"rl": "kto"}, {"batch_size": 3, "seq_len": 64}),
+        ({"sample_packing": True}, {"batch_size": 3, "seq_len": 64}),
     ],
 )
-def test_axolotls_plugin_prepares_the_trainers_model(
-    more, real_batches, sizes, events, monkeypatch
-):
+def test_axolotls_plugin_prepares_the_trainers_model(more, sizes, events, monkeypatch):
     """The hook alone, on stand-ins of the two names that its file takes from axolotl."""
     base, log = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.utils.logging")
     base.BasePlugin, log.get_logger = object, logging.getLogger  # type: ignore[attr-defined]
@@ -441,9 +434,8 @@ def test_axolotls_plugin_prepares_the_trainers_model(
     model, plugin = adapted(), ours.MoeQloraPlugin()
     plugin.host = ExpertsHost({"prepare_training": "1GiB"})
     cfg = {"plugins": [PLUGIN], "micro_batch_size": 3, "sequence_len": 64, **more}
-    args = SimpleNamespace(multipack_real_batches=real_batches)
-    plugin.post_trainer_create(cfg, SimpleNamespace(model=model, args=args))
-    said = repr(in_order({**sizes, "padded": True}))
+    plugin.post_trainer_create(cfg, SimpleNamespace(model=model))
+    said = repr(in_order(sizes))
     if "rl" in more:
         said = f"{said[:-1]}, 'loss': functools.partial(<function _of_probabilities"
     assert len(events) == 1 and events[0].startswith(f"fit of {said}")

@@ -1,0 +1,310 @@
+"""Batches of any shape as one flat row of a fixed number of tokens.
+
+    (B, T) tokens, padded or packed
+        -> (1, L): the real tokens of all sequences, one after the other, and a segment that fills
+        -> the model's own forward, whose attention sees segments (segments.py)
+        -> hidden states, router logits `(B, T, ...)`, zeros at padding
+
+There is one shape for compilers and CUDA graphs, or a few: `L` is the least of some lengths that
+holds the tokens. What calls the model, such as the head, the loss or a trainer, sees no difference.
+
+The forward of the decoder stack is replaced on its instance; labels never come there. Numbers of
+tokens and segments are read from the device where there is a mask or positions are given, as
+transformers reads masks; the segments themselves are found on the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..lora.packed_rows import SEPARATES, decoder_stacks, parameters_of, state_of, watch_packed_rows
+from .segments import Segments, running, segmented
+
+_log = logging.getLogger(__name__)
+
+_FLAT = "_moe_qlora_flat_rows"
+"""Entry of a decoder stack's `__dict__`: its `FlatRows`."""
+_SEGMENTS = 64
+"""Least size of the table of segments: one that is full is made larger, which is another shape."""
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+_STEP = 64
+"""Lengths are multiples of this."""
+_OF_LOSS = ("num_items_in_batch", "labels")
+_OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments of packed rows beside positions, which say the same."""
+
+
+def flatten_rows(model: nn.Module, batch_size: int, seq_len: int, *, fixed: bool) -> list[FlatRows]:
+    """Let the decoder stacks of a model run each batch as one flat row.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+        batch_size: Rows of the largest batch.
+        seq_len: Tokens of the longest row.
+        fixed: Whether rows are filled up to one of a few lengths.
+
+    Returns:
+        What was set on each stack, to be removed; none on a model that has no such stack.
+    """
+    lengths = row_lengths(batch_size * seq_len) if fixed else ()
+    return [FlatRows(stack, seq_len, lengths) for stack in decoder_stacks(model)]
+
+
+def row_lengths(tokens: int) -> tuple[int, ...]:
+    """Return the lengths of rows for batches of up to so many tokens, rising."""
+    parts = {-(-tokens // (part * _STEP)) * _STEP for part in (8, 4, 2)}
+    return (*sorted(length for length in parts if length < tokens), tokens)
+
+
+def has_flat_rows(model: nn.Module) -> bool:
+    """Whether batches of a model run as flat rows."""
+    found = [stack.__dict__.get(_FLAT) for stack in decoder_stacks(model)]
+    return any(rows is not None and rows.obstacle is None for rows in found)
+
+
+def obstacle(stack: Any) -> str | None:
+    """Return why the rows of a decoder stack stay apart, or None."""
+    config = stack.config
+    if (state := state_of(stack)) is not None:
+        return state
+    if not getattr(stack, "_supports_attention_backend", False):
+        return "its attention is not one of transformers' interface"
+    if not getattr(config, "is_causal", True):
+        return "its attention is not causal"
+    if others := set(getattr(config, "layer_types", None) or ()) - _KINDS:
+        return f"it has layers of {', '.join(sorted(others))}"
+    return None
+
+
+class FlatRows:
+    """The forward of one decoder stack, in place of its own."""
+
+    def __init__(self, stack: Any, longest: int, lengths: Sequence[int] = ()) -> None:
+        self.stack, self.longest, self.lengths = stack, longest, tuple(lengths)
+        self.obstacle = obstacle(stack)
+        self._names = parameters_of(stack)
+        self._said: set[str] = set()
+        self._before = vars(stack).get("forward")
+        self._attention = stack.config._attn_implementation
+        watch_packed_rows(stack)
+        if self.obstacle is None:
+            vars(stack)[SEPARATES] = True
+            stack.config._attn_implementation = segmented(self._attention or "eager")
+        stack.__dict__[_FLAT] = self
+        self.__signature__ = inspect.signature(self._before or stack.forward)
+        stack.forward = self
+
+    def remove(self) -> None:
+        """Restore the stack's forward and its attention."""
+        held = vars(self.stack)
+        if held.get(_FLAT) is self:
+            held.pop(SEPARATES, None)
+            del held[_FLAT], held["forward"]
+            if self._before is not None:
+                self.stack.forward = self._before
+            self.stack.config._attn_implementation = self._attention
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch as one flat row; as before where it cannot be."""
+        given = kwargs | dict(zip(self._names, args, strict=False))
+        trains = self.stack.training and torch.is_grad_enabled()
+        # An evaluation expects a cache, unless it says that it does not.
+        wanted = trains or given.get("use_cache") is False
+        if torch.compiler.is_compiling() or not wanted or self.obstacle is not None:
+            return self._own(**given)
+        reason = _reason(self.stack, given)
+        if reason is not None:
+            if trains and reason not in self._said:
+                self._said.add(reason)
+                _log.warning("prepare_training: a batch runs in its own shape: it %s.", reason)
+            return self._within(_APART, given)
+        return self._flat(given, trains)
+
+    def _own(self, **given: Any) -> Any:
+        if self._before is not None:
+            return self._before(**given)
+        return type(self.stack).forward(self.stack, **given)
+
+    def _within(self, segments: Segments | None, given: dict[str, Any]) -> Any:
+        token = running.set(segments)
+        try:
+            return self._own(**given)
+        finally:
+            running.reset(token)
+
+    def _flat(self, given: dict[str, Any], trains: bool) -> Any:
+        row = _Row.of(given, self.longest, self.lengths if trains else ())
+        if row is None:  # No token is real
+            return self._within(_APART, given)
+        recorded = row.length in self.lengths and row.longest == self.longest
+        segments = Segments(row.length, row.offsets, row.longest, recorded, self._is_dense)
+        flat = {
+            name: row.gathered(value) if row.has_tokens(value) else value
+            for name, value in given.items()
+            if name not in _OF_SEGMENTS
+        }
+        flat |= {"position_ids": row.positions, "use_cache": False, "past_key_values": None}
+        # All of one: without a mask, transformers would look for segments by itself.
+        ones = torch.ones((1, row.length), dtype=torch.long, device=row.offsets.device)
+        flat["attention_mask"] = ones
+        return row.spread(self._within(segments, flat))
+
+    @property
+    def _is_dense(self) -> bool:
+        """Whether attention wants masks of all pairs of tokens: flash attention has none."""
+        return not getattr(self.stack, "_supports_flash_attn", False)
+
+
+_APART = Segments(0, torch.zeros(1), 0, False, True)
+"""Of a call whose rows stay apart, which is not recorded."""
+
+
+def _reason(stack: Any, given: dict[str, Any]) -> str | None:
+    """Return why a call cannot run as a flat row, or None."""
+    if given.get("past_key_values") is not None or given.get("use_cache"):
+        return "has a key-value cache (use_cache)"
+    attentions = given.get("output_attentions")
+    if getattr(stack.config, "output_attentions", False) if attentions is None else attentions:
+        return "asks for attention weights (output_attentions)"
+    tokens = _tokens(given)
+    if tokens is None:
+        return "has neither input_ids nor inputs_embeds"
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape == tokens):
+        return "has an attention_mask that is not one of its tokens"
+    if positions is not None and not (isinstance(positions, Tensor) and positions.dim() == 2):
+        return "has position_ids of several axes"
+    known = ("attention_mask", "position_ids", *_OF_LOSS, *_OF_SEGMENTS)
+    for name, value in given.items():
+        other = isinstance(value, Tensor) and name not in known and value.dim() > 1
+        if other and value.shape[:2] != tokens:
+            return f"has {name} of shape {tuple(value.shape)}"
+    return None
+
+
+def _tokens(given: dict[str, Any]) -> torch.Size | None:
+    """Return the shape `(B, T)` of a batch."""
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    found = ids if isinstance(ids, Tensor) else embeds
+    return found.shape[:2] if isinstance(found, Tensor) else None
+
+
+@dataclass
+class _Row:
+    """One flat row: where its tokens come from, and where they go."""
+
+    shape: torch.Size  # (B, T) of the batch
+    length: int  # L
+    longest: int  # No segment has more tokens
+    offsets: Tensor  # (S + 1,) int32
+    positions: Tensor  # (1, L)
+    source: Tensor | None  # (L,) of the batch's tokens, B * T for filling; None: in their order
+    target: Tensor | None  # (B * T,) in the row, L for padding
+
+    @classmethod
+    def of(cls, given: dict[str, Any], longest: int, lengths: Sequence[int]) -> _Row | None:
+        ids, shape = given.get("input_ids"), _tokens(given)
+        assert shape is not None
+        device = (given["inputs_embeds"] if ids is None else ids).device
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        mask = None if mask is None else mask.to(device)
+        positions = None if positions is None else positions.to(device).expand(shape)
+        real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
+        starts = _starts(real, mask, positions)
+        flags, begins = real.flatten(), starts.flatten()
+        places = flags.cumsum(0) - 1  # Of each token in the row
+        within = places - torch.where(begins, places, 0).cummax(0).values  # and in its segment
+        count, segments, most = real.numel(), *shape
+        if mask is not None or positions is not None:  # transformers reads masks, too
+            found = [real.sum(), starts.sum(), torch.where(flags, within, 0).max() + 1]
+            count, segments, most = torch.stack(found).tolist()
+        if not count:
+            return None
+        length = next((each for each in lengths if each >= count), count)
+        longest = max(longest, most)
+        size, needed = _SEGMENTS, segments + -(-length // longest)
+        while size < needed:
+            size *= 2
+        offsets = _offsets(begins, places, length, longest, size)
+        source = target = None
+        if count < shape.numel():
+            target = torch.where(flags, places, length)
+            numbers = torch.arange(shape.numel(), device=device)
+            source = numbers.new_full((length + 1,), shape.numel())
+            source = source.scatter_(0, target, numbers)[:length]
+        row = cls(shape, length, longest, offsets, offsets, source, target)
+        # Zeros fill it: some rotary embeddings depend on the last position.
+        row.positions = row.gathered(within.view(shape) if positions is None else positions)
+        return row
+
+    def has_tokens(self, value: Any) -> bool:
+        """Whether an argument is of the batch's tokens."""
+        return isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == self.shape
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Return `(1, L, ...)` of `(B, T, ...)`, zero where the row is filled."""
+        x = x.flatten(0, 1)
+        fill = self.length - len(x) if self.source is None else 1
+        if fill > 0:
+            x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, fill))
+        return (x if self.source is None else x.index_select(0, self.source))[None]
+
+    def spread(self, out: Any) -> Any:
+        """Return a model's output with tensors of the row as of the batch."""
+        if isinstance(out, Tensor):
+            if out.dim() > 1 and out.shape[:2] == (1, self.length):
+                return self._spread(out[0]).unflatten(0, self.shape)
+            return self._spread(out) if out.dim() and len(out) == self.length else out
+        if type(out) in (tuple, list):
+            return type(out)(self.spread(each) for each in out)
+        if isinstance(out, dict):  # transformers' ModelOutput
+            for name, value in list(out.items()):
+                out[name] = self.spread(value)
+        return out
+
+    def _spread(self, x: Tensor) -> Tensor:
+        if self.target is None:
+            return x[: self.shape.numel()]
+        padding = self.target == self.length
+        found = x.index_select(0, self.target.clamp(max=self.length - 1))
+        return found.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def _starts(real: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    """Return which tokens `(B, T)` begin a segment.
+
+    The first one of a row, and those at which positions begin again, or ids of segments change,
+    which some collators give as the mask.
+    """
+    before = functional.pad(real[:, :-1], (1, 0))  # Whether the token before is real
+    starts = real & (real.cumsum(1) == 1)
+    if positions is not None:
+        jumps = functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
+        starts = starts | (real & torch.where(before, jumps, positions == 0))
+    if mask is not None and mask.dtype != torch.bool:
+        changes = functional.pad(mask[:, 1:] != mask[:, :-1], (1, 0))
+        starts = starts | (real & before & changes)
+    return starts
+
+
+def _offsets(starts: Tensor, places: Tensor, length: int, longest: int, size: int) -> Tensor:
+    """Return where each segment begins in the row, `(size + 1,)` int32.
+
+    What is left of the row is filled with segments that are not longer than others may be.
+    """
+    ids = starts.cumsum(0)
+    numbers = torch.arange(size + 1, device=starts.device)
+    fill = places[-1] + 1 + (numbers - ids[-1]) * longest
+    # Tokens that begin nothing go to an entry that is cut off.
+    begins = numbers.new_zeros(size + 2)
+    begins.scatter_(0, torch.where(starts, ids - 1, size + 1), places)
+    found = torch.where(numbers < ids[-1], begins[:-1], fill.clamp(max=length))
+    return found.to(torch.int32)

@@ -1,0 +1,316 @@
+"""Attention over the segments of a flat row, as an attention implementation of transformers.
+
+A flat row `(1, L)` holds sequences one after the other; `offsets` `(S + 1,)` int32 say where each
+begins, padded by repeating the end, so that its shape is fixed. Where flash kernels serve, a
+`SegmentMask` takes the place of the attention mask, which every family hands on, and
+
+    out = softmax(q k^T * scale, sinks) v      of queries and keys of the same segment, causal
+
+is one operator over them: torch's flash attention for sequences of different lengths, with grouped
+heads, sliding windows, values narrower than keys (MLA) and sinks. Sinks are a part of the softmax's
+sum. With `lse' = log(exp(lse) + exp(sink))` and `out' = out * exp(lse - lse')`, the same backward
+kernel, given `out'` and `lse'`, returns the right gradients, and `-exp(sink - lse') * <grad, out'>`
+is the sink's.
+
+Elsewhere (a CPU, 32 bit, wide heads, dropout, caps) a dense mask of segments goes to the model's
+own implementation. In other calls `segmented(name)` delegates to the implementation of that name.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+PREFIX = "moe_qlora_segments_"
+DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)  # of flash attention
+_WIDEST_HEAD = 256  # likewise
+_DENSE = ("sdpa", "eager")
+_CAPS = ("softcap", "logit_cap", "position_bias", "attention_bias")
+
+
+class SegmentMask(NamedTuple):
+    """What a query sees: keys of its segment before it, as many as the window, its own included."""
+
+    offsets: Tensor  # (S + 1,) int32
+    window: int  # 0: all
+    longest: int  # No segment has more tokens
+
+
+@dataclass
+class Segments:
+    """The segments of the flat row that runs now."""
+
+    length: int  # L; 0: the rows of this call stay apart
+    offsets: Tensor  # (S + 1,) int32
+    longest: int  # No segment has more tokens
+    recorded: bool  # Whether rows of this length are recorded as CUDA graphs
+    dense: bool  # Whether the model's attention cannot take offsets
+
+    def ids(self) -> Tensor:
+        """Return the segment of each token `(L,)` int64."""
+        return segment_ids(self.offsets, self.length)
+
+
+running: ContextVar[Segments | None] = ContextVar("moe_qlora_segments", default=None)
+"""The flat row that runs now."""
+
+
+def records() -> bool:
+    """Whether layers that run now may be recorded: not in rows of a length that comes seldom."""
+    now = running.get()
+    return now is None or now.recorded
+
+
+def segment_ids(offsets: Tensor, length: int) -> Tensor:
+    """Return the segment of each token `(L,)` int64."""
+    numbers = torch.arange(length, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:], numbers, right=True)
+
+
+def segmented(name: str) -> str:
+    """Return the attention implementation that adds segments to the one of this name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if name.startswith(PREFIX):
+        return name
+    _register()
+    AttentionInterface.register(PREFIX + name, partial(_attention, name))
+    AttentionMaskInterface.register(PREFIX + name, partial(_mask, name))
+    return PREFIX + name
+
+
+def _mask(original: str, **kwargs: Any) -> Any:
+    """Return the mask of one kind of attention: offsets, or a dense mask, in a flat row."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    now = running.get()
+    if now is None or not now.length:
+        return MASKS[original](**kwargs)
+    config, device = kwargs["config"], kwargs["device"]
+    dtype = torch.get_autocast_dtype(device.type) if _autocast(device) else kwargs["dtype"]
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    # Other masks than causal and sliding ones are functions that the model has given.
+    plain = kwargs.get("allow_is_causal_skip", True) and "allow_is_bidirectional_skip" not in kwargs
+    plain = plain and not kwargs.get("use_vmap") and not chunked
+    if plain and not now.dense and has_kernels(device, dtype):
+        return SegmentMask(now.offsets, kwargs.get("local_size") or 0, now.longest)
+    function, ids = kwargs["mask_function"], now.ids()
+    places = torch.arange(now.length, device=device) - now.offsets.long()[ids]
+
+    def within(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+        # Chunks begin with each segment; a window is a difference.
+        seen = function(batch, head, *((places[q], places[kv]) if chunked else (q, kv)))
+        return seen & (ids[q] == ids[kv])
+
+    kwargs |= {"mask_function": within, "attention_mask": None, "allow_is_causal_skip": False}
+    return MASKS[original if original in _DENSE else "sdpa"](**kwargs)
+
+
+def _attention(
+    original: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention `(B, T, heads, D)` of queries `(B, heads, T, D)`."""
+    if isinstance(attention_mask, SegmentMask):
+        if torch.is_autocast_enabled(query.device.type):
+            to = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(to), key.to(to), value.to(to)
+        capped = any(kwargs.get(name) is not None for name in _CAPS)
+        fits = query.dtype in DTYPES and max(query.shape[-1], value.shape[-1]) <= _WIDEST_HEAD
+        if fits and not args and not dropout and not capped:
+            return attend(query, key, value, attention_mask, kwargs.get("s_aux"), scaling), None
+        attention_mask = _dense(attention_mask, query.shape[2])
+        if original == "eager":
+            least = torch.finfo(query.dtype).min
+            attention_mask = torch.where(attention_mask, 0.0, least).to(query.dtype)
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 4 and original not in _DENSE:
+        original = "sdpa"
+    function = _function(original, module)
+    out: tuple[Tensor, Tensor | None] = function(
+        module, query, key, value, attention_mask, *args, scaling=scaling, dropout=dropout, **kwargs
+    )
+    return out
+
+
+def _function(name: str, module: nn.Module) -> Any:
+    if name == "eager":  # The model's own file has it
+        return sys.modules[type(module).__module__].eager_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def _dense(mask: SegmentMask, length: int) -> Tensor:
+    """Return the mask `(1, 1, L, L)`, True where a query sees a key."""
+    ids = segment_ids(mask.offsets, length)
+    numbers = torch.arange(length, device=ids.device)
+    q, kv = numbers[:, None], numbers[None]
+    seen = (kv <= q) & (ids[:, None] == ids[None])
+    return (seen & (kv > q - mask.window) if mask.window else seen)[None, None]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: SegmentMask,
+    sinks: Tensor | None,
+    scaling: float | None,
+) -> Tensor:
+    """Return attention over segments `(1, L, heads, D of values)`, by flash kernels.
+
+    Args:
+        query: `(1, heads, L, D)`, as key and value `(1, key heads, L, D)`, in 16 bit.
+        key: The keys.
+        value: The values, whose D may be less.
+        mask: Which keys a query sees.
+        sinks: `(heads,)`, or None.
+        scaling: Of the scores.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    wide, narrow = query.shape[-1], value.shape[-1]
+    if narrow < wide:
+        value = functional.pad(value, (0, wide - narrow))
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    # Windows of flash attention are counted without the query's own key.
+    window = mask.window - 1 if mask.window else -1
+    longest = min(mask.longest, len(q))
+    out, _ = torch.ops.moe_qlora.segment_attention(
+        q, k, v, mask.offsets, sinks, longest, window, scale
+    )
+    return (out[..., :narrow].contiguous() if narrow < wide else out)[None]
+
+
+def _autocast(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type)
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether flash attention is there for tensors of this dtype."""
+    return (
+        dtype in DTYPES
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+def _register() -> None:
+    """Define the operators, once; nothing is registered on import."""
+    if hasattr(torch.ops.moe_qlora, "segment_attention"):
+        return
+    define: Any = partial(torch.library.custom_op, mutates_args=())
+    forward = define("moe_qlora::segment_attention", _forward)
+    forward.register_fake(
+        lambda q, k, v, offsets, sinks, longest, window, scale: (
+            torch.empty_like(q),
+            q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),
+        )
+    )
+    backward = define("moe_qlora::segment_attention_backward", _backward)
+    backward.register_fake(
+        lambda grad, q, k, v, out, lse, offsets, longest, window, scale: (
+            torch.empty_like(q),
+            torch.empty_like(k),
+            torch.empty_like(v),
+        )
+    )
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        q, k, v, offsets, sinks, *ctx.numbers = inputs
+        ctx.has_sinks = sinks is not None
+        ctx.save_for_backward(q, k, v, offsets, *output, *([sinks] if ctx.has_sinks else []))
+        ctx.set_materialize_grads(False)
+
+    def back(ctx: Any, grad: Tensor, _: Any) -> Any:
+        q, k, v, offsets, out, lse, *sinks = ctx.saved_tensors
+        grad = grad.contiguous()
+        grads = backward(grad, q, k, v, out, lse, offsets, *ctx.numbers)
+        of_sinks = None
+        if sinks and ctx.needs_input_grad[4]:
+            inner = (grad.float() * out.float()).sum(-1)  # (L, heads)
+            taken = torch.exp(sinks[0].float()[:, None] - lse).t()
+            of_sinks = -(taken * inner).sum(0).to(sinks[0].dtype)
+        return *grads, None, of_sinks, None, None, None
+
+    forward.register_autograd(back, setup_context=setup)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    sinks: Tensor | None,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    out, lse = flash_forward(q, k, v, offsets, longest, window, scale)
+    if sinks is not None:
+        with_sinks = torch.logaddexp(lse, sinks.float()[:, None])
+        out = (out * torch.exp(lse - with_sinks).t()[..., None]).to(out.dtype)
+        lse = with_sinks
+    return out, lse
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return flash_backward(grad, q, k, v, out, lse, offsets, longest, window, scale)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention `(L, heads, D)` and its log-sum-exp `(heads, L)`."""
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, offsets, offsets, longest, longest, 0.0, window < 0, False,
+        scale=scale, window_size_left=window, window_size_right=0 if window >= 0 else -1,
+    )  # fmt: skip
+    return out, lse
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets: Tensor,
+    longest: int,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # Of dropout, which there is not
+    unused = torch.empty(0, device=q.device)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse, offsets, offsets, longest, longest, 0.0, window < 0, state, unused,
+        scale=scale, window_size_left=window, window_size_right=0 if window >= 0 else -1,
+    )  # fmt: skip
+    return found

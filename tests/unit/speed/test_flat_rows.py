@@ -1,0 +1,337 @@
+"""Flat rows: losses and gradients of any batch are those of its sequences, each run alone."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.nn import functional
+
+import moe_qlora
+from moe_qlora.errors import ConfigError
+from moe_qlora.lora.packed_rows import watch_packed_rows
+from moe_qlora.memory import levels
+from moe_qlora.speed import flat_rows, segments
+from moe_qlora.testing import tiny_model
+from tests.helpers import flat_reference
+from tests.helpers.fitting import adapted
+
+LENGTHS = (33, 1, 2, 48, 7)  # The longest is T
+FAMILIES = {
+    "qwen3_moe": {},
+    "mixtral": {"sliding_window": 8},
+    "gpt_oss": {"sliding_window": 8},
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "olmoe": {},
+    "llama4_text": {"attention_chunk_size": 16},
+    "gemma4_text": {"sliding_window": 8},
+    "afmoe": {},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+}
+
+Batch = dict[str, Tensor]
+
+
+def sequences(model: Any) -> list[Tensor]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    vocabulary = base.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(5, vocabulary - 8, (n,), generator=generator) for n in LENGTHS]
+
+
+def padded(rows: list[Tensor], *, left: bool) -> Batch:
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, row in enumerate(rows):
+        where = slice(ids.shape[1] - len(row), None) if left else slice(0, len(row))
+        ids[i, where], mask[i, where], labels[i, where] = row, 1, _targets(row)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _targets(row: Tensor) -> Tensor:
+    """Return a sequence's labels, of which the token before must not predict the first."""
+    return torch.cat([torch.tensor([-100]), row[1:]])
+
+
+def packed(rows: list[Tensor]) -> Batch:
+    labels = [_targets(row) for row in rows]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return {
+        "input_ids": torch.cat(rows)[None],
+        "position_ids": positions[None],
+        "labels": torch.cat(labels)[None],
+    }
+
+
+def packed_in_two(rows: list[Tensor]) -> Batch:
+    """Two packed rows, of which the second is padded."""
+    first, second = packed(rows[:3]), packed(rows[3:])
+    longest = max(first["input_ids"].shape[1], second["input_ids"].shape[1])
+    both = {}
+    for name in first:
+        fillers = {"labels": -100}
+        pads = [
+            functional.pad(x[name], (0, longest - x[name].shape[1]), value=fillers.get(name, 0))
+            for x in (first, second)
+        ]
+        both[name] = torch.cat(pads)
+    lengths = torch.tensor([[x["input_ids"].shape[1]] for x in (first, second)])
+    both["attention_mask"] = (torch.arange(longest)[None] < lengths).long()
+    return both
+
+
+BATCHES: dict[str, Callable[[list[Tensor]], Batch]] = {
+    "right": lambda rows: padded(rows, left=False),
+    "left": lambda rows: padded(rows, left=True),
+    "packed": packed,
+    "two packed": packed_in_two,
+}
+
+
+def step(model: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Return the summed loss of a batch, and the gradients by name."""
+    labels = batch["labels"]
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    logits = model(**inputs).logits
+    assert logits.shape[:2] == labels.shape
+    loss = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.item(), found
+
+
+def alone(model: Any) -> tuple[float, dict[str, Tensor]]:
+    total, sums = 0.0, {}
+    for row in sequences(model):
+        loss, gradients = step(model, {"input_ids": row[None], "labels": row[None]})
+        total += loss
+        for name, gradient in gradients.items():
+            sums[name] = sums.get(name, 0) + gradient
+    return total, sums
+
+
+def check(model: Any, expected: tuple[float, dict[str, Tensor]], batch: Batch) -> None:
+    (loss, gradients), (sure, theirs) = step(model, batch), expected
+    assert abs(loss - sure) <= 2e-4 * abs(sure)
+    largest = max(float(x.abs().max()) for x in theirs.values())
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        assert float((gradient - theirs[name]).abs().max()) <= 5e-3 * largest, name
+
+
+@contextmanager
+def flat(model: Any, batch_size: int = len(LENGTHS), seq_len: int = max(LENGTHS)) -> Iterator[None]:
+    rows = flat_rows.flatten_rows(model, batch_size, seq_len, fixed=True)
+    try:
+        yield
+    finally:
+        for each in rows:
+            each.remove()
+
+
+@pytest.mark.parametrize("offsets", [False, True], ids=["masks", "offsets"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_are_those_of_each_sequence_alone(
+    family: str, offsets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family, seed=0, **FAMILIES[family])
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    model.train()
+    expected, rows = alone(model), sequences(model)
+    if offsets:
+        flat_reference.use(monkeypatch)
+    with flat(model):
+        for make in BATCHES.values():
+            check(model, expected, make(rows))
+    assert segments.PREFIX not in model.config._attn_implementation
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_every_implementation_sees_segments(implementation: str) -> None:
+    model = tiny_model("qwen3_moe", seed=0).train()
+    model.set_attn_implementation(implementation)
+    expected = alone(model)
+    with flat(model):
+        check(model, expected, packed(sequences(model)))
+
+
+@pytest.mark.parametrize("offsets", [False, True], ids=["masks", "offsets"])
+@pytest.mark.parametrize("level", [levels.RECOMPUTE, levels.ATTENTION, levels.KEEP])
+def test_levels_of_fit_memory_keep_the_gradients(
+    level: str, offsets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted("gpt_oss", sliding_window=8)
+    expected, rows = alone(model), sequences(model)
+    if offsets:
+        flat_reference.use(monkeypatch)
+    sizes = {"batch_size": len(LENGTHS), "seq_len": max(LENGTHS), "memory": 1 << 40}
+    with moe_qlora.prepare_training(model, **sizes) as prepared:
+        assert prepared.fit is not None
+        for layer in prepared.fit._fitted.values():
+            layer.level = level
+        for make in BATCHES.values():
+            check(model, expected, make(rows))
+
+
+def test_outputs_have_the_shape_of_the_batch() -> None:
+    model = tiny_model("qwen3_moe", seed=0).train()
+    batch = padded(sequences(model), left=False)
+    asked = {"output_router_logits": True, "output_hidden_states": True, "use_cache": False}
+    before = model(**batch, **asked)
+    with flat(model):
+        after = model(**batch, **asked)
+    real = batch["attention_mask"].bool()
+    for name in ("loss", "aux_loss"):
+        torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-6)
+    assert after.logits.shape == before.logits.shape
+    for ours, theirs in zip(after.hidden_states, before.hidden_states, strict=True):
+        torch.testing.assert_close(ours[real], theirs[real], rtol=1e-4, atol=1e-5)
+        assert not ours[~real].any()
+    for ours, theirs in zip(after.router_logits, before.router_logits, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours[real.flatten()], theirs[real.flatten()])
+
+
+def test_embeddings_are_gathered_with_their_gradients() -> None:
+    model = tiny_model("qwen3_moe", seed=0).train()
+    batch = padded(sequences(model), left=True)
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    found = []
+    for within in (False, True):
+        inputs = embeds.clone().requires_grad_()
+        with flat(model) if within else nullcontext():
+            model(inputs_embeds=inputs, **batch).loss.backward()
+        found.append(inputs.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_rows_have_few_lengths() -> None:
+    assert flat_rows.row_lengths(4096) == (512, 1024, 2048, 4096)
+    assert flat_rows.row_lengths(100) == (64, 100)
+    model, seen = tiny_model("qwen3_moe", seed=0).train(), []
+    layer = model.model.layers[0]
+    layer.register_forward_pre_hook(
+        lambda _, args: seen.append((args[0].shape[1], segments.records()))
+    )
+    with flat(model, 1, 256):
+        for tokens in (1, 31, 33, 64, 130, 256):
+            model(input_ids=torch.full((1, tokens), 7))
+        model(input_ids=torch.full((1, 300), 7))
+    assert seen == [(64, True)] * 4 + [(256, True)] * 2 + [(300, False)]
+
+
+def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("qwen3_moe", seed=0).train()
+    ids = sequences(model)[0][None]
+    expected = model(input_ids=ids, use_cache=True)
+    with flat(model), caplog.at_level(logging.WARNING, "moe_qlora"):
+        for _ in range(2):
+            found = model(input_ids=ids, use_cache=True)
+            assert found.past_key_values is not None
+            assert torch.equal(found.logits, expected.logits)
+        mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        model(input_ids=ids, attention_mask=mask)
+        model.set_attn_implementation("eager")
+        assert model(input_ids=ids, output_attentions=True).attentions
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and "use_cache" in said[0]
+
+
+def test_generation_and_evaluation_are_those_without() -> None:
+    model = tiny_model("qwen3_moe", seed=0)
+    rows = sequences(model)
+    batch = padded(rows, left=True)
+    del batch["labels"]
+    made = model.generate(**batch, max_new_tokens=4, do_sample=False)
+    with flat(model):
+        assert torch.equal(model.generate(**batch, max_new_tokens=4, do_sample=False), made)
+        with torch.no_grad():
+            found = model(**packed(rows), use_cache=False).logits[0].split(LENGTHS)
+    with torch.no_grad():
+        for ours, row in zip(found, rows, strict=True):
+            torch.testing.assert_close(ours, model(row[None]).logits[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_of_a_model_has_flat_rows_of_its_own() -> None:
+    model = tiny_model("gpt_oss", seed=0).train()
+    expected = alone(model)
+    with flat(model):
+        other = copy.deepcopy(model)
+    check(other, expected, packed(sequences(model)))
+    assert other.model.forward.stack is other.model
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
+def test_layers_with_a_state_refuse_packed_rows(family: str) -> None:
+    model = tiny_model(family, seed=0).train()
+    rows = sequences(model)
+    expected = step(model, padded(rows, left=False))
+    with flat(model):
+        check(model, expected, padded(rows, left=False))
+        with pytest.raises(ConfigError, match="position_ids begin again"):
+            model(**packed(rows))
+
+
+def test_the_forward_says_which_arguments_it_takes() -> None:
+    """Others may look at the forward's arguments, as Trainer and PEFT do."""
+    model = adapted()
+    stack = model.get_base_model().model
+    before = list(inspect.signature(stack.forward).parameters)
+    with flat(model):
+        assert list(inspect.signature(stack.forward).parameters) == before
+    assert "forward" not in vars(stack)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_layers_are_compiled_once_for_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("gpt_oss", sliding_window=8)
+    expected, rows = alone(model), sequences(model)
+    flat_reference.use(monkeypatch)
+    with flat(model):
+        for layer in model.get_base_model().model.layers:
+            layer.compile(backend="aot_eager")
+        counters.clear()
+        for make in BATCHES.values():
+            check(model, expected, make(rows))
+        assert not counters["graph_break"]
+
+
+MIXING = ("gpt_oss", "afmoe", "granitemoehybrid", "lfm2_moe", "jamba")
+
+
+@pytest.mark.parametrize("family", [*MIXING, "qwen3_moe", "mixtral", "olmoe"])
+def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(family: str) -> None:
+    model = tiny_model(family, seed=0).train()
+    watch_packed_rows(model)
+    rows = sequences(model)
+    if family not in MIXING:
+        check(model, alone(model), packed(rows))
+        return
+    for batch in (packed(rows[:1]), padded(rows, left=False)):
+        step(model, batch)
+    assert all(module.training for module in model.modules())
+    with pytest.raises(ConfigError, match="position_ids begin again"):
+        model(**packed(rows))
+
+
+def test_adapters_watch_packed_rows() -> None:
+    model = adapted("gpt_oss")
+    with pytest.raises(ConfigError, match="they would see each other"):
+        model(**packed(sequences(model)))
+    with flat(model):
+        assert model(**packed(sequences(model))).loss > 0
+    with pytest.raises(ConfigError, match="they would see each other"):
+        model(**packed(sequences(model)))

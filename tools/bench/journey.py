@@ -1,0 +1,354 @@
+"""What a user of Trainer and TRL gets on one GPU, from a folder on disk: real tokens a second.
+
+    python tools/bench/journey.py --folder /dev/shm/qwen --parts fixed,chat,batch8,bfd
+    python tools/bench/journey.py --folder /tmp/tiny --tiny --parts chat,batch8    # on a CPU
+
+It writes a checkpoint of random weights in the shape of Qwen3-30B-A3B (`--layers`), loads it as a
+user would, and trains by these parts, each one line in results/journey.csv:
+
+    fixed    Trainer, one row of --seq tokens, its defaults
+    chat     TRL's SFTTrainer, one conversation a row, --accumulate of them
+    batch8   8 conversations a batch, padded
+    bfd      packing=True, TRL's best fit
+    padfree  padding_free=True, one conversation a row
+    check    loss and gradients of one padded and one packed batch beside those without flat rows
+
+Conversations have log-normal lengths, a median of --median tokens; padding is not counted. With
+`--no-prepare` the same parts run without `prepare_training`; `--stock` trains bf16 experts by PEFT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from common import RESULTS, Rows, environment
+from peft import LoraConfig
+from peft import get_peft_model as stock_peft_model
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import moe_qlora
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role']=='assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}{% else %}"
+    "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WIDE = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+    "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}  # fmt: skip
+TINY = {
+    "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
+    "moe_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def write_checkpoint(folder: Path, sizes: dict[str, Any], layers: int, device: str) -> None:
+    """Write random weights as their makers do, one matrix an expert, and a tokenizer of bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = Qwen3MoeConfig(**sizes, num_hidden_layers=layers, norm_topk_prob=True)
+    config.architectures, config.dtype = ["Qwen3MoeForCausalLM"], "bfloat16"
+    config.save_pretrained(folder)
+    index: dict[str, str] = {}
+
+    def shard(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, name))
+
+    def of(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, device=device) * 0.02).to(torch.bfloat16).cpu()
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    hidden, inner, size = config.hidden_size, config.moe_intermediate_size, config.head_dim
+    heads, pairs = config.num_attention_heads * size, config.num_key_value_heads * size
+    for place in range(layers):
+        at = f"model.layers.{place}."
+        tensors = {
+            f"{at}self_attn.q_proj.weight": of(heads, hidden),
+            f"{at}self_attn.k_proj.weight": of(pairs, hidden),
+            f"{at}self_attn.v_proj.weight": of(pairs, hidden),
+            f"{at}self_attn.o_proj.weight": of(hidden, heads),
+            f"{at}self_attn.q_norm.weight": ones(size),
+            f"{at}self_attn.k_norm.weight": ones(size),
+            f"{at}input_layernorm.weight": ones(hidden),
+            f"{at}post_attention_layernorm.weight": ones(hidden),
+            f"{at}mlp.gate.weight": of(config.num_experts, hidden),
+        }
+        for name, shape in (
+            ("gate", (inner, hidden)),
+            ("up", (inner, hidden)),
+            ("down", (hidden, inner)),
+        ):
+            for expert, weight in enumerate(of(config.num_experts, *shape).unbind()):
+                tensors[f"{at}mlp.experts.{expert}.{name}_proj.weight"] = weight.clone()
+        shard(f"model-{place:05d}.safetensors", tensors)
+    table = (config.vocab_size, hidden)
+    rest = {"model.embed_tokens.weight": of(*table), "lm_head.weight": of(*table)}
+    shard("model-rest.safetensors", rest | {"model.norm.weight": ones(hidden)})
+    text = json.dumps({"metadata": {"total_size": 0}, "weight_map": index})
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={a: i for i, a in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, additional_special_tokens=["<|im_start|>"], **marks
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+class Clock(TrainerCallback):
+    """Seconds of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.times = [time.time()]
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.times.append(time.time())
+
+
+class Journey:
+    """One model, and the parts of its training."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.o, self.gpu = options, torch.cuda.is_available() and not options.tiny
+        self.random = random.Random(0)
+        if self.gpu and options.memory:
+            limit = float(options.memory.removesuffix("GiB")) * 2**30
+            whole = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(limit / whole)
+        if not (options.folder / "model.safetensors.index.json").exists():
+            sizes, layers = (TINY, 2) if options.tiny else (WIDE, options.layers)
+            write_checkpoint(options.folder, sizes, layers, "cuda" if self.gpu else "cpu")
+        dtype = torch.bfloat16 if self.gpu else torch.float32
+        packs = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+        loading = {} if options.stock else {"quantization_config": packs}
+        start = time.time()
+        with nullcontext() if options.stock else moe_qlora.enabled():
+            model = AutoModelForCausalLM.from_pretrained(
+                options.folder, dtype=dtype, device_map="auto" if self.gpu else None, **loading
+            )
+        self.loading = time.time() - start
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
+        if options.stock:
+            self.model = stock_peft_model(model, lora)
+        else:
+            self.model = moe_qlora.get_peft_model(model, lora, experts=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(options.folder)
+        where = environment(torch.device("cuda" if self.gpu else "cpu"), options.commit)
+        peer = "stock" if options.stock else "ours" if options.prepare else "ours, not prepared"
+        setting = f"peer={peer} layers={options.layers} seq={options.seq} memory={options.memory}"
+        self.rows = Rows(options.out, where, "journey", setting)
+        self.rows.add("load", "s", self.loading)
+
+    def arguments(self, **more: Any) -> dict[str, Any]:
+        """Return settings that all parts share."""
+        own = {
+            "output_dir": tempfile.mkdtemp(), "max_steps": self.o.steps, "report_to": [],
+            "optim": "adamw_torch_fused" if self.gpu else "adamw_torch", "logging_steps": 1,
+            "per_device_train_batch_size": 1, "save_strategy": "no", "bf16": self.gpu,
+            "use_cpu": not self.gpu, "learning_rate": 1e-4, "disable_tqdm": True,
+            "gradient_checkpointing": not self.o.prepare,
+        }  # fmt: skip
+        return own | more
+
+    def prepared(self, batch_size: int = 1) -> Any:
+        """Prepare training, where it is asked for."""
+        if not self.o.prepare:
+            return nullcontext()
+        start = time.time()
+        prepared = moe_qlora.prepare_training(
+            self.model, batch_size=batch_size, seq_len=self.o.seq, memory=self.o.memory
+        )
+        self.rows.add(f"prepare, {batch_size} rows", "s", time.time() - start)
+        print(prepared, flush=True)
+        return prepared
+
+    def chats(self, count: int) -> list[dict[str, Any]]:
+        """Return conversations of log-normal lengths; a character is a token."""
+        made = []
+        for _ in range(count):
+            drawn = int(self.random.lognormvariate(math.log(self.o.median), 0.95))
+            length = max(24, min(self.o.seq - 16, drawn))
+            asked = max(8, int(length * self.random.uniform(0.2, 0.6)))
+            parts = {"user": asked, "assistant": max(8, length - asked - 12)}
+            messages = [
+                {"role": role, "content": "".join(self.random.choices("etaoin shrdlu", k=size))}
+                for role, size in parts.items()
+            ]
+            made.append({"messages": messages})
+        return made
+
+    def report(self, name: str, clock: Clock, tokens: float) -> None:
+        """Add the rows of a part of so many real tokens a step."""
+        steps = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+        self.rows.add(f"{name}: first two steps", "s", sum(steps[:2]))
+        self.rows.add(f"{name}: step", "s", *(steps[2:] or steps))
+        self.rows.add(f"{name}: real tokens", "1/s", *(tokens / s for s in steps[2:] or steps))
+        if self.gpu:
+            peak = torch.cuda.max_memory_allocated() / 1e9, torch.cuda.max_memory_reserved() / 1e9
+            self.rows.add(f"{name}: peak", "GB", peak[0])
+            self.rows.add(f"{name}: reserved", "GB", peak[1])
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        print("steps", [round(step, 3) for step in steps], flush=True)
+
+    def fixed(self) -> None:
+        """Train on rows of one length by Trainer."""
+        ids = torch.randint(0, 256, (64, self.o.seq))
+        data = [{"input_ids": row, "labels": row.clone()} for row in ids]
+        clock, args = Clock(), TrainingArguments(**self.arguments(max_steps=3 * self.o.steps))
+        with self.prepared():
+            Trainer(self.model, args, train_dataset=data, callbacks=[clock]).train()
+        self.report("fixed", clock, self.o.seq)
+
+    def sft(self, name: str, rows: int = 1, accumulate: int | None = None, **more: Any) -> None:
+        """Train on conversations by TRL."""
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        accumulate = accumulate or self.o.accumulate
+        needed = self.o.steps * accumulate * rows * (7 if more.get("packing") else 1)
+        data = Dataset.from_list(self.chats(needed + 8))
+        args = SFTConfig(
+            **self.arguments(
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=accumulate,
+                max_length=None if more.get("padding_free") else self.o.seq,
+                router_aux_loss_coef=0.0,
+                assistant_only_loss=True,
+                **more,
+            )
+        )
+        with self.prepared(rows):
+            clock = Clock()
+            trainer = SFTTrainer(
+                self.model, args, processing_class=self.tokenizer, train_dataset=data,
+                callbacks=[clock],
+            )  # fmt: skip
+            mean = statistics.mean(len(ids) for ids in trainer.train_dataset["input_ids"])
+            trainer.train()
+        self.report(name, clock, mean * rows * accumulate)
+
+    def check(self) -> None:
+        """Compare losses and gradients of the first steps with those of rows that stay apart."""
+        seq = self.o.seq // 4
+        lengths = torch.tensor([seq, seq // 3, seq // 2, 17])
+        ids = torch.randint(0, 256, (4, seq), device=self.model.device)
+        mask = (torch.arange(seq)[None] < lengths[:, None]).long().to(ids.device)
+        padded = {"input_ids": ids, "attention_mask": mask}
+        padded["labels"] = ids.masked_fill(mask == 0, -100)
+        real = mask.bool()
+        positions = (torch.arange(seq, device=ids.device).expand(4, seq))[real]
+        labels = ids[real].masked_fill(positions == 0, -100)
+        packed = {"input_ids": ids[real][None], "position_ids": positions[None]}
+        packed["labels"] = labels[None]
+        self.model.train()
+
+        def step(batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+            self.model.zero_grad()
+            with torch.autocast("cuda" if self.gpu else "cpu", torch.bfloat16, enabled=self.gpu):
+                loss = self.model(**batch, use_cache=False).loss
+            loss.backward()
+            named = self.model.named_parameters()
+            return loss.item(), {n: p.grad.clone() for n, p in named if p.grad is not None}
+
+        batches = {"padded": padded, "packed": packed}
+        sure = {name: step(batch) for name, batch in batches.items()}
+        with self.prepared(4):
+            for kind in ("padded", "packed", "padded", "packed", "padded", "packed"):
+                (loss, found), (expected, theirs) = step(batches[kind]), sure[kind]
+                apart = [
+                    float((found[name] - each).norm() / (each.norm() + 1e-20))
+                    for name, each in theirs.items()
+                ]
+                self.rows.add(f"check {kind}: loss", "relative", abs(loss / expected - 1))
+                self.rows.add(f"check {kind}: gradients", "relative", *sorted(apart))
+                print(kind, loss, expected, "largest", max(apart), flush=True)
+        self.model.zero_grad()
+
+
+def main() -> None:
+    """Run the parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="the checkpoint, or where to")
+    parser.add_argument("--parts", default="fixed,chat,batch8,bfd")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--accumulate", type=int, default=8)
+    parser.add_argument("--median", type=float, default=420)
+    parser.add_argument("--memory", help="of prepare_training, and of this process: 22GiB")
+    parser.add_argument("--no-prepare", dest="prepare", action="store_false")
+    parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
+    parser.add_argument("--tiny", action="store_true", help="whether it runs, on a CPU")
+    parser.add_argument("--commit")
+    parser.add_argument("--out", type=Path, default=RESULTS / "journey.csv")
+    options = parser.parse_args()
+    options.prepare = options.prepare and not options.stock
+    journey = Journey(options)
+    parts: dict[str, Any] = {
+        "fixed": journey.fixed,
+        "chat": lambda: journey.sft("chat"),
+        "batch8": lambda: journey.sft("batch8", 8, 1),
+        "bfd": lambda: journey.sft("bfd", packing=True),
+        "padfree": lambda: journey.sft("padfree", padding_free=True),
+        "check": journey.check,
+    }
+    for name in options.parts.split(","):
+        try:
+            parts[name]()
+        except Exception as error:  # noqa: BLE001 - a part that fails is a row too
+            import traceback
+
+            traceback.print_exc(limit=-6)
+            journey.rows.fail(error)
+
+
+if __name__ == "__main__":
+    main()
