@@ -171,7 +171,6 @@ _Rank = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
 _Alpha = Annotated[
     float, Field(strict=True, ge=0, le=torch.finfo(torch.float32).max, allow_inf_nan=False)
 ]
-_Names = Annotated[set[str] | str | None, AfterValidator(_check_regex)]
 _Tokens = list[Annotated[int, Field(strict=True, ge=0)]]
 
 
@@ -194,12 +193,8 @@ class LoraSettings:
     lora_dropout: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] | None = (
         None
     )
-    target_modules: _Names = None
-    exclude_modules: _Names = None
-    modules_to_save: set[str] | None = None
     target_parameters: Annotated[list[str] | str | None, AfterValidator(_check_regex)] = None
     layers_to_transform: list[_Integer] | _Integer | None = None
-    layers_pattern: set[str] | str | None = None
     base_model_name_or_path: str | None = None
     trainable_token_indices: _Tokens | dict[str, _Tokens] | None = None
 
