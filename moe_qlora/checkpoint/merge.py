@@ -262,7 +262,8 @@ class _Merge:
         move_to_stored_names(updates, model, base, adapter)
         self._updates = updates
         self.new_config = reshape(base, updates, adapter, model, head)
-        self.text_type: str = model.config.get_text_config().model_type
+        config: Any = model.config
+        self.text_type: str = config.get_text_config().model_type
         self._factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
         self._changed: set[str] = set()
         self._rounded: set[str] = set()
