@@ -106,6 +106,8 @@ def merge_adapter(
 
     Sums are taken in fp32 (fp64 for fp64 weights) and rounded once. On a weight that the base ties
     to another (embeddings), LoRA changes both, as it does in PEFT's own merge.
+    Embeddings and head that the adapter holds otherwise are untied. Tokenizer, processor, chat
+    template and generation config come from the adapter's folder where that has them.
 
     Args:
         base: A 16-bit (or fp32) checkpoint folder in safetensors, which is exact; or a folder that
