@@ -99,7 +99,7 @@ def limit_of(memory: int | str | None, device: torch.device) -> int:
 
 def meant(memory: int) -> str:
     """Return the sentence that a number of bytes which holds no model is meant otherwise."""
-    return f'memory={memory} is a number of bytes: write "{memory}GiB". ' if memory < 1024 else ""
+    return f'memory={memory} is a number of bytes; write "{memory}GiB". ' if memory < 1024 else ""
 
 
 def check_time(batch: int, seq: int, device: torch.device) -> None:

@@ -88,7 +88,7 @@ def test_experts_in_bfloat16_are_kept_or_computed_again_as_they_fit(folder, monk
         return SimpleNamespace(fits=peak <= gpus)
 
     def of(room: int) -> measure.Sizes:
-        return measure.Sizes(256, 1, 1, str(room), torch.device("cpu"))
+        return measure.Sizes(256, 1, 1, f"{room}B", torch.device("cpu"))
 
     monkeypatch.setattr(measure, "plan", plan)
     with pytest.raises(ConfigError, match=r"does not fit 1\.0 KiB by plan"):
