@@ -90,7 +90,7 @@ def sized(source: Source, layers: int | None) -> Source:
         fields = _cut(fields, had, layers)
     config: PretrainedConfig = type(source.config).from_dict(fields)
     config.dtype = torch.bfloat16
-    return replace(source, config=config, settings=None, folder=None, trainer=None)
+    return replace(source, config=config, settings=None, folder=None)
 
 
 def _cut(fields: dict[str, Any], had: int, layers: int) -> dict[str, Any]:
