@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.memory.meta_ops import dispatched
 from moe_qlora.testing import run_distributed, tiny_model
 
 RANKS = 2
@@ -53,44 +52,8 @@ def sharded(packing: str) -> dict[str, int]:
     return held(model)
 
 
-def saved_for_backward(rank: int) -> dict[str, int]:
-    """Bytes that transformers' all-to-all dispatch and the plan's stand-in for it keep."""
-    from transformers.distributed.expert_parallel import AllToAllEP
-
-    tokens, top_k, hidden, experts = 24, 2, 16, 4
-    module = nn.Module()
-    module.num_experts = experts // RANKS
-    module.forward = lambda rows, index, weights: rows * rows
-    meshes = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("ep", "tp"))
-    dispatch = AllToAllEP(module, meshes["ep"], meshes["tp"])
-    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
-    # As many rows for one rank as for the other.
-    index = torch.tensor([0, experts - 1]).expand(tokens, top_k).contiguous()
-    weights = torch.rand(tokens, top_k, dtype=torch.bfloat16, requires_grad=True)
-    own = {tensor.untyped_storage()._cdata for tensor in (x, index, weights)}
-    sizes = {}
-    for name, run in (
-        ("transformers", dispatch),
-        ("planned", lambda *given: dispatched(module.forward, *given)),
-    ):
-        saved: dict[int, torch.UntypedStorage] = {}
-
-        def keep(tensor: torch.Tensor, saved=saved) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                saved[storage._cdata] = storage
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            out = run(x, index, weights)
-        sizes[name] = sum(storage.nbytes() for storage in saved.values())
-        out.sum().backward()
-    return sizes
-
-
 def one_rank(rank: int, world: int) -> dict[str, dict[str, int]]:
-    results = {f"fsdp {packing}": sharded(packing) for packing in PACKINGS}
-    return {**results, "dispatch": saved_for_backward(rank)}
+    return {f"fsdp {packing}": sharded(packing) for packing in PACKINGS}
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +69,3 @@ def test_fsdp_shares(ranks, packing):
     adapters = made.peak.parts["adapters"]
     assert ranks[0][f"fsdp {packing}"] == {"weights": made.resident, "trained": adapters}
     assert ranks[1][f"fsdp {packing}"]["weights"] <= made.resident
-
-
-def test_dispatch_keeps_what_is_planned(ranks):
-    for rank in ranks:
-        assert rank["dispatch"]["transformers"] == rank["dispatch"]["planned"] > 0
