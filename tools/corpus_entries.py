@@ -111,6 +111,9 @@ def put_on_grid(model: nn.Module) -> None:
             weight.copy_(grid(name, weight.shape))
         elif weight.is_floating_point():
             weight.copy_(weight.bfloat16())  # logarithms in 1-D ones differ in their last bits
+    for value in model.state_dict(keep_vars=True).values():
+        if value.is_floating_point() and not isinstance(value, nn.Parameter):
+            value.copy_(value.bfloat16())  # decays, by exponentials
 
 
 @torch.no_grad()
