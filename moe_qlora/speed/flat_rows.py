@@ -37,6 +37,7 @@ _SEGMENTS = 64
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STEP = 64
 """Lengths are multiples of this."""
+_PLACES = ("attention_mask", "position_ids")
 _OF_LOSS = ("num_items_in_batch", "labels")
 _OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments of packed rows beside positions, which say the same."""
@@ -92,6 +93,7 @@ class FlatRows:
         self.obstacle = obstacle(stack)
         self._names = parameters_of(stack)
         self._said: set[str] = set()
+        self._plain: tuple[Any, _Row | None] | None = None
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
         watch_packed_rows(stack)
@@ -141,11 +143,13 @@ class FlatRows:
             running.reset(token)
 
     def _flat(self, given: dict[str, Any], trains: bool) -> Any:
-        row = _Row.of(given, self.longest, self.lengths if trains else ())
+        row = self._row(given, trains)
         if row is None:  # No token is real
             return self._within(_APART, given)
         recorded = row.length in self.lengths and row.longest == self.longest
-        segments = Segments(row.length, row.offsets, row.longest, recorded, self._is_dense)
+        segments = Segments(
+            row.length, row.offsets, row.longest, recorded, self._is_dense, row.rows
+        )
         flat = {
             name: row.gathered(value) if row.has_tokens(value) else value
             for name, value in given.items()
@@ -156,6 +160,16 @@ class FlatRows:
         ones = torch.ones((1, row.length), dtype=torch.long, device=row.offsets.device)
         flat["attention_mask"] = ones
         return row.spread(self._within(segments, flat))
+
+    def _row(self, given: dict[str, Any], trains: bool) -> _Row | None:
+        """Return the row of a batch; of plain rows of one shape in training, the same each step."""
+        lengths, ids = self.lengths if trains else (), given.get("input_ids")
+        key = _tokens(given), (given["inputs_embeds"] if ids is None else ids).device
+        if not trains or any(given.get(name) is not None for name in _PLACES):
+            return _Row.of(given, self.longest, lengths)
+        if self._plain is None or self._plain[0] != key:
+            self._plain = key, _Row.of(given, self.longest, lengths)
+        return self._plain[1]
 
     @property
     def _is_dense(self) -> bool:
@@ -206,6 +220,7 @@ class _Row:
     longest: int  # No segment has more tokens
     offsets: Tensor  # (S + 1,) int32
     positions: Tensor  # (1, L)
+    rows: int  # As of a `SegmentMask`
     source: Tensor | None  # (L,) of the batch's tokens, B * T for filling; None: in their order
     target: Tensor | None  # (B * T,) in the row, L for padding
 
@@ -240,7 +255,10 @@ class _Row:
             numbers = torch.arange(shape.numel(), device=device)
             source = numbers.new_full((length + 1,), shape.numel())
             source = source.scatter_(0, target, numbers)[:length]
-        row = cls(shape, length, longest, offsets, offsets, source, target)
+        # What fills a row may follow its only segment: nothing before sees it.
+        whole = segments == len(real) and count == real.numel() == length
+        rows = 1 if segments == 1 else len(real) if whole else 0
+        row = cls(shape, length, longest, offsets, offsets, rows, source, target)
         # Zeros fill it: some rotary embeddings depend on the last position.
         row.positions = row.gathered(within.view(shape) if positions is None else positions)
         return row

@@ -159,6 +159,26 @@ def test_losses_and_gradients_are_those_of_each_sequence_alone(
     assert segments.PREFIX not in model.config._attn_implementation
 
 
+@pytest.mark.parametrize("rows", [1, 3], ids=["one", "several"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text"])
+def test_plain_rows_are_computed_as_rows(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one length, and one sequence that a row holds with filling behind it."""
+    model = tiny_model(family, seed=0, **FAMILIES.get(family, {})).train()
+    ids = torch.randint(5, 60, (rows, 33), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids}
+    expected = step(model, batch)
+    flat_reference.use(monkeypatch)
+    seen, split = [], segments._rows
+    monkeypatch.setattr(segments, "_rows", lambda x, n: (seen.append(n), split(x, n))[1])
+    with flat(model, rows, 33 if rows > 1 else 64):
+        check(model, expected, batch)
+        check(model, expected, batch | {"attention_mask": torch.ones_like(ids)})
+    # A window shorter than the rows goes by offsets, chunks by masks.
+    assert set(seen) == ({rows} if family in ("qwen3_moe", "deepseek_v3") else set())
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_every_implementation_sees_segments(implementation: str) -> None:
     model = tiny_model("qwen3_moe", seed=0).train()
