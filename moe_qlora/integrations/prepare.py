@@ -216,7 +216,7 @@ def _compile_norms(model: nn.Module, layers: list[Any], undo: ExitStack) -> None
             alone = type(module) in kinds and not list(module.children())
             if alone and parameters and all(parameter.ndim == 1 for parameter in parameters):
                 undo.callback(setattr, module, _COMPILED, getattr(module, _COMPILED, None))
-                module.compile()
+                module.compile(dynamic=True)  # Rows have several lengths
 
 
 def _join(model: nn.Module, undo: ExitStack) -> list[str]:

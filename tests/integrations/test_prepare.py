@@ -189,7 +189,7 @@ def test_the_norm_behind_the_layers_is_compiled_with_them(compiles, cuda, monkey
     inner = model.get_base_model().model
     compiled: list[nn.Module] = []
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self: compiled.append(self) or self.__dict__.update(
+        nn.Module, "compile", lambda self, dynamic: compiled.append(self) or self.__dict__.update(
             _compiled_call_impl="compiled"
         ),
     )  # fmt: skip
