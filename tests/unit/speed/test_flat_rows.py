@@ -362,7 +362,9 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(
             positions = torch.arange(tokens)[None] % each
             model(input_ids=ids, position_ids=positions, labels=ids, num_items_in_batch=tokens)
             model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # Rows of more than was promised are computed again as a whole, by code of its own.
+    assert counters["stats"]["unique_graphs"] == 1 + (level == levels.ATTENTION)
+    assert not counters["graph_break"]
 
 
 MIXING = ("gpt_oss", "afmoe", "granitemoehybrid", "lfm2_moe", "jamba")
