@@ -1,6 +1,6 @@
 """`prepare_training`: everything that makes a step quicker, set in one call and taken off in one.
 
-    1. Liger         its loss, in chunks, or TRL's; norms and rotary embedding where layers are not compiled
+    1. Liger         its loss in chunks, or TRL's; norms and rotary embedding of eager layers
     2. join_lora     LoRA layers with the same input as one product (speed/joined_lora.py)
     3. graph_layers  decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
     4. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
