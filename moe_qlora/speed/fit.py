@@ -468,7 +468,7 @@ def _trainers_autocast(base: Any, device: torch.device) -> Any:
     from accelerate.state import AcceleratorState
 
     known = AcceleratorState._shared_state.get("_mixed_precision")
-    if known is None and base.dtype == torch.bfloat16:  # TRL's default
+    if known is None and getattr(base, "dtype", None) == torch.bfloat16:  # TRL's default
         known = "bf16" if _OF_TRL & sys.modules.keys() else None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(known))
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
 
 import moe_qlora
+from moe_qlora.lora.packed_rows import SEPARATES
 from moe_qlora.memory import levels
 from moe_qlora.speed import flat_rows, recording
 from moe_qlora.speed import graphs as speed_graphs
@@ -337,6 +338,7 @@ def test_a_mask_that_only_some_layers_have(
     enough: bool, recordings: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = packed("qwen3_next", num_hidden_layers=4, layer_types=TYPES)
+    vars(model.get_base_model().model)[SEPARATES] = True  # Else packed rows are refused
     weights, memory = trained(model), ENOUGH if enough else tight(model)
     ids = token_ids(model)
     whole = torch.arange(SEQ).expand(2, -1)
