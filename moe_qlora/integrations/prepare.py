@@ -13,6 +13,7 @@ layers are compiled, and neither joined nor recorded.
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from ..errors import ConfigError, first_line
 from ..experts.backend import has_triton
 from ..lora.names import base_model
 from ..memory.measure import Loss
+from ..progress import reporting
 from ..speed.fit_arguments import check_numbers
 from ..speed.fitted import RunsLevels, decoder_layers
 from ..speed.flat_rows import flatten_rows
@@ -39,6 +41,12 @@ _log = logging.getLogger(__name__)
 
 _PREPARED = "_moe_qlora_prepared"
 """Entry of a model's `__dict__`: its `PreparedTraining`."""
+_YOURS = (
+    "Trainer's arguments are yours: logging_nan_inf_filter=False (else each step waits for the GPU)"
+    ', optim="adamw_torch_fused", dataloader_num_workers=2, dataloader_prefetch_factor=2 and '
+    "dataloader_pin_memory=True are the quick ones."
+)
+_MEASURES = "prepare_training compiles decoder layers and measures a step, up to a minute"
 _COMPILED = "_compiled_call_impl"
 """Attribute of a module that `compile()` sets."""
 
@@ -75,7 +83,7 @@ def prepare_training(
         loss: Computes the loss that `fit_memory` measures, where that is not the model's own.
 
     Returns:
-        What was set: `str()` says it in at most six lines, which are also logged at INFO.
+        What was set: `str()` says it in at most seven lines, which are also logged at INFO.
         `remove()`, or the end of a `with` block, undoes it.
 
     Raises:
@@ -161,7 +169,9 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
         prepared._lines += _quicken(prepared, model, layers, compiles, undo)
     else:
         prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
-    _fit(prepared, model, sizes, undo)
+    with reporting(sys.stderr.isatty(), _MEASURES, "Prepared", stderr=True, transient=True):
+        _fit(prepared, model, sizes, undo)
+    prepared._lines.append(_YOURS)
     return prepared
 
 

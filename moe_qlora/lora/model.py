@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import types
 import warnings
@@ -44,6 +45,8 @@ from .merging import (
 from .names import as_set, check_adapter_names, check_packed, packed_parameters, reached_modules
 from .packed_rows import watch_packed_rows
 from .unfit import serve_reads
+
+_log = logging.getLogger(__name__)
 
 _OFFLINE = (
     "save the adapter with save_pretrained on all ranks, and go on from its folder in one process, "
@@ -107,7 +110,18 @@ def get_peft_model(
     options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
     peft_model = make_peft_model(model, lora_config, adapter_name, options, **peft_kwargs)
     log_coverage(peft_model, adapter_name, [name for param in plain for name in param.names])
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        _suggest_preparing()
     return peft_model
+
+
+@cache
+def _suggest_preparing() -> None:
+    """Log once that eager, checkpointed steps wait for Python."""
+    _log.warning(
+        "moe_qlora.prepare_training(model, batch_size=..., seq_len=...) before training makes its "
+        "steps several times as fast: compiled layers, CUDA graphs, no computing of padding."
+    )
 
 
 def make_peft_model(

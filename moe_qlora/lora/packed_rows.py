@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -45,12 +46,18 @@ def parameters_of(stack: nn.Module) -> list[str]:
     return [name for name in inspect.signature(type(stack).forward).parameters if name != "self"]
 
 
-def watch_packed_rows(model: nn.Module) -> None:
-    """Refuse packed rows in training, from the first on, where this model would mix them."""
+def watch_packed_rows(model: nn.Module) -> ExitStack:
+    """Refuse packed rows in training, from the first on, where this model would mix them.
+
+    Returns what stops that when it is closed.
+    """
+    undo = ExitStack()
     for stack in decoder_stacks(model):
         if _MIXES not in vars(stack) and "position_ids" in parameters_of(stack):
             vars(stack)[_MIXES] = None
-            stack.register_forward_pre_hook(_look, with_kwargs=True)
+            undo.callback(vars(stack).pop, _MIXES, None)
+            undo.callback(stack.register_forward_pre_hook(_look, with_kwargs=True).remove)
+    return undo
 
 
 def state_of(stack: Any) -> str | None:

@@ -28,16 +28,8 @@ from .tracker import MemoryTracker
 
 _HIDDEN = "hidden_states"
 
-Arguments = Callable[[Tensor], dict[str, Any]]
-"""Token ids (batch, seq) -> other arguments of a forward."""
-
-
 Loss = Callable[[Any, dict[str, Any]], Tensor]
 """(model, batch) -> the loss of the batch, a dict with `input_ids` and `labels` (batch, seq)."""
-
-
-def _none(ids: Tensor) -> dict[str, Any]:
-    return {}
 
 
 class MeasuredModel:
@@ -65,19 +57,18 @@ class MeasuredModel:
         seq: int,
         *,
         holds: bool = False,
-        arguments: Arguments = _none,
         loss: Loss | None = None,
     ) -> tuple[Activity, ...]:
         """Run one step; return what each block does, in running order.
 
         With `holds`, what layers are given is alive in their backward whether they need it or not:
-        layers before them that are computed again hold it. `arguments` makes others of the forward,
-        and `loss` computes the loss in place of the model.
+        layers before them that are computed again hold it. `loss` computes the loss in place of the
+        model.
         """
         vocabulary = self.base.config.get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (batch, seq), generator=generator)
-        run = partial(self._run, holds=holds, arguments=arguments, loss_of_batch=loss)
+        run = partial(self._run, holds=holds, loss_of_batch=loss)
         if self.device.type == "cuda":
             run(ids)  # For what kernels and libraries allocate once
             return run(ids)
@@ -86,14 +77,11 @@ class MeasuredModel:
         most = zip(run(ids), busiest, strict=True)
         return tuple(_larger(first, second) for first, second in most)
 
-    def _run(
-        self, ids: Tensor, holds: bool, arguments: Arguments, loss_of_batch: Loss | None
-    ) -> tuple[Activity, ...]:
+    def _run(self, ids: Tensor, holds: bool, loss_of_batch: Loss | None) -> tuple[Activity, ...]:
         own = {block.name: self.itemsize * sum(block.trained) for block in self.blocks}
         ids, cuda = ids.to(self.device), self.device.type == "cuda"
-        more = arguments(ids)
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        known = self._known(ids, anchor, *tensors_of(more))  # Slots too, which may go afterwards
+        known = self._known(ids, anchor)  # Slots too, which may go afterwards
         tracker: Any = _Allocator(self.device) if cuda else _Tensors(known)
         with ExitStack() as stack:
             stack.enter_context(_as_before(self.model, self.device))
@@ -106,7 +94,7 @@ class MeasuredModel:
             start = tracker.live
             recorder = BlockRecorder(tracker, self.modules)
             try:
-                loss = _loss_of(self.model, ids, more, loss_of_batch)
+                loss = _loss_of(self.model, ids, loss_of_batch)
                 if loss_of_batch is not None and recorder.ran_twice:
                     raise ConfigError(
                         "loss runs the model more than once with gradients, and one forward is "
@@ -148,17 +136,17 @@ class MeasuredModel:
         return [*parameters, *buffers, *statistics, *self._slots(), *inputs]
 
 
-def _loss_of(model: Any, ids: Tensor, more: dict[str, Any], loss_of_batch: Loss | None) -> Tensor:
+def _loss_of(model: Any, ids: Tensor, loss_of_batch: Loss | None) -> Tensor:
     if loss_of_batch is None:
         try:
-            return loss_of(model, ids, **more, **_fused_head(base_model(model)))
+            return loss_of(model, ids, **_fused_head(base_model(model)))
         except AttributeError as error:  # A model without embeddings of tokens, say
             name = type(base_model(model)).__name__
             raise ConfigError(
                 f"fit_memory measures a step of token ids, on which {name} does not run "
                 f"({first_line(error)}): give loss=, a function that runs it on other inputs."
             ) from error
-    found: Any = loss_of_batch(model, {"input_ids": ids, "labels": ids.clone(), **more})
+    found: Any = loss_of_batch(model, {"input_ids": ids, "labels": ids.clone()})
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
         what = type(found).__name__
         if isinstance(found, Tensor):

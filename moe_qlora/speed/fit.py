@@ -16,6 +16,7 @@ import gc
 import logging
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -46,10 +47,9 @@ from ..memory.choice import (
 from ..memory.devices import FRAGMENTATION
 from ..memory.hosting import Pace
 from ..memory.measure import Loss, MeasuredModel
-from . import masked
 from .first_steps import FirstSteps, expandable
 from .fit_arguments import (
-    check_batch,
+    check_loss,
     check_numbers,
     check_time,
     device_of,
@@ -77,7 +77,7 @@ def fit_memory(
     batch_size: int,
     seq_len: int,
     memory: int | str | None = None,
-    padded: bool = False,
+    padded: bool | None = None,
     loss: Loss | None = None,
 ) -> Fit:
     """Keep as many activations as the memory holds, and compute the rest again in backward.
@@ -100,9 +100,9 @@ def fit_memory(
     writes no key-value cache; where it is given one that holds tokens, layers keep all. The
     optimizer is taken to be AdamW with two states in the trained weights' dtype.
 
-    A step of whole sequences is measured, unless `padded` is given, and a warning says so if one of
-    the first batches is padded or packed: attention with a mask often takes more memory (up to a
-    third more in a step, torch's sdpa, tiny models on a CPU).
+    A step of whole sequences is measured. Without `prepare_training`, whose rows have no padding,
+    attention to padded batches often takes more memory (up to a third more in a step, torch's sdpa,
+    tiny models on a CPU).
 
     With torch.distributed running, every rank has to call it, and all ranks decide alike.
 
@@ -112,12 +112,11 @@ def fit_memory(
         seq_len: Tokens in the longest sequence.
         memory: Bytes that tensors may take on the device, or a text such as "24GiB"; None for what
             the CUDA device has free, and what torch has reserved there.
-        padded: Measure a step of a padded batch: for batches that are padded, or packed with
-            positions that start anew.
+        padded: Ignored, and deprecated.
         loss: What computes the loss, where that is not the model's own, and so takes other memory
             (the logits of all tokens in DPO, say): a function of the model and a batch, which is a
-            dict with `input_ids` and `labels`, `(batch_size, seq_len)` int64, and with `padded` an
-            `attention_mask`. It has one forward with gradients, and beside it any without.
+            dict with `input_ids` and `labels`, `(batch_size, seq_len)` int64. It has one forward
+            with gradients, and beside it any without.
 
     Returns:
         What was chosen: `str()` is one sentence, and `remove()`, or the end of a `with` block,
@@ -133,7 +132,10 @@ def fit_memory(
         model = model.module
     layers, device = layers_of(model), device_of(model)
     check_numbers(batch_size=batch_size, seq_len=seq_len)
-    check_batch(padded, loss)
+    check_loss(loss)
+    if padded is not None:
+        text = "fit_memory: padded is ignored and will go; leave it out."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
     if found := [each for layer in layers.values() if (each := fitted(layer)) is not None]:
         if not all(each.is_copy for each in found):
             raise ConfigError(
@@ -143,7 +145,7 @@ def fit_memory(
         for each in found:  # of a model that this one was copied from
             each.remove()
         release_copy(model)
-    fit = Fit(model, layers, device, (batch_size, seq_len), padded, loss)
+    fit = Fit(model, layers, device, (batch_size, seq_len), loss)
     try:
         fit._choose(batch_size, seq_len, memory)
     except BaseException:
@@ -171,7 +173,6 @@ class Fit:
         layers: dict[str, nn.Module],
         device: torch.device,
         promised: tuple[int, int],
-        pads: bool,
         loss: Loss | None,
     ) -> None:
         self.memory, self.peak, self.gain = 0, 0, 1.0
@@ -194,10 +195,7 @@ class Fit:
         )
         self._overrides = Overrides(model, layers.values())
         self._hook: Any = None
-        self._masked: Any = None  # `masked.MaskedBatchWarning`
-        self._batch: dict[str, Any] = {"loss": loss}  # Of a measured step
-        if pads:
-            self._batch["arguments"] = masked.padded
+        self._loss = loss  # Of a measured step
         self._given_back: Any = None  # The hook of `_give_back_once`
         self._activities: dict[str, tuple[Activity, ...]] = {}
         self._sizes = 0, 0  # Sequences, and tokens in each
@@ -238,8 +236,6 @@ class Fit:
         self._set(len(self._choices.path) - 1 if every else self._least(place))
         if self._device.type == "cuda":
             self._hook = self._model.register_forward_pre_hook(FirstSteps(self))
-        if "arguments" not in self._batch and not has_flat_rows(self._model):
-            self._masked = masked.MaskedBatchWarning(self._model)
 
     def _chosen(self, memory: int) -> int:
         """Return the place on the path that so many bytes can hold.
@@ -327,7 +323,7 @@ class Fit:
         try:
             holds = name == levels.KEEP
             with _trainers_autocast(self._measured.base, self._device):
-                done = self._measured.step(batch, seq, holds=holds, **self._batch)
+                done = self._measured.step(batch, seq, holds=holds, loss=self._loss)
         except torch.cuda.OutOfMemoryError:
             if level == levels.RECOMPUTE:
                 raise ConfigError(
@@ -427,10 +423,10 @@ class Fit:
 
     def remove(self) -> None:
         """Let the layers run as before."""
-        for hook in (self._hook, self._masked, self._given_back, self._refusal):
+        for hook in (self._hook, self._given_back, self._refusal):
             if hook is not None:
                 hook.remove()
-        self._hook = self._masked = self._given_back = None
+        self._hook = self._given_back = None
         for layer in self._fitted.values():
             layer.remove()
         self._overrides.remove()
@@ -472,7 +468,7 @@ def _trainers_autocast(base: Any, device: torch.device) -> Any:
     from accelerate.state import AcceleratorState
 
     known = AcceleratorState._shared_state.get("_mixed_precision")
-    if known is None and base.dtype == torch.bfloat16:  # TRL's default
+    if known is None and getattr(base, "dtype", None) == torch.bfloat16:  # TRL's default
         known = "bf16" if _OF_TRL & sys.modules.keys() else None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(known))
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)

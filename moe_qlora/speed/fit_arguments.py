@@ -25,10 +25,8 @@ def check_numbers(**numbers: Any) -> None:
             raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
 
 
-def check_batch(padded: Any, loss: Any) -> None:
-    """Raise a ConfigError unless `padded` is a bool, and `loss` a function or None."""
-    if not isinstance(padded, bool):
-        raise ConfigError(f"padded is {padded!r}; give True or False.")
+def check_loss(loss: Any) -> None:
+    """Raise a ConfigError unless it is a function or None."""
     if loss is not None and not callable(loss):
         raise ConfigError(f"loss is {loss!r}; give a function of the model and a batch, or None.")
 

@@ -117,7 +117,7 @@ def table_size(segments: int) -> int:
 
 
 def best_lengths(counts: Counter[int]) -> tuple[int, ...]:
-    """Return the few lengths, rising, to which rows are filled up in least time."""
+    """Return the few lengths, rising, that rows of these lengths fill up in least time."""
     lengths = sorted(counts)
     cost = _GAIN * sum((n + _SHORT) * counts[n] for n in lengths)  # Of one more length
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # By how many are covered
@@ -169,7 +169,7 @@ class FlatRows:
         self._by_offsets = False
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
-        watch_packed_rows(stack)
+        self._watch = watch_packed_rows(stack)
         if self.obstacle is None:
             vars(stack)[SEPARATES] = True
             stack.config._attn_implementation = segmented(self._attention or "eager")
@@ -180,6 +180,7 @@ class FlatRows:
     def remove(self) -> None:
         """Restore the stack's forward and its attention."""
         held = vars(self.stack)
+        self._watch.close()
         if held.get(_FLAT) is self:
             held.pop(SEPARATES, None)
             del held[_FLAT], held["forward"]

@@ -24,6 +24,7 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost, prepare
 from moe_qlora.integrations.liger import apply_liger
 from moe_qlora.integrations.settings import PLUGIN
+from moe_qlora.lora import model as lora_model
 from moe_qlora.speed import fit as speed_fit
 from moe_qlora.speed import graphs as speed_graphs
 from moe_qlora.speed.flat_rows import has_flat_rows
@@ -154,6 +155,7 @@ def test_the_order_is_liger_lora_graphs_fit_and_back(cuda, monkeypatch):
         "torch.compile: 2 layers.",
         "CUDA graphs: 2 layers, recorded in the second step.",
         "Memory: 2 of 2 layers keep their activations.",
+        prepare._YOURS,
     ]
     assert not any(is_ligers(m.forward) for layer in layers_of(model) for m in layer.modules())
     prepared.remove()
@@ -259,7 +261,7 @@ def test_layers_with_a_forward_of_other_code_stay(cuda):
     before = state(model)
     with moe_qlora.prepare_training(model, **SIZES) as prepared:
         assert "not used; other code has replaced the layers' forward" in str(prepared)
-        assert len(str(prepared).splitlines()) == 4 and len(cuda) == 1
+        assert len(str(prepared).splitlines()) == 5 and len(cuda) == 1
     assert state(model) == before
 
 
@@ -393,6 +395,19 @@ def test_memory_is_measured_with_trls_loss():
     utils.add_fused_lm_head(model.get_base_model())
     moe_qlora.prepare_training(model, **sizes).remove()
     assert before and not calls
+
+
+def test_adapters_on_a_gpu_suggest_it_once(monkeypatch, caplog):
+    lora_model._suggest_preparing.cache_clear()
+    adapted()
+    with caplog.at_level(logging.INFO, "moe_qlora.lora.model"):
+        assert not caplog.records
+        monkeypatch.setattr(nn.Parameter, "is_cuda", True)
+        for _ in range(2):
+            adapted()
+    said = [r.getMessage() for r in caplog.records if "prepare_training" in r.getMessage()]
+    assert len(said) == 1 and "\n" not in said[0]
+    lora_model._suggest_preparing.cache_clear()
 
 
 @pytest.mark.parametrize(("asked", "memory"), [(True, None), ("40GiB", "40GiB")])

@@ -34,9 +34,6 @@ DEVICE = "device"
 ALL = 0
 """`--offload` without a number."""
 
-MASKED = ("longest", "padded", "packed", "dpo", "grpo")
-"""Kinds of batches that attention masks, by padding or by positions."""
-
 KINDS = {"keep": "layers kept", "part": "layers kept in part", "recompute": "layers recomputed"}
 """The metric that counts the layers of each choice of `fit_memory`."""
 
@@ -197,7 +194,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     memory = int(memory) if memory and memory.isdigit() else memory
     sizes = {"batch_size": sequences(options), "seq_len": options.seq, "memory": memory}
     loss = {"loss": LOSSES[options.data]} if options.data in LOSSES else {}
-    return sizes | ({"padded": True} if options.data in MASKED else {}) | loss
+    return sizes | loss
 
 
 @contextmanager

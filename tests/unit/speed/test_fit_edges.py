@@ -131,52 +131,6 @@ def test_a_copy_of_a_fitted_model_is_fitted_anew() -> None:
     assert not any("forward" in vars(layer) for layer in copied.get_base_model().model.layers)
 
 
-def padded_batches(ids: Tensor) -> dict[str, dict[str, Any]]:
-    mask, places = torch.ones_like(ids), torch.arange(ids.shape[1])
-    mask[0, :5], mask[-1, -9:] = 0, 0
-    return {
-        "padded": {"attention_mask": mask},
-        "packed": {"position_ids": (places % 20)[None].expand_as(ids), "use_cache": False},
-    }
-
-
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_steps_of_padded_batches_are_measured_where_asked_for(
-    model_type: str, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = adapted(model_type, num_hidden_layers=4)
-    ids = token_ids(model, 1, 96)
-    batch = padded_batches(ids)[kind]
-    sizes = {"batch_size": 1, "seq_len": 96, "padded": True}
-    with pytest.raises(moe_qlora.ConfigError, match="bytes are missing") as error:
-        fitted(model, 1, **sizes)
-    least = 1 + int(str(error.value).split(": ")[-1].split()[0])
-    whole = fitted(model, **sizes)
-    most = whole.peak
-    whole.remove()
-    for memory in (least, (least + most) // 2, most):
-        with caplog.at_level(logging.WARNING), fitted(model, memory, **sizes) as fit:
-            assert measured_peak(model, ids, **batch) <= fit.peak * 1.001 <= memory * 1.001
-    assert "padded or packed" not in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_batches_that_are_padded_unasked_are_said_once(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = adapted()
-    ids = token_ids(model)
-    batch = padded_batches(ids)[kind]
-    expected = model(input_ids=ids, labels=ids, **batch).loss.item()
-    with caplog.at_level(logging.WARNING), fitted(model):
-        model(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
-        assert "padded" not in caplog.text
-        for _ in range(2):
-            assert model(input_ids=ids, labels=ids, **batch).loss.item() == expected
-    assert caplog.text.count("a batch is padded or packed") == 1
-
-
 @pytest.mark.parametrize(
     "kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification]
 )

@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig, Trainer, TrainerCallback, TrainingArguments
 
 import moe_qlora
+from moe_qlora.lora.packed_rows import SEPARATES
 from moe_qlora.memory import levels
+from moe_qlora.speed import flat_rows, recording
 from moe_qlora.speed import graphs as speed_graphs
-from moe_qlora.speed import recording
 from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.testing import tiny_model
 from tests.helpers.fitting import ENOUGH, SEQ, equal, fill, fitted, token_ids, train, with_lora
@@ -158,6 +159,32 @@ def test_of_batches_without_a_fixed_length_nothing_stays_recorded(
         assert set(ran) == {levels.KEEP}
     said = [r.message for r in caplog.records if "more than 4 ways" in r.message]
     assert len(said) == 1
+
+
+def test_flat_rows_are_recorded_for_few_lengths(ran: list[str]) -> None:
+    """Of those that come often, and of the last few where these change; gradients stay the same."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=LAYERS, seed=0).train()
+    counts = [500, 120, 120, 190, 60, 120, 190, 120, 120, 190, 500, 60, 120, 190, 500, 60]
+    batches = [token_ids(model, 1, count, seed=place) for place, count in enumerate(counts)]
+
+    def step(ids: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = [step(ids) for ids in batches]
+    (rows,) = flat_rows.flatten_rows(model, 1, 512, fixed=True)
+    rows.lengths.pick = lambda n, _: (flat_rows.rounded(n), n != 60)
+    with emulated(model) as graphs:
+        for ids, want in zip(batches, wanted, strict=True):
+            torch.testing.assert_close(step(ids), want, rtol=1e-4, atol=1e-6)
+        assert graphs.recorded == 3 * LAYERS
+        assert len(ran) == (1 + counts.count(60)) * LAYERS  # The first step, and those of 60
+        for length in range(576, 576 + 64 * 9, 64):
+            rows.longest = length
+            step(token_ids(model, 1, length))
+        assert graphs.recorded == speed_graphs._MOST_FLAT * LAYERS
+    rows.remove()
 
 
 def test_after_a_fifth_shape_nothing_is_recorded_even_if_nothing_was(ran: list[str]) -> None:
@@ -311,6 +338,7 @@ def test_a_mask_that_only_some_layers_have(
     enough: bool, recordings: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = packed("qwen3_next", num_hidden_layers=4, layer_types=TYPES)
+    vars(model.get_base_model().model)[SEPARATES] = True  # Else packed rows are refused
     weights, memory = trained(model), ENOUGH if enough else tight(model)
     ids = token_ids(model)
     whole = torch.arange(SEQ).expand(2, -1)
