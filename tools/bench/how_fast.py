@@ -85,10 +85,10 @@ UNSLOTH = "ecfbbe4"
 KEPT = "checkpointing=none"
 CHECKPOINTED = "checkpointing=unsloth"
 
-FITTED = "checkpointing=fit with=liger-loss,merge-lora,compile,graphs{},own_adamw"
+FITTED = "checkpointing=fit with=liger-loss,merge-lora,compile,graphs{},adamw_fused"
 
-TORCHS_ADAMW = ("a86cc53",)
-"""Commits whose fitted rows have torch's AdamW; later ones have one that is gone since."""
+OWN_ADAMW = ("efaceb6",)
+"""Commits whose fitted rows have an AdamW of this package, removed since."""
 
 SETTINGS = {
     "recorded": dict.fromkeys(
@@ -130,7 +130,8 @@ def _whole(
     lora: str = "",
 ) -> Run:  # fmt: skip
     lora = lora or ("experts,attention" if peer == "ours" else "attention")
-    words = words.replace("own_adamw", "adamw_fused") if commit in TORCHS_ADAMW else words
+    if peer == "ours" and commit in OWN_ADAMW:
+        words = words.replace("adamw_fused", "own_adamw")
     words += f" layers=48 seq={seq} batch={batch} lora={lora} peer={peer}"
     return find("model.csv", commit, QWEN, words, ["generate", "data", *without])
 
