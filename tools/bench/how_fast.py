@@ -262,7 +262,7 @@ def eight_layers() -> Iterator[str]:
     """The part on five packages."""
     yield "## Five ways to train 8 layers of Qwen3-30B-A3B"
     yield (
-        "Eight layers, so that every way fits, micro-batch 1 and fused AdamW. The loss over 151,936 "
+        "Eight layers, so that every way fits, micro-batch 1, fused AdamW. The loss over 151,936 "
         "tokens is a third of the time, so these are no speeds of the whole model. The first two "
         "rows have Liger and graphs; experts4bit-qlora has Liger and cannot be recorded. Unsloth "
         "has its own defaults, such as compiled kernels and checkpointing, transformers "

@@ -39,8 +39,8 @@ GIB = 1 << 30
 INTRO = """
 A cell such as **B 29.3** names the best setting that fits, by its letter in the table below, and
 its peak in GiB on the fullest GPU; **G 10.1, host 14** has the packed experts in 14 GiB of host
-memory. **Needs 44**: none of the settings fits; the last one (H, F on several GPUs) needs GPUs of 44
-GiB. All figures are planned by `moe_qlora.plan` for micro-batch 1, without a GPU. {versions}
+memory. **Needs 44**: none of the settings fits; the last one (H, F on several GPUs) needs GPUs of
+44 GiB. All figures are planned by `moe_qlora.plan` for micro-batch 1, without a GPU. {versions}
 `python tools/bench/what_fits.py` plans all cells again and writes this page and [its
 data](../../tools/bench/planned/what_fits.csv), with the command of each cell. A test plans a dozen
 cells in every run, and all of them at night.
