@@ -40,7 +40,7 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
     dump: "Expert weights, bytes, lists for PEFT.",
     plan: "Memory of training, and what fits.",
     quantize: "A packed folder from a checkpoint.",
-    verify: "Damage in a folder; the error of packing.",
+    verify: "Is a folder whole; the error of packing.",
     merge: "A plain checkpoint with an adapter merged.",
     bench: "How fast a model trains on this card.",
     report: "A page about a model, adapter or run.",
