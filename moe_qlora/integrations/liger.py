@@ -5,8 +5,8 @@ of transformers that defines them. Classes go back at once, so that the next mod
 transformers' own. The rotary embedding is a function that is looked up when it is called: it stays
 replaced, for all models of this type, until the model is as it was.
 
-A forward that other code has bound to the model computes a loss of its own, as TRL's trainers do in
-chunks too, and reads more of the outputs: it stays, and Liger's loss is left out.
+A forward that other code has bound to the model computes a loss of its own, and reads more of the
+outputs: it stays, and Liger's loss is left out. TRL's trainers bind one, whose loss is in chunks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
 def loss_obstacle(model: nn.Module) -> str | None:
     """Return why Liger's loss, which reads the head's weight alone, cannot be used; else None."""
     if _has_own_forward(model):
-        return "other code, as TRL's, computes the loss by a forward of its own"
+        return "other code computes the loss by a forward of its own"
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, BaseTunerLayer):
         return "the head has LoRA, which Liger's loss would not compute"
@@ -109,16 +109,26 @@ def loss_obstacle(model: nn.Module) -> str | None:
     return None
 
 
+def has_trls_loss(model: nn.Module) -> bool:
+    """Whether a trainer of TRL has bound its forward, which computes the loss in chunks."""
+    return _home_of_forward(model).startswith("trl.")
+
+
 def _has_own_forward(model: nn.Module) -> bool:
     """Whether other code than Liger and accelerate's hooks has bound a forward to a model."""
+    return not _home_of_forward(model).startswith(("liger_kernel.", "transformers."))
+
+
+def _home_of_forward(model: nn.Module) -> str:
+    """Return the module that defines a model's forward."""
     forward = vars(model).get("forward")
     if isinstance(forward, partial):  # of accelerate's hook
         forward = vars(model).get("_old_forward")
     if forward is None:
-        return False
+        return "transformers."
     # Wrappers copy the name and module of what they wrap, but not this.
     code: Any = getattr(getattr(forward, "__func__", forward), "__globals__", {})
-    return not str(code.get("__name__")).startswith(("liger_kernel.", "transformers."))
+    return str(code.get("__name__"))
 
 
 def _is_ligers(forward: Any) -> bool:

@@ -1,6 +1,6 @@
 """`prepare_training`: everything that makes a step quicker, set in one call and taken off in one.
 
-    1. Liger         its loss, in chunks; norms and rotary embedding where layers are not compiled
+    1. Liger         its loss in chunks, or TRL's; norms and rotary embedding of eager layers
     2. join_lora     LoRA layers with the same input as one product (speed/joined_lora.py)
     3. graph_layers  decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
     4. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
@@ -29,7 +29,7 @@ from ..speed.fitted import RunsLevels, decoder_layers
 from ..speed.flat_rows import flatten_rows
 from ..speed.module_walks import quicken_walks
 from ..world import runs_distributed
-from .liger import apply_liger, loss_obstacle
+from .liger import apply_liger, has_trls_loss, loss_obstacle
 
 if TYPE_CHECKING:
     from ..speed.fit import Fit
@@ -60,9 +60,9 @@ def prepare_training(
     `fit_memory` if `memory` is given, and else changes nothing. Losses and gradients stay the same
     up to rounding.
 
-    Call it after `get_peft_model`, before the training loop or `trainer.train()`; for TRL's
-    trainers before they are made, so that memory is measured with a loss in chunks as theirs is. A
-    second call replaces what the first one has set.
+    Call it after `get_peft_model`, before the training loop or `trainer.train()`, before or after
+    the trainer is made: TRL's has a loss in chunks of its own. A second call replaces what the
+    first one has set.
 
     Args:
         model: A transformers model, or a PEFT model around one.
@@ -156,21 +156,28 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     compiles = obstacle is None and has_triton()
     batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
     prepared = PreparedTraining([f"Prepared for batches of {batch}."])
-    try:
-        undo.enter_context(apply_liger(base_model(model), in_layers=not compiles))
-        reason = loss_obstacle(base_model(model))
-        parts = ["loss"] if reason is None else []
-        parts += [] if compiles else ["norms", "rotary embedding"]
-        own = "" if reason is None else f"; the loss stays the model's, since {reason}"
-        prepared._lines.append(f"Liger: {', '.join(parts)}{own}.")
-    except ConfigError as error:
-        prepared._lines.append(f"Liger: not used; {error}; the loss stays the model's.")
+    prepared._lines.append(_loss(base_model(model), compiles, undo))
     if obstacle is None:
         prepared._lines += _quicken(prepared, model, layers, compiles, undo)
     else:
         prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
     _fit(prepared, model, sizes, undo)
     return prepared
+
+
+def _loss(base: nn.Module, compiles: bool, undo: ExitStack) -> str:
+    """Put on a loss in chunks, and norms where layers are not compiled; return what was done."""
+    trls = has_trls_loss(base)
+    try:
+        undo.enter_context(apply_liger(base, in_layers=not compiles))
+    except ConfigError as error:
+        not_used = f"Liger: not used; {error}; the loss stays the model's."
+        return "Loss: TRL's, in chunks." if trls else not_used
+    reason = loss_obstacle(base)
+    parts = ["loss"] if reason is None else []
+    parts += [] if compiles else ["norms", "rotary embedding"]
+    stays = "is TRL's, in chunks" if trls else f"stays the model's, since {reason}"
+    return f"Liger: {', '.join(parts)}{'' if reason is None else f'; the loss {stays}'}."
 
 
 def _quicken(
@@ -216,7 +223,7 @@ def _compile_norms(model: nn.Module, layers: list[Any], undo: ExitStack) -> None
             alone = type(module) in kinds and not list(module.children())
             if alone and parameters and all(parameter.ndim == 1 for parameter in parameters):
                 undo.callback(setattr, module, _COMPILED, getattr(module, _COMPILED, None))
-                module.compile()
+                module.compile(dynamic=True)  # Rows have several lengths
 
 
 def _join(model: nn.Module, undo: ExitStack) -> list[str]:

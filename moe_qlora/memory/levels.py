@@ -28,9 +28,9 @@ from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -60,6 +60,9 @@ _EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection
 _TOP_K = "aten::topk"
 """Kept in compiled code: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
+
+_OF_TOKENS = {1: (0,), 2: (1,), 3: (1,), 4: (2, 3)}
+"""Dimensions of lengths, in arguments of so many dimensions: offsets, positions, hidden, masks."""
 
 _PRODUCTS: dict[str, Callable[[Sequence[Any]], tuple[int, int]]] = {
     "aten::mm": lambda args: (args[0].shape[-1], args[1].shape[-1]),
@@ -126,12 +129,14 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     """Return a function of (level, args, kwargs) that computes `own`, compiled if asked for.
 
     Under "recompute" the compiled function runs again, and not another: fused in another way, a
-    router may choose other experts.
+    router may choose other experts. One compilation serves rows of all lengths.
     """
     whole = torch.compile(own) if compiles else own
     parts: dict[str, Callable[..., Any]] = {}
 
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
+        if compiles and torch.is_grad_enabled():
+            args = _alike(args, kwargs)
         if not compiles or level in (RECOMPUTE, KEEP):
             return compute(level, whole, args, kwargs, preserve_rng_state=preserve_rng_state)
         if level not in parts:
@@ -142,6 +147,25 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
             return parts[level](level, own, args, kwargs, preserve_rng_state=preserve_rng_state)
 
     return run
+
+
+def _alike(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return a layer and its arguments in the form that one compilation serves.
+
+    Lengths are marked as dynamic, before the first one is compiled for itself: those of tokens,
+    tables of segments and masks. Hidden states have a gradient in the first layer too: else it is
+    compiled apart, and its backward runs down to its input's norm anyway.
+    """
+    layer, x, *others = args if len(args) > 1 else (args[0], None)
+    trains = isinstance(x, Tensor) and not x.requires_grad and isinstance(layer, nn.Module)
+    if trains and x.is_floating_point() and any(p.requires_grad for p in layer.parameters()):
+        x = x.detach().requires_grad_()
+        args = (layer, x, *others)
+    for leaf in tree_leaves((args[1:], kwargs)):
+        if isinstance(leaf, Tensor):
+            dims = _OF_TOKENS.get(leaf.dim(), ())
+            torch._dynamo.maybe_mark_dynamic(leaf, [dim for dim in dims if leaf.shape[dim] > 1])
+    return args
 
 
 @cache

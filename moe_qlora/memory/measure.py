@@ -151,7 +151,7 @@ class MeasuredModel:
 def _loss_of(model: Any, ids: Tensor, more: dict[str, Any], loss_of_batch: Loss | None) -> Tensor:
     if loss_of_batch is None:
         try:
-            return loss_of(model, ids, **more)
+            return loss_of(model, ids, **more, **_fused_head(base_model(model)))
         except AttributeError as error:  # A model without embeddings of tokens, say
             name = type(base_model(model)).__name__
             raise ConfigError(
@@ -168,6 +168,16 @@ def _loss_of(model: Any, ids: Tensor, more: dict[str, Any], loss_of_batch: Loss 
             "number with a gradient."
         )
     return found
+
+
+def _fused_head(base: nn.Module) -> dict[str, bool]:
+    """Return the argument by which TRL's trainers ask for their loss in chunks, if it is there."""
+    for name in ("forward", "_old_forward"):  # The second inside of accelerate's hook
+        forward = vars(base).get(name)
+        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        if code is not None and "fused_lm_head" in code.co_varnames:
+            return {"fused_lm_head": True}
+    return {}
 
 
 def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Block:

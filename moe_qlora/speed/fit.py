@@ -15,8 +15,10 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -64,6 +66,7 @@ _log = logging.getLogger(__name__)
 
 _OF_GRAPHS = 256 << 20
 """Bytes of libraries' workspaces on the stream of recordings, and of buffers that graphs share."""
+_OF_TRL = {f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "grpo", "reward", "kto")}
 _GAPS_OF_EXPANDABLE = 0.02
 """`FRAGMENTATION` where torch's allocator has expandable segments."""
 
@@ -323,7 +326,8 @@ class Fit:
             layer.level, layer.measures = level, True
         try:
             holds = name == levels.KEEP
-            done = self._measured.step(batch, seq, holds=holds, **self._batch)
+            with _trainers_autocast(self._measured.base, self._device):
+                done = self._measured.step(batch, seq, holds=holds, **self._batch)
         except torch.cuda.OutOfMemoryError:
             if level == levels.RECOMPUTE:
                 raise ConfigError(
@@ -456,6 +460,22 @@ def _resident(measured: MeasuredModel, device: torch.device, freed: int) -> int:
     own = (*COMPONENTS[:4], "adapters")
     counted_bytes = sum(size for name, size in budget.peak().parts.items() if name in own)
     return torch.cuda.memory_allocated(device) - (counted_bytes - freed)
+
+
+def _trainers_autocast(base: Any, device: torch.device) -> Any:
+    """Return the autocast that a trainer will run steps in, as far as it is known.
+
+    Layers are compiled for it: else they would be compiled again in the first step.
+    """
+    if device.type != "cuda" or torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    from accelerate.state import AcceleratorState
+
+    known = AcceleratorState._shared_state.get("_mixed_precision")
+    if known is None and base.dtype == torch.bfloat16:  # TRL's default
+        known = "bf16" if _OF_TRL & sys.modules.keys() else None
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(known))
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def _budget(measured: MeasuredModel, settings: Settings, activities: tuple[Activity, ...]) -> Peak:

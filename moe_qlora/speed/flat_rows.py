@@ -5,8 +5,9 @@
         -> the model's own forward, whose attention sees segments (segments.py)
         -> hidden states, router logits `(B, T, ...)`, zeros at padding
 
-There is one shape for compilers and CUDA graphs, or a few: `L` is the least of some lengths that
-holds the tokens. What calls the model, such as the head, the loss or a trainer, sees no difference.
+`L` is one of a few lengths, which come from the batches that come (`RowLengths`): CUDA graphs are
+recorded for each of these, and rows of other lengths run without. Compiled layers serve all of
+them. What calls the model, such as the head, the loss or a trainer, sees no difference.
 
 The forward of the decoder stack is replaced on its instance; labels never come there. Numbers of
 tokens and segments are read from the device where there is a mask or positions are given, as
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +33,21 @@ _log = logging.getLogger(__name__)
 
 _FLAT = "_moe_qlora_flat_rows"
 """Entry of a decoder stack's `__dict__`: its `FlatRows`."""
-_SEGMENTS = 64
-"""Least size of the table of segments: one that is full is made larger, which is another shape."""
+_TABLE = 16
+"""Least size of the table of segments, and how much larger each next one is: 4 times. Flash
+attention takes a microsecond for an empty segment and head, or so (4,096 tokens, one H200)."""
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STEP = 64
-"""Lengths are multiples of this."""
+"""Lengths are multiples of this: kernels are compiled anew for those that are not of 16."""
+_PLACES = ("attention_mask", "position_ids")
+_FIRST, _LAST = 8, 128
+"""Batches before lengths are chosen first, and most that a choice looks at."""
+_CHOSEN = 5
+"""Most lengths that are recorded beside the largest."""
+_SHORT = 1024
+"""Tokens of a row that takes hardly less time than one of fewer: all experts are read for it."""
+_GAIN = 0.03
+"""Least part of the time of all rows that a further length must save."""
 _OF_LOSS = ("num_items_in_batch", "labels")
 _OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments of packed rows beside positions, which say the same."""
@@ -54,14 +65,75 @@ def flatten_rows(model: nn.Module, batch_size: int, seq_len: int, *, fixed: bool
     Returns:
         What was set on each stack, to be removed; none on a model that has no such stack.
     """
-    lengths = row_lengths(batch_size * seq_len) if fixed else ()
-    return [FlatRows(stack, seq_len, lengths) for stack in decoder_stacks(model)]
+    largest = batch_size * seq_len if fixed else None
+    return [FlatRows(stack, seq_len, largest) for stack in decoder_stacks(model)]
 
 
-def row_lengths(tokens: int) -> tuple[int, ...]:
-    """Return the lengths of rows for batches of up to so many tokens, rising."""
-    parts = {-(-tokens // (part * _STEP)) * _STEP for part in (8, 4, 2)}
-    return (*sorted(length for length in parts if length < tokens), tokens)
+class RowLengths:
+    """Which lengths of rows are recorded, and with which size of the table of segments.
+
+    The largest batch's, from the start; after 8, 32, 128, ... batches also those that leave least
+    of them to be filled. Others run without a recording, in steps of an eighth (fill 89 %).
+    """
+
+    def __init__(self, largest: int) -> None:
+        self.recorded: tuple[int, ...] = (largest,)
+        self.table = _TABLE
+        self._seen: deque[tuple[int, int]] = deque(maxlen=_LAST)  # Tokens and segments
+        self._count, self._choice = 0, _FIRST
+
+    def pick(self, tokens: int, segments: int) -> tuple[int, bool]:
+        """Return a row's length, and whether it is recorded with the table as it is."""
+        self._seen.append((tokens, segments))
+        self._count += 1
+        if self._count == self._choice:
+            self._choice *= 4
+            self._choose()
+        length = next((each for each in self.recorded if each >= tokens), None)
+        if length is None or segments > self.table or length > max(2 * tokens, 2 * _SHORT):
+            return rounded(tokens), False
+        return length, True
+
+    def _choose(self) -> None:
+        largest = self.recorded[-1]
+        counts = Counter(min(rounded(n), largest) for n, _ in self._seen if n <= largest)
+        self.recorded = (*(n for n in best_lengths(counts) if n < largest), largest)
+        tables = sorted(table_size(segments + 1) for _, segments in self._seen)
+        self.table = tables[len(tables) * 9 // 10]
+
+
+def rounded(tokens: int) -> int:
+    """Return the next length: in steps of an eighth of the power of two below."""
+    step = max(_STEP, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
+
+
+def table_size(segments: int) -> int:
+    """Return the size of the table that holds so many segments."""
+    size = _TABLE
+    while size < segments:
+        size *= 4
+    return size
+
+
+def best_lengths(counts: Counter[int]) -> tuple[int, ...]:
+    """Return the few lengths, rising, to which rows are filled up in least time."""
+    lengths = sorted(counts)
+    cost = _GAIN * sum((n + _SHORT) * counts[n] for n in lengths)  # Of one more length
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # By how many are covered
+    for _ in range(_CHOSEN):
+        for end in range(len(lengths), 0, -1):
+            longest = lengths[end - 1]
+            found = [
+                (
+                    spent + cost + (longest + _SHORT) * sum(counts[n] for n in lengths[start:end]),
+                    (*picked, longest),
+                )
+                for start, (spent, picked) in best.items()
+                if start < end
+            ]
+            best[end] = min([*found, *([best[end]] if end in best else [])])
+    return best.get(len(lengths), (0.0, ()))[1]
 
 
 def has_flat_rows(model: nn.Module) -> bool:
@@ -87,11 +159,14 @@ def obstacle(stack: Any) -> str | None:
 class FlatRows:
     """The forward of one decoder stack, in place of its own."""
 
-    def __init__(self, stack: Any, longest: int, lengths: Sequence[int] = ()) -> None:
-        self.stack, self.longest, self.lengths = stack, longest, tuple(lengths)
+    def __init__(self, stack: Any, longest: int, largest: int | None = None) -> None:
+        self.stack, self.longest = stack, longest
+        self.lengths = None if largest is None else RowLengths(largest)
         self.obstacle = obstacle(stack)
         self._names = parameters_of(stack)
         self._said: set[str] = set()
+        self._plain: tuple[Any, _Row] | None = None
+        self._by_offsets = False
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
         watch_packed_rows(stack)
@@ -141,21 +216,37 @@ class FlatRows:
             running.reset(token)
 
     def _flat(self, given: dict[str, Any], trains: bool) -> Any:
-        row = _Row.of(given, self.longest, self.lengths if trains else ())
+        row = self._row(given, trains)
         if row is None:  # No token is real
             return self._within(_APART, given)
-        recorded = row.length in self.lengths and row.longest == self.longest
-        segments = Segments(row.length, row.offsets, row.longest, recorded, self._is_dense)
+        segments = Segments(
+            row.length, row.offsets, row.longest, row.recorded, self._is_dense, row.rows
+        )
         flat = {
             name: row.gathered(value) if row.has_tokens(value) else value
             for name, value in given.items()
-            if name not in _OF_SEGMENTS
+            if name not in (*_OF_SEGMENTS, *_OF_LOSS)
         }
         flat |= {"position_ids": row.positions, "use_cache": False, "past_key_values": None}
         # All of one: without a mask, transformers would look for segments by itself.
         ones = torch.ones((1, row.length), dtype=torch.long, device=row.offsets.device)
         flat["attention_mask"] = ones
         return row.spread(self._within(segments, flat))
+
+    def _row(self, given: dict[str, Any], trains: bool) -> _Row | None:
+        """Return the row of a batch; that of recorded plain rows is the same each step."""
+        lengths, ids = self.lengths if trains else None, given.get("input_ids")
+        plain = trains and all(given.get(name) is None for name in _PLACES)
+        key = _tokens(given), (given["inputs_embeds"] if ids is None else ids).device
+        if plain and self._plain is not None and self._plain[0] == key:
+            return self._plain[1]
+        row = _Row.of(given, self.longest, lengths)
+        if row is not None:
+            # Layers are compiled for each of both: once by offsets, always so.
+            self._by_offsets |= row.rows == 0 or given.get("position_ids") is not None
+            row.rows = 0 if self._by_offsets else row.rows
+        self._plain = (key, row) if plain and row is not None and row.recorded else None
+        return row
 
     @property
     def _is_dense(self) -> bool:
@@ -204,13 +295,15 @@ class _Row:
     shape: torch.Size  # (B, T) of the batch
     length: int  # L
     longest: int  # No segment has more tokens
+    recorded: bool  # Whether rows of this length are recorded
     offsets: Tensor  # (S + 1,) int32
     positions: Tensor  # (1, L)
+    rows: int  # As of a `SegmentMask`
     source: Tensor | None  # (L,) of the batch's tokens, B * T for filling; None: in their order
     target: Tensor | None  # (B * T,) in the row, L for padding
 
     @classmethod
-    def of(cls, given: dict[str, Any], longest: int, lengths: Sequence[int]) -> _Row | None:
+    def of(cls, given: dict[str, Any], longest: int, lengths: RowLengths | None) -> _Row | None:
         ids, shape = given.get("input_ids"), _tokens(given)
         assert shape is not None
         device = (given["inputs_embeds"] if ids is None else ids).device
@@ -228,11 +321,14 @@ class _Row:
             count, segments, most = torch.stack(found).tolist()
         if not count:
             return None
-        length = next((each for each in lengths if each >= count), count)
+        length, recorded, size = count, False, 0
+        if lengths is not None:
+            length, recorded = lengths.pick(count, segments)
+            recorded, size = recorded and most <= longest, lengths.table
         longest = max(longest, most)
-        size, needed = _SEGMENTS, segments + -(-length // longest)
-        while size < needed:
-            size *= 2
+        needed = segments + -(-(length - count) // longest)
+        if needed > size:
+            recorded, size = False, table_size(needed)
         offsets = _offsets(begins, places, length, longest, size)
         source = target = None
         if count < shape.numel():
@@ -240,7 +336,10 @@ class _Row:
             numbers = torch.arange(shape.numel(), device=device)
             source = numbers.new_full((length + 1,), shape.numel())
             source = source.scatter_(0, target, numbers)[:length]
-        row = cls(shape, length, longest, offsets, offsets, source, target)
+        # What fills a row may follow its only segment: nothing before sees it.
+        whole = segments == len(real) and count == real.numel() == length
+        rows = 1 if segments == 1 else len(real) if whole else 0
+        row = cls(shape, length, longest, recorded, offsets, offsets, rows, source, target)
         # Zeros fill it: some rotary embeddings depend on the last position.
         row.positions = row.gathered(within.view(shape) if positions is None else positions)
         return row

@@ -59,6 +59,8 @@ _T = TypeVar("_T")
 
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
+_MOST_FLAT = 8
+"""Likewise of flat rows, of which the one that was not run for longest is given up for a ninth."""
 _EVERY = 4
 """Fewest passes between evaluations that get the graphs' memory: recording takes over a step."""
 
@@ -373,7 +375,13 @@ class _GraphedLayer(RunsLevels):
         call = self.calls.get((level, kind))
         if call is not None and self.shared.passes.is_outdated(call):
             self.calls[level, kind] = None
-        if (level, kind) not in self.calls:
+        if segments.running.get() is not None:
+            # Their lengths have come before: only the very first call runs without graphs.
+            if self.calls:
+                self.calls[level, kind] = self.calls.pop((level, kind), None)
+            if len(self.calls) > _MOST_FLAT:
+                del self.calls[next(iter(self.calls))]
+        elif (level, kind) not in self.calls:
             many = len(self.calls) >= _MOST_KINDS
             self.shared.make_room(self.layer, for_good=many)
             if many:

@@ -189,7 +189,7 @@ def test_the_norm_behind_the_layers_is_compiled_with_them(compiles, cuda, monkey
     inner = model.get_base_model().model
     compiled: list[nn.Module] = []
     monkeypatch.setattr(
-        nn.Module, "compile", lambda self: compiled.append(self) or self.__dict__.update(
+        nn.Module, "compile", lambda self, dynamic: compiled.append(self) or self.__dict__.update(
             _compiled_call_impl="compiled"
         ),
     )  # fmt: skip
@@ -369,16 +369,30 @@ def test_the_loss_of_trl_stays(first, cuda):
     if first == "trl":
         utils.add_fused_lm_head(base)
     prepared = moe_qlora.prepare_training(model, **SIZES)
-    assert ("Liger: not used; other code, as TRL's, computes" in str(prepared)) == (first == "trl")
+    assert ("\nLoss: TRL's, in chunks.\n" in str(prepared)) == (first == "trl")
     if first == "prepare":
         utils.add_fused_lm_head(base)
     bound = base.forward
     assert bound.__func__.__globals__["__name__"].startswith("trl.")
     again = moe_qlora.prepare_training(model, **SIZES)
-    assert "Liger: not used; other code, as TRL's, computes" in str(again)
+    assert "\nLoss: TRL's, in chunks.\n" in str(again) and "not used" not in str(again)
     assert base.forward == bound
     again.remove()
     assert base.forward == bound
+
+
+def test_memory_is_measured_with_trls_loss():
+    """Else the logits of all tokens would be planned, which its trainers never have."""
+    utils = pytest.importorskip("trl.trainer.utils")
+    model = adapted()
+    calls: list[nn.Module] = []
+    model.get_base_model().lm_head.register_forward_hook(lambda head, *_: calls.append(head))
+    sizes = {**SIZES, "memory": "1GiB"}
+    moe_qlora.prepare_training(model, **sizes).remove()
+    before, calls[:] = len(calls), []
+    utils.add_fused_lm_head(model.get_base_model())
+    moe_qlora.prepare_training(model, **sizes).remove()
+    assert before and not calls
 
 
 @pytest.mark.parametrize(("asked", "memory"), [(True, None), ("40GiB", "40GiB")])

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -159,6 +160,26 @@ def test_losses_and_gradients_are_those_of_each_sequence_alone(
     assert segments.PREFIX not in model.config._attn_implementation
 
 
+@pytest.mark.parametrize("rows", [1, 3], ids=["one", "several"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "llama4_text"])
+def test_plain_rows_are_computed_as_rows(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one length, and one sequence that a row holds with filling behind it."""
+    model = tiny_model(family, seed=0, **FAMILIES.get(family, {})).train()
+    ids = torch.randint(5, 60, (rows, 33), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids}
+    expected = step(model, batch)
+    flat_reference.use(monkeypatch)
+    seen, split = [], segments._rows
+    monkeypatch.setattr(segments, "_rows", lambda x, n: (seen.append(n), split(x, n))[1])
+    with flat(model, rows, 33 if rows > 1 else 64):
+        check(model, expected, batch)
+        check(model, expected, batch | {"attention_mask": torch.ones_like(ids)})
+    # A window shorter than the rows goes by offsets, chunks by masks.
+    assert set(seen) == ({rows} if family in ("qwen3_moe", "deepseek_v3") else set())
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_every_implementation_sees_segments(implementation: str) -> None:
     model = tiny_model("qwen3_moe", seed=0).train()
@@ -218,19 +239,61 @@ def test_embeddings_are_gathered_with_their_gradients() -> None:
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
-def test_rows_have_few_lengths() -> None:
-    assert flat_rows.row_lengths(4096) == (512, 1024, 2048, 4096)
-    assert flat_rows.row_lengths(100) == (64, 100)
+def test_recorded_lengths_come_from_the_batches_that_come() -> None:
+    assert [flat_rows.rounded(n) for n in (1, 64, 65, 530, 600, 4096, 4097, 4300, 9000)] == [
+        64, 64, 128, 576, 640, 4096, 4608, 4608, 9216,
+    ]  # fmt: skip
+    lengths = flat_rows.RowLengths(32768)
+    counts = [4300, 5200, 3900, 4450, 2800, 6100, 4350, 7900, *range(2900, 7900, 250)]
+    first = [lengths.pick(n, 9) for n in counts[:7]]
+    assert first == [(flat_rows.rounded(n), False) for n in counts[:7]]
+    found = [lengths.pick(n, 9) for n in counts[7:]]
+    assert all(recorded for _, recorded in found) and 2 < len({n for n, _ in found}) < 7
+    assert sum(counts[7:]) > 0.8 * sum(length for length, _ in found)
+    assert lengths.pick(32000, 9) == (32768, True) and lengths.pick(40000, 9) == (40960, False)
+    full = flat_rows.RowLengths(4096)
+    for n in range(3500, 4096):
+        length, recorded = full.pick(n, 9)
+        assert recorded and n >= 0.85 * length
+
+
+def test_lengths_are_chosen_anew_as_batches_change() -> None:
+    lengths = flat_rows.RowLengths(4096)
+    for _ in range(8):
+        lengths.pick(500, 2)
+    assert lengths.recorded == (512, 4096)
+    for n in range(512 - 8):
+        lengths.pick(2000 + n % 9, 2)
+    assert lengths.recorded == (2048, 4096)
+
+
+def test_the_table_of_segments_has_the_size_of_most_rows() -> None:
+    lengths = flat_rows.RowLengths(512)
+    sizes = [lengths.pick(500, count) for count in (5, 16, 17, 40, 40, 40, 40, 40)]
+    assert sizes == [(512, True)] * 2 + [(512, False)] * 5 + [(512, True)]
+    assert lengths.table == 64 and lengths.pick(500, 100) == (512, False)
     model, seen = tiny_model("qwen3_moe", seed=0).train(), []
-    layer = model.model.layers[0]
-    layer.register_forward_pre_hook(
+    model.model.layers[0].register_forward_pre_hook(
+        lambda *_: seen.append((segments.records(), len(segments.running.get().offsets) - 1))
+    )
+    ids = torch.full((1, 256), 7)
+    with flat(model, 1, 256):
+        for length in (256, 20, 16, 4, 1):
+            model(input_ids=ids, position_ids=torch.arange(256)[None] % length)
+    assert seen == [(True, 16), (True, 16), (True, 16), (False, 64), (False, 256)]
+
+
+def test_rows_are_filled_up_in_training() -> None:
+    model, seen = tiny_model("qwen3_moe", seed=0).train(), []
+    model.model.layers[0].register_forward_pre_hook(
         lambda _, args: seen.append((args[0].shape[1], segments.records()))
     )
-    with flat(model, 1, 256):
-        for tokens in (1, 31, 33, 64, 130, 256):
+    with flat(model, 1, 4096):
+        for tokens in (1, 33, 65, 2100, 4200):
             model(input_ids=torch.full((1, tokens), 7))
-        model(input_ids=torch.full((1, 300), 7))
-    assert seen == [(64, True)] * 4 + [(256, True)] * 2 + [(300, False)]
+        with torch.no_grad():
+            model(input_ids=torch.full((1, 33), 7), use_cache=False)
+    assert seen == [(64, False)] * 2 + [(128, False), (4096, True), (4608, False), (33, False)]
 
 
 def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,17 +359,32 @@ def test_the_forward_says_which_arguments_it_takes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_layers_are_compiled_once_for_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted("gpt_oss", sliding_window=8)
-    expected, rows = alone(model), sequences(model)
+@pytest.mark.parametrize("level", [levels.RECOMPUTE, levels.ATTENTION, levels.KEEP])
+def test_layers_are_compiled_once_for_rows_of_all_lengths(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for all tables of segments, and for the first layer, whose input has no gradient."""
+    model = adapted()
     flat_reference.use(monkeypatch)
-    with flat(model):
-        for layer in model.get_base_model().model.layers:
-            layer.compile(backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    for layer in model.get_base_model().model.layers:
+        layer.compile()
+    with moe_qlora.prepare_training(model, batch_size=1, seq_len=256, memory=1 << 40) as prepared:
+        stack = model.get_base_model().model
+        stack.forward.lengths = flat_rows.RowLengths(256)  # As on CUDA
+        assert prepared.fit is not None
+        for layer in prepared.fit._fitted.values():
+            layer.level = level
+        torch._dynamo.reset()
         counters.clear()
-        for make in BATCHES.values():
-            check(model, expected, make(rows))
-        assert not counters["graph_break"]
+        for tokens, each in ((250, 10), (64, 10), (128, 1), (190, 20), (256, 256), (320, 2)):
+            ids = torch.arange(tokens)[None] % 64
+            positions = torch.arange(tokens)[None] % each
+            model(input_ids=ids, position_ids=positions, labels=ids, num_items_in_batch=tokens)
+            model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
+    # Rows of more than was promised are computed again as a whole, by code of its own.
+    assert counters["stats"]["unique_graphs"] == 1 + (level == levels.ATTENTION)
+    assert not counters["graph_break"]
 
 
 MIXING = ("gpt_oss", "afmoe", "granitemoehybrid", "lfm2_moe", "jamba")
