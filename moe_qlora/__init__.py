@@ -13,7 +13,7 @@ from typing import Any
 
 from . import world as _world
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _NAMES = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
 _MODULES: dict[str, str] = dict(

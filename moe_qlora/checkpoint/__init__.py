@@ -16,6 +16,6 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     adapter, tied_weights    an adapter as deltas to weights; tied weights
     training_codec    the codec that an adapter was trained on, by its note; its model card
     base, merge       the base's weights; the merged folder
-    verify            is a folder whole, and what did packing cost its weights
+    verify            damage in a folder; the error of packing its weights
     cpus              how many CPUs this process may use
 """

@@ -37,46 +37,39 @@ README_SEQ = 4096
 GIB = 1 << 30
 
 INTRO = """
-Which models train on which GPUs, with which settings, in how much memory. A cell such as **B 29.3**
-names the best setting that fits, by its letter in the table below, and the GiB that it takes on the
-fullest GPU at the peak of a step; **G 10.1, host 14** has the packed experts in 14 GiB of host
-memory. **Needs 44** means that none of the settings fits: the last one (H, F on several GPUs) would
-take a GPU of 44 GiB, or several of 44 GiB each. Every figure is what `moe_qlora.plan` says
-for micro-batch 1; no GPU was used. {versions} `python tools/bench/what_fits.py` plans all cells
-again and writes this page and [its data](../../tools/bench/planned/what_fits.csv), where each cell
-has its command.
-A test plans a dozen of the cells in every run; `bash tools/test -m nightly` plans all of them.
+A cell such as **B 29.3** names the best setting that fits, by its letter in the table below, and
+its peak in GiB on the fullest GPU; **G 10.1, host 14** has the packed experts in 14 GiB of host
+memory. **Needs 44**: none of the settings fits; the last one (H, F on several GPUs) needs GPUs of
+44 GiB. All figures are planned by `moe_qlora.plan` for micro-batch 1, without a GPU. {versions}
+`python tools/bench/what_fits.py` plans all cells again and writes this page and [its
+data](../../tools/bench/planned/what_fits.csv), with the command of each cell. A test plans a dozen
+cells in every run, and all of them at night.
 """
 
 ORDER = """
-The settings stand in the order in which they are tried, the one to prefer first. More trained
-weights come before less memory: LoRA on the experts is given up last of what stays on the GPU.
-[Experts in host memory](memory.md#experts-in-host-memory) come after that, since their copies take
-time; with what a GPU has left, `fit_memory` brings some of them back. A keeps all activations,
-which saves the time of computing each layer again; B is gradient checkpointing, the usual setting.
-On several GPUs each setting is tried first under DDP, where every GPU holds the whole model, and
-then under FSDP2, where each holds its share. Where a setting leaves memory free, use a larger
-micro-batch: the command of a cell prints the largest that fits, and the longest sequence.
+Settings are tried in this order, the best first. LoRA on experts is given up only after rank and
+dtypes; [experts in host memory](memory.md#experts-in-host-memory) come last, since their copies
+take time (`fit_memory` brings some of them back). A keeps all activations; B is gradient
+checkpointing. On several GPUs each setting is tried under DDP, with the whole model on every GPU,
+then under FSDP2, with a share on each. The command of a cell prints the largest micro-batch and the
+longest sequence that fit.
 """
 
 ASSUMED = """
 - Experts and Linear layers are packed to nf4 with double quantization; the rest is in bf16.
-- GiB are 2^30 bytes, of one GPU. They include what a process holds beside its tensors: about 0.6
-  GiB of CUDA context, and 4 % of the peak for gaps between blocks. The column heads give the sizes
-  that cards are sold by; `plan` counts with the memory that programs see: {cards}.
+- GiB are 2^30 bytes, with about 0.6 GiB of CUDA context, and 4 % of the peak for gaps between
+  blocks. The column heads give the sizes of cards in shops; `plan` counts with memory seen by
+  programs: {cards}.
 - The kernels of any card since Ampere are assumed. On Hopper some steps take less.
-- Adapters in bf16 need `autocast_adapter_dtype=False` in `get_peft_model`, since PEFT's default is
-  float32.
-- Liger computes the loss in chunks (`use_liger_kernel=True`), for every model that Liger 0.8 knows.
-  It does not know GLM-4.5-Air, and `plan` counts nothing else that Liger changes.
-- Linear attention (Qwen3-Next) is computed by transformers' own code in torch. The kernels of
-  flash-linear-attention, where installed, take other amounts, which `plan` does not know.
-- gpt-oss is computed with `attn_implementation="flex_attention"`. Its default, eager, holds all
-  attention scores in memory. The other models have transformers' default, SDPA.
+- Adapters in bf16 need `autocast_adapter_dtype=False` in `get_peft_model`, against PEFT's float32.
+- Liger computes the loss in chunks (`use_liger_kernel=True`) for every model known to Liger 0.8:
+  all but GLM-4.5-Air.
+- Linear attention (Qwen3-Next) is transformers' own code in torch. The kernels of
+  flash-linear-attention take other amounts.
+- gpt-oss has `attn_implementation="flex_attention"`, the other models transformers' default, SDPA.
 - A model is packed while it loads, by `moe_qlora.enabled()`, and under FSDP2 by
-  `moe_qlora.load_sharded`. What that takes at its peak fits as well.
-- CUDA graphs (`moe_qlora.graph_layers`) compute layers again in backward, as checkpointing does,
-  and take about as much memory.
+  `moe_qlora.load_sharded`; the load fits as well.
+- CUDA graphs take about as much memory as checkpointing.
 """
 
 
@@ -157,13 +150,13 @@ def measured() -> Iterator[str]:
     worst = max(abs(_error(c.planned, c.measured)) for c in checks)
     yield "## Planned and measured"
     yield (
-        "The same plan of runs that H200s measured: whole models of random weights, LoRA of rank "
-        "16 in bf16 on attention and experts, only experts packed, checkpointing or CUDA graphs. "
-        "Peaks are `torch.cuda.max_memory_allocated` in GB of 10^9 bytes. The largest error is "
-        f"{worst:.1f} %, and on the safe side: `plan` counts torch's default AdamW, whose step "
-        "holds a copy of the adapters' size for a moment, and the runs with `adamw_fused` do not. "
-        "[Nine more](../../tools/bench/README.md#planned-against-measured-memory), of other models "
-        "and settings, were planned before they were run."
+        "Runs measured on H200s, planned: whole models of random weights, LoRA of rank 16 in bf16 "
+        "on attention and experts, only experts packed, checkpointing or CUDA graphs. Peaks are "
+        "`torch.cuda.max_memory_allocated` in GB of 10^9 bytes. The largest error is "
+        f"{worst:.1f} %, on the safe side: torch's default AdamW holds a copy of the adapters' "
+        "size for a moment, `adamw_fused` does not. "
+        "[Nine more](../../tools/bench/README.md#planned-against-measured-memory) were planned "
+        "before they were run."
     )
     rows = [
         (
@@ -191,9 +184,9 @@ def readme_block() -> str:
         for model in IN_README
     ]
     return page(
-        f"GiB that `moe-qlora plan` says each GPU takes for {README_SEQ:,} tokens, LoRA on "
-        "attention and experts (*: attention alone), with the best setting that fits; +14: packed "
-        "experts in 14 GiB of host memory. Larger GPUs keep more activations, which is faster:",
+        f"Planned GiB on each GPU for {README_SEQ:,} tokens, LoRA on attention and experts (*: "
+        "attention alone), with the best setting that fits; +14: packed experts in 14 GiB of host "
+        "memory. Larger GPUs keep more activations, which is faster:",
         table(("model", *GPUS), rows, space=""),
         "[What fits](moe_qlora/docs/what-fits.md) has the settings, more models and lengths.",
     )
