@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError
 
 SEPARATES = "_moe_qlora_separates_rows"
 """Entry of a decoder stack's `__dict__` where it runs packed rows rightly by itself."""
-_MIXES = "_moe_qlora_mixes_rows"
+MIXES = "_moe_qlora_mixes_rows"
 """Entry of one that is watched: whether it mixes packed rows; None until that was tried."""
 _STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _TRIED = 8  # Tokens
@@ -45,12 +46,17 @@ def parameters_of(stack: nn.Module) -> list[str]:
     return [name for name in inspect.signature(type(stack).forward).parameters if name != "self"]
 
 
-def watch_packed_rows(model: nn.Module) -> None:
-    """Refuse packed rows in training, from the first on, where this model would mix them."""
+def watch_packed_rows(model: nn.Module) -> list[RemovableHandle]:
+    """Refuse packed rows in training, from the first on, where this model would mix them.
+
+    Returns the handle of each stack that was not watched before.
+    """
+    handles = []
     for stack in decoder_stacks(model):
-        if _MIXES not in vars(stack) and "position_ids" in parameters_of(stack):
-            vars(stack)[_MIXES] = None
-            stack.register_forward_pre_hook(_look, with_kwargs=True)
+        if MIXES not in vars(stack) and "position_ids" in parameters_of(stack):
+            vars(stack)[MIXES] = None
+            handles.append(stack.register_forward_pre_hook(_look, with_kwargs=True))
+    return handles
 
 
 def state_of(stack: Any) -> str | None:
@@ -92,9 +98,9 @@ def _look(
     known = "seq_idx" in given or SEPARATES in held
     if known or not isinstance(positions, Tensor) or positions.dim() != 2:
         return None
-    if held[_MIXES] is None:
-        held[_MIXES] = state_of(stack) is not None or _mixes(stack, given)
-    if held[_MIXES]:
+    if held[MIXES] is None:
+        held[MIXES] = state_of(stack) is not None or _mixes(stack, given)
+    if held[MIXES]:
         reason = state_of(stack) or "transformers masks this model without their positions"
         refuse_packed(stack, positions, reason + "; prepare_training keeps some models' apart")
     asks = given.get("use_cache") is not None or given.get("past_key_values") is not None

@@ -25,7 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..lora.packed_rows import SEPARATES, decoder_stacks, parameters_of, state_of, watch_packed_rows
+from ..lora.packed_rows import (
+    MIXES,
+    SEPARATES,
+    decoder_stacks,
+    parameters_of,
+    state_of,
+    watch_packed_rows,
+)
 from .segments import Segments, running, segmented
 
 _log = logging.getLogger(__name__)
@@ -94,7 +101,7 @@ class FlatRows:
         self._said: set[str] = set()
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
-        watch_packed_rows(stack)
+        self._watch = watch_packed_rows(stack)
         if self.obstacle is None:
             vars(stack)[SEPARATES] = True
             stack.config._attn_implementation = segmented(self._attention or "eager")
@@ -111,6 +118,9 @@ class FlatRows:
             if self._before is not None:
                 self.stack.forward = self._before
             self.stack.config._attn_implementation = self._attention
+            for handle in self._watch:
+                handle.remove()
+                held.pop(MIXES, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch as one flat row; as before where it cannot be."""
