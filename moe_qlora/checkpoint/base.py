@@ -25,6 +25,7 @@ from ..models import named
 from ..packing import codec
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
 from .integrity import (
+    canonical_name,
     check_folder,
     model_problems,
     open_shards,
@@ -73,12 +74,16 @@ class Base(ABC):
         """Return rows of the group's parameters, if they can be written back exactly."""
 
     def first_rows(self, name: str) -> Tensor | None:
-        """Return the first rows of a parameter, or all; None where it is not on disk."""
-        group = self.layout.by_name.get(name)
-        if group is None:
+        """Return the first rows of a parameter, or all; None where it is not on disk.
+
+        `name` may be that of the model inside this one, or around it.
+        """
+        known = canonical_name(self._model, name, self.layout.by_name)
+        if known is None:
             return None
-        rows = min(SAMPLED_ROWS, group.shapes[name][0]) if group.unit else None
-        return self.values(group, 0, rows)[name]
+        group = self.layout.by_name[known]
+        rows = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
+        return self.values(group, 0, rows)[known]
 
     def resize(self, name: str, shape: tuple[int, ...]) -> None:
         """Change the shape of a parameter of the merged folder."""

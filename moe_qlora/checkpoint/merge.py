@@ -381,7 +381,7 @@ class _Merge:
 
     def _values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
         """Return rows of the base's parameters, as far as the base has them."""
-        if all(name in self._updates.replacements for name in group.shapes):
+        if group.shapes and all(name in self._updates.replacements for name in group.shapes):
             return dict.fromkeys(group.shapes, torch.empty(0))  # `_sum` reads the adapter's
         name = self._updates.untied.get(group.target, group.target)
         if name == group.target:

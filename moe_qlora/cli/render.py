@@ -59,8 +59,8 @@ def paste(out: Console, line: str) -> None:
     end = " \\" if line.startswith("moe-qlora") else ""
     room = max(out.width - 8 - len(end), 20)
     parts = wrap(line, room, break_long_words=False, break_on_hyphens=False)
-    text = f"{end}\n        ".join(parts)
-    out.print(f"    {text}", markup=False, highlight=False, soft_wrap=True)
+    for part in f"{end}\n    ".join(parts).splitlines():  # the console escapes a line's own ends
+        out.print(f"    {part}", markup=False, highlight=False, soft_wrap=True)
 
 
 def say(out: Console, sentence: str, style: str = "", indent: int = 0) -> None:

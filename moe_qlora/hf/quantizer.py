@@ -130,7 +130,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
         files, config = kwargs.get("checkpoint_files"), model.config
-        check_no_codes_of_single_experts(files or (), [n for n, _ in model.named_parameters()])
         ranks = self._several(config)
         if self._offloads() and ranks is not None:
             raise ConfigError(
@@ -150,6 +149,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
         self._spec.device_map, self._spec.offloads = self._device_map, self._offloads()
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
+        # The stock method may have put lists of Linear layers in place of fused weights.
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        check_no_codes_of_single_experts(files or (), names)
         check_linears(model, self._spec.settings)
         if self._checked is not None:
             problem = next(model_problems(self._checked.manifest, model), None)
@@ -161,8 +163,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if self._spec.prequantized is not None or self._spec.recasts:
             dtypes = load_dtypes(model, dtype, self.param_needs_quantization)
             self._spec.dtypes = dtypes | self._spec.dtypes
-        # The stock method may have put lists of Linear layers in place of fused weights.
-        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
         if self._mark is None and self._keeps_codes():
             self._spec.kept = weights_to_keep(model, self._spec)

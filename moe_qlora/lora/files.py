@@ -62,6 +62,7 @@ def load_adapter(
         CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
     """
     hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+    check_folder(model_id, hub.get("subfolder"))
     if called is None:
         called = os.fspath(model_id)
         if (folder := Path(model_id) / (hub.get("subfolder") or "")).is_dir():
@@ -74,7 +75,6 @@ def load_adapter(
                 "partitioned by DeepSpeed ZeRO-3, whose optimizer has a copy of each: load "
                 "adapters before the engine is made, or go on from a checkpoint of the engine."
             )
-    check_folder(model_id, hub.get("subfolder"))
     try:
         with reading(called), warnings.catch_warnings():
             # An adapter was trained as it is, also where it is to be trained further.

@@ -278,6 +278,12 @@ def decoder_of(module: nn.Module, name: str) -> Any:
     return first if isinstance(first, known) else None
 
 
+def decoded_dtype(decoder: Any) -> torch.dtype:
+    """Return the dtype that a packed weight's decoder gives."""
+    own: torch.dtype | None = getattr(decoder, "weight_dtype", None)
+    return decoder.quant_state.dtype if own is None else own
+
+
 def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
     """Return a decoded weight in the dtype of the hidden states of the call that reads it."""
     dtype: torch.dtype | None = getattr(module, _INPUT_DTYPE, None)
@@ -391,7 +397,7 @@ def _share_class(module: nn.Module) -> None:
     if shared is None:
         body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__")}
         body |= {name: _decoding_property(name) for name in names}
-        body["__call__"] = _reading_call(own.__bases__[0])
+        body["__call__"] = _reading_call(own.__bases__[0], tuple(names))
         body["__getstate__"] = _refuse_pickling  # instead of torch's, whose message has no advice
         body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
@@ -401,15 +407,20 @@ def _share_class(module: nn.Module) -> None:
     module.__dict__[_INPUT_DTYPE] = None
 
 
-def _reading_call(base: Any) -> Callable[..., Any]:
+def _reading_call(base: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     """Return a `__call__` in which each weight is dequantized once, in its input's dtype.
 
     bitsandbytes uses a pair of hooks, whose ids would make compilers tell modules apart.
     """
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        around = getattr(self, _INPUT_DTYPE, None)
-        setattr(self, _INPUT_DTYPE, _input_dtype(args, kwargs))
+        around, dtype = getattr(self, _INPUT_DTYPE, None), _input_dtype(args, kwargs)
+        if torch.compiler.is_compiling() and around is None:
+            # torch 2.11 compiles no checkpointed layer in which an attribute is set.
+            decoders = [self.parametrizations[name][0] for name in names]
+            if dtype is None or all(decoded_dtype(decoder) == dtype for decoder in decoders):
+                return base.__call__(self, *args, **kwargs)
+        setattr(self, _INPUT_DTYPE, dtype)
         try:
             if torch.compiler.is_compiling():
                 return base.__call__(self, *args, **kwargs)

@@ -65,10 +65,16 @@ def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
     )
 
 
-def least_memory(model: Any, batch: int = BATCH, seq: int = SEQ, **how: Any) -> int:
+def least_memory(
+    model: Any,
+    batch: int = BATCH,
+    seq: int = SEQ,
+    by: Callable[..., Any] = moe_qlora.fit_memory,
+    **how: Any,
+) -> int:
     """The bytes of a step that computes all again, by what the error says is missing."""
     with pytest.raises(moe_qlora.ConfigError, match=r"bytes are missing") as error:
-        moe_qlora.fit_memory(model, batch_size=batch, seq_len=seq, memory=1, **how)
+        by(model, batch_size=batch, seq_len=seq, memory=1, **how)
     found = re.search(r"(\d+) bytes are missing", str(error.value))
     assert found is not None
     return 1 + int(found[1])

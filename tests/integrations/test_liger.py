@@ -172,6 +172,7 @@ def plain_results(model_type: str) -> dict[str, Tensor]:
 
 
 # Every class of Liger's, applied first and last; one of them at every moment.
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules")
 @pytest.mark.parametrize(
     ("model_type", "way"),
     [

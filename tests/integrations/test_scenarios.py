@@ -262,7 +262,7 @@ def test_bad_folders(tmp_path):
     file = whole / "model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2])
-    assert f"{file} cannot be read" in one_line(scenarios("--model", whole), 2)
+    assert f"{file}: download incomplete" in one_line(scenarios("--model", whole), 2)
     file.unlink()
     assert "model.safetensors" in one_line(scenarios("--model", whole), 2)
 

@@ -581,7 +581,7 @@ def test_what_decides_nothing_is_not_told(folder):
     load(packed)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_what_the_caller_asks_for_is_not_told(folder):
     packed = folder / "packed"
     config = AutoConfig.from_pretrained(packed)

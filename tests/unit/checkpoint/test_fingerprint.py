@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.training_codec import NOTE
@@ -188,6 +188,21 @@ def test_other_weights_are_an_error_that_names_both(folders: dict[str, Path], us
     seen = rf"was trained on {folders['base']}, and {folders['another']} .* other weights"
     with pytest.raises(AdapterError, match=rf"{seen}.*any_base=True \(--any-base\)\.$"):
         use(folders["another"], folders["adapter"])
+
+
+@pytest.mark.parametrize("base", ["base", "packed"])
+def test_a_merge_compares_weights_of_an_inner_models_adapter(
+    base: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Whose names have no prefix: of AutoModel, merged into AutoModelForCausalLM's folder."""
+    with moe_qlora.enabled():
+        inner = AutoModel.from_pretrained(folders["another"], quantization_config=NF4)
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="FEATURE_EXTRACTION")
+    adapter = tmp_path / "adapter"
+    moe_qlora.get_peft_model(inner, config, experts=True).save_pretrained(adapter)
+    merge(folders["another"], adapter)
+    with pytest.raises(AdapterError, match="has other weights"):
+        merge(folders[base], adapter)
 
 
 @pytest.mark.parametrize("noted", [True, False])

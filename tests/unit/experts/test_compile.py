@@ -130,6 +130,25 @@ def test_layers_share_a_graph_and_one_more_for_all_lengths(
         assert_same(one, other)
 
 
+def test_no_attribute_is_set_in_a_compiled_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With checkpointing, torch 2.11 refuses to compile a layer in which one is."""
+
+    def refuse(module: nn.Module, name: str, value: Any) -> None:
+        raise AssertionError(name)
+
+    for codes in ("nf4", "int8"):
+        model = packed(tmp_path / codes, "qwen3_moe", codes)
+        plain = step(model, 12)
+        compiled_layers(model)
+        kinds = {type(module) for _, module, _ in parametrize.iter_packed(model)}
+        with monkeypatch.context() as patch:
+            for kind in kinds:
+                patch.setattr(kind, "__setattr__", refuse)
+            assert_same(step(model, 12), plain)
+
+
 def compiled_layers(model: nn.Module) -> Graphs:
     graphs = Graphs()
     for layer in layers_of(model):

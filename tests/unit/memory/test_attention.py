@@ -129,7 +129,7 @@ def test_what_a_class_does_not_support_is_refused(model_type, name):
 
 def test_the_command_line(cli, tmp_path):
     config("gpt_oss").save_pretrained(tmp_path)
-    code, out, _ = cli("plan", tmp_path, "--seq", 4096, "--gpus", "100MiB")
+    code, out, _ = cli("plan", tmp_path, "--seq", 4096, "--gpus", "1GiB")
     assert code == 4
     assert "supports no sdpa" in out
     assert "--attention flex_attention" in " ".join(out.split())

@@ -104,7 +104,7 @@ def test_a_plan_keeps_all_that_its_device_holds_and_never_more():
     before = None
     for part in range(9):
         size = reserve + (most - reserve) * part // 8
-        made = fit_at(str(size))
+        made = fit_at(f"{size}B")
         levels = [LEVELS.index(layer.level) for layer in made.fit.layers]
         assert made.fits and needs(made) == made.fit.needed <= made.fit.memory == size
         assert before is None or all(now >= old for now, old in zip(levels, before, strict=True))
@@ -125,9 +125,9 @@ def test_where_nothing_fits_all_is_recomputed_and_without_devices_nothing_is_sai
 def test_a_plan_without_checkpointing_that_does_not_fit_says_what_would():
     plain = fit_at("1TiB", checkpointing=False)
     size = plain.devices[0].needed - (2 << 20)
-    made = fit_at(str(size), checkpointing=False)
+    made = fit_at(f"{size}B", checkpointing=False)
     assert made.fits is False and made.fit.fits
-    assert made.fit.layers == fit_at(str(size)).fit.layers
+    assert made.fit.layers == fit_at(f"{size}B").fit.layers
     assert 0 < made.fit.counts["keep"] < 4
 
 
@@ -136,7 +136,7 @@ def test_ranks_of_an_engine_fit_as_one_device_of_each(engine):
     every = fit_at("2x1TiB", **{engine: 2})
     assert every.fit.counts["keep"] == 4 and every.fit.memory == 1 << 40
     size = every.fit.needed - (1 << 20)
-    less = fit_at(f"1TiB,{size}", **{engine: 2})
+    less = fit_at(f"1TiB,{size}B", **{engine: 2})
     assert less.fit.memory == size >= less.fit.needed
     assert 0 < less.fit.counts["keep"] < 4
 

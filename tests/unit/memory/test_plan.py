@@ -128,6 +128,7 @@ def test_weights_are_those_of_the_loaded_model(folders, family, packing):
         assert sum(block.weights for block in made.meta.blocks) == real
 
 
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_are_those_that_peft_creates(folders, family):
     folder = folders(family)

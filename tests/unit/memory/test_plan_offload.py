@@ -62,7 +62,7 @@ def test_what_fits_is_nested_and_without_memory_to_spare_lies_on_the_host():
     seen = []
     for part in range(5):
         size = low + (high - low) * part // 4
-        made = plan_of(str(size), offload=True)
+        made = plan_of(f"{size}B", offload=True)
         assert made.fits and made.fit.fits
         assert made.fit.peak + CONTEXT_BYTES + int(0.04 * made.fit.peak) == made.fit.needed <= size
         hosts = [layer.experts == "host" for layer in made.fit.layers]
@@ -128,7 +128,8 @@ def test_the_command_says_what_lies_where(tmp_path, capsys):
     LARGE.save_pretrained(tmp_path)
     folder = str(tmp_path / "config.json")
     size = plan_of(offload=True).devices[0].needed
-    options = ["--seq", "512", "--targets", "attention,experts", "--gpus", str(size)]
+    options = ["--seq", "512", "--targets", "attention,experts", "--gpus", f"{size}B"]
+    options += ["--rank", "16", "--optimizer", "adamw", "--adapter-dtype", "float32"]  # no others
     assert command("plan", folder, *options) == 4
     printed = capsys.readouterr().out
     assert "--offload" in printed and "Packed experts" not in printed

@@ -61,7 +61,7 @@ def test_readmes_models_on_24_gb_are_found_from_plans_defaults():
 def test_the_first_rung_that_fits_is_taken(rung):
     """A device with what a rung needs is given that rung, or one before it that needs no more."""
     size = needed(**RUNGS[rung])
-    best = plan(str(size)).best
+    best = plan(f"{size}B").best
     want = next(each for each in RUNGS if needed(**each) <= size)
     assert all(getattr(best.settings, name) == value for name, value in want.items())
     assert best.needed == needed(**want)
@@ -69,12 +69,12 @@ def test_the_first_rung_that_fits_is_taken(rung):
 
 
 def test_what_is_given_changes_only_where_nothing_fits_with_it():
-    size = str(needed(**RUNGS[1]))
+    size = f"{needed(**RUNGS[1])}B"
     assert values(plan(size)) == RUNGS[1]
     made = plan(size, optimizer="adamw", rank=16, adapter_dtype="float32", offload=False)
     assert values(made) == {}  # which is attention alone
     hosted = {**RUNGS[5], "rank": 16}
-    made = plan(str(needed(**hosted)), rank=16, targets=BOTH)
+    made = plan(f"{needed(**hosted)}B", rank=16, targets=BOTH)
     assert made.best.settings.rank == 16 and made.best.host > 0
     made = plan(size, targets=BOTH, offload=False, optimizer="adamw", rank=16)
     assert values(made) == RUNGS[1]  # nothing fits with all that is given
@@ -84,7 +84,7 @@ def test_what_is_given_changes_only_where_nothing_fits_with_it():
 
 def test_options_and_command_give_the_same_plan(cli, tmp_path):
     LARGE.save_pretrained(tmp_path)
-    size = str(needed(**RUNGS[5]))
+    size = f"{needed(**RUNGS[5])}B"
     code, out, _ = cli("plan", tmp_path, "--gpus", size, "--seq", 512, "--json")
     best = json.loads(out)["best"]
     assert code == 0 or not json.loads(out)["fits"]
@@ -98,7 +98,7 @@ def test_options_and_command_give_the_same_plan(cli, tmp_path):
 
 
 def test_a_shorter_sequence_is_the_last_resort():
-    size = str(needed(**RUNGS[-1], seq=1024) - 1)
+    size = f"{needed(**RUNGS[-1], seq=1024) - 1}B"
     made = plan(size, seq=2048, batch=2)
     assert (made.best.settings.seq, made.best.settings.batch) == (512, 1)
     made = plan("610MiB")
@@ -107,10 +107,10 @@ def test_a_shorter_sequence_is_the_last_resort():
 
 def test_several_gpus_hold_it_whole_or_share_it():
     whole = needed(**RUNGS[0]) + (1 << 29)
-    assert plan(f"2x{whole}").best.settings.engine.name == "ddp"
-    best = plan(f"4x{needed(**RUNGS[0])}").best  # DDP has buckets beside it
+    assert plan(f"2x{whole}B").best.settings.engine.name == "ddp"
+    best = plan(f"4x{needed(**RUNGS[0])}B").best  # DDP has buckets beside it
     assert best.settings.engine.name == "fsdp" and best.values()["targets"] == BOTH
-    made = plan(f"2x{whole}", fsdp=2)
+    made = plan(f"2x{whole}B", fsdp=2)
     assert made.best.values()["fsdp"] == 2
 
 

@@ -248,7 +248,7 @@ def test_enabled_offload_is_fitted(pace: str) -> None:
 def test_prepare_training_names_the_layers_in_host_memory() -> None:
     model = adapted(num_hidden_layers=4)
     with moe_qlora.offload_experts(model) as off:
-        least = least_memory(model)
+        least = least_memory(model, by=moe_qlora.prepare_training)
         prepared = moe_qlora.prepare_training(model, batch_size=2, seq_len=48, memory=least)
         assert "experts of 4 lie in" in str(prepared) and "; copies " in str(prepared)
         prepared.remove()
