@@ -137,59 +137,6 @@ class SquareNonGated(nn.Module):
         return routed(x, self.router, one, 1)
 
 
-class Linear3D(nn.Module):
-    def __init__(self, count, inp, out):
-        super().__init__()
-        self.weight = P(count, out, inp)
-
-    def forward(self, x, sizes):
-        parts = x.split(sizes)
-        return torch.cat([F.linear(part, self.weight[i]) for i, part in enumerate(parts)])
-
-
-class OneModuleEach(nn.Module):
-    """Each fused weight in a module of its own, tokens sorted and split by counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = Linear3D(E, H, 2 * I)
-        self.leave = Linear3D(E, I, H)
-        self.gating = nn.Linear(H, E, bias=False)
-
-    def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        top = self.gating(x).argmax(-1)
-        order = top.argsort()
-        sizes = torch.bincount(top, minlength=E).tolist()
-        gate, up = self.enter(x[order], sizes).chunk(2, -1)
-        out = torch.empty_like(x)
-        out[order] = self.leave(F.silu(gate) * up, sizes)
-        return out.view(shape)
-
-
-class FlatRows(nn.Module):
-    """2-D packed: `(E * I, H)` three times, as in DBRX."""
-
-    def __init__(self):
-        super().__init__()
-        self.alpha, self.beta, self.gamma = P(E * I, H), P(E * I, H), P(E * I, H)
-
-    def forward(self, t, e):
-        a, b, c = (w.view(E, I, H)[e] for w in (self.alpha, self.beta, self.gamma))
-        return (F.silu(t @ a.t()) * (t @ b.t())) @ c
-
-
-class FlatBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = FlatRows()
-        self.switch = nn.Linear(H, E, bias=False)
-
-    def forward(self, x):
-        return routed(x, self.switch, self.inner)
-
-
 class FourD(nn.Module):
     """Gate and up side by side in a dimension of their own: `(E, 2, I, H)`."""
 
@@ -379,23 +326,6 @@ class ExpertsWithLora(nn.Module):
         return routed(x, self.router, one)
 
 
-class RecurrentGates(nn.Module):
-    """Block-diagonal gates with a bias for each block, as in RG-LRU."""
-
-    def __init__(self):
-        super().__init__()
-        self.input_gate, self.recurrent_gate = P(E, 8, 8), P(E, 8, 8)
-        self.input_bias, self.recurrent_bias = P(E, 8), P(E, 8)
-
-    def forward(self, x):
-        h = x.reshape(*x.shape[:-1], E, 8)
-        a = torch.sigmoid(torch.einsum("...ek,ekl->...el", h, self.input_gate) + self.input_bias)
-        b = torch.sigmoid(
-            torch.einsum("...ek,ekl->...el", h, self.recurrent_gate) + self.recurrent_bias
-        )
-        return (a * b * h).reshape(x.shape)
-
-
 class AttentionBesideExperts(nn.Module):
     """Per-head matrices that chain, with as many heads as the layer's MoE has experts."""
 
@@ -509,8 +439,6 @@ EXPERTS = [
     (NonGated, (True,), {"one": True, "two": True}),
     (SquareNonGated, (False,), {"one": False, "two": False}),
     (SquareNonGated, (True,), {"one": True, "two": True}),
-    (OneModuleEach, (), {"enter.weight": False, "leave.weight": False}),
-    (FlatBlock, (), {"inner.alpha": False, "inner.beta": False, "inner.gamma": True}),
     (FourD, (), {"enter": False, "leave": False}),
     (RankShare, (), {"w": False, "v": False}),
     (Opaque, (), {"w13": True, "w2": True}),
@@ -524,7 +452,6 @@ TRAPS = [
     DepthDecoder,
     DepthDecoderOpaque,
     LoraBank,
-    RecurrentGates,
 ]
 
 
@@ -543,9 +470,7 @@ def test_experts_are_found(block, args, expected):
             assert p.in_features * p.out_features * p.num_experts * layers == p.numel
 
 
-@pytest.mark.parametrize(
-    "block", [FusedGated, NonGated, OneModuleEach, FlatBlock, PerHead, LoraBank, DepthDecoder]
-)
+@pytest.mark.parametrize("block", [FusedGated, NonGated, FourD, PerHead, LoraBank, DepthDecoder])
 def test_meta_gives_the_same_answer(block):
     args = (True,) if block is NonGated else ()
     with torch.device("meta"):
@@ -689,20 +614,6 @@ class DictBlock(nn.Module):
         raise RuntimeError("needs its process group")
 
 
-class WideLora(nn.Module):
-    """Factors whose update is twice as wide as high: sizes chain as gate_up and down would."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(H, 2 * H)
-        self.a, self.b = P(E, H, 8), P(E, 8, 2 * H)
-        self.router = nn.Linear(H, E)
-
-    def forward(self, x):
-        w, i = route(self.router(x))
-        return self.base(x) + torch.einsum("bth,btkhr,btkro,btk->bto", x, self.a[i], self.b[i], w)
-
-
 class LinearPair(nn.Module):
     """Two matrices with nothing nonlinear between them, added to no base."""
 
@@ -738,44 +649,6 @@ class OpaqueLoraOfFeedForward(LoraOfFeedForward):
         raise RuntimeError("needs its process group")
 
 
-class SelectedKeys(nn.Module):
-    """An indexer picks tokens by the sum over its heads; per-head matrices are applied to them."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.head_weight = nn.Linear(H, E * 4), nn.Linear(H, 4), nn.Linear(H, E)
-        self.queries, self.latent = nn.Linear(H, E * 12), nn.Linear(H, 16)
-        self.k_up, self.v_up = P(E, 12, 16), P(E, 16, 12)
-        self.out = nn.Linear(E * 12, H)
-
-    def forward(self, x):
-        b, t, _ = x.shape
-        scores = torch.einsum("bthd,bsd->bths", self.q(x).view(b, t, E, 4), self.k(x)).relu()
-        index = (scores * self.head_weight(x)[..., None]).sum(2).topk(2, -1)[1]
-        latent = self.latent(x)[:, None].expand(b, t, t, 16)
-        latent = latent.gather(2, index[..., None].expand(b, t, 2, 16))
-        keys = torch.einsum("btsr,edr->btsed", latent, self.k_up)
-        queries = self.queries(x).view(b, t, E, 12)
-        weights = torch.einsum("bted,btsed->btes", queries, keys).softmax(-1)
-        values = torch.einsum("btsr,erd->btsed", latent, self.v_up)
-        return self.out(torch.einsum("btes,btsed->bted", weights, values).flatten(2))
-
-
-class ByHand(nn.Module):
-    """The best expert of each token, looked up in Python; no score weighs what it gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(H, E)
-        self.a, self.b = P(E, 2 * I, H), P(E, H, I)
-
-    def forward(self, x):
-        rows = x.reshape(-1, H)
-        best = self.score(rows).argmax(-1).tolist()
-        out = [gated(row[None], self.a[e], self.b[e]) for row, e in zip(rows, best, strict=True)]
-        return torch.cat(out).view(x.shape)
-
-
 class ByWeight(nn.Module):
     """Each token's matrices are picked out of the fused weights, and applied unweighted."""
 
@@ -804,7 +677,6 @@ class InPlace(ByWeight):
 @pytest.mark.parametrize(
     ("block", "names"),
     [
-        (ByHand, {"a", "b"}),
         (ByWeight, {"a", "b"}),
         (InPlace, {"a", "b"}),
         (ExpertChoice, {"a", "b"}),
@@ -820,11 +692,9 @@ def test_experts_of_unusual_routers_are_found(block, names):
     ("block", "args"),
     [
         *((block, ()) for block in TRAPS),
-        (WideLora, ()),
         (LinearPair, (H // 4,)),
         (LoraOfFeedForward, (2 * H,)),
         (OpaqueLoraOfFeedForward, (2 * H,)),
-        (SelectedKeys, ()),
         (EarlyExit, ()),
         (MaskedExit, ()),
         (LanguageAdapters, ()),
