@@ -294,6 +294,7 @@ def cut(file: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "gone": (shutil.rmtree, "is no folder; name the one"),
+    "no-config": (lambda d: (d / "adapter_config.json").unlink(), "it has no adapter_config.json"),
     "bad-config": (lambda d: (d / "adapter_config.json").write_text("{"), "is no valid JSON"),
     "list": (lambda d: (d / "adapter_config.json").write_text("[]"), "holds list and no JSON"),
     "kind": (
