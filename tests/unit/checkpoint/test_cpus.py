@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -108,16 +105,3 @@ def test_a_system_without_either(tmp_path, monkeypatch):
     assert usable_cpus(tmp_path) == 6
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     assert usable_cpus(tmp_path) == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs affinity")
-def test_affinity_of_a_real_process():
-    code = (
-        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from moe_qlora.checkpoint.cpus import usable_cpus; print(usable_cpus())"
-    )
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "1\n"

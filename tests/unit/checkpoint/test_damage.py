@@ -149,22 +149,8 @@ def damage_folder(victim: Victim, rng: random.Random) -> str:
     """Swap, remove, replace or add files."""
     folder = victim.folder
     one, two = (folder / name for name in rng.sample(victim.shards, 2))
-    kind = rng.choice(
-        [
-            "swap",
-            "delete",
-            "copy",
-            "foreign",
-            "folder",
-            "link",
-            "stray",
-            "no manifest",
-            "foreign manifest",
-            "pending",
-            "named foreign manifest",
-            "index",
-        ]
-    )
+    kinds = "swap|delete|copy|foreign|folder|link|stray|no manifest|foreign manifest|pending"
+    kind = rng.choice([*kinds.split("|"), "named foreign manifest", "index"])
     if kind == "swap":
         one.write_bytes(victim.files[two.name])
         two.write_bytes(victim.files[one.name])
@@ -335,12 +321,6 @@ def test_damage_is_refused_or_without_effect(victim, damage):
             raise
     assert ends["refused"] > DAMAGE[damage] // 3
     assert ends.total() == DAMAGE[damage]
-
-
-def test_the_folder_itself_is_sound(victim):
-    victim.restore()
-    assert victim.load(AutoModelForCausalLM) == victim.load(victim.cls) == "equal"
-    assert sum(DAMAGE.values()) * 3 >= 300
 
 
 def test_a_packed_weight_that_the_manifest_forgets_is_refused(victim):

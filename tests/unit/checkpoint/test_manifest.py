@@ -210,13 +210,9 @@ def test_a_mark_that_does_not_fit_is_refused_by_its_key(tmp_path, name):
 RESIGNED = {
     "version": (lambda v: v.update(format_version=4), "format_version 4"),
     "other version": (lambda v: v.update(format_version=3), "3, and what it lists is of version 2"),
-    "version as truth": (lambda v: v.update(format_version=True), "format_version True"),
     "no shards": (lambda v: v.update(shards={}), r"shards is \{\}"),
-    "shards as list": (lambda v: v.update(shards=[]), r"shards is \[\]"),
     "unknown codec": (lambda v: v["codec"].update(kind="nf3"), "nf3"),
-    "no codec": (lambda v: v.pop("codec"), "codec is missing"),
     "no blocksize": (lambda v: v["codec"].update(kind="nf4", blocksize=0), "blocksize"),
-    "storage": (lambda v: v["codec"].update(kind="nf4", storage_dtype="nn"), "storage_dtype"),
     "missing statistic": (lambda v: v["tensors"].pop("w.SCB"), "w.SCB"),
     "missing tensor": (lambda v: v["tensors"].pop("b"), "holds b"),
     "a tensor too many": (
@@ -224,9 +220,7 @@ RESIGNED = {
         "lacks c",
     ),
     "dtype": (lambda v: v["tensors"]["b"].update(dtype="F16"), "b is"),
-    "unknown dtype": (lambda v: v["tensors"]["b"].update(dtype="F13"), "b is"),
     "shape": (lambda v: v["tensors"]["b"].update(shape=[1, 3]), "b is"),
-    "shape as text": (lambda v: v["tensors"]["b"].update(shape="3"), r"tensors\.b\.shape is '3'"),
     "negative shape": (
         lambda v: v["experts"]["w"].update(shape=[-2, -3, 4]),
         r"experts\.w\.shape\.0 is -2",
@@ -236,17 +230,9 @@ RESIGNED = {
         lambda v: v["experts"]["w"].update(shape=[]),
         r"experts\.w\.shape is \[\]",
     ),
-    "stack of nothing": (
-        lambda v: v["experts"]["w"].update(shape=[2, 3, 0]),
-        r"experts\.w\.shape\.2 is 0",
-    ),
     "stack's dtype": (
         lambda v: v["experts"]["w"].update(dtype="save"),
         r"experts\.w\.dtype is 'save'.*bfloat16",
-    ),
-    "stack's aliases": (
-        lambda v: v["experts"]["w"].update(aliases=[1]),
-        r"experts\.w\.aliases\.0 is 1",
     ),
     "unknown stack": (lambda v: v["experts"].update(x=dict(v["experts"]["w"])), "x"),
     "checksum": (lambda v: v["tensors"]["w"].update(sha256="0" * 64), "the bytes of w are not"),
@@ -254,14 +240,6 @@ RESIGNED = {
     "file size as text": (
         lambda v: next(iter(v["shards"].values())).update(nbytes="96"),
         "nbytes is '96'",
-    ),
-    "file size as truth": (
-        lambda v: next(iter(v["shards"].values())).update(nbytes=True),
-        "nbytes is True",
-    ),
-    "file size as fraction": (
-        lambda v: next(iter(v["shards"].values())).update(nbytes=96.5),
-        r"nbytes is 96\.5",
     ),
     "more dimensions than torch has": (
         lambda v: v["experts"]["w"].update(shape=[2**62] * 65),
@@ -272,25 +250,13 @@ RESIGNED = {
         "an integer has 4001 digits",
     ),
     "half a character": (lambda v: v["experts"].update({"\ud800": v["experts"]["w"]}), "JSON"),
-    "aliases as text": (
-        lambda v: v["experts"]["w"].update(aliases="xy"),
-        r"experts\.w\.aliases is 'xy'",
-    ),
     "alias of a tensor": (lambda v: v["experts"]["w"].update(aliases=["b"]), "b is a tensor"),
-    "type as list": (lambda v: v.update(model_type=[1]), r"model_type is \[1\]"),
     "config as pairs": (lambda v: v.update(config=[["a", 1]]), r"config is \[\['a'"),
-    "endless file": (
-        lambda v: next(iter(v["shards"].values())).update(nbytes=1e999),
-        "nbytes is inf",
-    ),
     "header": (
         lambda v: next(iter(v["shards"].values())).update(header_sha256="0"),
         "its header is not",
     ),
-    "experts as list": (lambda v: v.update(experts=[]), r"experts is \[\]"),
-    "config as list": (lambda v: v.update(config=[1]), r"config is \[1\]"),
     "a key that is not known": (lambda v: v.update(sha256="0"), "sha256 is '0'"),
-    "a key too many of a tensor": (lambda v: v["tensors"]["b"].update(x=1), r"tensors\.b\.x is 1"),
     "a tensor in no shard": (lambda v: v["tensors"]["b"].update(file="x"), "none of its shards"),
 }
 

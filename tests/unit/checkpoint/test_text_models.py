@@ -113,21 +113,3 @@ def test_other_checkpoints_have_no_text_model_of_their_own(tmp_path: Path):
     for model_type in ("qwen3_moe", "qwen3_vl_moe"):
         tiny_model(model_type).save_pretrained(tmp_path / model_type)
         assert named.text_model(named.resolve(tmp_path / model_type)) is None
-
-
-@pytest.mark.parametrize("size", ["abc", 0, "-1GB"])
-def test_a_size_that_is_none_is_refused_where_files_are_kept(
-    folder: Path, tmp_path: Path, size: Any
-):
-    model = adapted(tiny_model("mixtral"), packed=False)
-    model.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(moe_qlora.CheckpointError, match="max_shard_size"):
-        moe_qlora.merge_adapter(folder, tmp_path / "adapter", tmp_path / "m", max_shard_size=size)
-    assert not (tmp_path / "m").exists()
-
-
-def test_an_adapter_of_another_model_is_refused_as_before(folder: Path, tmp_path: Path):
-    other = adapted(tiny_model("mixtral"), packed=False)
-    other.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(moe_qlora.AdapterError, match="does not fit the base"):
-        moe_qlora.merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged")

@@ -127,19 +127,6 @@ def test_settings_of_the_caller(cli, folder, arguments, kind, double):
     assert found["totals"]["packed_nbytes"] == expected
 
 
-def test_settings_of_the_checkpoint(cli, folder):
-    own = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
-    tiny(quantization_config=own.to_dict()).save_pretrained(folder)
-    assert dumped(cli, folder)["quantization"] == {"kind": "fp4", "double_quant": False}
-
-
-def test_another_method_is_noted(cli, folder):
-    content = json.loads((folder / "config.json").read_text())
-    content["quantization_config"] = {"quant_method": "fp8"}
-    (folder / "config.json").write_text(json.dumps(content))
-    assert "quantized with fp8" in " ".join(dumped(cli, folder)["notes"])
-
-
 def test_skip_modules(cli, folder):
     own = {"load_in_4bit": True, "llm_int8_skip_modules": ["model.layers.2.mlp.experts"]}
     tiny(quantization_config={**own, "quant_method": "bitsandbytes"}).save_pretrained(folder)
@@ -162,35 +149,6 @@ def test_sources(cli, folder, tmp_path, monkeypatch):
     for source in (folder / "config.json", "config.json", trainer):
         found = dumped(cli, source)
         assert found["experts"] == reference["experts"]
-
-
-def test_model_type(cli):
-    found = dumped(cli, "qwen3_moe")
-    assert found["model_type"] == "qwen3_moe"
-    assert found["experts"][0]["role"] == "gate_up"
-
-
-def test_plain_linear_router_is_named(cli, tmp_path):
-    from transformers import AfmoeConfig
-
-    config = AfmoeConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        num_dense_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=64,
-    )
-    config.save_pretrained(tmp_path)
-    code, out, _ = cli("dump", tmp_path)
-    assert code == 0
-    assert "Routers that are plain Linear layers" in out
-    assert "router.gate (3)" in out
 
 
 def test_no_experts(cli, tmp_path):
@@ -297,19 +255,6 @@ def test_nothing_there(cli, model, message):
     check_refused(cli("dump", model), message)
 
 
-def test_folder_without_config(cli, tmp_path):
-    check_refused(cli("dump", tmp_path), "without config.json")
-
-
-def test_file_of_another_kind(cli, tmp_path):
-    (tmp_path / "model.bin").write_bytes(b"\0")
-    check_refused(cli("dump", tmp_path / "model.bin"), "neither a folder")
-
-
-def test_two_forms_at_once(cli, folder):
-    check_refused(cli("dump", folder, "--json", "--yaml"), "exclude each other")
-
-
 def check_refused(result: tuple[int, str, str], message: str) -> None:
     code, out, err = result
     assert (code, out) == (2, "")
@@ -356,8 +301,3 @@ class FarModel(PreTrainedModel):
     check_refused(cli("dump", tmp_path), "--trust-remote-code")
     found = dumped(cli, tmp_path, "--trust-remote-code")
     assert [entry["pattern"] for entry in found["experts"]] == ["blocks.*.first", "blocks.*.second"]
-
-
-def test_color(cli, folder):
-    assert "\x1b" in cli("dump", folder, "--color", "always")[1]
-    assert "\x1b" not in cli("dump", folder, "--color", "never")[1]

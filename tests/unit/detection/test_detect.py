@@ -137,72 +137,6 @@ class SquareNonGated(nn.Module):
         return routed(x, self.router, one, 1)
 
 
-class SingleWeight(nn.Module):
-    """One linear map for each expert."""
-
-    def __init__(self):
-        super().__init__()
-        self.bank = P(E, 32, H)
-        self.score = nn.Linear(H, E)
-
-    def forward(self, x):
-        probability, index = self.score(x).softmax(-1).max(-1)
-        return torch.einsum("bth,btoh->bto", x, self.bank[index]) * probability[..., None]
-
-
-class Linear3D(nn.Module):
-    def __init__(self, count, inp, out):
-        super().__init__()
-        self.weight = P(count, out, inp)
-
-    def forward(self, x, sizes):
-        parts = x.split(sizes)
-        return torch.cat([F.linear(part, self.weight[i]) for i, part in enumerate(parts)])
-
-
-class OneModuleEach(nn.Module):
-    """Each fused weight in a module of its own, tokens sorted and split by counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.enter = Linear3D(E, H, 2 * I)
-        self.leave = Linear3D(E, I, H)
-        self.gating = nn.Linear(H, E, bias=False)
-
-    def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        top = self.gating(x).argmax(-1)
-        order = top.argsort()
-        sizes = torch.bincount(top, minlength=E).tolist()
-        gate, up = self.enter(x[order], sizes).chunk(2, -1)
-        out = torch.empty_like(x)
-        out[order] = self.leave(F.silu(gate) * up, sizes)
-        return out.view(shape)
-
-
-class FlatRows(nn.Module):
-    """2-D packed: `(E * I, H)` three times, as in DBRX."""
-
-    def __init__(self):
-        super().__init__()
-        self.alpha, self.beta, self.gamma = P(E * I, H), P(E * I, H), P(E * I, H)
-
-    def forward(self, t, e):
-        a, b, c = (w.view(E, I, H)[e] for w in (self.alpha, self.beta, self.gamma))
-        return (F.silu(t @ a.t()) * (t @ b.t())) @ c
-
-
-class FlatBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = FlatRows()
-        self.switch = nn.Linear(H, E, bias=False)
-
-    def forward(self, x):
-        return routed(x, self.switch, self.inner)
-
-
 class FourD(nn.Module):
     """Gate and up side by side in a dimension of their own: `(E, 2, I, H)`."""
 
@@ -217,51 +151,6 @@ class FourD(nn.Module):
             return F.linear(
                 F.silu(F.linear(t, self.enter[e, 0])) * F.linear(t, self.enter[e, 1]), self.leave[e]
             )
-
-        return routed(x, self.router, one)
-
-
-class SharedExperts(nn.Module):
-    """E routed experts, and a fused weight of two experts that always run."""
-
-    def __init__(self):
-        super().__init__()
-        self.routed = FusedGated()
-        self.always = nn.Module()
-        self.always.u = P(2, 2 * I, H)
-        self.always.v = P(2, H, I)
-
-    def forward(self, x):
-        gate, up = torch.einsum("bth,eih->ebti", x, self.always.u).chunk(2, -1)
-        shared = torch.einsum("ebti,ehi->bth", F.silu(gate) * up, self.always.v)
-        return self.routed(x) + shared
-
-
-class OneExpert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(H, 1)
-        self.w = P(1, 2 * I, H)
-        self.v = P(1, H, I)
-
-    def forward(self, x):
-        return routed(x, self.router, lambda t, e: gated(t, self.w[e], self.v[e]), 1)
-
-
-class ZeroExperts(nn.Module):
-    """Two of the choices are no experts: the router gives E + 2 scores."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(H, E + 2)
-        self.w = P(E, 2 * I, H)
-        self.v = P(E, H, I)
-
-    def forward(self, x):
-        def one(t, e):
-            if e >= E:
-                return t
-            return gated(t, self.w[e], self.v[e])
 
         return routed(x, self.router, one)
 
@@ -292,22 +181,6 @@ class Opaque(nn.Module):
         return kernel.launch(x, self.w13, self.w2)
 
 
-class SoftMerge(nn.Module):
-    """Experts merged into one by the router's probabilities."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(H, E)
-        self.u = P(E, I, H)
-        self.d = P(E, H, I)
-
-    def forward(self, x):
-        p = self.router(x.mean(1)).softmax(-1)
-        u = torch.einsum("be,eih->bih", p, self.u)
-        d = torch.einsum("be,ehi->bhi", p, self.d)
-        return torch.einsum("bti,bhi->bth", torch.einsum("bth,bih->bti", x, u).relu(), d)
-
-
 class DuplicateUse(nn.Module):
     """One bank used by two layers (tied)."""
 
@@ -319,68 +192,6 @@ class DuplicateUse(nn.Module):
 
     def forward(self, x):
         return self.second(self.first(x))
-
-
-class TwoBanks(nn.Module):
-    """Text and vision experts of different width in one block, one router each."""
-
-    def __init__(self):
-        super().__init__()
-        self.text, self.vision = FusedGated(inner=I), FusedGated(inner=12)
-
-    def forward(self, x):
-        return self.text(x) + self.vision(x)
-
-
-class SwitchedBase(nn.Module):
-    """Experts over a latent width that the router does not read."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(H, E)
-        self.narrow, self.wide = nn.Linear(H, 24), nn.Linear(24, H)
-        self.u = P(E, 2 * I, 24)
-        self.v = P(E, 24, I)
-
-    def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.router(x))
-        y = loop(self.narrow(x), w, i, lambda t, e: gated(t, self.u[e], self.v[e]))
-        return self.wide(y).view(shape)
-
-
-class AttentionExperts(nn.Module):
-    """Query and output projections for each expert; the block's entry points are not `forward`."""
-
-    def __init__(self):
-        super().__init__()
-        self.inp = Linear3D(E, H, 40)
-        self.out = Linear3D(E, 40, H)
-        self.router = nn.Linear(H, E, bias=False)
-
-    def forward(self, x):
-        raise NotImplementedError
-
-
-class GroupedMM(nn.Module):
-    """Sorted tokens, grouped matrix products, 8-aligned sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = P(E, 48, 32)
-        self.v = P(E, 16, 48)
-        self.gate = nn.Linear(48, E, bias=False)
-
-    def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, 48)
-        p, top = self.gate(x).softmax(-1).max(-1)
-        top, order = top.sort()
-        offs = torch.bincount(top, minlength=E).cumsum(0).to(torch.int32)
-        gate, up = torch._grouped_mm(x[order], self.w, offs=offs).chunk(2, -1)
-        y = torch._grouped_mm(F.silu(gate) * up, self.v, offs=offs)
-        return torch.zeros_like(x).index_add(0, order, y * p[order, None]).view(shape)
 
 
 class LayersInOne(nn.Module):
@@ -440,34 +251,7 @@ class SoftSlots(nn.Module):
         return torch.einsum("besh,btes->bth", y, combine)
 
 
-class RoutersApart(nn.Module):
-    """Routers of all layers in one list, experts in another."""
-
-    def __init__(self):
-        super().__init__()
-        self.choosers = nn.ModuleList([nn.Linear(H, E) for _ in range(2)])
-        self.pools = nn.ModuleList([nn.Module() for _ in range(2)])
-        for pool in self.pools:
-            pool.x, pool.y = P(E, 2 * I, H), P(E, H, I)
-
-    def forward(self, x):
-        for choose, pool in zip(self.choosers, self.pools, strict=True):
-            x = x + routed(x, choose, lambda t, e, pool=pool: gated(t, pool.x[e], pool.y[e]))
-        return x
-
-
 # --- traps
-
-
-class Convs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.Conv1d(H, E, 3)
-        self.gate = nn.Linear(H, E)
-        self.expert_kernel = P(E, 1, 5)
-
-    def forward(self, x):
-        return self.gate(x).softmax(-1)
 
 
 class PerHead(nn.Module):
@@ -483,28 +267,6 @@ class PerHead(nn.Module):
         y = torch.einsum("bth,eih->btei", x, self.experts_in).tanh()
         y = y * torch.sigmoid(self.gate(x))[..., None]
         return torch.einsum("btei,ehi->bth", y, self.experts_out)
-
-
-class HeadQKVO(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.o = (P(H, 4, 12) for _ in range(4))
-        self.ffn = nn.Linear(3 * H, H)
-
-    def forward(self, x):
-        q, k, v = (torch.einsum("bth,hnd->btnd", x, w) for w in (self.q, self.k, self.v))
-        scores = torch.einsum("bind,bjnd->bnij", q, k).softmax(-1)
-        return self.ffn(torch.einsum("bnij,bjnd,hnd->bih", scores, v, self.o).repeat(1, 1, 3))
-
-
-class RelativePosition(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = P(E, 17, 12)
-        self.heads = nn.Linear(H, E)
-
-    def forward(self, x):
-        return self.heads(x).softmax(-1) @ self.experts[:, 0]
 
 
 class DepthDecoder(nn.Module):
@@ -527,16 +289,6 @@ class DepthDecoder(nn.Module):
 class DepthDecoderOpaque(DepthDecoder):
     def forward(self, x, cache):
         raise RuntimeError("needs a cache")
-
-
-class CodebookHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts_weight = P(E, H, 100)
-        self.router = nn.Linear(H, H)
-
-    def forward(self, x):
-        return torch.stack([self.router(x) @ self.experts_weight[i] for i in range(E)])
 
 
 class LoraBank(nn.Module):
@@ -574,58 +326,6 @@ class ExpertsWithLora(nn.Module):
         return routed(x, self.router, one)
 
 
-class RouterStack(nn.Module):
-    """The routers of all layers in one tensor, used before any expert."""
-
-    def __init__(self):
-        super().__init__()
-        self.routers = P(E, E, H)
-        self.scale = nn.Linear(H, E)
-
-    def forward(self, x):
-        return torch.einsum("bth,leh->btle", x, self.routers).softmax(-1) * self.scale(x)[..., None]
-
-
-class NormScales(nn.Module):
-    """Real experts with per-expert norm scales and biases kept as 3-D tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self.core = FusedGated()
-        self.core.expert_norm = P(E, 1, H)
-        self.core.expert_bias = P(E, H, 1)
-
-    def forward(self, x):
-        return self.core(x)
-
-
-class RecurrentGates(nn.Module):
-    """Block-diagonal gates with a bias for each block, as in RG-LRU."""
-
-    def __init__(self):
-        super().__init__()
-        self.input_gate, self.recurrent_gate = P(E, 8, 8), P(E, 8, 8)
-        self.input_bias, self.recurrent_bias = P(E, 8), P(E, 8)
-
-    def forward(self, x):
-        h = x.reshape(*x.shape[:-1], E, 8)
-        a = torch.sigmoid(torch.einsum("...ek,ekl->...el", h, self.input_gate) + self.input_bias)
-        b = torch.sigmoid(
-            torch.einsum("...ek,ekl->...el", h, self.recurrent_gate) + self.recurrent_bias
-        )
-        return (a * b * h).reshape(x.shape)
-
-
-class PositionTable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = P(1, 77, H)
-        self.router = nn.Linear(H, 1)
-
-    def forward(self, x):
-        return self.router(x + self.experts[:, : x.shape[1]])
-
-
 class AttentionBesideExperts(nn.Module):
     """Per-head matrices that chain, with as many heads as the layer's MoE has experts."""
 
@@ -638,35 +338,6 @@ class AttentionBesideExperts(nn.Module):
 
     def forward(self, x, mask, positions, cache, other):
         raise RuntimeError("a whole layer")
-
-
-class VectorQuantizer(nn.Module):
-    """Codebooks searched by argmin: a choice among 50 codes, not among E codebooks."""
-
-    def __init__(self):
-        super().__init__()
-        self.codebooks = P(E, 50, H)
-        self.proj = nn.Linear(H, E)
-
-    def forward(self, x):
-        d = torch.einsum("bth,ech->btec", x, self.codebooks)
-        index = d.argmax(-1)
-        return self.proj(x) + torch.stack([self.codebooks[e][index[..., e]] for e in range(E)]).sum(
-            0
-        ).mean(-1, True)
-
-
-class RelativeKernels(nn.Module):
-    """Funnel-style: kernels over the hidden size beside a square projection; no way to run it."""
-
-    def __init__(self):
-        super().__init__()
-        self.q_head = nn.Linear(H, H)
-        self.r_kernel, self.seg_embed = P(H, 4, 12), P(2, 4, 12)
-
-    def forward(self, x, positions, masks):
-        _, _ = positions
-        return x
 
 
 class EarlyExit(nn.Module):
@@ -696,37 +367,6 @@ class MaskedExit(EarlyExit):
         return x
 
 
-class CollectedExit(EarlyExit):
-    """Every layer runs for every token, and what the chosen one gave is returned."""
-
-    def forward(self, x):
-        depth, out = self.exit(x).argmax(-1, keepdim=True), torch.zeros_like(x)
-        for index in range(E):
-            x = self.layer(x, index)
-            out = torch.where(depth == index, x, out)
-        return out
-
-
-class CountedExit(EarlyExit):
-    """Python counts the layers, of which two run always."""
-
-    def forward(self, x):
-        for index in range(min(int(self.exit(x.mean((0, 1))).argmax()) + 2, E)):
-            x = self.layer(x, index)
-        return x
-
-
-class FusedLayers(EarlyExit):
-    """The same with gate and up in one."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = P(E, 2 * I, H)
-
-    def layer(self, x, index):
-        return x + gated(x, self.up[index], self.down[index])
-
-
 class LanguageAdapters(nn.Module):
     """An adapter for each language, given by the caller, and a classifier of languages."""
 
@@ -739,14 +379,6 @@ class LanguageAdapters(nn.Module):
         inner = torch.einsum("bth,btih->bti", x, self.enter[language]).relu()
         x = x + torch.einsum("bti,bthi->bth", inner, self.leave[language])
         return x, self.classify(x).softmax(-1)
-
-
-class OneLanguage(LanguageAdapters):
-    """The language is set once; the classifier's answer is for the caller."""
-
-    def forward(self, x):
-        x = x + F.linear(F.linear(x, self.enter[3]).relu(), self.leave[3])
-        return x, self.classify(x.mean(1)).argmax(-1)
 
 
 class Wrap(nn.Module):
@@ -799,34 +431,6 @@ def test_a_soft_mixture_is_named(nested):
             assert "not packed" in reasons[prefix + name]
 
 
-class SoftLanguageModel(nn.Module):
-    """Layers of a soft mixture, among matrices of which some have a side of its sizes."""
-
-    def __init__(self, vocabulary):
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, H)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"q_proj": nn.Linear(H, H), "mlp": SoftSlots()}) for _ in range(2)
-        )
-        self.head = nn.Linear(H, vocabulary)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = x + layer["mlp"](layer["q_proj"](x))
-        return self.head(x)
-
-
-@pytest.mark.parametrize("vocabulary", [40, 1000])
-def test_a_soft_mixture_is_named_in_a_language_model(vocabulary):
-    layout = moe_qlora.detect(SoftLanguageModel(vocabulary))
-    assert not layout.experts
-    for rejected in layout.rejected:
-        words = "the router of a soft mixture" if "phi" in rejected.name else "a soft mixture: phi"
-        assert words in rejected.reason
-    assert len(layout.rejected) == 6
-
-
 # block, arguments, names relative to the block with their `transposed`
 EXPERTS = [
     (FusedGated, (), {"a": False, "b": False}),
@@ -835,49 +439,19 @@ EXPERTS = [
     (NonGated, (True,), {"one": True, "two": True}),
     (SquareNonGated, (False,), {"one": False, "two": False}),
     (SquareNonGated, (True,), {"one": True, "two": True}),
-    (SingleWeight, (), {"bank": False}),
-    (OneModuleEach, (), {"enter.weight": False, "leave.weight": False}),
-    (FlatBlock, (), {"inner.alpha": False, "inner.beta": False, "inner.gamma": True}),
     (FourD, (), {"enter": False, "leave": False}),
-    (
-        SharedExperts,
-        (),
-        {"routed.a": False, "routed.b": False, "always.u": False, "always.v": False},
-    ),
-    (OneExpert, (), {"w": False, "v": False}),
-    (ZeroExperts, (), {"w": False, "v": False}),
     (RankShare, (), {"w": False, "v": False}),
     (Opaque, (), {"w13": True, "w2": True}),
-    (SoftMerge, (), {"u": None, "d": None}),
-    (TwoBanks, (), {"text.a": False, "text.b": False, "vision.a": False, "vision.b": False}),
-    (SwitchedBase, (), {"u": False, "v": False}),
-    (AttentionExperts, (), {"inp.weight": False, "out.weight": False}),
-    (GroupedMM, (), {"w": True, "v": True}),
     (ExpertsWithLora, (), {"u": False, "d": False}),
-    (NormScales, (), {"core.a": False, "core.b": False}),
     (LayersInOne, (), {"enter": False, "leave": False}),
     (LayersInOne, (1,), {"enter": False, "leave": False}),
-    (
-        RoutersApart,
-        (),
-        {"pools.0.x": False, "pools.0.y": False, "pools.1.x": False, "pools.1.y": False},
-    ),
     (AttentionBesideExperts, (), {"mlp.a": False, "mlp.b": False}),
 ]
 TRAPS = [
-    Convs,
     PerHead,
-    HeadQKVO,
-    RelativePosition,
     DepthDecoder,
     DepthDecoderOpaque,
-    CodebookHeads,
     LoraBank,
-    RouterStack,
-    RecurrentGates,
-    PositionTable,
-    VectorQuantizer,
-    RelativeKernels,
 ]
 
 
@@ -896,9 +470,7 @@ def test_experts_are_found(block, args, expected):
             assert p.in_features * p.out_features * p.num_experts * layers == p.numel
 
 
-@pytest.mark.parametrize(
-    "block", [FusedGated, NonGated, OneModuleEach, FlatBlock, PerHead, LoraBank, DepthDecoder]
-)
+@pytest.mark.parametrize("block", [FusedGated, NonGated, FourD, PerHead, LoraBank, DepthDecoder])
 def test_meta_gives_the_same_answer(block):
     args = (True,) if block is NonGated else ()
     with torch.device("meta"):
@@ -1029,23 +601,6 @@ class ExpertChoice(nn.Module):
         return torch.zeros_like(x).index_add(0, index.flatten(), y.flatten(0, 1)).view(shape)
 
 
-class ReluRouter(nn.Module):
-    """An expert runs for the tokens whose score is positive."""
-
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(H, E)
-        self.a, self.b = P(E, I, H), P(E, H, I)
-
-    def forward(self, x):
-        scores, out = F.relu(self.score(x)), torch.zeros_like(x)
-        for e in range(E):
-            mask = scores[..., e] > 0
-            y = F.linear(F.relu(F.linear(x[mask], self.a[e])), self.b[e])
-            out[mask] += y * scores[..., e][mask][:, None]
-        return out
-
-
 class DictBlock(nn.Module):
     """Router and experts as entries of a ModuleDict; the forward cannot be run."""
 
@@ -1057,33 +612,6 @@ class DictBlock(nn.Module):
 
     def forward(self, x):
         raise RuntimeError("needs its process group")
-
-
-class CondLinear(nn.Module):
-    """One matrix for each sequence, merged from E by the router's probabilities."""
-
-    def __init__(self):
-        super().__init__()
-        self.bank = P(E, 32, H)
-        self.router = nn.Linear(H, E)
-
-    def forward(self, x):
-        matrix = torch.einsum("be,eoh->boh", self.router(x.mean(1)).softmax(-1), self.bank)
-        return torch.einsum("bth,boh->bto", x, matrix)
-
-
-class WideLora(nn.Module):
-    """Factors whose update is twice as wide as high: sizes chain as gate_up and down would."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(H, 2 * H)
-        self.a, self.b = P(E, H, 8), P(E, 8, 2 * H)
-        self.router = nn.Linear(H, E)
-
-    def forward(self, x):
-        w, i = route(self.router(x))
-        return self.base(x) + torch.einsum("bth,btkhr,btkro,btk->bto", x, self.a[i], self.b[i], w)
 
 
 class LinearPair(nn.Module):
@@ -1121,94 +649,6 @@ class OpaqueLoraOfFeedForward(LoraOfFeedForward):
         raise RuntimeError("needs its process group")
 
 
-class LoraOfAttention(nn.Module):
-    """Three pairs of factors: any three in a row chain."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(H, H) for _ in range(3))
-        self.qa, self.qb, self.ka = P(E, 4, H), P(E, H, 4), P(E, 4, H)
-        self.kb, self.va, self.vb = P(E, H, 4), P(E, 4, H), P(E, H, 4)
-        self.router = nn.Linear(H, E)
-
-    def forward(self, x):
-        shape = x.shape
-        x = x.reshape(-1, H)
-        w, i = route(self.router(x))
-        pairs = ((self.q, self.qa, self.qb), (self.k, self.ka, self.kb), (self.v, self.va, self.vb))
-        out = torch.zeros_like(x)
-        for base, a, b in pairs:
-            out = out + loop(x, w, i, lambda t, e, m=base, a=a, b=b: m(t) + t @ a[e].t() @ b[e].t())
-        return out.view(shape)
-
-
-class DynamicConvolution(nn.Module):
-    """Convolution kernels, mixed by attention over them."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernels = P(E, H, H, 3)
-        self.attention = nn.Linear(H, E)
-
-    def forward(self, x):
-        b, t, _ = x.shape
-        mix = self.attention(x.mean(1)).softmax(-1)
-        kernel = torch.einsum("be,eoik->boik", mix, self.kernels).reshape(b * H, H, 3)
-        y = F.conv1d(x.transpose(1, 2).reshape(1, b * H, t), kernel, padding=1, groups=b)
-        return y.view(b, H, t).transpose(1, 2)
-
-
-class PromptPool(nn.Module):
-    """Prompts, mixed by the sequence and put before it."""
-
-    def __init__(self):
-        super().__init__()
-        self.prompts = P(E, 5, H)
-        self.score = nn.Linear(H, E)
-
-    def forward(self, x):
-        mix = self.score(x.mean(1)).softmax(-1)
-        return torch.cat([torch.einsum("be,elh->blh", mix, self.prompts), x], 1)
-
-
-class SelectedKeys(nn.Module):
-    """An indexer picks tokens by the sum over its heads; per-head matrices are applied to them."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.head_weight = nn.Linear(H, E * 4), nn.Linear(H, 4), nn.Linear(H, E)
-        self.queries, self.latent = nn.Linear(H, E * 12), nn.Linear(H, 16)
-        self.k_up, self.v_up = P(E, 12, 16), P(E, 16, 12)
-        self.out = nn.Linear(E * 12, H)
-
-    def forward(self, x):
-        b, t, _ = x.shape
-        scores = torch.einsum("bthd,bsd->bths", self.q(x).view(b, t, E, 4), self.k(x)).relu()
-        index = (scores * self.head_weight(x)[..., None]).sum(2).topk(2, -1)[1]
-        latent = self.latent(x)[:, None].expand(b, t, t, 16)
-        latent = latent.gather(2, index[..., None].expand(b, t, 2, 16))
-        keys = torch.einsum("btsr,edr->btsed", latent, self.k_up)
-        queries = self.queries(x).view(b, t, E, 12)
-        weights = torch.einsum("bted,btsed->btes", queries, keys).softmax(-1)
-        values = torch.einsum("btsr,erd->btsed", latent, self.v_up)
-        return self.out(torch.einsum("btes,btsed->bted", weights, values).flatten(2))
-
-
-class ByHand(nn.Module):
-    """The best expert of each token, looked up in Python; no score weighs what it gives."""
-
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(H, E)
-        self.a, self.b = P(E, 2 * I, H), P(E, H, I)
-
-    def forward(self, x):
-        rows = x.reshape(-1, H)
-        best = self.score(rows).argmax(-1).tolist()
-        out = [gated(row[None], self.a[e], self.b[e]) for row, e in zip(rows, best, strict=True)]
-        return torch.cat(out).view(x.shape)
-
-
 class ByWeight(nn.Module):
     """Each token's matrices are picked out of the fused weights, and applied unweighted."""
 
@@ -1234,27 +674,13 @@ class InPlace(ByWeight):
         return x
 
 
-class AllThenOne(ByWeight):
-    """Every expert runs for every token, and the best one's result is taken."""
-
-    def forward(self, x):
-        best = self.score(x).argmax(-1)
-        inner = torch.einsum("bth,eih->btei", x, self.a).relu()
-        out = torch.einsum("btei,ehi->bteh", inner, self.b)
-        return out.gather(2, best[..., None, None].expand(*x.shape[:2], 1, H)).squeeze(2)
-
-
 @pytest.mark.parametrize(
     ("block", "names"),
     [
-        (ByHand, {"a", "b"}),
         (ByWeight, {"a", "b"}),
         (InPlace, {"a", "b"}),
-        (AllThenOne, {"a", "b"}),
         (ExpertChoice, {"a", "b"}),
-        (ReluRouter, {"a", "b"}),
         (DictBlock, {"parts.pool.a", "parts.pool.b"}),
-        (CondLinear, {"bank"}),
         (partial(LinearPair, H // 4 + 1), {"a", "b"}),
     ],
 )
@@ -1266,23 +692,12 @@ def test_experts_of_unusual_routers_are_found(block, names):
     ("block", "args"),
     [
         *((block, ()) for block in TRAPS),
-        (WideLora, ()),
         (LinearPair, (H // 4,)),
         (LoraOfFeedForward, (2 * H,)),
-        (LoraOfFeedForward, (3 * H,)),
         (OpaqueLoraOfFeedForward, (2 * H,)),
-        (OpaqueLoraOfFeedForward, (3 * H,)),
-        (LoraOfAttention, ()),
-        (DynamicConvolution, ()),
-        (PromptPool, ()),
-        (SelectedKeys, ()),
         (EarlyExit, ()),
         (MaskedExit, ()),
-        (CollectedExit, ()),
-        (CountedExit, ()),
-        (FusedLayers, ()),
         (LanguageAdapters, ()),
-        (OneLanguage, ()),
     ],
 )
 def test_traps_are_left_alone(block, args):

@@ -19,7 +19,7 @@ import moe_qlora
 from moe_qlora.errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from moe_qlora.hf.quantizer import packing_quantizer
 from moe_qlora.packing import parametrize
-from moe_qlora.packing.codec import Packer, pack
+from moe_qlora.packing.codec import Packer
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_model
 
@@ -60,14 +60,6 @@ def same(left: nn.Module, right: nn.Module) -> bool:
         torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(ours.values(), theirs.values(), strict=True)
     )
-
-
-def test_off_means_off(folder: Path) -> None:
-    assert not packed(load(folder))
-    with moe_qlora.enabled():
-        assert packed(load(folder))
-    assert is_stock()
-    assert not packed(load(folder))
 
 
 def test_a_class_that_extends_the_packing_one_goes_on_without_packing(folder: Path) -> None:
@@ -150,31 +142,6 @@ def test_blocks_in_threads() -> None:
     assert is_stock()
 
 
-def test_a_class_that_was_there_before_is_built_on_and_put_back() -> None:
-    class Theirs(STOCK["bitsandbytes_4bit"]):  # type: ignore[misc, valid-type]
-        pass
-
-    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = Theirs
-    try:
-        with moe_qlora.enabled():
-            assert issubclass(AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"], Theirs)
-        assert AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] is Theirs
-    finally:
-        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = STOCK["bitsandbytes_4bit"]
-
-
-def test_a_class_that_came_in_between_stays() -> None:
-    class Theirs(STOCK["bitsandbytes_4bit"]):  # type: ignore[misc, valid-type]
-        pass
-
-    try:
-        with moe_qlora.enabled():
-            AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = Theirs
-        assert AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] is Theirs
-    finally:
-        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = STOCK["bitsandbytes_4bit"]
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
     "fp4": {"load_in_4bit": True},
@@ -212,21 +179,14 @@ def test_every_setting(folder: Path, kind: str, dtype: torch.dtype | None, devic
     assert torch.equal(model(ids).logits, reference(ids).logits)
 
 
-def test_skip_patterns_hold(folder: Path) -> None:
-    config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["model.layers.0.mlp.experts"])
-    with moe_qlora.enabled():
-        model = load(folder, quantization_config=config)
-    assert packed(model)
-    assert not any(".layers.0." in name for name in packed(model))
-
-
 def test_a_skipped_layer_reloads_as_it_is(folder: Path, tmp_path: Path) -> None:
     config = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["model.layers.0.mlp.experts"])
     with moe_qlora.enabled():
         model = load(folder, quantization_config=config)
         model.save_pretrained(tmp_path / "packed")
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert packed(again) == packed(model)
+    assert packed(again) == packed(model) != []
+    assert not any(".layers.0." in name for name in packed(model))
     assert same(again, model)
 
 
@@ -259,21 +219,6 @@ def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
         model = load(tmp_path)
     assert same(model, plain)
     assert type(model.hf_quantizer) is type(plain.hf_quantizer)
-
-
-def test_training_and_decoding_after_the_switch_is_off(folder: Path) -> None:
-    with moe_qlora.enabled():
-        model = load(folder, dtype=torch.float32)
-    from peft import LoraConfig
-
-    tuned = moe_qlora.get_peft_model(
-        model, LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"])
-    )
-    tuned.train()
-    tuned(torch.arange(6)[None], labels=torch.arange(6)[None]).loss.backward()
-    grads = [p.grad for n, p in tuned.named_parameters() if "lora_B" in n]
-    assert grads
-    assert all(grad is not None and grad.abs().sum() > 0 for grad in grads)
 
 
 def damaged(folder: Path, target: Path, change: Any) -> Path:
@@ -354,16 +299,6 @@ def test_saving_into_the_current_folder(
         model.save_pretrained(".")
         assert list(Path.cwd().glob("moe_qlora-*.json"))
         assert same(AutoModelForCausalLM.from_pretrained("."), model)
-
-
-def test_what_another_tool_packed_is_refused(folder: Path, tmp_path: Path) -> None:
-    def change(tensors: dict[str, torch.Tensor], key: str) -> None:
-        tensors[key] = tensors[key].to(torch.int8)
-
-    bad = damaged(folder, tmp_path / "bad", change)
-    seen = "int8 in the checkpoint"
-    with pytest.raises(UnsupportedWeightError, match=seen), moe_qlora.enabled():
-        load(bad)
 
 
 def test_one_tensor_of_a_weight_that_another_tool_packed_is_refused(
@@ -453,26 +388,6 @@ def test_planned_bytes_are_those_of_the_loaded_model(folder: Path) -> None:
         parameter = model.get_parameter(full)
         planned = parameter.numel() * quantizer.param_element_size(model, full, parameter)
         assert planned == parametrize.read_packed(module, name).nbytes
-
-
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("shape", [(3, 7, 24), (5, 3, 10), (2, 64, 64)])
-def test_a_packer_does_not_care_where_a_stack_is_cut(
-    kind: str, double: bool, shape: tuple[int, ...]
-) -> None:
-    dtype = torch.int8 if kind == "int8" else torch.uint8
-    settings = CodecSettings(kind, double and kind != "int8", storage_dtype=dtype)
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    whole = pack(weight, settings)
-    for cuts in ([1], [1, 2], list(range(1, shape[0]))):
-        packer = Packer(shape, weight.dtype, weight.device, settings)
-        for piece in torch.tensor_split(weight, cuts):
-            packer.add(piece)
-        result = packer.finish()
-        assert torch.equal(result.codes, whole.codes)
-        for one, other in zip(result.statistics, whole.statistics, strict=True):
-            assert torch.equal(one, other)
 
 
 def test_a_packer_wants_every_weight() -> None:

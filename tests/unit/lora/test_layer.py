@@ -21,6 +21,8 @@ from moe_qlora.lora import inject, layer
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing import settings as settings_
 
+BOTH = ["experts.gate_up_proj", "experts.down_proj"]
+
 
 def decoded(model: Any) -> Any:
     """The same model with every packed weight decoded for good, on transformers' own loop."""
@@ -82,17 +84,15 @@ def close(left: Tensor, right: Tensor, tolerance: float = 1e-5) -> bool:
     return bool((left - right).abs().max() / scale < tolerance)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize(
-    ("implementation", "targets"),
+    ("model_type", "implementation", "targets"),
     [
-        ("moe_qlora", ["experts.gate_up_proj", "experts.down_proj"]),
-        ("moe_qlora", ["experts.gate_up_proj"]),
-        ("moe_qlora", ["experts.down_proj"]),
-        ("eager", ["experts.gate_up_proj", "experts.down_proj"]),
-        ("grouped_mm", ["experts.down_proj"]),
+        *((name, "moe_qlora", BOTH) for name in MODELS),
+        *((name, "eager", BOTH) for name in ("mixtral", "gpt_oss")),
+        *((name, "moe_qlora", BOTH[:1]) for name in ("qwen3_moe", "llama4_text")),
+        *((name, "moe_qlora", BOTH[1:]) for name in ("deepseek_v3", "gpt_oss")),
+        *((name, "grouped_mm", BOTH[1:]) for name in ("qwen3_moe", "granitemoe")),
     ],
-    ids=["both", "up only", "down only", "added on read", "added on read, one"],
 )
 def test_logits_and_every_gradient(
     model_type: str, implementation: str, targets: list[str]
@@ -149,25 +149,6 @@ def test_several_active_adapters_add_up(model_type: str, implementation: str) ->
         assert close(model(input_ids=IDS).logits, reference(twin, model, active, input_ids=IDS)[0])
         with model.disable_adapter():
             assert close(model(input_ids=IDS).logits, plain)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("implementation", ["moe_qlora", "eager"])
-def test_gradient_checkpointing_changes_nothing(implementation: str, reentrant: bool) -> None:
-    model = moe_qlora.get_peft_model(build("qwen3_moe", implementation), lora_config())
-    fill(model)
-    model.train()
-    grads = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.enable_input_require_grads()
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model(input_ids=IDS, use_cache=False).logits.square().sum().backward()
-        grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
-        model.zero_grad()
-    assert len(grads[0]) == 8
-    for left, right in zip(*grads, strict=True):
-        assert close(left, right)
 
 
 def test_compiled_without_graph_breaks() -> None:
@@ -361,17 +342,6 @@ def test_a_broken_adapter_is_not_merged_safely() -> None:
     with pytest.raises(ValueError, match="NaNs detected"):
         model.merge_adapter(safe_merge=True)
     assert parametrize.is_packed(wrapper.get_base_layer(), wrapper.parameter_name)
-
-
-def test_copies_are_independent() -> None:
-    model = moe_qlora.get_peft_model(build("qwen3_moe"), lora_config())
-    fill(model)
-    twin = copy.deepcopy(model)
-    expected = model(input_ids=IDS).logits
-    assert torch.equal(twin(input_ids=IDS).logits, expected)
-    fill(twin, seed=2)
-    assert not close(twin(input_ids=IDS).logits, expected)
-    assert torch.equal(model(input_ids=IDS).logits, expected)
 
 
 def test_the_self_check_names_what_is_not_connected() -> None:

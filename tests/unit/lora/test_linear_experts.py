@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 import moe_qlora
-from moe_qlora.errors import ConfigError, DetectionError
 
 CONFIG = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 FIRST = "layers.0.moe.experts.0.up_proj"
@@ -157,17 +156,6 @@ def test_models_that_peft_rewrites_targets_for(folder: Path) -> None:
     model.config.model_type = "mixtral"
     made = moe_qlora.get_peft_model(model, LoraConfig(target_modules=["q_proj"]), experts=True)
     assert adapted(made) == linears(loaded(folder), ".experts.", "q_proj")
-
-
-@pytest.mark.parametrize("experts", [["down"], {"layers.0.moe.experts": [1]}])
-def test_choosing_among_them_names_target_modules(folder: Path, experts: Any) -> None:
-    with pytest.raises(ConfigError, match=r"lists of Linear layers.*'experts\.0\.\w+_proj'"):
-        moe_qlora.get_peft_model(loaded(folder), LoraConfig(), experts=experts)
-
-
-def test_packing_them_names_the_way_to_lora(folder: Path) -> None:
-    with pytest.raises(DetectionError, match="experts=True"):
-        moe_qlora.quantize_experts(ListModel.from_pretrained(folder), CONFIG)
 
 
 def test_an_adapted_model_takes_a_second_adapter(folder: Path) -> None:

@@ -135,16 +135,6 @@ def test_a_sum_is_rounded_once(source: Path) -> None:
     assert logits(merged).isfinite().all()
 
 
-def test_experts_alone_leave_no_packed_linear_layer(source: Path) -> None:
-    model = adapted(loaded(source), targets=())
-    before, expected = logits(model), expected_linears(model)
-    merged = model.merge_and_unload(dtype=torch.float32)
-    assert not list(packed_tensors(merged)) and not hasattr(merged.config, "quantization_config")
-    for name, weight in expected.items():
-        assert torch.equal(merged.get_submodule(name).weight, weight), name
-    torch.testing.assert_close(logits(merged), before, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["packed again", "plain"])
 def test_unmerging_restores_every_code(source: Path, kind: str, dtype: torch.dtype | None) -> None:
@@ -183,28 +173,6 @@ def test_merged_packed_then_unloaded_plain_is_exact(source: Path) -> None:
         warnings.simplefilter("ignore")  # PEFT: nothing left to merge
         merged = model.merge_and_unload(dtype=torch.float32)
     torch.testing.assert_close(logits(merged), before, rtol=1e-5, atol=1e-5)
-
-
-def test_a_repacked_merge_keeps_linear_layers_packed(source: Path) -> None:
-    model = adapted(loaded(source))
-    merged = model.merge_and_unload(dtype=torch.bfloat16, repack=True)
-    assert len(list(parametrize.iter_packed(merged))) == 4
-    assert sum(isinstance(m, bnb.nn.Linear4bit) for m in merged.modules()) >= 8
-    assert merged.config.quantization_config is not None
-
-
-def test_a_second_adapter_joins_a_plain_merge(source: Path) -> None:
-    model = adapted(loaded(source))
-    torch.manual_seed(2)
-    model.add_adapter("two", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    model.base_model.set_adapter(["default", "two"])
-    before = logits(model)
-    model.merge_adapter(["default"], dtype=torch.float32)
-    with pytest.warns(UserWarning, match="additionally merging two"):  # PEFT's own
-        model.merge_adapter(["two"])
-    torch.testing.assert_close(logits(model), before, rtol=1e-5, atol=1e-5)
-    model.unmerge_adapter()
-    assert torch.equal(logits(model), before)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.errors import AdapterError, ConfigError
+from moe_qlora.errors import AdapterError
 from moe_qlora.experts import checks
-from moe_qlora.lora import layer as lora
 from moe_qlora.lora.load import load_adapter
 from moe_qlora.lora.model import connect_adapters
 from moe_qlora.packing import parametrize
@@ -62,48 +61,6 @@ def lora_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if ".lora_" in name]
 
 
-def config_on_disk(folder: Path) -> dict[str, Any]:
-    written: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
-    return {k: sorted(v) if isinstance(v, list) else v for k, v in written.items()}
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
-@pytest.mark.parametrize(
-    "targets",
-    [["experts.gate_up_proj", "experts.down_proj"], ["experts.down_proj"], None],
-    ids=["both", "one", "none"],
-)
-def test_files_are_those_of_stock_peft(model_type: str, targets: Any, tmp_path: Path) -> None:
-    config = lora_config(target_parameters=targets)
-    ours = moe_qlora.get_peft_model(build(model_type), config)
-    stock = peft.get_peft_model(unpacked(model_type), copy.deepcopy(config))
-    fill(ours)
-    ours.save_pretrained(tmp_path / "ours", **NO_HUB)
-    stock.save_pretrained(tmp_path / "stock", **NO_HUB)
-    written = load_file(tmp_path / "ours" / "adapter_model.safetensors")
-    expected = load_file(tmp_path / "stock" / "adapter_model.safetensors")
-    assert {k: (v.shape, v.dtype) for k, v in written.items()} == {
-        k: (v.shape, v.dtype) for k, v in expected.items()
-    }
-    assert config_on_disk(tmp_path / "ours") == config_on_disk(tmp_path / "stock")
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
-def test_packed_to_stock_and_back(model_type: str, tmp_path: Path) -> None:
-    ours = moe_qlora.get_peft_model(build(model_type), lora_config())
-    fill(ours)
-    expected = logits(ours)
-    assert not close(expected, logits(build(model_type)))
-    ours.save_pretrained(tmp_path / "ours", **NO_HUB)
-    stock = PeftModel.from_pretrained(unpacked(model_type), tmp_path / "ours")
-    assert close(logits(stock), expected)
-    fill(stock, seed=2)
-    expected = logits(stock)
-    stock.save_pretrained(tmp_path / "stock", **NO_HUB)
-    again = load_adapter(build(model_type), str(tmp_path / "stock"))
-    assert close(logits(again), expected)
-
-
 @pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
 def test_loading_a_second_adapter_and_training_it(low_cpu_mem_usage: bool, tmp_path: Path) -> None:
     first = moe_qlora.get_peft_model(build(), lora_config())
@@ -123,29 +80,6 @@ def test_loading_a_second_adapter_and_training_it(low_cpu_mem_usage: bool, tmp_p
     assert {n.split(".")[-2] for n, p in model.named_parameters() if p.grad is not None} == {"two"}
 
 
-def test_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    model = moe_qlora.get_peft_model(build(), lora_config())
-    model.save_pretrained(tmp_path, **NO_HUB)
-    file = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    dropped = next(key for key in tensors if ".experts.lora_B" in key)
-    save_file({k: v for k, v in tensors.items() if k != dropped}, file)
-    with pytest.raises(AdapterError, match=r"experts\.lora_B.* is not in the file"):
-        load_adapter(build(), str(tmp_path))
-    save_file({**tensors, dropped.replace("layers.0", "layers.9"): tensors[dropped].clone()}, file)
-    with pytest.raises(AdapterError, match=r"layers\.9.* has no place"):
-        load_adapter(build(), str(tmp_path))
-    wider = {key: torch.cat([value, value], -1) for key, value in tensors.items()}
-    save_file(wider, file)
-    with pytest.raises(AdapterError, match=r"does not fit this model: size mismatch for \S+lora_"):
-        load_adapter(build(), str(tmp_path))
-    save_file(tensors, file)
-    loaded = load_adapter(build(), str(tmp_path))
-    with pytest.raises(AdapterError, match="adapter_name is 'default', which this model has"):
-        load_adapter(loaded, str(tmp_path))
-    load_adapter(loaded, str(tmp_path), adapter_name="again")
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path: Path) -> None:
     """PEFT takes this type's keys for those of the published checkpoint, its own included."""
@@ -162,13 +96,6 @@ def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path: Pa
     held = dict(trained.named_parameters())
     for name, value in again.named_parameters():
         assert "lora_" not in name or torch.equal(value, held[name]), name
-
-
-def test_a_second_wrapping_is_refused() -> None:
-    model = moe_qlora.get_peft_model(build(), lora_config())
-    with pytest.raises(ConfigError, match=r"PeftModel with adapters \(default\); .*add_adapter"):
-        moe_qlora.get_peft_model(model, lora_config(), adapter_name="second")
-    model.add_adapter("second", lora_config())
 
 
 def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:
@@ -190,6 +117,17 @@ def test_adapters_of_transformers_v4_load(tmp_path: Path) -> None:
     ours = load_adapter(build("mixtral"), str(tmp_path))
     assert close(logits(ours), logits(stock))
     assert not close(logits(ours), logits(build("mixtral")))
+    # Beside other layers the config of stock PEFT is vague: its own call names ours.
+    attention = "base_model.model.model.layers.0.self_attn.q_proj.lora"
+    tensors |= {f"{attention}_{half}.weight": torch.zeros(shape) for half, shape in
+                (("A", (2, 24)), ("B", (24, 2)))}  # fmt: skip
+    modules = ["q_proj", "w1", "w2", "w3"]
+    LoraConfig(target_modules=modules, r=2).save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
+            PeftModel.from_pretrained(build("mixtral"), tmp_path)
 
 
 def test_lora_on_shared_experts_reloads_here(tmp_path: Path) -> None:
@@ -218,14 +156,6 @@ def test_lora_on_everything_at_once() -> None:
     assert not missing
     adapted = {n.split(".lora_")[0].rpartition(".")[2] for n in lora_names(model)}
     assert {"q_proj", "experts", "gate", "shared_expert_gate", "down_proj"} <= adapted
-
-
-def test_roles_choose_among_the_experts() -> None:
-    model = moe_qlora.get_peft_model(
-        build(), LoraConfig(target_modules=["q_proj"]), experts=["down"]
-    )
-    wrapped = {m.parameter_name for m in model.modules() if isinstance(m, lora.ParamWrapper)}
-    assert wrapped == {"down_proj"}
 
 
 def test_adapters_come_and_go() -> None:
@@ -271,38 +201,6 @@ def test_the_reference_adapter_of_preference_training() -> None:
     assert torch.equal(logits(model), default)
     with model.disable_adapter():
         assert torch.equal(logits(model), logits(build()))
-
-
-def deltas(model: nn.Module, adapter: str) -> list[Tensor]:
-    return [
-        module.get_delta_weight(adapter).detach()
-        for module in model.modules()
-        if isinstance(module, lora.ParamWrapper)
-    ]
-
-
-@pytest.mark.parametrize(("kind", "rank"), [("cat", None), ("svd", 6), ("linear", None)])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_weighted_sums_of_adapters(model_type: str, kind: str, rank: int | None) -> None:
-    model = moe_qlora.get_peft_model(build(model_type), lora_config())
-    model.add_adapter("two", lora_config())
-    fill(model)
-    if kind == "linear":  # which combines A and B apart: exact where one of them is shared
-        for module in model.modules():
-            if hasattr(module, "lora_A") and "two" in module.lora_A:
-                module.lora_A["two"].weight.data = module.lora_A["default"].weight.data.clone()
-    model.add_weighted_adapter(
-        ["default", "two"], [0.25, 0.25], "sum", combination_type=kind, svd_rank=rank
-    )
-    scale = 2 if kind == "linear" else 1  # sqrt(w) A + sqrt(w) A, twice A
-    pairs = zip(deltas(model, "default"), deltas(model, "two"), deltas(model, "sum"), strict=True)
-    for first, second, both in pairs:
-        assert close(both, scale * 0.25 * (first + second), 1e-4)
-    model.set_adapter("sum")
-    logits(model)
-    assert not any(
-        p.requires_grad for n, p in model.named_parameters() if ".default." in n or ".two." in n
-    )
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -394,12 +292,6 @@ def test_sums_of_rslora_adapters_are_not_scaled_again(kind: str, rank: int | Non
             assert close(module.get_delta_weight("sum"), expected, 1e-4)
 
 
-def test_a_sum_of_an_unknown_adapter_is_one_sentence() -> None:
-    model = moe_qlora.get_peft_model(build(), lora_config())
-    with pytest.raises(AdapterError, match="there is no adapter 'two'; the model has default"):
-        model.add_weighted_adapter(["default", "two"], [1.0, 1.0], "sum", "cat")
-
-
 @pytest.mark.parametrize("name", ["q_proj", "1", "weight", "model"])
 def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) -> None:
     """PEFT takes the tensors of such a layer for the adapter's, which it leaves out of others'."""
@@ -425,31 +317,6 @@ def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) 
     assert written.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
     with pytest.raises(AdapterError, match=said):
         alone.add_adapter("second", lora_config())
-
-
-def test_generate_with_and_without_the_adapter() -> None:
-    model = moe_qlora.get_peft_model(build(), lora_config(task_type="CAUSAL_LM"))
-    fill(model)
-    options = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
-    out = model.generate(input_ids=IDS, output_scores=True, **options)
-    assert close(out.scores[0], logits(model)[:, -1])
-    with model.disable_adapter():
-        out = model.generate(input_ids=IDS, output_scores=True, **options)
-    assert close(out.scores[0], logits(build())[:, -1])
-
-
-def test_stock_get_peft_model_with_an_adapted_config_is_right(tmp_path: Path) -> None:
-    base = build()
-    host = peft.get_peft_model(base, moe_qlora.adapt_lora_config(base, lora_config()))
-    ours = moe_qlora.get_peft_model(build(), lora_config())
-    assert lora_names(host) == lora_names(ours)
-    fill(host)
-    fill(ours)
-    assert torch.equal(logits(host), logits(ours))
-    host.save_pretrained(tmp_path, **NO_HUB)
-    assert close(logits(load_adapter(build(), str(tmp_path))), logits(ours))
-    host.add_adapter("two", host.peft_config["default"])
-    assert sum(".two." in name for name in lora_names(host)) == len(lora_names(ours))
 
 
 @pytest.mark.parametrize("spelling", ["short", "full"])
@@ -521,14 +388,6 @@ def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(
     assert second["target_parameters"] == ["experts.down_proj"]
 
 
-def test_stock_from_pretrained_raises_and_names_the_call(tmp_path: Path) -> None:
-    moe_qlora.get_peft_model(build(), lora_config()).save_pretrained(tmp_path, **NO_HUB)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
-            PeftModel.from_pretrained(build(), tmp_path)
-
-
 def test_stock_loading_of_full_names_raises_and_names_the_call(tmp_path: Path) -> None:
     """Full names make stock PEFT wrap, in an order of its own, so that shapes do not fit."""
     base = build()
@@ -551,11 +410,6 @@ def test_the_guard_is_silent_without_experts_and_can_be_removed() -> None:
     checks.install(base)
     checks.remove(base)
     assert not base._forward_pre_hooks
-
-
-def test_mixed_adapters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="mixed=True"):
-        moe_qlora.get_peft_model(build(), lora_config(), mixed=True)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,10 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import testing
-from moe_qlora.errors import AdapterError
 
 BNB = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
@@ -113,43 +111,8 @@ def test_copies_are_adapted_by_themselves(base, adapter):
     assert torch.equal(logits(model), plain)
 
 
-def test_files_that_do_not_fit(base, adapter, tmp_path):
-    path, _ = adapter
-    tensors = load_file(path / "adapter_model.safetensors")
-    gone = next(name for name in tensors if "experts" in name)
-    (tmp_path / "adapter_config.json").write_bytes((path / "adapter_config.json").read_bytes())
-    rest = {name: value for name, value in tensors.items() if name != gone}
-    save_file(rest, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(moe_qlora.AdapterError, match=r"experts\S+ is not in the file \(0 tensors"):
-        packed(base).load_adapter(str(tmp_path))
-    more = {**tensors, gone.replace(".0.", ".7."): tensors[gone].clone()}
-    save_file(more, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(moe_qlora.AdapterError, match="has no place in this model"):
-        packed(base).load_adapter(str(tmp_path))
-
-
-def test_refusals(base):
-    model = packed(base)
-    with pytest.raises(moe_qlora.ConfigError, match="use_dora"):
-        model.add_adapter(lora_config(model, use_dora=True))
-    with pytest.raises(moe_qlora.ConfigError, match="lora_config is a str"):
-        model.add_adapter("default")
-    assert not any("lora" in name for name, _ in model.named_parameters())
-
-
 def test_methods_go_with_the_packed_experts(base):
     model = packed(base)
     assert {"add_adapter", "load_adapter"} <= model.__dict__.keys()
     model.dequantize()
     assert not {"add_adapter", "load_adapter"} & model.__dict__.keys()
-
-
-def test_another_adapter_with_the_name_of_a_layer_is_refused(base, adapter):
-    path, expected = adapter
-    model = packed(base)
-    model.load_adapter(str(path))
-    with pytest.raises(AdapterError, match="adapter 'q_proj' has the name of model"):
-        model.load_adapter(str(path), "q_proj")
-    with pytest.raises(AdapterError, match="adapter 'q_proj' has the name of model"):
-        model.add_adapter(lora_config(model), "q_proj")
-    assert torch.equal(logits(model), expected)

@@ -92,11 +92,6 @@ def test_packs_and_decodes_as_bitsandbytes(
             assert torch.equal(decoded, expected)
 
 
-def test_bitsandbytes_decodes_whole_blocks_the_same() -> None:
-    packed = pack(weight((4, 64, 128)), CodecSettings("nf4", True))
-    assert torch.equal(unpack(packed), bnb.dequantize_4bit(packed.codes, to_quant_state(packed)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(4, 64, 128), (3, 40, 48), (96, 80), (2, 3, 8, 17)])
 def test_int8_equals_vectorwise_quant(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -114,35 +109,6 @@ def test_int8_equals_vectorwise_quant(shape: tuple[int, ...], dtype: torch.dtype
         torch.testing.assert_close(decoded, expected)
         whole = bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view(shape)
         assert torch.equal(decoded, whole)
-
-
-@pytest.mark.parametrize("settings", [CodecSettings("nf4", True), CodecSettings("fp4"), INT8])
-@pytest.mark.parametrize("shape", [*SHAPES, (40, 1600, 8)])
-def test_ranges_equal_slices_of_the_whole(settings: CodecSettings, shape: tuple[int, ...]) -> None:
-    packed = pack(weight(shape), settings)
-    whole = unpack(packed)
-    rows = shape[0]
-    for start, stop in {(0, 1), (rows - 1, rows), (rows // 3, rows // 2 + 1), (0, rows), (0, 0)}:
-        expected = whole[start:stop]
-        assert torch.equal(unpack_range(packed, start, stop), expected)
-        with at_most(300):
-            assert torch.equal(unpack_range(packed, start, stop), expected)
-        cast = unpack_range(packed, start, stop, dtype=torch.float32)
-        assert cast.dtype == torch.float32
-        assert torch.equal(cast, expected.float())
-
-
-def test_few_rows_are_decoded_at_once_wherever_they_lie() -> None:
-    packed = pack(weight((40, 16, 8)), CodecSettings("nf4"))
-    cls = type(codec.codec_of("nf4"))
-    for start in (0, 36):
-        with (
-            at_most(4000),
-            mock.patch.object(codec, "_chunk_elements", return_value=200),
-            mock.patch.object(cls, "decode", autospec=True, side_effect=cls.decode) as decode,
-        ):
-            unpack_range(packed, start, start + 4)
-            decode.assert_called_once()
 
 
 def test_range_checks_its_bounds() -> None:
@@ -197,18 +163,6 @@ def test_packing_allocates_no_copy_of_the_stack(
     with Allocations() as seen:
         assert codec.first_nonfinite(view) is None
     assert seen.largest <= stack[0].nbytes
-
-
-def test_sizes() -> None:
-    packed = pack(weight((8, 64, 64)), CodecSettings("nf4", True))
-    blocks = 8 * 64
-    tables = (16 + 256) * 4
-    assert packed.nbytes - packed.codes.nbytes == blocks + blocks // 256 * 4 + 4 + tables
-    assert packed.nbytes == 8 * 64 * 64 // 2 + blocks + blocks // 256 * 4 + 4 + tables
-    int8 = pack(weight((8, 64, 64)), INT8)
-    assert int8.nbytes - int8.codes.nbytes == 8 * 64 * 4
-    assert packed.numel == 8 * 64 * 64
-    assert packed.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

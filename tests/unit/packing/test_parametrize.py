@@ -182,14 +182,6 @@ def test_modules_of_a_kind_have_one_class_until_others_parametrize_them(
         weighed.down = weighed.down
 
 
-def test_packing_a_copy_leaves_its_source() -> None:
-    module = Experts()
-    storage.attach(module, "down", pack(module.down, SETTINGS["nf4"]))
-    twin = copy.deepcopy(module)
-    storage.attach(twin, "gate_up", pack(twin.gate_up, SETTINGS["nf4"]))
-    assert isinstance(module.gate_up, nn.Parameter)
-
-
 def test_state_dict_has_bitsandbytes_keys_and_loads_back(settings: CodecSettings) -> None:
     module, decoded = packed_experts(settings)
     state = module.state_dict()
@@ -302,21 +294,6 @@ def test_codes_that_a_sweep_destroyed_are_refused() -> None:
     module.half()
     with pytest.raises(QuantizationError, match=r"cast from torch.bfloat16 to torch.float16"):
         _ = module.down
-
-
-def test_moves_take_the_statistics_along(settings: CodecSettings) -> None:
-    module, _ = packed_experts(settings)
-    if settings.kind == "int8":
-        module.to("meta")
-        stack = storage.read_packed(module, "down")
-        assert stack.device.type == stack.absmax.device.type == "meta"
-        return
-    # nn.Module.to cannot replace a Params4bit by a meta one; what it calls on the way can.
-    storage.original_of(module, "down").to("meta")
-    state = module.parametrizations["down"][0].quant_state
-    tensors = [state.absmax, state.code]
-    tensors += [state.state2.absmax, state.state2.code] if state.nested else []
-    assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
 def test_detach_restores_the_module(settings: CodecSettings) -> None:

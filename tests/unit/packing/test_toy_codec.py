@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import get_peft_model, quantize_experts
 from moe_qlora.checkpoint.verify import verify
-from moe_qlora.distributed import share_packer
-from moe_qlora.distributed.share_packer import Ranks, SharePacker
 from moe_qlora.errors import ConfigError, MoeQloraError
 from moe_qlora.experts.backend import choose_backend, read_call
 from moe_qlora.experts.operands import PackedOperand, packed_weight
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import Packer, pack, unpack, unpack_range
-from moe_qlora.packing.codecs import Codec, codec_of, register, unregister
+from moe_qlora.packing.codecs import Codec, register, unregister
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -149,48 +145,6 @@ def test_weights_are_packed_whole_and_in_pieces(shape, dtype):
         packer.add(row[None])
     again = packer.finish()
     assert torch.equal(again.codes, whole.codes) and torch.equal(again.absmax, whole.absmax)
-
-
-def test_shares_are_cut_and_joined():
-    weight = torch.randn(4, 8, 32)
-    settings, codec = CodecSettings(KIND), codec_of(KIND)
-    whole = pack(weight, settings)
-    parts = [codec.cut(whole, first, first + 2) for first in (0, 2)]
-    assert torch.equal(torch.cat([unpack(part) for part in parts]), unpack(whole))
-    joined = codec.join(parts)
-    assert torch.equal(joined.codes, whole.codes) and torch.equal(joined.absmax, whole.absmax)
-    assert codec.why_not_cut((4, 8, 32), 2, settings) is None
-    assert "no whole blocks of 32" in str(codec.why_not_cut((4, 3, 7), 4, settings))
-
-
-@pytest.mark.parametrize("shape", [(3, 8, 32), (2, 5, 14), (4, 3, 130)])
-def test_ranks_pack_their_shares_from_the_rows_that_they_need(monkeypatch, shape):
-    weight, settings = torch.randn(shape), CodecSettings(KIND)
-    whole, ranks = pack(weight, settings), (0, 1, 2)
-    told: dict[int, Tensor] = {}
-    barrier = threading.Barrier(len(ranks), timeout=60)
-
-    def gather(name: str, parts: list[Tensor], own: Tensor, rank: int) -> None:
-        told[rank] = own.clone()
-        barrier.wait()
-        for part, one in zip(parts, ranks, strict=True):
-            part.copy_(told[one])
-
-    def share(rank: int) -> tuple[Tensor, Tensor]:
-        held = Ranks(rank, len(ranks), group=rank)
-        args = weight.dtype, weight.device, settings, tuple(whole.codes.shape), held
-        packer = SharePacker("weight", shape, *args)
-        first, last = packer.rows
-        if first < last:
-            packer.add(first, weight[first:last])
-        codes, statistics, _ = packer.finish()
-        return codes, statistics["scale_bits"]
-
-    monkeypatch.setattr(share_packer, "_gather", gather)
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        codes, bits = zip(*pool.map(share, ranks), strict=True)
-    assert torch.equal(torch.cat(codes), whole.codes)
-    assert torch.equal(torch.cat(bits).view(torch.float32), whole.absmax)
 
 
 def test_a_built_model_is_packed_and_seen_as_packed():

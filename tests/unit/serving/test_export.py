@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +191,12 @@ def test_sglang_gets_all_of_what_it_stacks(
 @pytest.mark.parametrize(
     ("scope", "experts"),
     [
-        ({"exclude_modules": ["k_proj"]}, True),
         ({"exclude_modules": ["k_proj"]}, False),
         ({"exclude_modules": ["model.layers.0.self_attn.o_proj", "v_proj"]}, False),
         ({"exclude_modules": r".*layers\.1\.self_attn\.(q|k|o)_proj"}, True),
         ({"layers_to_transform": [1]}, True),
     ],
-    ids=["leaf", "leaf, attention alone", "paths", "pattern", "layers"],
+    ids=["leaf, attention alone", "paths", "pattern", "layers"],
 )
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 def test_what_an_adapter_leaves_out_loads_back(
@@ -351,18 +347,6 @@ def test_sglang_is_promised_for_what_its_loader_was_given() -> None:
         layout_for("sglang", "Foo")
 
 
-def test_other_files_of_a_folder_are_neither_copied_nor_followed(
-    bases: dict[str, Path], adapters: Any, tmp_path: Path
-) -> None:
-    folder, _ = adapters["qwen3_moe"]
-    base = bases["qwen3_moe"]
-    moe_qlora.export_adapter(folder, tmp_path / "single", base=base, target="vllm")
-    (tmp_path / "single/optimizer.pt").write_bytes(b"0")
-    with per_expert.fused(tmp_path / "single", load(base)) as fused:
-        names = {file.name for file in fused.iterdir()}
-    assert names <= {"adapter_model.safetensors", "adapter_config.json", "moe_qlora_adapter.json"}
-
-
 def test_a_single_experts_adapter_with_a_router_loads_beside_another(
     bases: dict[str, Path], adapters: Any, tmp_path: Path
 ) -> None:
@@ -381,18 +365,8 @@ def drop_an_expert(tensors: dict[str, torch.Tensor], path: str) -> None:
     del tensors[f"{path}.3.up_proj.lora_A.weight"], tensors[f"{path}.3.up_proj.lora_B.weight"]
 
 
-def give_b_another_rank(tensors: dict[str, torch.Tensor], path: str) -> None:
-    for expert in range(4):
-        tensors[f"{path}.{expert}.up_proj.lora_B.weight"] = torch.zeros(40, 3)
-
-
 def give_one_b_other_rows(tensors: dict[str, torch.Tensor], path: str) -> None:
     tensors[f"{path}.1.up_proj.lora_B.weight"] = torch.zeros(39, 4)
-
-
-def add_a_stack(tensors: dict[str, torch.Tensor], path: str) -> None:
-    tensors[f"{path}.up_proj.lora_A.weight"] = torch.zeros(4, 4, 64)
-    tensors[f"{path}.up_proj.lora_B.weight"] = torch.zeros(4, 40, 4)
 
 
 def stack_other_numbers(tensors: dict[str, torch.Tensor], path: str) -> None:
@@ -402,18 +376,10 @@ def stack_other_numbers(tensors: dict[str, torch.Tensor], path: str) -> None:
     tensors[f"{path}.up_proj.lora_B.weight"] = torch.zeros(4, 40, 4)
 
 
-def flatten_a_stack(tensors: dict[str, torch.Tensor], path: str) -> None:
-    stack_other_numbers(tensors, path)
-    tensors[f"{path}.up_proj.lora_A.weight"] = torch.zeros(8, 64)
-
-
 @pytest.mark.parametrize(
     "damage",
-    [
-        drop_an_expert, give_b_another_rank, give_one_b_other_rows, add_a_stack,
-        stack_other_numbers, flatten_a_stack,
-    ],
-)  # fmt: skip
+    [drop_an_expert, give_one_b_other_rows, stack_other_numbers],
+)
 def test_single_experts_that_do_not_fit_each_other_are_one_sentence(
     damage: Any, bases: dict[str, Path], adapters: Any, tmp_path: Path
 ) -> None:
@@ -424,42 +390,3 @@ def test_single_experts_that_do_not_fit_each_other_are_one_sentence(
     save_file(written, tmp_path / "out/adapter_model.safetensors")
     with pytest.raises(AdapterError, match=r"layers\.0\.mlp\.experts.*\.$"):
         moe_qlora.load_adapter(load(bases["qwen3_moe"]), str(tmp_path / "out"))
-
-
-def test_a_half_folded_in_float32_stays_so() -> None:
-    """Of gate in bfloat16 and up in float32, or the other way round."""
-    a = torch.randn(2, 3, 8, dtype=torch.bfloat16)
-    exact, coarse = torch.randn(2, 5, 3), torch.randn(2, 5, 3, dtype=torch.bfloat16)
-    for b_gate, b_up in ((exact, coarse), (coarse, exact)):
-        gate, up = (per_expert.Factors(a, b, 2.0) for b in (b_gate, b_up))
-        assert torch.equal(
-            per_expert._fuse(gate, up, False).b, torch.cat((b_gate.float(), b_up.float()), 1)
-        )
-        other = per_expert.Factors(a + 1, b_up, 2.0)
-        assert torch.equal(per_expert._fuse(gate, other, False).b[:, :5, :3], b_gate.float())
-
-
-@pytest.mark.parametrize("server", ["vllm", "peft"])
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(
-    server: str, bases: dict[str, Path], adapters: Any, tmp_path: Path, copied: Any
-) -> None:
-    """Of the target, and of the folder of temporary files, where single experts are fused."""
-    folder, out = adapters["qwen3_moe"][0], tmp_path / "place/out"
-    single, base = tmp_path / "single", bases["qwen3_moe"]
-    moe_qlora.export_adapter(folder, single, base=base, target="vllm")
-    source = single if server == "peft" else folder
-    place = Path(tempfile.gettempdir()) if server == "peft" else out
-    largest = (source / "adapter_model.safetensors").stat().st_size
-    for limit in (10, largest // 3):
-
-        def work(limit: int = limit) -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            try:
-                moe_qlora.export_adapter(source, out, base=base, target=server)
-            except moe_qlora.CheckpointError as error:
-                told = f"{place}{',' * (server == 'peft')} cannot be written: File too large"
-                os._exit(7 if told in str(error) and "\n" not in str(error) else 8)
-
-        assert copied(work).ended() == 7
-        assert not list(out.parent.glob("*"))
-    moe_qlora.export_adapter(source, out, base=base, target=server)

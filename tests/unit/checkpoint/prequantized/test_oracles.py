@@ -71,51 +71,25 @@ def test_transformers_fails_where_blocks_are_cut_off(tmp_path):
         assert checkpoint.read("model.layers.0.self_attn.kv_a_proj_with_mqa.weight").shape[0] == 40
 
 
+def scheme(form: str, kind: str, strategy: str, **more) -> tuple[str, dict]:
+    """A format, and how its weights are stored: `kind` as in "4 int"."""
+    bits, kind = kind.split()
+    return form, {"num_bits": int(bits), "type": kind, "strategy": strategy, **more}
+
+
+U8 = {"group_size": 32, "scale_dtype": "torch.uint8"}
 SCHEMES = {
-    "int4 group": (
-        "pack-quantized",
-        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
-    ),
-    "int4 channel": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
-    "int8 group": (
-        "pack-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 16},
-    ),
-    "int8 plain": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
-    "fp8 channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "fp8 tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
-    "fp8 group": (
-        "float-quantized",
-        {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
-    ),
-    "fp8 block": (
-        "float-quantized",
-        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
-    ),
-    "mxfp8": (
-        "mxfp8-quantized",
-        {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
-    "nvfp4": (
-        "nvfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
-    ),
-    "mxfp4": (
-        "mxfp4-pack-quantized",
-        {
-            "num_bits": 4,
-            "type": "float",
-            "strategy": "group",
-            "group_size": 32,
-            "scale_dtype": "torch.uint8",
-        },
-    ),
+    "int4 group": scheme("pack-quantized", "4 int", "group", group_size=32),
+    "int4 channel": scheme("pack-quantized", "4 int", "channel"),
+    "int8 group": scheme("pack-quantized", "8 int", "group", group_size=16),
+    "int8 plain": scheme("int-quantized", "8 int", "channel"),
+    "fp8 channel": scheme("float-quantized", "8 float", "channel"),
+    "fp8 tensor": scheme("float-quantized", "8 float", "tensor"),
+    "fp8 group": scheme("float-quantized", "8 float", "group", group_size=32),
+    "fp8 block": scheme("float-quantized", "8 float", "block", block_structure=[16, 32]),
+    "mxfp8": scheme("mxfp8-quantized", "8 float", "group", **U8),
+    "nvfp4": scheme("nvfp4-pack-quantized", "4 float", "tensor_group", group_size=16),
+    "mxfp4": scheme("mxfp4-pack-quantized", "4 float", "group", **U8),
 }
 
 

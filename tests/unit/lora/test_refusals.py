@@ -1,0 +1,189 @@
+"""What LoRA on packed experts does not take: the call, the error, the words."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+
+import moe_qlora
+from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
+from moe_qlora.packing import codec, parametrize, settings
+from moe_qlora.testing import tiny_model
+
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@cache
+def _packed(model_type: str, **sizes: Any) -> Any:
+    model = tiny_model(model_type, **sizes)
+    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
+    return model
+
+
+def packed(model_type: str = "qwen3_moe", **sizes: Any) -> Any:
+    return copy.deepcopy(_packed(model_type, **sizes))
+
+
+def adapt(model_type: str = "qwen3_moe", config: Any = None, **options: Any) -> Any:
+    fields = {
+        key: options.pop(key) for key in tuple(options) if key in LoraConfig.__dataclass_fields__
+    }
+    config = config or LoraConfig(r=2, **{"target_modules": ["q_proj"], **fields})
+    return moe_qlora.get_peft_model(packed(model_type), config, **options)
+
+
+def four_dimensions() -> None:
+    model = torch.nn.Module()
+    model.experts = torch.nn.Module()
+    weight = codec.pack(torch.randn(2, 3, 8, 16), settings.CodecSettings("nf4"))
+    parametrize.attach(model.experts, "down_proj", weight)
+    moe_qlora.adapt_lora_config(model, LoraConfig(target_parameters=["experts.down_proj"]))
+
+
+def setting(field: str, value: Any) -> Callable[[], Any]:
+    """A field of the config that experts cannot have."""
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    setattr(config, field, value)
+    return lambda: moe_qlora.adapt_lora_config(packed("mixtral"), config)
+
+
+def misspelt(name: str) -> Callable[[], Any]:
+    return lambda: adapt(target_parameters=[name, "experts.down_proj"])
+
+
+IA3 = peft.IA3Config(target_modules=["k_proj"])
+DORA = LoraConfig(target_modules=["q_proj"], target_parameters=EXPERTS, use_dora=True)
+CALLS: list[tuple[str, Callable[[], Any]]] = [
+    ("exclude_modules.*no regular", lambda: moe_qlora.exclude_modules(packed(), "(")),
+    ("exclude_modules holds 3", lambda: moe_qlora.exclude_modules(packed(), [3])),  # type: ignore[list-item]
+    ("is a dict", lambda: moe_qlora.target_parameters(packed(), {"a": 1})),
+    ("role 'sideways'", lambda: moe_qlora.target_parameters(packed(), roles=["sideways"])),
+    ("experts is 3; give True, a list of roles", lambda: adapt(experts=3)),
+    (
+        r"layers_to_transform=\[7\] leaves no layer with packed",
+        lambda: adapt(experts=True, layers_to_transform=[7]),
+    ),
+    ("mixed=True", lambda: adapt(mixed=True)),
+    (
+        r"PeftModel with adapters \(default\); .*add_adapter",
+        lambda: moe_qlora.get_peft_model(adapt(), LoraConfig(), adapter_name="second"),
+    ),
+    (r"experts\.down_proj, a weight of shape \(2, 3, 8, 16\)", four_dimensions),
+    ("use_dora", lambda: packed().add_adapter(DORA)),
+    ("lora_config is a str", lambda: packed().add_adapter("default")),
+    (r"router.*around them.*'router\.layer'", lambda: adapt("dbrx", target_modules=["router"])),
+    ("use a LoraConfig", lambda: moe_qlora.adapt_lora_config(packed(), IA3, experts=True)),
+    (
+        r"for models with packed experts.*moe_qlora\.(enabled\(\)|quantize_experts\()",
+        lambda: moe_qlora.get_peft_model(tiny_model("qwen3_moe"), LoraConfig(), experts=True),
+    ),
+    *(
+        (rf"{field}=.*layers\.0\.mlp\.experts\.down_proj", setting(field, value))
+        for field, value in (
+            *(("use_dora", True), ("lora_bias", True), ("fan_in_fan_out", True)),
+            *(("init_lora_weights", "pissa"), ("init_lora_weights", "orthogonal")),
+            ("use_qalora", True),
+        )
+    ),
+    *(
+        (
+            f"modules_to_save='{key}' asks to train model",
+            lambda key=key: adapt(modules_to_save=["norm", key]),
+        )
+        for key in ("mlp", "xperts", "down_proj", "experts.down_proj", "layers.1.mlp.experts")
+    ),
+    *(
+        (f"'{name}', which is no parameter of this model.*did you mean '{near}'", misspelt(name))
+        for name, near in (
+            ("gate_up_prj", "gate_up_proj"),
+            ("gate_proj", "gate_up_proj"),
+            ("model.layer.1.mlp.experts.down_proj", "model.layers.1.mlp.experts.down_proj"),
+        )
+    ),
+    *(
+        ("lora_config is a", lambda given=given: moe_qlora.adapt_lora_config(packed(), given))
+        for given in ({}, None, LoraConfig)
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "call"), CALLS, ids=[words for words, _ in CALLS])
+def test_what_is_refused(words: str, call: Any) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_that_is_not_there() -> None:
+    with pytest.raises(AdapterError, match="there is no adapter 'two'; the model has default"):
+        adapt().add_weighted_adapter(["default", "two"], [1.0, 1.0], "sum", "cat")
+    with pytest.raises(CheckpointError, match="nobody/no-such-adapter cannot be loaded"):
+        moe_qlora.load_adapter(packed(), "nobody/no-such-adapter")
+
+
+def test_a_parameter_like_no_other_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError) as caught:
+        misspelt("zzz")()
+    assert "did you mean" not in str(caught.value)
+
+
+WAYS: dict[str, Callable[[Any, Path], Any]] = {
+    "load_adapter": moe_qlora.load_adapter,
+    "PeftModel": lambda model, folder: PeftModel.from_pretrained(model, folder),
+    "transformers": lambda model, folder: model.load_adapter(str(folder)),
+}
+
+
+def lacking(tensors: dict[str, Any]) -> None:
+    del tensors[next(key for key in tensors if ".experts.lora_B" in key)]
+
+
+def elsewhere(tensors: dict[str, Any]) -> None:
+    key = next(key for key in tensors if ".experts.lora_B" in key)
+    tensors[key.replace("layers.0", "layers.9")] = tensors[key].clone()
+
+
+def wider(tensors: dict[str, Any]) -> None:
+    for key, value in tensors.items():
+        tensors[key] = torch.cat([value, value], -1)
+
+
+@pytest.mark.filterwarnings("ignore:Already found a .peft_config.")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_does_not_fit(way: str, tmp_path: Path) -> None:
+    adapter, file = tmp_path / "adapter", tmp_path / "adapter/adapter_model.safetensors"
+    adapt(experts=True).save_pretrained(adapter)
+    load, whole = WAYS[way], load_file(file)
+    for change, error, words in (
+        (lacking, AdapterError, r"experts\.(base_layer\.)?lora_B.* is not in the file"),
+        (elsewhere, AdapterError, r"layers\.9.* has no place"),
+        (wider, AdapterError, r"does not fit this model: size mismatch for \S+lora_"),
+    ):
+        if (change, way) == (wider, "transformers"):
+            continue  # the library says that itself
+        tensors = dict(whole)
+        change(tensors)
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(error, match=words):
+            load(packed(), adapter)
+    file.write_bytes(b"x" * 99)
+    with pytest.raises(CheckpointError, match="damaged weights"):
+        load(packed(), adapter)
+    save_file(whole, file, {"format": "pt"})
+    with pytest.raises(AdapterError, match="use it with the model that it was trained on"):
+        load(packed("mixtral"), adapter)
+    (adapter / "moe_qlora_adapter.json").unlink()
+    with pytest.raises(AdapterError, match="load it on the model that it was trained on"):
+        load(packed(num_hidden_layers=3), adapter)
+    (adapter / "adapter_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"it has no adapter_config|such as the adapter in"):
+        moe_qlora.load_adapter(packed(), tmp_path)
