@@ -149,17 +149,15 @@ def test_there_is_a_cell_for_each_model_gpu_and_length(fits):
     assert cells == [*itertools.product(fits.MODELS, fits.SEQS, fits.GPUS.values())]
 
 
-def a_dozen(fits):
-    """A cell of each model and four more; others once the data is planned anew."""
+def some(fits):
+    """A cell of three models and of each quick one; others once the data is planned anew."""
     chance = random.Random(str(fits.described()))
     by_model = {name: [c for c in fits.read() if c.model == name] for name in fits.MODELS}
-    first = [chance.choice(cells) for cells in by_model.values()]
-    quick = [cell for name in QUICK for cell in by_model[name] if cell not in first]
-    return [*first, *chance.sample(quick, 12 - len(first))]
+    return [chance.choice(by_model[name]) for name in sorted({*chance.sample(MODELS, 3), *QUICK})]
 
 
-def test_a_dozen_cells_are_what_plan_says(fits):
-    for cell in a_dozen(fits):
+def test_some_cells_are_what_plan_says(fits):
+    for cell in some(fits):
         report = moe_qlora.plan(cell.model, search=False, **cell.arguments())
         use = max(report.devices, key=lambda use: use.needed)
         assert (report.fits, use.needed, use.peak.nbytes) == (True, cell.needed, cell.peak), cell
