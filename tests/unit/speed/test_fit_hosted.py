@@ -143,6 +143,7 @@ def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(made) > off.slots == sum(slot() is not None for slot in made)
 
 
+@pytest.mark.parametrize("pace", ["slow"], indirect=True)
 def test_of_some_layers_in_host_memory_the_others_stay_on_the_device(pace: str) -> None:
     model = adapted(num_hidden_layers=6)
     ids = token_ids(model)
