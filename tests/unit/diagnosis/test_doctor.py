@@ -36,6 +36,14 @@ def config(model_type: str = "qwen3_moe", **sizes: int) -> Any:
     return tiny_model(model_type, dtype=torch.bfloat16, **sizes).config
 
 
+@pytest.fixture(autouse=True)
+def stock_fit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Spare the plan that says whether a card holds a step, seconds of a call; its function."""
+    stock = doctor._fit
+    monkeypatch.setattr(doctor, "_fit", lambda *_: "")
+    return stock
+
+
 # Versions
 
 
@@ -125,6 +133,7 @@ def test_backends_are_those_of_a_forward(monkeypatch, case):
     expected = chosen(case, True)
     backend._grouped.cache_clear()
     monkeypatch.undo()
+    monkeypatch.setattr(doctor, "_fit", lambda *_: "")
     report = moe_qlora.doctor(plain, asked, gpu="4090")
     assert {(layer.backend, layer.reason) for layer in report.layers} == expected
     for layer in report.layers:
@@ -279,8 +288,9 @@ def test_no_card(name, message):
     assert str(caught.value).startswith("gpu: ")
 
 
-def test_a_card_says_with_what_settings_it_holds_a_step():
+def test_a_card_says_with_what_settings_it_holds_a_step(stock_fit, monkeypatch):
     """They are the best of a plan; without a GPU or a model there are none."""
+    monkeypatch.setattr(doctor, "_fit", stock_fit)
     plain = config()
     said = moe_qlora.doctor(plain, BF16, gpu="H100").fit
     made = moe_qlora.plan(plain, BF16, gpus="H100")

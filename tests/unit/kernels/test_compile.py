@@ -7,7 +7,8 @@ sm_90, up to PTX, of which ptxas need not make the best code.
 The matmuls, which are what runs out of registers and shared memory, go through the compiler for
 five targets as they are cut untuned there, and through ptxas, whose report is held: no register is
 spilled, and a program has no more shared memory than the card. (All kernels for all targets would
-take minutes.)
+take minutes.) Every run has the smallest card and Hopper; `.ci/run` has the layers, by
+`tools/test_triton`; the rest is nightly.
 """
 
 from __future__ import annotations
@@ -51,17 +52,14 @@ AMD_SHARED = 64 << 10
 REGISTERS = 65536
 """Of a multiprocessor, on all of them."""
 
-"""Bytes that ptxas may store and load beside the registers: those of Triton 3.7 keep two registers
-of this one there, those of 3.6 none. All other kernels spill nothing."""
 
-
-def lines_of(mode: str, folder: Path) -> list[str]:
+def lines_of(folder: Path, *mode: str) -> list[str]:
     """Run this file by itself and return what it prints."""
     environment = {key: v for key, v in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     environment |= {"TRITON_DISABLE_LINE_INFO": "1", "DISABLE_PTXAS_OPT": "1"}
     done = subprocess.run(
-        [sys.executable, __file__, mode],
+        [sys.executable, __file__, *mode],
         env=environment | {"TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
         text=True,
@@ -72,23 +70,26 @@ def lines_of(mode: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.nightly
 def test_all_kernels_compile(tmp_path):
     pytest.importorskip("triton")
-    compiled = {tuple(line.split()) for line in lines_of("layers", tmp_path)}
+    compiled = {tuple(line.split()) for line in lines_of(tmp_path, "layers")}
     both = {(capability, name) for capability in ("sm_80", "sm_90") for name in NAMES}
     assert compiled == both | {("sm_90", name) for name in OF_HOPPER}
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def reports_of(target, folder):
     pytest.importorskip("triton")
-    return [json.loads(line) for line in lines_of("matmuls", tmp_path_factory.mktemp("triton"))]
+    found = [json.loads(line) for line in lines_of(folder, "matmuls", str(target))]
+    assert len({report["matmul"] for report in found}) == len(found) == 14
+    return found
 
 
-@pytest.mark.parametrize("target", SHARED)
-def test_matmuls_fit_their_card(reports, target):
-    mine = [report for report in reports if report["target"] == target]
-    assert len({report["matmul"] for report in mine}) == len(mine) == 14
+@pytest.mark.parametrize(
+    "target", [86, 90, *(pytest.param(one, marks=pytest.mark.nightly) for one in (80, 100, 120))]
+)
+def test_matmuls_fit_their_card(target, tmp_path):
+    mine = reports_of(target, tmp_path)
     for report in mine:
         assert not report["spilled"], report
         assert report["shared"] <= SHARED[target], report
@@ -103,23 +104,18 @@ def test_matmuls_fit_their_card(reports, target):
     assert len(many) == 7
     own = {90: "wgmma", 100: "tcgen05"}.get(target, "mma.sync")
     assert all(own in r["instructions"] for r in many)
-
-
-def test_matmuls_compile_for_amd(reports):
-    """Compile, and no more than that: nothing has run there."""
-    mine = [report for report in reports if report["target"] == "gfx942"]
-    assert len(mine) == 14
-    assert all(0 < report["shared"] <= AMD_SHARED for report in mine)
-
-
-@pytest.mark.parametrize("target", [target for target in SHARED if SHARED[target] == 99 << 10])
-def test_two_programs_of_the_grouped_matmul_share_a_small_card(reports, target):
-    """A card with 100 KiB, of which each program takes one more for itself."""
-    grouped = [r for r in reports if r["target"] == target and "grouped" in r["matmul"]]
+    grouped = [report for report in mine if "grouped" in report["matmul"]]
     assert len(grouped) == 5
-    for report in grouped:
-        assert 2 * (report["shared"] + 1024) <= 100 << 10, report
-        assert 2 * report["registers"] * report["threads"] <= REGISTERS, report
+    if SHARED[target] == 99 << 10:  # two share a card's 100 KiB, one of which each takes for itself
+        for report in grouped:
+            assert 2 * (report["shared"] + 1024) <= 100 << 10, report
+            assert 2 * report["registers"] * report["threads"] <= REGISTERS, report
+
+
+@pytest.mark.nightly
+def test_matmuls_compile_for_amd(tmp_path):
+    """Compile, and no more than that: nothing has run there."""
+    assert all(0 < report["shared"] <= AMD_SHARED for report in reports_of("gfx942", tmp_path))
 
 
 def overwritten(ttgir: str) -> list[str]:
@@ -200,8 +196,8 @@ def without_device() -> Any:
     return target
 
 
-def matmuls() -> None:
-    """Print what ptxas says of the matmuls, as each target cuts them untuned, in lines of JSON."""
+def matmuls(goal: str) -> None:
+    """Print what ptxas says of the matmuls, as a target cuts them untuned, in lines of JSON."""
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.jit import JITFunction
 
@@ -215,24 +211,23 @@ def matmuls() -> None:
 
     JITFunction.run = run
     CUDABackend.make_cubin = lambda self, ptx, *rest: b""  # `assembled` makes it
-    for capability, shared in SHARED.items():
-        target.capability = capability
-        card = cards.Card("nvidia", divmod(capability, 10), shared)
-        with cards.acting_as(card):
-            for matmul in matmul_launches():
-                kernel = compiled.pop()
-                assert not compiled and not overwritten(kernel.asm["ttgir"]), matmul
-                report = {"target": capability, "matmul": matmul, **assembled(kernel, capability)}
-                print(json.dumps(report), flush=True)
-    # What goes without PTX goes as far as AMD's machine code.
-    target.capability = "gfx942"
-    cards.takes_ptx = lambda device: False
-    with cards.acting_as(cards.Card("amd", (0, 0), AMD_SHARED)):
+    card = cards.Card("amd", (0, 0), AMD_SHARED)
+    target.capability = goal if goal.startswith("gfx") else int(goal)
+    if isinstance(target.capability, int):
+        capability = target.capability
+        card = cards.Card("nvidia", divmod(capability, 10), SHARED[capability])
+    else:  # what goes without PTX goes as far as AMD's machine code
+        cards.takes_ptx = lambda device: False
+    with cards.acting_as(card):
         for matmul in matmul_launches():
             kernel = compiled.pop()
-            assert kernel.asm["hsaco"]
-            shared = kernel.metadata.shared
-            print(json.dumps({"target": "gfx942", "matmul": matmul, "shared": shared}), flush=True)
+            report = {"matmul": matmul, "shared": kernel.metadata.shared}
+            if isinstance(target.capability, int):
+                assert not compiled and not overwritten(kernel.asm["ttgir"]), matmul
+                report |= assembled(kernel, target.capability)
+            else:
+                assert kernel.asm["hsaco"]
+            print(json.dumps(report), flush=True)
 
 
 def matmul_launches() -> Iterator[str]:
@@ -537,4 +532,4 @@ def multiply(
 
 
 if __name__ == "__main__":
-    {"layers": main, "matmuls": matmuls}[sys.argv[1]]()
+    {"layers": main, "matmuls": matmuls}[sys.argv[1]](*sys.argv[2:])

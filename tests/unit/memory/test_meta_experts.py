@@ -16,6 +16,7 @@ from moe_qlora.memory import meta_model
 from moe_qlora.memory.plan import plan
 from moe_qlora.memory.tracker import MemoryTracker
 from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_model
 from tests.helpers.lora_layer import NAMES, E, H, K, add_lora, packed_host
 
 
@@ -92,8 +93,11 @@ def test_a_plan_needs_no_triton():
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "from moe_qlora.memory.plan import plan\n"
-        "print(plan('olmoe-1b-7b-0924', gpus='24GiB', search=False).peak.nbytes)"
+        "from moe_qlora.testing import tiny_model\n"
+        "config = tiny_model('qwen3_moe', device='meta').config\n"
+        "print(plan(config, gpus='24GiB', search=False).peak.nbytes)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    here = plan("olmoe-1b-7b-0924", gpus="24GiB", search=False).peak.nbytes
+    config = tiny_model("qwen3_moe", device="meta").config
+    here = plan(config, gpus="24GiB", search=False).peak.nbytes
     assert done.stdout.strip() == str(here), done.stderr

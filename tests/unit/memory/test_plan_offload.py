@@ -32,13 +32,13 @@ def plan_of(gpus="1TiB", config=LARGE, **changes):
     return moe_qlora.plan(config, gpus=gpus, **ASKED | changes)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 def test_a_plan_has_what_offload_experts_moves(family):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-    config = config_of(family)
+    config = config_of(family, 4)
     made = moe_qlora.plan(config, quantization, gpus="1TiB", offload=True, **ASKED)
     plain = moe_qlora.plan(config, quantization, gpus="1TiB", **ASKED)
-    model = tiny_model(family, num_hidden_layers=6, layer_types=None)
+    model = tiny_model(family, num_hidden_layers=4, layer_types=None)
     moe_qlora.quantize_experts(model, quantization)
     with moe_qlora.offload_experts(model) as off:
         moved = sum(tensor.nbytes for tensor in hosted_tensors(model))
@@ -102,8 +102,6 @@ def test_a_model_without_packed_experts_has_none_to_offload():
 REAL = {
     "qwen3-30b-a3b": ("8GiB", {"liger": True}),
     "gpt-oss-120b": ("16GiB", {"liger": True, "attention": "flex_attention"}),
-    "glm-4.5-air": ("24GiB", {"liger": True}),
-    "qwen3-235b-a22b": ("48GiB", {"liger": True}),
 }
 
 

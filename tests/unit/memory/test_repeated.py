@@ -48,7 +48,7 @@ SPREAD = {"targets": "all-linear", "gpus": "2x1GiB", "search": False}
     [
         ("deepseek_v3", SMALL),
         *((family, RANKS | {"checkpointing": False}) for family in ("gpt_oss", "qwen3_next")),
-        *((family, SPREAD) for family in ("qwen3_moe", "deepseek_v3")),
+        ("deepseek_v3", SPREAD),
     ],
 )
 def test_a_plan_of_repeated_layers_is_that_of_all(family, settings, monkeypatch):

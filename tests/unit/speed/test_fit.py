@@ -37,11 +37,11 @@ TYPES = {
     "qwen3_moe": {"num_hidden_layers": 4},
     "gpt_oss": {},  # eager attention, with masks of two kinds
     "deepseek_v3": {},  # a dense layer first
-    "mixtral": {},
     "qwen3_next": {},  # gated delta nets
     "afmoe": {},  # a norm behind the experts
     "gemma4_text": {},
 }
+NIGHTLY = ("afmoe", "gemma4_text")
 
 
 def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
@@ -52,7 +52,11 @@ def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
 
 @pytest.mark.parametrize(
     ("model_type", "attended"),
-    [*((model_type, SEQ / 2) for model_type in TYPES), ("qwen3_moe", 1e5), ("gpt_oss", 1e5)],
+    [
+        *((model_type, SEQ / 2) for model_type in TYPES if model_type not in NIGHTLY),
+        *(pytest.param(model_type, SEQ / 2, marks=pytest.mark.nightly) for model_type in NIGHTLY),
+        ("gpt_oss", 1e5),
+    ],
 )
 def test_no_memory_is_exceeded_and_nothing_else_changes(
     model_type: str, attended: float, monkeypatch: pytest.MonkeyPatch
@@ -66,7 +70,7 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(
     with fitted(model) as fit:
         most = fit.peak
     seen = []
-    for memory in [least + (most - least) * part // 4 for part in range(5)]:
+    for memory in (least, (least + most) // 2, most):
         model.load_state_dict(weights)
         with fitted(model, memory) as fit:
             assert fit.memory == memory
@@ -122,15 +126,14 @@ def test_forwards_without_gradients_come_first(loss: Any) -> None:
     least = least_memory(model, 2, loss=loss)
     with fitted(model, batch_size=2, loss=loss) as fit:
         most = fit.peak
-    for memory in {least + (most - least) * part // 4 for part in range(5)}:
+    for memory in {least, (least + most) // 2, most}:
         with fitted(model, memory, batch_size=2, loss=loss) as fit:
             measured = measured_peak(model, ids, loss_of=loss) - ids.nbytes
             assert measured <= fit.peak <= min(memory, 1.03 * measured)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-def test_a_loss_that_is_not_the_models(model_type: str) -> None:
-    model = adapted(model_type, num_hidden_layers=4, vocab_size=2048)
+def test_a_loss_that_is_not_the_models() -> None:
+    model = adapted("deepseek_v3", num_hidden_layers=4, vocab_size=2048)
     ids = token_ids(model, batch=2)
     with fitted(model, batch_size=2) as fit:
         missed = fit.peak
@@ -230,7 +233,7 @@ def test_what_is_kept_is_not_computed_again(
         assert runs(model, ids, monkeypatch)[:3] == (3, 3, 3)
         most = fit.peak
     seen = []
-    for memory in range(least, most + 1, (most - least) // 16):
+    for memory in range(least, most + 1, (most - least) // 5):
         with fitted(model, memory) as fit:
             kept = [ladder.levels.index(layer.level) for layer in fit.layers]
             if kept in seen:
@@ -244,7 +247,7 @@ def test_what_is_kept_is_not_computed_again(
             expected = [activations.get(level, "part") for level in kept]
             assert [layer.activations for layer in fit.layers] == expected
             assert {layer.experts for layer in fit.layers} == {"device"}
-    assert len(seen) > 5
+    assert len(seen) > 3
     assert nested(seen)
 
 

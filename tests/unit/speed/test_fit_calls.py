@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,7 @@ def cached(model: Any, ids: Tensor, static: bool) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("model_type", "static"), [("qwen3_moe", False), ("gpt_oss", True)])
 def test_tokens_after_a_cached_prefix(model_type: str, static: bool) -> None:
     model = adapted(model_type)
     ids = token_ids(model)
@@ -211,9 +211,8 @@ def test_tokens_after_a_cached_prefix(model_type: str, static: bool) -> None:
         return found
 
     wanted = steps()
-    for memory in (least_memory(model), half(model), 1 << 40):
-        with fitted(model, memory):
-            assert all(map(torch.equal, steps(), wanted))
+    with fitted(model, half(model)):
+        assert all(map(torch.equal, steps(), wanted))
 
 
 def test_a_cache_that_training_left_empty_is_refused() -> None:
@@ -329,11 +328,10 @@ def test_gradients_are_those_of_computing_all_again(run: Callable[[Any], None]) 
     checkpointed, ours = model(), model()
     checkpointed.gradient_checkpointing_enable()
     expected = gradients(checkpointed)
-    for memory in (least_memory(ours), half(ours), ENOUGH):
-        with fitted(ours, memory):
-            got = gradients(ours)
-        assert got.keys() == expected.keys()
-        assert all(torch.equal(got[name], expected[name]) for name in got)
+    with fitted(ours, half(ours)):
+        got = gradients(ours)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in got)
 
 
 def in_two_dtypes() -> Any:
@@ -345,10 +343,8 @@ def in_two_dtypes() -> Any:
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "bf16": lambda: adapted(dtype=torch.bfloat16),
     "two dtypes": in_two_dtypes,
     "int8": lambda: adapted(kind="8bit"),
-    "all trained": lambda: tiny_model("qwen3_moe").train(),
     "all trained, tied": lambda: tiny_model("qwen3_moe", tie_word_embeddings=True).train(),
     "unpacked": lambda: with_lora(tiny_model("qwen3_moe"), experts=False),
 }
@@ -360,7 +356,7 @@ def test_weights_of_any_kind_are_counted(kind: str) -> None:
     model = make()
     ids = token_ids(model)
     before = train(make(), ids)
-    for memory in (least_memory(model), half(model), ENOUGH):
+    for memory in (half(model), ENOUGH):
         model = make()
         with fitted(model, memory) as fit:
             measured = max(measured_peak(model, x) for x in (ids, torch.zeros_like(ids)))
@@ -370,7 +366,8 @@ def test_weights_of_any_kind_are_counted(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_compiled_layers_stay_compiled(order: str) -> None:
+def test_compiled_layers_stay_compiled(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model, plain = adapted(), adapted()
     ids = token_ids(model)
     memory = half(model)

@@ -42,11 +42,10 @@ def two_backwards(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("level", levels.EVERY)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-def test_two_backwards_of_one_forward(model_type: str, level: str) -> None:
+def test_two_backwards_of_one_forward(level: str) -> None:
     """A recomputation that ended early has left what the next one must not take for its own."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256}
-    model = adapted(model_type, **wide)
+    model = adapted("deepseek_v3", **wide)
     ids = token_ids(model, seq=24)
     expected = two_backwards(model, ids)
     with fitted(model, seq_len=24) as fit:

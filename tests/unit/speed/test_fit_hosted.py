@@ -53,7 +53,6 @@ def in_host_memory(model: Any, layer: Any) -> bool:
 
 
 TYPES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_hidden_layers": 6},
     "deepseek_v3": {"num_hidden_layers": 5},  # a dense layer first
     "gpt_oss": {"num_hidden_layers": 4, "layer_types": None},
 }
@@ -61,7 +60,7 @@ TYPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("model_type", "pace"),
-    [("qwen3_moe", "slow"), ("qwen3_moe", "quick"), ("deepseek_v3", "slow"), ("gpt_oss", "quick")],
+    [("deepseek_v3", "slow"), ("gpt_oss", "quick")],
     indirect=["pace"],
 )
 def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: str) -> None:
@@ -77,8 +76,8 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: s
         assert set(places(fit)) == {(len(LEVELS) - 1, True)}
         assert (off.layers, off.host_nbytes, off.slots) == ((), 0, 0)
     seen = []
-    for part in range(5):
-        memory = least + (most - least) * part // 4
+    for part in range(3):
+        memory = least + (most - least) * part // 2
         model.load_state_dict(weights)
         with fitted(model, memory) as fit:
             measured = max(measured_peak(model, x) for x in (ids, torch.zeros_like(ids)))
@@ -97,7 +96,7 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: s
     levels = [sum(level for level, _ in each) for each in seen]
     assert kept[0] < len(seen[0]) == kept[-1] and levels[0] < levels[-1]
     # What gets the memory first
-    assert (kept[2] == len(seen[2])) is (pace == "slow")
+    assert (kept[1] == len(seen[1])) is (pace == "slow")
     off.remove()
     model.load_state_dict(weights)
     assert equal(train(model, ids), resident)
@@ -107,13 +106,13 @@ def test_experts_come_one_layer_after_the_other_from_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: SLOW)
-    model = adapted(num_hidden_layers=6)
+    model = adapted(num_hidden_layers=4)
     ids, weights = token_ids(model), tensors(model)
     resident = train(model, ids)
     off = moe_qlora.offload_experts(model)
-    least, layer = least_memory(model), off.host_nbytes // 6
+    least, layer = least_memory(model), off.host_nbytes // 4
     seen = []
-    for place in range(5):
+    for place in range(3):
         model.load_state_dict(weights)
         with fitted(model, least + place * layer) as fit:
             host = [layer.name for layer in fit.layers if layer.experts == "host"]
@@ -122,7 +121,7 @@ def test_experts_come_one_layer_after_the_other_from_the_first(
             assert measured_peak(model, ids) <= fit.peak <= fit.memory
             assert equal(train(model, ids), resident)
             seen.append(len(host))
-    assert seen == [6, 5, 4, 3, 0]  # Two layers' slots are as large as two layers
+    assert seen == [4, 3, 0]  # Two layers' slots are as large as two layers
 
 
 def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +143,7 @@ def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(made) > off.slots == sum(slot() is not None for slot in made)
 
 
+@pytest.mark.parametrize("pace", ["slow"], indirect=True)
 def test_of_some_layers_in_host_memory_the_others_stay_on_the_device(pace: str) -> None:
     model = adapted(num_hidden_layers=6)
     ids = token_ids(model)

@@ -95,40 +95,42 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("way", CHECKPOINTS)
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("codec", "way"),
+    [*((codec, "kept") for codec in CODECS), ("fp4", "recomputed"), ("nf4 twice", "reentrant")],
+)
 def test_steps_are_those_of_the_resident_model(
     codec: str, way: str, devices: list[Delayed]
 ) -> None:
     model = checkpointed(with_lora(packed(codec)), way)
     ids, weights = token_ids(model), bits(model)
-    resident = train(model, ids, 4)
+    resident = train(model, ids, 2)
     model.load_state_dict(weights)
     with moe_qlora.offload_experts(model) as off, Reads(devices) as reads:
-        assert equal(train(model, ids, 4), resident)
+        assert equal(train(model, ids, 2), resident)
         # 2 at first; in each pass forward and backward all but the two that are there
-        assert off.copies == 2 + 4 * 2 * (4 - off.slots)
-        assert reads.count > 4 * 4 * 2 * 2
+        assert off.copies == 2 + 2 * 2 * (4 - off.slots)
+        assert reads.count > 2 * 4 * 2 * 2
         assert len(devices[0].made) == off.slots
         assert devices[0].missed == 1  # The very first
     again = bits(model)
     model.load_state_dict(weights)
-    assert equal(train(model, ids, 4), resident)
+    assert equal(train(model, ids, 2), resident)
     assert same(bits(model), again)
 
 
-@pytest.mark.parametrize("codec", [*CODECS, "mxfp4"])
-def test_fifty_steps(codec: str, kept_folder: Path) -> None:
-    """Slots change hands a hundred times, with recomputation and without."""
+@pytest.mark.parametrize("codec", ["nf4 twice", "mxfp4"])
+def test_twelve_steps(codec: str, kept_folder: Path) -> None:
+    """Slots change hands two dozen times, with recomputation and without."""
     base = kept_codes(kept_folder) if codec == "mxfp4" else packed(codec, layers=3)
     model = with_lora(base)
     ids, weights = token_ids(model, batch=1, seq=4), bits(model)
-    resident = train(model, ids, 50)
+    resident = train(model, ids, 12)
     with moe_qlora.offload_experts(model) as off:
         for passes in (1, 2):
             model.load_state_dict(weights)
-            assert equal(train(model, ids, 50), resident)
-            assert off.copies >= passes * 50 * 2
+            assert equal(train(model, ids, 12), resident)
+            assert off.copies >= passes * 12 * 2
             checkpointed(model, "recomputed")
 
 
@@ -143,7 +145,7 @@ def test_kept_codes_of_a_checkpoint(kept_folder: Path, way: str, devices: list[D
         assert off.copies == 2 + 3 * 2
 
 
-TYPES = ["deepseek_v3", "gpt_oss", "jetmoe", "llama4_text", "mixtral", "nemotron_h", "qwen3_next"]
+TYPES = ["deepseek_v3", "gpt_oss", "llama4_text", "nemotron_h"]
 
 
 @pytest.mark.parametrize("model_type", TYPES)

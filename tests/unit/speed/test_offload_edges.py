@@ -47,8 +47,7 @@ def lists_of(model: Any) -> list[Any]:
     return [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("kind", "codec"), [("qwen3_moe", "nf4 twice"), ("gpt_oss", "int8")])
 def test_a_plan_and_the_doctor_are_those_of_the_resident_model(kind: str, codec: str) -> None:
     model = packed(codec, kind)
     plans = [moe_qlora.plan(model, gpus="1TiB", search=False).as_dict()]
@@ -107,7 +106,7 @@ def test_a_layer_that_does_not_fit_on_the_device_stays_whole(
     assert equal(train(model, ids, 1), resident)
 
 
-@pytest.mark.parametrize("fails_at", [1, 2, 3, 8])
+@pytest.mark.parametrize("fails_at", [1, 3])
 def test_an_interrupted_move_leaves_all_on_the_device(
     fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,13 +164,13 @@ def test_layers_that_fit_memory_brings_to_the_device_and_back(devices: list[Dela
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights)
     with graphed(model) as graphs, moe_qlora.offload_experts(model) as off, Reads(devices):
-        for count in (4, 3, 1, 4):
+        for count in (3, 1, 4):
             off.hold(count)
             assert equal(steps(model, ids, weights), resident)
             assert graphs.recorded == 4 and off.slots == min(2, count)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3", "jetmoe"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "jetmoe"])
 def test_model_types(model_type: str, devices: list[Delayed]) -> None:
     model = packed(3, model_type)
     ids, weights = token_ids(model), trained(model)
@@ -195,10 +195,9 @@ def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
         assert off.copies - copies == STEPS * 2 * (count - 2)
 
 
-@keeps
-def test_unrecorded_calls_between_recorded_ones(keep: bool, devices: list[Delayed]) -> None:
+def test_unrecorded_calls_between_recorded_ones(devices: list[Delayed]) -> None:
     """Evaluation between a forward and its backward, a second forward, and another length."""
-    model = packed(5)
+    model = packed(3)
     ids, other, weights = token_ids(model), token_ids(model, seq=20, seed=1), trained(model)
 
     def results() -> list[Tensor]:
@@ -216,9 +215,9 @@ def test_unrecorded_calls_between_recorded_ones(keep: bool, devices: list[Delaye
         return found
 
     resident = results()
-    with graphed(model, keep=keep) as graphs, moe_qlora.offload_experts(model), Reads(devices):
+    with graphed(model) as graphs, moe_qlora.offload_experts(model), Reads(devices):
         got = results()
-        assert graphs.recorded >= 5
+        assert graphs.recorded >= 3
     for one, right in zip(got, resident, strict=True):
         torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-7)
 
@@ -277,7 +276,7 @@ def test_a_backward_without_graphs_has_the_autocast_of_its_forward(
 
 @pytest.mark.parametrize(("order", "keep"), [("graphs first", False), ("fit first", True)])
 def test_fit_memory_moves_experts_of_recorded_layers(order: str, keep: bool) -> None:
-    model = packed(5)
+    model = packed(4)
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights)
     with moe_qlora.offload_experts(model) as off, ExitStack() as stack:
@@ -285,13 +284,13 @@ def test_fit_memory_moves_experts_of_recorded_layers(order: str, keep: bool) -> 
             stack.enter_context(graphed(model, keep=keep))
             assert equal(steps(model, ids, weights), resident)
         least = least_memory(model)
-        for memory, hosted in ((least, 5), (least + off.host_nbytes // 4, 4), (1 << 40, 0)):
+        for memory, hosted in ((least, 4), (least + off.host_nbytes // 3, 3), (1 << 40, 0)):
             with fitted(model, memory) as fit:
                 graphs = None if order == "graphs first" else graphed(model, keep=keep)
                 assert [layer.experts for layer in fit.layers].count("host") == hosted
                 assert equal(steps(model, ids, weights), resident)
                 if graphs is not None:
-                    assert graphs.recorded == 5
+                    assert graphs.recorded == 4
                     graphs.remove()
-            assert len(off.layers) == 5
+            assert len(off.layers) == 4
         assert equal(steps(model, ids, weights), resident)
