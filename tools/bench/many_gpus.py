@@ -28,13 +28,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import building
 import model as whole_model
 import torch
 from common import RESULTS, environment, release, synchronize
 from shapes import name_of, whole_config
 from torch import distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
+
+import moe_qlora
 
 ENGINES = ("single", "ddp", "fsdp2", "whole")
 COLUMNS = (
@@ -85,7 +86,7 @@ def _options() -> argparse.Namespace:
     options.seq = options.seq or (32 if options.tiny else 4096)
     options.engines = options.engines.split(",")
     options.lora = sorted(set(options.lora.split(",")), reverse=True)
-    options.adapters, options.expert_rank = "bf16", None
+    options.adapters = "bf16"
     unknown = set(options.engines) - set(ENGINES)
     if unknown:
         parser.error(f"--engines {', '.join(sorted(unknown))}: expected some of {ENGINES}")
@@ -204,11 +205,11 @@ def _adapt(model: Any, options: argparse.Namespace) -> Any:
 
 def _built(config: Any, options: argparse.Namespace, device: torch.device) -> Any:
     """Return the whole model on the device, each expert weight packed as soon as it is made."""
-    packer = building.Packer("ours", config)
-    model = building.build(config, device, packer.visit)
+    packer = whole_model.Packer("ours", config)
+    model = whole_model.build(config, device, packer.visit)
     if options.linears:
         _pack_linears(model, device)
-    building.pack(model, device, None)
+    moe_qlora.quantize_experts(model, whole_model.quantization())
     return model
 
 
@@ -264,14 +265,14 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     with torch.device("meta"):
         model: Any = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    quantization = building.quantization()
+    quantization = whole_model.quantization()
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     quantization.llm_int8_skip_modules = linears
     blank = blank_model(model, quantization)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     experts = [param.name for param in blank.layout.experts]
-    lora = whole_model.lora_config(model, experts, options.lora, options)
+    lora = whole_model.lora_config(model, experts, options.lora, options.rank)
     sharded = ShardedModel(
         blank, mesh, lora, None, {"reshard_after_forward": not options.keep},
         {"autocast_adapter_dtype": False},

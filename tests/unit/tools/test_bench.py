@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 import runpy
 import sys
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from moe_qlora.testing import model_class
 
@@ -43,7 +45,6 @@ def of_peer(rows, peer):
 
 
 ALSO = {
-    "losses": ["--seq", 32],
     "many_gpus": [*("--engines", "single", "--steps", 1, "--warmup", 1, "--micro-batch", 1)],
     "plan": ["--only", "olmoe"],
 }
@@ -109,82 +110,57 @@ def test_a_tiny_model_beside_its_peers_and_its_plot(tmp_path, monkeypatch):
     draw(tmp_path, monkeypatch, {"model-qwen3_moe-tiny.png"})
 
 
-def test_a_model_packed_after_it_was_built_is_the_one_packed_while(tmp_path, monkeypatch):
-    out = tmp_path / "model.csv"
-    arguments = ("--steps", 1, "--warmup", 1, "--peers", "ours", "--out", out)
-    called(monkeypatch, "model", *arguments)
-    called(
-        monkeypatch,
-        "model",
-        *arguments,
-        "--pack",
-        "after",
-        "--no-checkpointing",
-        "--adapters",
-        "fp32",
-    )
-    rows = rows_of(out)
-    early = {r["metric"]: r for r in rows if "pack=after" not in r["setting"]}
-    late = {r["metric"]: r for r in rows if "pack=after" in r["setting"]}
-    for metric in ("experts before", "experts packed", "trained weights"):
-        assert early[metric]["p50"] == late[metric]["p50"], metric
-    assert "checkpointing=none" in late["step"]["setting"]
-
-
 @pytest.fixture
-def additions(monkeypatch):
-    """The benchmarks' additions beside a package that notes what is asked of it, and no GPU."""
+def asked(monkeypatch):
+    """What is asked of the package's `fit_memory`, `prepare_training` and `offload_experts`."""
     monkeypatch.syspath_prepend(str(BENCH))
 
     import moe_qlora
 
-    asked = []
+    calls = []
 
     class Asked:
-        peak, memory, recorded = 3 << 30, 4 << 30, 4
-        layers = [
-            SimpleNamespace(activations=kind) for kind in ("recompute", "part", "keep", "keep")
-        ]
+        peak, memory, host_nbytes, copies = 3 << 30, 4 << 30, 5 << 30, 6
+        layers = [SimpleNamespace(activations=k) for k in ("recompute", "part", "keep", "keep")]
 
         def __init__(self, what):
             self.what = what
+            self.fit = self
 
         def __enter__(self):
             return self
 
         def __exit__(self, *_):
-            asked.append(f"{self.what} ends")
+            calls.append(f"{self.what} ends")
 
     def noted(what):
         def call(model, **how):
-            asked.append((what, how))
+            calls.append((what, how))
             return Asked(what)
 
         return call
 
-    for name in ("fit_memory", "graph_layers"):
+    for name in ("fit_memory", "prepare_training", "offload_experts"):
         monkeypatch.setattr(moe_qlora, name, noted(name), raising=False)
-    return asked
+    return calls
 
 
-def test_what_compiled_layers_keep_is_fitted(tmp_path, monkeypatch, additions):
+def test_activations_are_fitted(tmp_path, monkeypatch, asked):
     out = tmp_path / "model.csv"
-    asked = ["--compile", "--graphs", "--fit", "28GiB", "--losses", 2, "--steps", 1, "--warmup", 1]
-    called(monkeypatch, "model", *asked, "--peers", "ours,frozen", "--out", out)
+    words = ["--offload", "--fit", "28GiB", "--losses", 2, "--steps", 1]
+    called(monkeypatch, "model", *words, "--warmup", 1, "--peers", "ours,frozen", "--out", out)
     fit = {"batch_size": 1, "seq_len": 64, "memory": "28GiB"}
-    assert additions == [
-        ("graph_layers", {"compiled": True}),
+    assert asked == [
+        ("offload_experts", {}),
         ("fit_memory", fit),
         "fit_memory ends",
-        "graph_layers ends",
-        ("graph_layers", {"compiled": True, "keep": True}),
-        "graph_layers ends",
+        "offload_experts ends",
     ]
     ours, frozen = (of_peer(rows_of(out), peer) for peer in ("ours", "frozen"))
     setting = ours["step"]["setting"].split()
-    assert {"checkpointing=fit", "with=compile,graphs", "memory=28GiB"} <= {*setting}
+    assert {"checkpointing=fit", "with=offload", "memory=28GiB"} <= {*setting}
     setting = frozen["step"]["setting"].split()
-    assert {"checkpointing=none", "with=compile,graphs-keep"} <= {*setting}
+    assert "checkpointing=none" in setting and not any(w.startswith("with=") for w in setting)
     chosen = ("planned peak", "memory to fit", *(f"layers {k}" for k in LAYER_KINDS))
     assert [float(ours[metric]["p50"]) for metric in chosen] == [
         pytest.approx(3 << 30, rel=1e-5),
@@ -200,19 +176,32 @@ def test_what_compiled_layers_keep_is_fitted(tmp_path, monkeypatch, additions):
 @pytest.mark.parametrize(
     ("words", "how"),
     [
-        (["--fit"], [("fit_memory", {"batch_size": 1, "seq_len": 64, "memory": None})]),
-        (["--fit", "5"], [("fit_memory", {"batch_size": 1, "seq_len": 64, "memory": 5})]),
-        (["--graphs"], [("graph_layers", {})]),
-        (["--graphs-keep"], [("graph_layers", {"keep": True})]),
+        (["--fit"], ("fit_memory", None)),
+        (["--fit", "5"], ("fit_memory", 5)),
+        (["--prepare", "2GiB"], ("prepare_training", "2GiB")),
     ],
 )
-def test_what_is_fitted_and_recorded(tmp_path, monkeypatch, additions, words, how):
+def test_a_model_is_fitted_or_prepared(tmp_path, monkeypatch, asked, words, how):
     common = ["--steps", 1, "--warmup", 1, "--peers", "ours", "--out", tmp_path / "model.csv"]
+    what, memory = how
+    if what == "prepare_training":  # a plain model takes no option of Liger's loss
+        monkeypatch.setattr("transformers.Qwen3MoeForCausalLM.forward", without_chunks())
     called(monkeypatch, "model", *words, *common)
-    assert [call for call in additions if isinstance(call, tuple)] == how
+    sizes = {"batch_size": 1, "seq_len": 64, "memory": memory}
+    assert [call for call in asked if isinstance(call, tuple)] == [(what, sizes)]
 
 
-def test_lora_of_ours_is_joined(tmp_path, monkeypatch, additions):
+def without_chunks():
+    forward = transformers.Qwen3MoeForCausalLM.forward
+
+    @functools.wraps(forward)
+    def plain(self, *args, chunk_mem_const, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    return plain
+
+
+def test_lora_of_ours_is_joined(tmp_path, monkeypatch):
     from moe_qlora.speed import joined_lora
 
     join, joined = joined_lora.join_lora, []
@@ -227,26 +216,6 @@ def test_lora_of_ours_is_joined(tmp_path, monkeypatch, additions):
     assert "with=merge-lora" in ours["setting"] and "with=" not in frozen["setting"]
 
 
-def test_the_kernels_of_a_step_are_listed_in_the_order_in_which_they_began(monkeypatch, tmp_path):
-    path = tmp_path / "kernels.csv"
-    out = tmp_path / "model.csv"
-    called(monkeypatch, "model", "--peers", "ours", "--steps", 1, "--out", out, "--profile", path)
-    with path.open(encoding="utf-8") as file:
-        kernels = [*csv.DictReader(file)]
-    assert {"aten::embedding", "aten::mm"} <= {kernel["kernel"] for kernel in kernels}
-    starts = [float(kernel["start_us"]) for kernel in kernels]
-    assert starts == sorted(starts) and starts[0] == 0
-
-
-@pytest.mark.parametrize(
-    "words", [("--fit", "--graphs-keep"), ("--fit", "--generate", "1"), ("--losses", "16")]
-)
-def test_additions_that_contradict_each_other_are_refused(monkeypatch, capsys, words):
-    with pytest.raises(SystemExit):
-        called(monkeypatch, "model", *words)
-    assert "expected " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("script", ["model", "layer"])
 def test_a_peer_that_is_none_is_refused(monkeypatch, capsys, script):
     with pytest.raises(SystemExit):
@@ -254,25 +223,6 @@ def test_a_peer_that_is_none_is_refused(monkeypatch, capsys, script):
     assert "theirs: expected some of ours,frozen,peft,bnb" in capsys.readouterr().err.replace(
         ", ", ","
     )
-
-
-def test_a_checkpoint_for_unsloth_is_one_that_transformers_loads(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    from shapes import whole_config
-    from unsloth_model import write_checkpoint
-
-    config = whole_config("qwen3_moe", tiny=True)
-    config.tie_word_embeddings = False
-    write_checkpoint(config, tmp_path, torch.device("cpu"))
-    index = tmp_path / "model.safetensors.index.json"
-    written = index.stat().st_mtime_ns
-    write_checkpoint(config, tmp_path, torch.device("cpu"))
-    assert index.stat().st_mtime_ns == written
-    model, told = model_class("qwen3_moe").from_pretrained(tmp_path, output_loading_info=True)
-    assert model.dtype == torch.bfloat16
-    assert not any(told.values()), told
-    weight = model.model.layers[1].mlp.experts.gate_up_proj.float()
-    assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3"])
@@ -298,25 +248,6 @@ def test_a_model_made_module_by_module_is_initialized_as_stock(monkeypatch, mode
     assert buffers.keys() == dict(stock.named_buffers()).keys()
     for name, buffer in stock.named_buffers():
         assert torch.equal(buffers[name], buffer), name
-
-
-def test_the_loss_without_logits_is_the_stock_one(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    import peft
-    from model import attention_layers, build, chunked_loss
-    from shapes import whole_config
-
-    def fused(weight, hidden, labels, bias):
-        logits = torch.nn.functional.linear(hidden, weight, bias).float()
-        return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
-
-    built = build(whole_config("qwen3_moe", tiny=True), torch.device("cpu"))
-    config = peft.LoraConfig(r=4, target_modules=attention_layers(built), task_type="CAUSAL_LM")
-    model = peft.get_peft_model(built, config)
-    ids = torch.randint(built.config.vocab_size, (2, 16))
-    with torch.no_grad():
-        stock = float(model(input_ids=ids, labels=ids).loss)
-        assert float(chunked_loss(fused, model, ids)) == pytest.approx(stock, rel=1e-5)
 
 
 def test_published_sizes(monkeypatch):
@@ -353,21 +284,9 @@ def test_fewer_layers_of_a_config_file(monkeypatch, tmp_path):
         whole_config("no-such-model")
 
 
-def test_ours_without_the_fused_layer(tmp_path, monkeypatch):
-    from moe_qlora.experts import backend, projection
-
-    stock = backend.fused_obstacle, backend.runs_grouped, projection.runs_grouped
-    out = tmp_path / "layer.csv"
-    arguments = ("--tokens", 8, "--repeat", 1, "--out", out)
-    called(monkeypatch, "layer", "--peers", "projection,loop", *arguments)
-    assert all(of_peer(rows_of(out), peer)["step"] for peer in ("projection", "loop"))
-    assert stock == (backend.fused_obstacle, backend.runs_grouped, projection.runs_grouped)
-
-
-def test_a_tiny_layer_beside_its_peers_and_its_plot(tmp_path, monkeypatch, capsys):
+def test_a_tiny_layer_beside_its_peers_and_its_plot(tmp_path, monkeypatch):
     out = tmp_path / "layer.csv"
     called(monkeypatch, "layer", "--repeat", 2, "--out", out)
-    said = capsys.readouterr().out
     rows = rows_of(out)
     figures = {"forward", "step", "step, checkpointed"}
     for peer in ("ours", "frozen", "peft", "bnb"):
@@ -382,23 +301,7 @@ def test_a_tiny_layer_beside_its_peers_and_its_plot(tmp_path, monkeypatch, capsy
         for name in ("step", "step, checkpointed")
     ]
     assert floors[1] == pytest.approx(1.5 * floors[0], rel=1e-3)
-    for peer in ("e4b", "axolotl"):
-        assert not of_peer(rows, peer)
-        assert f"peer={peer}\nskipped: " in said
     draw(tmp_path, monkeypatch, {"layer-tiny.png"})
-
-
-def test_the_first_projection_alone(tmp_path, monkeypatch, capsys):
-    out = tmp_path / "layer.csv"
-    called(monkeypatch, "layer", "--part", "gate_up", "--repeat", 2, "--out", out)
-    said = capsys.readouterr().out
-    rows = rows_of(out)
-    for peer in ("frozen", "bnb"):
-        metrics = of_peer(rows, peer)
-        expected = {"gate_up forward", "gate_up forward over FLOP floor"}
-        assert expected <= metrics.keys(), peer
-    assert said.count("skipped: our kernels need a GPU") == 2
-    draw(tmp_path, monkeypatch, {"gate_up-tiny.png"})
 
 
 def test_a_peer_that_fails_is_a_row(tmp_path, monkeypatch, capsys):
@@ -528,7 +431,7 @@ def test_every_case_of_the_table_is_a_setting_of_its_own(monkeypatch):
 
     settings, captions = set(), set()
     options = SimpleNamespace(device="cuda", out="out.csv", tiny=False, layers=None)
-    options.commit, options.profile = "abc", None
+    options.commit = "abc"
     for case in fit_table.CASES:
         words = fit_table.command(case, options)
         assert Path(words[2]).exists()

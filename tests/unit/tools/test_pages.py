@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import itertools
 import json
 import random
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +21,6 @@ MODELS = (
     *("gpt-oss-20b", "gpt-oss-120b", "qwen3-30b-a3b", "qwen3-next-80b-a3b", "qwen3-235b-a22b"),
     *("mixtral-8x7b", "glm-4.5-air", "deepseek-v3"),
 )
-PERCENTILES = ("p20", "p50", "p80")
 QUICK = ("mixtral-8x7b", "qwen3-30b-a3b")
 """Models that are planned in the shortest time."""
 
@@ -31,87 +30,6 @@ def script(monkeypatch):
     """Import a script of tools/bench."""
     monkeypatch.syspath_prepend(str(ROOT / "tools/bench"))
     return importlib.import_module
-
-
-def test_the_page_of_speed_is_what_its_script_writes(script):
-    how_fast = script("how_fast")
-    assert how_fast.PAGE.read_text(encoding="utf-8") == how_fast.text(), "run how_fast.py again"
-
-
-def test_the_page_of_speed_can_show_what_the_table_of_what_fits_measures(script, monkeypatch):
-    how_fast, fit_table, pages = map(script, ("how_fast", "fit_table", "pages"))
-    model = script("model")
-    figures = {"model": 1e9, "throughput": 2e4, "peak in training": 3e9, "planned peak": 3.1e9}
-    figures |= {"reserved in training": 3.2e9, **dict.fromkeys(how_fast.KINDS.values(), 16)}
-    start = {"date": "2026-01-02", "commit": "abc", "gpu": "NVIDIA H200", "name": how_fast.QWEN}
-    options = SimpleNamespace(device="cuda", out="x", tiny=False, layers=None)
-    options.commit = options.profile = None
-    rows = []
-    for number, case in enumerate(fit_table.CASES):
-        monkeypatch.setattr("sys.argv", fit_table.command(case, options)[2:])
-        asked = model._options()
-        if asked.model == how_fast.QWEN:
-            with monkeypatch.context() as environment:
-                for key, value in (fit_table.EXPANDABLE if case.expandable else {}).items():
-                    environment.setenv(key, value)
-                setting = model._setting(case.peer, asked, 48)
-            case_figures = figures | {"throughput": 20000 + number}
-            rows += [
-                {**start, "setting": setting, "metric": metric} | dict.fromkeys(PERCENTILES, value)
-                for metric, value in case_figures.items()
-            ]
-    stored = pages.rows_of
-    new = {"model.csv": tuple(rows)}
-    monkeypatch.setattr(pages, "rows_of", lambda file: stored(file) + new.get(file, ()))
-    before = how_fast.text()
-    for name in ("WHOLE", "LIMITED"):
-        monkeypatch.setattr(how_fast, name, "abc")
-    text, speeds = (
-        how_fast.text(),
-        {c.name: f"{20000 + n:,}" for n, c in enumerate(fit_table.CASES)},
-    )
-    for name in (
-        "one",
-        "one-frozen",
-        "four-55.8GiB",
-        "four-frozen-recomputed",
-        "one-28GiB",
-        "one-24GiB",
-    ):
-        assert speeds[name] in text and speeds[name] not in before, name
-    assert f"| 28 GiB | 16 | 16 | 16 | 3.1 GB | 3.0 GB | 3.2 GB | {speeds['one-28GiB']} |" in text
-    block = how_fast.readme_block()
-    assert "torch.compile" in block and "(commit abc)" in block
-    assert f"|3.0 GB|{speeds['one']}|3.0 GB|{speeds['four-55.8GiB']}|" in block
-
-
-def test_figures_are_looked_up_by_what_was_run(script, monkeypatch):
-    pages = script("pages")
-    start = {"date": "2026-01-02", "commit": "abc", "gpu": "NVIDIA H200", "name": "model"}
-
-    def row(setting, metric, value):
-        return {**start, "setting": setting, "metric": metric, "p20": 1, "p50": value, "p80": 9}
-
-    rows = [
-        row("peer=ours batch=1", "throughput", "2000.5"),
-        row("peer=ours batch=1", "peak in training", "1.5e9"),
-        row("peer=ours batch=1 cap=2", "throughput", 3),
-    ]
-    monkeypatch.setattr(pages, "rows_of", lambda file: rows)
-    run = pages.find("model.csv", "abc", "model", "peer=ours batch=1", ["cap"])
-    assert (run.peak, run.speed, run.spread) == ("1.5 GB", "2,000", "1 to 9")
-    said = pages.source([run])
-    assert "commit abc, 2026-01-02, one NVIDIA H200" in said
-    with pytest.raises(LookupError, match="peer=frozen: no run"):
-        pages.find("model.csv", "abc", "model", "peer=frozen")
-    with pytest.raises(LookupError, match="cap=2"):  # two runs have these words
-        pages.find("model.csv", "abc", "model", "peer=ours")
-    rows.append(row("peer=ours batch=1", "throughput", 4))
-    with pytest.raises(LookupError, match="was run twice"):
-        pages.find("model.csv", "abc", "model", "peer=ours batch=1", ["cap"])
-    other = pages.Run("model.csv", {**run.where, "commit": "def"})
-    with pytest.raises(LookupError, match="several runs"):
-        pages.source([run, other])
 
 
 def test_a_block_of_a_document_is_replaced(script):
@@ -134,13 +52,19 @@ def test_the_page_of_memory_is_what_its_script_writes(script):
     assert page.PAGE.read_text(encoding="utf-8") == page.text(), "run what_fits.py --write-only"
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("what-fits", "what_fits_page"), ("how-fast", "how_fast")]
-)
-def test_the_readme_shows_what_the_pages_say(script, name, module):
-    pages = script("pages")
+def test_the_readme_shows_what_the_page_says(script):
+    pages, block = script("pages"), script("what_fits_page").readme_block()
     readme = pages.README.read_text(encoding="utf-8")
-    assert readme == pages.filled(readme, name, script(module).readme_block()), "run it again"
+    assert readme == pages.filled(readme, "what-fits", block), "run it again"
+
+
+def test_measured_runs_of_the_page_are_rows(fits):
+    for check in fits.read_checks():
+        with (ROOT / "tools/bench/results" / check.file).open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["commit"] == check.commit]
+        peaks = [float(r["p50"]) for r in rows if r.get("metric") == "peak in training"]
+        peaks += [1e9 * float(row["train_peak_gb"]) for row in rows if row.get("train_peak_gb")]
+        assert check.measured in peaks, check
 
 
 def test_there_is_a_cell_for_each_model_gpu_and_length(fits):
