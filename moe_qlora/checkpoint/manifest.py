@@ -245,7 +245,6 @@ def shard_names(identity: str, shards: Sequence[ShardEntry]) -> list[str]:
 
 
 def _digest(value: Mapping[str, Any]) -> str:
-    """Return the checksum of a JSON value, whatever the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -355,7 +354,6 @@ def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") 
 
 
 def _check(folder: Path, file: Path, manifest: Manifest) -> None:
-    """Raise if parts of a manifest contradict each other, or name a file outside its folder."""
     for name in manifest.shards:
         inside(folder, name)
     for key, tensor in manifest.tensors.items():

@@ -93,7 +93,6 @@ def sized(source: Source, layers: int | None) -> Source:
 
 
 def _cut(fields: dict[str, Any], had: int, layers: int) -> dict[str, Any]:
-    """Return fields with fewer layers, lists with an entry for each layer included."""
     cut = dict(fields)
     for key, value in fields.items():
         if isinstance(value, dict) and value.get("num_hidden_layers") == had:

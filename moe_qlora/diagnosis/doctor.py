@@ -261,7 +261,6 @@ def _torch_build(device: Device) -> Iterable[Finding]:
 
 
 def _kernels(device: Device, card: Card) -> Iterable[Finding]:
-    """Triton is missing, or the card is too old for the fused kernels."""
     if card.maker == "nvidia" and card.capability < (8, 0):
         yield Finding(
             WARNING,
@@ -278,7 +277,6 @@ def _kernels(device: Device, card: Card) -> Iterable[Finding]:
 
 
 def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Iterable[Finding]:
-    """Layers that fall back although the GPU has the fused kernels."""
     slow = [layer for layer in layers if not layer.fast] if suits(card) else []
     for reason in dict.fromkeys(layer.reason for layer in slow):
         count = sum(layer.count for layer in slow if layer.reason == reason)
@@ -291,7 +289,6 @@ def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Ite
 
 
 def _slow_attention(card: Card, eager: EagerAttention | None) -> Iterable[Finding]:
-    """Attention is eager although the class supports faster kernels on this GPU."""
     if eager is not None and suits(card):
         yield Finding(WARNING, eager.what, eager.cure)
 

@@ -44,7 +44,6 @@ class BlankAdapters:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Save the values of factors that PEFT moves to meta, within the block."""
         stock = {
             cls: cls.__dict__["_move_adapter_to_device_of_base_layer"]
             for cls in (BaseTunerLayer, StockParamWrapper)

@@ -131,7 +131,6 @@ def targets_of(
 def _packed_parts(
     model: nn.Module,
 ) -> Iterator[tuple[str, nn.Module, str, nn.Module, tuple[int, ...]]]:
-    """Yield name, holder of the codes and their name there, statistics and shape of each weight."""
     for prefix, module, name in parametrize.iter_packed(model):
         chain = parametrize.parametrization_list(module, name)
         decoder: Any = chain._modules["0"]

@@ -171,7 +171,6 @@ def _loss_of(model: Any, ids: Tensor, more: dict[str, Any], loss_of_batch: Loss 
 
 
 def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Block:
-    """Return a block of an adapted model, with its trained tensors apart from the others."""
     trained = [
         trained_tensor(parameter, of_experts=name.startswith(experts))
         for name, parameter in base.named_parameters()

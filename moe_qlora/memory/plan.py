@@ -314,7 +314,6 @@ def _report(
 
 
 def _engine_notes(planner: Planner, devices: int) -> Iterator[str]:
-    """Yield the assumptions of a plan for several devices."""
     engine = planner.settings.engine
     if engine is None:
         if devices > 1:

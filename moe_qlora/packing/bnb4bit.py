@@ -334,7 +334,6 @@ def _record_of_share(record: Tensor, shape: Sequence[int], experts: int) -> Tens
 
 @cache
 def _dynamic() -> Tensor:
-    """Return the values of the codes of absmax under double quantization."""
     from bitsandbytes.functional import create_dynamic_map
 
     return torch.as_tensor(create_dynamic_map(), dtype=torch.float32)

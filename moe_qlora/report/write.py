@@ -324,7 +324,6 @@ def _load(subject: _Subject, quantization: Any, remote: bool) -> nn.Module:
 
 
 def _texts(text: str | Path | Iterable[str]) -> Iterator[Any]:
-    """Yield texts, and conversations as lists of messages."""
     if not isinstance(text, (str, Path)):
         yield from text
         return

@@ -73,7 +73,6 @@ def pace(device: torch.device) -> Pace:
 
 @cache
 def _link(index: int) -> float:
-    """Return the bytes a second that a CUDA device copies from page-locked host memory."""
     device: Any = torch.device("cuda", index)
     source = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     with torch.cuda.device(device):

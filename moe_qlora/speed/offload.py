@@ -149,7 +149,6 @@ class Offload:
         self._groups = {}
 
     def _own(self, offload: Offload | None) -> None:
-        """Note on all packed weights what may have them in host memory."""
         for each in (each for lists in self._groups.values() for each in lists):
             each.offload = offload
 
@@ -288,17 +287,14 @@ class _Layer(Block):
         return self.store.fill(to, copier, after)
 
     def is_outdated(self) -> bool:
-        """Whether the modules have other weights than are copied from here."""
         return any(record.is_outdated() for record in self._records)
 
     def write(self) -> None:
-        """Copy what the modules have to host memory, and let them have that."""
         for record in self._records:
             if record.is_outdated():
                 record.write(self.store)
 
     def leave(self) -> None:
-        """Move the weights back to the device, and free the host memory."""
         # All of them first: a layer that does not fit on the device stays whole where it is.
         copies = [record.on_device(self.offload.device) for record in self._records]
         for record, packed in zip(self._records, copies, strict=True):
@@ -372,12 +368,10 @@ class _Hosted:
 
     @torch.no_grad()
     def on_device(self, device: torch.device) -> PackedWeight:
-        """Return a copy of the weight on the device."""
         with torch.inference_mode(False):
             return self._read().map(lambda tensor: tensor.to(device, copy=True))
 
     def leave(self, packed: PackedWeight) -> None:
-        """Let the modules have a weight on the device."""
         with torch.no_grad(), torch.inference_mode(False):
             self._put(packed)
 

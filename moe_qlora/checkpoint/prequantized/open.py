@@ -131,7 +131,6 @@ def codes_of_source(config: Any) -> tuple[StoredCodes | None, str]:
 
 
 def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-    """Return a folder's config.json, and what it or modelopt's file says of its quantization."""
     config = read_json(inside(folder, CONFIG)) if (folder / CONFIG).is_file() else {}
     return config, maker_config(config) or _modelopt_config(folder)
 

@@ -126,7 +126,6 @@ def _plan(
 def _plan_packed(
     key: str, stored: Mapping[str, TensorInfo], config: MakerConfig, shape_of: ShapeOf
 ) -> tuple[str, Quantized]:
-    """Return the plain tensor of codes that compressed-tensors packed."""
     name = key.removesuffix("_packed")
     _need(f"{name}_scale", key, stored)
     module = name.rpartition(".")[0]
@@ -213,7 +212,6 @@ def _without_scale(
     tensors: Mapping[str, Quantized],
     config: MakerConfig,
 ) -> CheckpointError:
-    """Return the error for codes that nothing decodes."""
     scale = _scale_of(key, stored)
     if scale is not None:
         return CheckpointError(
