@@ -28,8 +28,6 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_qlora.checkpoint.cpus import usable_cpus
-
 if TYPE_CHECKING:
     from tools.demo_parts.job import Run
 
@@ -38,7 +36,7 @@ def main() -> int:
     """Run the demo; raises where the loss did not fall or the experts were not packed."""
     options = _options()
     # One thread for a model so small that its threads would do little but wait for each other.
-    set_threads(1 if options.model is None else usable_cpus())
+    set_threads(1 if options.model is None else len(os.sched_getaffinity(0)))
     try:
         _run(options)
     except KeyboardInterrupt:

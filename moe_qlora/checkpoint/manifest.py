@@ -29,7 +29,6 @@ from pydantic.dataclasses import dataclass
 from ..errors import CheckpointError
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..packing.settings import CodecSettings
-from .cpus import usable_cpus
 from .reader import (
     DTYPE_NAMES,
     Checkpoint,
@@ -253,11 +252,17 @@ def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
     """Describe every tensor of some safetensors files, checksums included."""
     checkpoint = Checkpoint(files)
     infos = [checkpoint.info(key) for key in checkpoint]
-    with ThreadPoolExecutor(min(8, usable_cpus())) as pool:
+    with ThreadPoolExecutor(reading_threads()) as pool:
         return {
             key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
             for key, info, digest in zip(checkpoint, infos, pool.map(checksum, infos), strict=True)
         }
+
+
+def reading_threads() -> int:
+    """Return how many threads read and check files: one for each usable CPU, at most 8."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return min(8, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def checksum(info: TensorInfo) -> str:

@@ -49,7 +49,6 @@ def bench(
 
     MODEL is qwen3-30b-a3b where it is left out; nothing but its configuration is read. Experts are
     packed in nf4, attention and experts get LoRA, and moe_qlora.prepare_training sets the rest.
-    Beside it runs the model with experts in bfloat16 and LoRA on attention alone, where that fits.
 
     The last two lines are a row of CSV and its heading, which can be published as they are.
     """
@@ -58,7 +57,12 @@ def bench(
     model = model or _MODEL
     place_of(model)
     if memory is not None:
-        _bytes_of(memory)
+        try:
+            parse_bytes(memory)
+        except ValueError:
+            raise ConfigError(
+                f"--memory is {memory!r}; give a size with its unit, such as 24GiB."
+            ) from None
     out = render.console(color.value)
     lines: list[str] = []
     with render.working(f"Building {model}"):
@@ -79,68 +83,28 @@ def bench(
         source = measure.sized(named.resolve(model, trust_remote_code=trust_remote_code), layers)
         sizes = measure.Sizes(seq, micro_batch, steps, memory, where)
         torch.manual_seed(0)
-        packed = measure.ours(source, sizes, lines.append)
-        measure.release()
-    beside, why = None, ""
-    with render.working(f"The same with experts in bfloat16: {model}"):
-        try:
-            beside = measure.frozen(source, sizes)
-        except ConfigError as error:
-            why = str(error)
-        measure.release()
-    row = _row(model, source.config.get_text_config().num_hidden_layers, sizes, packed, beside)
+        found = measure.measured(source, sizes, lines.append)
+    row = _row(model, source.config.get_text_config().num_hidden_layers, sizes, found)
     if as_json:
-        render.print_json({**row, "prepared": lines, "bf16_left_out": why or None})
+        render.print_json({**row, "prepared": lines})
         return
     for line in lines:
         render.say(out, line)
     out.line()
-    _show(out, str(row["gpu"]), packed, beside, why)
+    peak, reserved = map(_size, (found.peak, found.reserved))
+    cells = (f"{found.tokens_per_second:,.0f}", peak, reserved, found.setting)
+    headings = (">tokens/s", ">peak", ">reserved", "layers")
+    render.show_table(out, f"Training on {row['gpu']}", headings, [cells])
     writer = csv.DictWriter(sys.stdout, row, lineterminator="\n")
     writer.writeheader()
     writer.writerow({name: "" if value is None else value for name, value in row.items()})
-
-
-def _bytes_of(memory: str) -> int:
-    try:
-        return parse_bytes(memory)
-    except ValueError:
-        raise ConfigError(
-            f"--memory is {memory!r}; give a size with its unit, such as 24GiB."
-        ) from None
-
-
-def _show(out: Any, gpu: str, packed: Measured, beside: Measured | None, why: str) -> None:
-    rows = [
-        ("nf4 experts, LoRA on attention and experts", packed),
-        ("bf16 experts, LoRA on attention", beside),
-    ]
-    render.show_table(
-        out,
-        f"Training on {gpu}",
-        ["model", ">tokens/s", ">peak", ">reserved", "layers"],
-        [
-            (name, "-", "-", "-", why)
-            if found is None
-            else (
-                name,
-                f"{found.tokens_per_second:,.0f}",
-                _size(found.peak),
-                _size(found.reserved),
-                found.setting,
-            )
-            for name, found in rows
-        ],
-    )
 
 
 def _size(nbytes: int | None) -> str:
     return "-" if nbytes is None else human_bytes(nbytes)
 
 
-def _row(
-    model: str, layers: int, sizes: Sizes, packed: Measured, beside: Measured | None
-) -> dict[str, Any]:
+def _row(model: str, layers: int, sizes: Sizes, found: Measured) -> dict[str, Any]:
     """Return the row that can be published: sizes in bytes, None for what was not measured."""
     import torch
 
@@ -156,12 +120,8 @@ def _row(
         "micro_batch": sizes.micro_batch,
         "steps": sizes.steps,
         "memory": sizes.memory,
-        "setting": packed.setting,
-        "tokens_per_second": round(packed.tokens_per_second, 1),
-        "peak": packed.peak,
-        "reserved": packed.reserved,
-        "bf16_setting": beside and beside.setting,
-        "bf16_tokens_per_second": beside and round(beside.tokens_per_second, 1),
-        "bf16_peak": beside and beside.peak,
-        "bf16_reserved": beside and beside.reserved,
+        "setting": found.setting,
+        "tokens_per_second": round(found.tokens_per_second, 1),
+        "peak": found.peak,
+        "reserved": found.reserved,
     }

@@ -1,12 +1,11 @@
 """What `moe-qlora bench` measures: training steps of a model of random weights, on one device.
 
-Only experts are packed; Linear layers stay in bfloat16, here and in the model beside it. Adapters
-are in bfloat16, and AdamW trains them on random tokens.
+Only experts are packed; Linear layers stay in bfloat16. Adapters are in bfloat16, and AdamW trains
+them on random tokens.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import statistics
@@ -17,17 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import peft
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from ..detection.detect import detect
-from ..errors import ConfigError, MoeQloraError, first_line
-from ..experts.backend import has_triton
-from ..integrations.liger import apply_liger
+from ..errors import ConfigError
 from ..integrations.prepare import prepare_training
-from ..kernels import workspace
 from ..layout import human_bytes, parse_bytes
 from ..lora.model import get_peft_model
 from ..memory.meta_model import lora_config_of
@@ -54,23 +49,10 @@ class Sizes:
     memory: str | None
     device: torch.device
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.seq * self.micro_batch
-
-    def room(self) -> int | None:
-        """Return the bytes that a step may take; None on a CPU without `memory`."""
-        if self.memory is not None:
-            return parse_bytes(self.memory)
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.get_device_properties(self.device).total_memory
-
 
 @dataclass(frozen=True)
 class Measured:
-    """How fast one model trained: tokens a second (median), and bytes; None on a CPU."""
+    """How fast a model trained: tokens a second (median), and bytes; None on a CPU."""
 
     setting: str
     tokens_per_second: float
@@ -93,6 +75,7 @@ def sized(source: Source, layers: int | None) -> Source:
 
 
 def _cut(fields: dict[str, Any], had: int, layers: int) -> dict[str, Any]:
+    """Return fields with fewer layers, lists with an entry for each layer included."""
     cut = dict(fields)
     for key, value in fields.items():
         if isinstance(value, dict) and value.get("num_hidden_layers") == had:
@@ -102,7 +85,7 @@ def _cut(fields: dict[str, Any], had: int, layers: int) -> dict[str, Any]:
     return cut | {"num_hidden_layers": layers}
 
 
-def ours(source: Source, sizes: Sizes, say: Callable[[str], None]) -> Measured:
+def measured(source: Source, sizes: Sizes, say: Callable[[str], None]) -> Measured:
     """Measure packed experts, LoRA on attention and experts, after `prepare_training`.
 
     `say` gets the lines of its choice. A step that does not fit is a `ConfigError`.
@@ -144,33 +127,6 @@ def ours(source: Source, sizes: Sizes, say: Callable[[str], None]) -> Measured:
             ) from None
 
 
-def frozen(source: Source, sizes: Sizes) -> Measured:
-    """Measure bfloat16 experts without LoRA, which attention has, with what makes that quick.
-
-    Where this does not fit by `plan`, or fails, a `ConfigError` says why.
-    """
-    built = named.build(source)
-    room = sizes.room()
-    keeps = room is None or _fits(source, sizes, built, room, packed=False, keeps=True)
-    if not keeps:
-        assert room is not None
-        if not _fits(source, sizes, built, room, packed=False, keeps=False):
-            raise ConfigError(f"does not fit {human_bytes(room)} by plan")
-    model: Any = fill_randomly(built, sizes.device)
-    adapted: Any = peft.get_peft_model(
-        model, lora_config_of(model, (), "attention", RANK), autocast_adapter_dtype=False
-    )
-    try:
-        with _quick(adapted, keeps) if sizes.device.type == "cuda" else _plain():
-            return _trained(adapted, sizes, "all kept" if keeps else "all computed again")
-    except torch.OutOfMemoryError:
-        raise ConfigError("ran out of memory, which plan did not expect") from None
-    except MoeQloraError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"failed ({type(error).__name__}: {first_line(error)})") from error
-
-
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
     logger = logging.getLogger(name)
@@ -181,65 +137,28 @@ def _quiet(name: str) -> Iterator[None]:
         logger.disabled = before
 
 
-@contextmanager
-def _plain() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _quick(adapted: Any, keeps: bool) -> Iterator[None]:
-    """Give a model every setting of `prepare_training` that is not this package's experts'."""
-    from .. import graph_layers
-
-    base = adapted.get_base_model()
-    base.set_experts_implementation("grouped_mm")
-    try:
-        liger = apply_liger(base, in_layers=not has_triton())
-    except ConfigError:
-        liger = None
-    try:
-        with graph_layers(adapted, compiled=has_triton(), keep=keeps):
-            yield
-    finally:
-        if liger is not None:
-            liger.close()
-
-
-def release() -> None:
-    """Give back what nobody holds any more, compiled code and this package's workspace included."""
-    workspace.release_workspace()
-    torch.compiler.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _fits(
-    source: Source, sizes: Sizes, built: nn.Module, room: int, *, packed: bool, keeps: bool
-) -> bool:
-    """Return whether a step fits by `plan`, whose figures are upper bounds of compiled layers."""
-    skip = [name for name, module in built.named_modules() if isinstance(module, nn.Linear)]
-    if not packed:
-        skip += [param.module_name for param in detect(built)]
+def _check_room(source: Source, sizes: Sizes, built: nn.Module) -> None:
+    """Refuse a step that does not fit by `plan`, whose figures bound those of compiled layers."""
+    if sizes.device.type != "cuda":
+        return
+    room = torch.cuda.get_device_properties(sizes.device).total_memory
+    if sizes.memory is not None:
+        room = parse_bytes(sizes.memory)
+    linears = (name for name, module in built.named_modules() if isinstance(module, nn.Linear))
     report = plan(
         source,
-        replace(codec_settings(None, None, None), skip_modules=tuple(skip)),
+        replace(codec_settings(None, None, None), skip_modules=tuple(linears)),
         gpus=room,
         batch=sizes.micro_batch,
         seq=sizes.seq,
         rank=RANK,
-        targets="attention,experts" if packed else "attention",
+        targets="attention,experts",
         adapter_dtype="bfloat16",
-        checkpointing=not keeps,
-        liger=sizes.device.type == "cuda",
+        checkpointing=True,
+        liger=True,
         search=False,
     )
-    return report.fits is True
-
-
-def _check_room(source: Source, sizes: Sizes, built: nn.Module) -> None:
-    room = sizes.room() if sizes.device.type == "cuda" else None
-    if room is not None and not _fits(source, sizes, built, room, packed=True, keeps=False):
+    if not report.fits:
         raise ConfigError(
             f"{source.label} does not fit {human_bytes(room)} with {sizes.micro_batch} x "
             f"{sizes.seq} tokens in a step: take fewer --layers or a shorter --seq; "
@@ -274,7 +193,7 @@ def _trained(model: Any, sizes: Sizes, setting: str) -> Measured:
         raise ConfigError(f"the loss of random weights is {loss}, so that no time counts")
     return Measured(
         setting,
-        sizes.tokens / statistics.median(seconds[_WARMUP:]),
+        sizes.micro_batch * sizes.seq / statistics.median(seconds[_WARMUP:]),
         torch.cuda.max_memory_allocated(sizes.device) if cuda else None,
         torch.cuda.max_memory_reserved(sizes.device) if cuda else None,
     )

@@ -186,8 +186,6 @@ def known_problems(
     found = [
         *_liger(versions, model_type),
         *_sharding(versions),
-        *_llama_factory(versions),
-        *_ms_swift(versions),
         *_torch_build(device),
         *_kernels(device, card),
         *_slow_layers(device, card, layers),
@@ -219,30 +217,6 @@ def _sharding(versions: Versions) -> Iterable[Finding]:
             f"fully_shard of torch {_text(installed)} asks gradients of packed codes, and casts "
             "them in mixed precision.",
             "On several GPUs use `with moe_qlora.shards_integers():` around it, or torch 2.13.",
-        )
-
-
-def _llama_factory(versions: Versions) -> Iterable[Finding]:
-    """LLaMA-Factory 0.9.5 was run under transformers 5.23."""
-    installed, host = versions.get("llamafactory", ()), versions.get("transformers", ())
-    if installed and installed <= (0, 9, 5) and host > (5, 6):
-        yield Finding(
-            WARNING,
-            f"The gradient checkpointing of LLaMA-Factory {_text(installed)} fails under "
-            f"transformers {_text(host)}, with any model.",
-            "Set disable_gradient_checkpointing: true and gradient_checkpointing: true.",
-        )
-
-
-def _ms_swift(versions: Versions) -> Iterable[Finding]:
-    """`swift rlhf` of 4.6.0 needs TRL below 1.0; `swift sft` was run beside 1.16."""
-    installed, trl = versions.get("ms-swift", ()), versions.get("trl", ())
-    if installed and installed <= (4, 6, 0) and trl >= (1, 0):
-        yield Finding(
-            WARNING,
-            f"`swift rlhf` of ms-swift {_text(installed)} needs TRL below 1.0, and {_text(trl)} "
-            "is installed; `swift sft` runs.",
-            "For rlhf install trl 0.29.",
         )
 
 

@@ -4,43 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..layout import ModelLayout
 from . import meta_model
-from .source import ModelSource, source_of
+from .source import source_of
 
 KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms and others")
 """Kinds of weights, in the order of tables. Linear layers are the packed ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class KindBytes:
-    """The weights of one of `KINDS`, as they are loaded and packed."""
+class KindBytes(NamedTuple):
+    """The weights of one of `KINDS`."""
 
     kind: str
     weights: int  # Number of weights
     before: int  # Bytes in the dtype that the model is loaded in
-    codes: int  # Bytes packed, or the same where the kind is not
-    statistics: int  # Bytes of quantization statistics
-
-    @property
-    def after(self) -> int:
-        """Bytes once packed."""
-        return self.codes + self.statistics
+    after: int  # Bytes packed, statistics included, or the same if the kind is not
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(NamedTuple):
     """The contents of a model."""
 
-    label: str
-    config: Any  # None where it has none
-    layout: ModelLayout  # As it is before packing
-    packed: str | None  # The packed type, None where nothing is packed
+    packed: str | None  # The packed type; None if nothing is packed
     kinds: tuple[KindBytes, ...]  # Those that the model has
     notes: tuple[str, ...]  # What to know, a sentence each
 
@@ -53,14 +40,8 @@ def take_inventory(
     meta = meta_model.pack(
         source.build(), source.quantization, linears=source.linears, native=source.native
     )
-    kinds = tuple(_kinds(meta, source))
-    return Inventory(source.label, source.config, meta.layout, meta.kind, kinds, source.notes)
-
-
-def _kinds(meta: meta_model.MetaModel, source: ModelSource) -> Iterator[KindBytes]:
     plain = dict(_tensors(source.build()))
-    weights: Counter[str] = Counter()
-    before, codes, statistics = Counter[str](), Counter[str](), Counter[str]()
+    weights, before, after = Counter[str](), Counter[str](), Counter[str]()
     held: set[int] = set()
     for part in meta.parts:
         kind = "Linear layers" if part.linear else "experts"
@@ -75,8 +56,7 @@ def _kinds(meta: meta_model.MetaModel, source: ModelSource) -> Iterator[KindByte
             loaded = weight.nbytes  # else it comes packed
         weights[kind] += numel
         before[kind] += loaded
-        codes[kind] += part.weight.codes.nbytes
-        statistics[kind] += part.statistics
+        after[kind] += part.weight.codes.nbytes + part.statistics
     kind_of = _kind_of_plain(meta)
     for name, tensor in _tensors(meta.base):
         if id(tensor) in held or tensor.untyped_storage()._cdata in held:
@@ -85,10 +65,9 @@ def _kinds(meta: meta_model.MetaModel, source: ModelSource) -> Iterator[KindByte
         kind = kind_of.get(id(tensor)) or ("experts" if meta.layout.find(name) else KINDS[-1])
         weights[kind] += tensor.numel()
         before[kind] += tensor.nbytes
-        codes[kind] += tensor.nbytes
-    for kind in KINDS:
-        if weights[kind]:
-            yield KindBytes(kind, weights[kind], before[kind], codes[kind], statistics[kind])
+        after[kind] += tensor.nbytes
+    kinds = tuple(KindBytes(k, weights[k], before[k], after[k]) for k in KINDS if weights[k])
+    return Inventory(meta.kind, kinds, source.notes)
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

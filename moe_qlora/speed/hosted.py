@@ -16,8 +16,7 @@ from ..memory.devices import gpu_of_device, pace_of
 from ..memory.hosting import ExpertLayer, Hosting, Pace, operations
 from ..packing.decoders import read
 from ..packing.packed_list import PackedList
-from .expert_layers import expert_groups, tied_lists
-from .offload import Offload, offload_of, tensors_of
+from .offload import Offload, expert_groups, offload_of, tensors_of, tied_lists
 
 _DISK = 3.5e9  # Bytes a second of a drive; nothing was measured
 _COPIED = 64 << 20  # Bytes of a measured copy: about a millisecond

@@ -29,11 +29,11 @@ from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
-from ..packing.decoders import read
+from ..packing.decoders import is_share, read
 from ..packing.packed_list import PackedList, fetched, make_compact, put
-from .expert_layers import device_of_layers, expert_groups, tied_lists
+from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
+from .fitted import decoder_layers
 from .host_memory import HostMemory
-from .replicas import keep_from_ddp
 from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
 
 
@@ -425,3 +425,90 @@ def _in_slot(memory: Tensor, parts: Iterator[tuple[int, int]], like: Tensor) -> 
 def copier_of(device: torch.device) -> Copier:
     """Return what copies to a device."""
     return CudaCopier(device) if device.type == "cuda" else HostCopier()
+
+
+def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
+    """Return packed weights by the name of their decoder layer, in the layers' order.
+
+    Experts outside of any decoder layer are a layer of their own; tied ones are the first layer's.
+    """
+    names = decoder_layers(model)
+    groups: dict[str, list[PackedList]] = {}
+    homes: dict[int, str] = {}
+    for owner, module, name in iter_packed(model):
+        packed_list, full = parametrization_list(module, name), unwrapped_name(f"{owner}.{name}")
+        if not isinstance(packed_list, PackedList) or is_foreign(module, name):
+            raise ConfigError(f"offload_experts: {full} was not packed by this package.")
+        if is_share(packed_list.original):
+            raise ConfigError(
+                f"offload_experts: {full} is sharded over ranks, by an engine with offloading of "
+                "its own (FSDP2's CPUOffloadPolicy, ZeRO's zero_optimization.offload_param)."
+            )
+        if packed_list.original.is_meta:
+            raise ConfigError(f"offload_experts: {full} is on meta, without values: load it first.")
+        around = [each for each in names if owner == each or owner.startswith(f"{each}.")]
+        home = homes.setdefault(id(packed_list.original), max(around, key=len, default=owner))
+        groups.setdefault(home, []).append(packed_list)
+    return groups
+
+
+def device_of_layers(
+    model: nn.Module, groups: dict[str, list[PackedList]], chosen: dict[str, Any]
+) -> torch.device:
+    """Return the one device that computes these layers; raise where they cannot be offloaded."""
+    devices = set()
+    for name in chosen:
+        layer = model.get_submodule(name)
+        packed = {id(each.original) for each in groups[name]}
+        plain = {p.device for p in layer.parameters() if id(p) not in packed and not p.is_meta}
+        devices |= plain or {groups[name][0].original.device}
+    if len(devices) > 1:
+        found = " and ".join(sorted(map(str, devices)))
+        raise ConfigError(
+            f"offload_experts: the layers lie on {found}; experts in host memory are for one "
+            "device."
+        )
+    device: torch.device = devices.pop()
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"offload_experts copies to CUDA, and the layers lie on {device}.")
+    return device
+
+
+def tied_lists(lists: Iterable[PackedList]) -> list[list[PackedList]]:
+    """Return the lists of each weight."""
+    tied: dict[int, list[PackedList]] = {}
+    for each in lists:
+        tied.setdefault(id(each.original), []).append(each)
+    return list(tied.values())
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+_AROUND = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
+"""What PEFT and torch.compile put before the names of the model, whose attribute they forward."""
+
+
+def keep_from_ddp(model: nn.Module) -> None:
+    """Make DDP ignore what lies in host memory of a model, or of one that wraps it later.
+
+    DDP asks the module that it wraps, by the attribute that its own
+    `_set_params_and_buffers_to_ignore_for_model` sets. Else it would broadcast codes that lie in
+    host memory, and refuse a model with parameters on two kinds of devices.
+    """
+    host: Any = model
+    if not isinstance(model.__dict__.get(_IGNORED), _Names):
+        setattr(host, _IGNORED, _Names(model, model.__dict__.get(_IGNORED, ())))
+
+
+class _Names:
+    """Names of parameters and buffers in host memory, looked up at each iteration."""
+
+    def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
+        self.model, self.others = model, others
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.others
+        for prefix, module in self.model.named_modules():
+            if isinstance(module, PackedList) and module.host is not None:
+                for name, _ in (*module.named_parameters(), *module.named_buffers()):
+                    for around in _AROUND:
+                        yield f"{around}{prefix}.{name}"
