@@ -35,8 +35,8 @@ from ..memory import meta_model
 from ..memory.attention import EagerAttention, eager_attention
 from ..memory.budget import Settings
 from ..memory.devices import gpu_named
+from ..memory.meta_model import ModelSource, source_of
 from ..memory.plan import check_settings, plan
-from ..memory.source import ModelSource, source_of
 from ..models import named
 from ..models.files import refuse_yaml
 from ..packing import parametrize

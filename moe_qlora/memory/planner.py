@@ -27,9 +27,8 @@ from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudg
 from .devices import reserve_nbytes
 from .engines import Sharding
 from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
-from .meta_model import filled, tells_layers_apart
+from .meta_model import ModelSource, filled, tells_layers_apart
 from .report import MemoryPlan
-from .source import ModelSource
 
 
 class LevelError(Exception):

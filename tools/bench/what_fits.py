@@ -29,10 +29,10 @@ from common import RESULTS, head
 from moe_qlora.kernels.cards import PORTABLE, Card
 from moe_qlora.memory.budget import Engine, Settings
 from moe_qlora.memory.devices import exact_size, parse_devices
+from moe_qlora.memory.meta_model import ModelSource, source_of
 from moe_qlora.memory.plan import devices_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.search import RUNGS
-from moe_qlora.memory.source import ModelSource, source_of
 
 DATA = RESULTS.with_name("planned") / "what_fits.csv"
 CHECKED = RESULTS.with_name("planned") / "what_fits_checked.csv"

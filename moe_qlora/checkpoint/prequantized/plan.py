@@ -21,9 +21,7 @@ from .config import (
     Scheme,
 )
 from .decode import CODES, SCALE, Quantized
-from .fp4 import plan_fp4, plan_mxfp4
-from .fp8 import FP8_DTYPES, described, plan_fp8
-from .int4 import plan_int
+from .formats import FP8_DTYPES, described, plan_fp4, plan_fp8, plan_int, plan_mxfp4
 
 ShapeOf = Callable[[str], tuple[int, ...]]
 """Reads a stored `weight_shape`."""

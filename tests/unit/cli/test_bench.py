@@ -52,7 +52,7 @@ def test_a_packed_model_is_trained(cli, folder, monkeypatch):
     assert (row["model"], row["layers"], row["seq"], row["gpu"]) == ("tiny", 1, 16, "cpu")
     assert row["tokens_per_second"] > 0
     assert row["peak"] is None and row["torch"] == torch.__version__
-    assert "nothing is changed" in row["prepared"][0]
+    assert "not on a CUDA device" in row["prepared"][0]
 
 
 def test_the_last_two_lines_are_a_row(cli, folder):

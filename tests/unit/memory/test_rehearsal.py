@@ -7,7 +7,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.memory.rehearsal import KINDS, take_inventory
+from moe_qlora.report.write import KINDS, take_inventory
 from moe_qlora.testing import tiny_config, tiny_model
 
 NF4 = BitsAndBytesConfig(

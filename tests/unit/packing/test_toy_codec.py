@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import get_peft_model, quantize_experts
 from moe_qlora.checkpoint.verify import verify
-from moe_qlora.distributed import share_packer
-from moe_qlora.distributed.share_packer import Ranks, SharePacker
+from moe_qlora.distributed import filling as share_packer
+from moe_qlora.distributed.filling import Ranks, SharePacker
 from moe_qlora.errors import ConfigError, MoeQloraError
 from moe_qlora.experts.backend import choose_backend, read_call
 from moe_qlora.experts.operands import PackedOperand, packed_weight

@@ -33,7 +33,7 @@ def script(monkeypatch):
 
 
 def test_a_block_of_a_document_is_replaced(script):
-    pages = script("pages")
+    pages = script("what_fits_page")
     text = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n"
     new = pages.filled(text, "x", r"new \1")
     assert new == "a\n<!-- x: begin -->\n\nnew \\1\n\n<!-- x: end -->\nb\n"
@@ -53,9 +53,9 @@ def test_the_page_of_memory_is_what_its_script_writes(script):
 
 
 def test_the_readme_shows_what_the_page_says(script):
-    pages, block = script("pages"), script("what_fits_page").readme_block()
-    readme = pages.README.read_text(encoding="utf-8")
-    assert readme == pages.filled(readme, "what-fits", block), "run it again"
+    page = script("what_fits_page")
+    readme = page.README.read_text(encoding="utf-8")
+    assert readme == page.filled(readme, "what-fits", page.readme_block()), "run it again"
 
 
 def test_measured_runs_of_the_page_are_rows(fits):
