@@ -29,7 +29,7 @@ from moe_qlora.experts.operands import PackedOperand, packed_weight
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import Packer, pack, unpack, unpack_range
-from moe_qlora.packing.codecs import Codec, codec_of, register, unregister
+from moe_qlora.packing.codecs import Codec, register, unregister
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -149,18 +149,6 @@ def test_weights_are_packed_whole_and_in_pieces(shape, dtype):
         packer.add(row[None])
     again = packer.finish()
     assert torch.equal(again.codes, whole.codes) and torch.equal(again.absmax, whole.absmax)
-
-
-def test_shares_are_cut_and_joined():
-    weight = torch.randn(4, 8, 32)
-    settings, codec = CodecSettings(KIND), codec_of(KIND)
-    whole = pack(weight, settings)
-    parts = [codec.cut(whole, first, first + 2) for first in (0, 2)]
-    assert torch.equal(torch.cat([unpack(part) for part in parts]), unpack(whole))
-    joined = codec.join(parts)
-    assert torch.equal(joined.codes, whole.codes) and torch.equal(joined.absmax, whole.absmax)
-    assert codec.why_not_cut((4, 8, 32), 2, settings) is None
-    assert "no whole blocks of 32" in str(codec.why_not_cut((4, 3, 7), 4, settings))
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 32), (2, 5, 14), (4, 3, 130)])
