@@ -45,7 +45,6 @@ class RegistryEntry:
 
 
 def _folder() -> Traversable:
-    """Return the folder of the data, in the installed package or next to a plain checkout."""
     try:
         folder = resources.files("moe_qlora.model_registry")
         if folder.is_dir():

@@ -11,7 +11,7 @@
 3. A table says what each step did to bytes and loss, a line each what the model wrote before and
    after; loss.png draws both.
 
-The parts are in demo_parts/: corpus.py, job.py, screen.py, results.py.
+The work is in demo_parts/: corpus.py, job.py.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from moe_qlora.checkpoint.cpus import usable_cpus
-from tools.demo_parts.screen import Screen
-
 if TYPE_CHECKING:
     from tools.demo_parts.job import Run
 
@@ -39,10 +36,9 @@ def main() -> int:
     """Run the demo; raises where the loss did not fall or the experts were not packed."""
     options = _options()
     # One thread for a model so small that its threads would do little but wait for each other.
-    set_threads(1 if options.model is None else usable_cpus())
+    set_threads(1 if options.model is None else len(os.sched_getaffinity(0)))
     try:
-        with Screen() as screen:
-            _run(options, screen)
+        _run(options)
     except KeyboardInterrupt:
         print("Stopped.")
         return 130
@@ -59,16 +55,13 @@ def set_threads(threads: int) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def _run(options: argparse.Namespace, screen: Screen) -> None:
+def _run(options: argparse.Namespace) -> None:
     started = time.perf_counter()
-    time_needed = ", in less than a minute on two free cores" if options.model is None else ""
-    screen.say(f"Results go to {options.out}{time_needed}.")
-    with screen.doing("importing torch and transformers"):
-        _silence()
-        import torch
+    _silence()
+    import torch
 
-        from tools.demo_parts import results
-        from tools.demo_parts.job import QUICK, SEED, Run, Scale, fine_tune, pretrain
+    from tools.demo_parts.job import QUICK, SEED, Run, Scale, fine_tune, pretrain, say
+
     torch.manual_seed(SEED)
     scale = QUICK if options.quick else Scale()
     scale = replace(scale, steps=options.steps or scale.steps)
@@ -77,14 +70,13 @@ def _run(options: argparse.Namespace, screen: Screen) -> None:
     folder = options.model
     if folder is None:
         folder = options.out / "model"
-        pretrain(folder, scale, run, screen)
-    fine_tune(folder, scale, options.out, run, screen, own=options.model is None)
-    screen.show(results.table(run))
-    with screen.doing("drawing"):
-        results.draw(run, options.out / "loss.png")
-    _conclude(run, screen)
+        pretrain(folder, scale, run)
+    fine_tune(folder, scale, options.out, run, own=options.model is None)
+    print(_table(run))
+    _draw(run, options.out / "loss.png")
+    _conclude(run)
     seconds = time.perf_counter() - started
-    screen.say(f"Written to {options.out}: loss.png, adapter/. All in {seconds:.0f} seconds.")
+    say(f"Written to {options.out}: loss.png, adapter/. All in {seconds:.0f} seconds.")
 
 
 def _options() -> argparse.Namespace:
@@ -114,13 +106,43 @@ def _silence() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-def _conclude(run: Run, screen: Screen) -> None:
-    """Show what the model writes, and hold the results against what they must be."""
-    from tools.demo_parts.job import PROMPT
+def _table(run: Run) -> str:
+    """The bytes and the loss of each state."""
+    from moe_qlora.layout import human_bytes
 
-    screen.say(f'After "{PROMPT}" the packed model writes:')
+    rows: list[tuple[str, ...]] = [("", "experts", "others", "LoRA", "total", "loss")]
+    for state in run.states:
+        sizes = (state.experts, state.rest, state.adapter)
+        cells = [human_bytes(size) if size else "-" for size in (*sizes, sum(sizes))]
+        rows.append((state.name, *cells, f"{state.loss:.3f}"))
+    lines = (f"   {name:20s}" + "".join(f"{cell:>11s}" for cell in cells) for name, *cells in rows)
+    return "Bytes of weights, and loss on held-out text\n" + "\n".join(lines)
+
+
+def _draw(run: Run, file: Path) -> None:
+    """Draw the losses of each training, and of the states on held-out text."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * (len(run.curves) + 1), 3.9), layout="constrained")
+    *curves, bars = figure.subplots(1, len(run.curves) + 1)
+    for axis, (title, losses) in zip(curves, run.curves.items(), strict=True):
+        axis.plot(range(1, len(losses) + 1), losses, linewidth=1)
+        axis.set(title=f"Training {title}", xlabel="step", ylabel="loss")
+        axis.grid(alpha=0.3)
+    names = [state.name.replace(" ", "\n", 1) for state in run.states]
+    drawn = bars.bar(names, [state.loss for state in run.states])
+    bars.bar_label(drawn, fmt="%.3f")
+    bars.set(title="Loss on held-out English, lower is better")
+    figure.savefig(file, dpi=120)
+
+
+def _conclude(run: Run) -> None:
+    """Show what the model writes, and hold the results against what they must be."""
+    from tools.demo_parts.job import PROMPT, say
+
+    say(f'After "{PROMPT}" the packed model writes:')
     for when, text in run.texts.items():
-        screen.say(f"{when + ':':<12} {text}")
+        say(f"{when + ':':<12} {text}")
     stock, packed, tuned = run.states
     if not tuned.loss < packed.loss - 0.05:
         raise RuntimeError(
@@ -130,10 +152,9 @@ def _conclude(run: Run, screen: Screen) -> None:
         raise RuntimeError(
             f"The experts were not packed: {stock.experts} -> {packed.experts} bytes."
         )
-    screen.say(
+    say(
         f"The experts take {stock.experts / packed.experts:.2f} times less memory, and the loss "
-        f"fell from {packed.loss:.3f} to {tuned.loss:.3f}.",
-        style="green",
+        f"fell from {packed.loss:.3f} to {tuned.loss:.3f}."
     )
 
 

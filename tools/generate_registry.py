@@ -17,6 +17,7 @@ import difflib
 import json
 import logging
 import multiprocessing
+import os
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -62,12 +63,10 @@ def drift(path: Path, text: str | None) -> str:
 
 
 def main() -> int:
-    from moe_qlora.checkpoint.cpus import usable_cpus
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; print the drift")
     parser.add_argument("--only", action="append", default=[], metavar="TYPE")
-    parser.add_argument("--jobs", type=int, default=usable_cpus())
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     _quiet()
     from tools.registry.classes import candidates

@@ -378,7 +378,6 @@ class Resolver:
         return pairs
 
     def _replace(self, key: str, name: str) -> None:
-        """Note a tensor that replaces a model tensor."""
         if name.endswith(_TOKENS):
             self._tokens[name.removesuffix(_TOKENS)] = key
             return
@@ -400,7 +399,6 @@ class Resolver:
             self._updates.replacements[target] = key
 
     def _place_tokens(self, path: str, key: str) -> None:
-        """Note trained rows of an embedding, or of a head."""
         target = self._known(f"{path}.weight", self._shapes)
         shape = self._adapter.file.info(key).shape
         tokens = self._adapter.settings.trainable_token_indices or []
@@ -418,7 +416,6 @@ class Resolver:
         self._updates.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
 
     def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
-        """Note the deltas of one module's pairs."""
         pairs = [by_depth[depth] for depth in sorted(by_depth, reverse=True)]
         module_name = self._known(path, self._modules)
         if module_name is None:

@@ -25,7 +25,6 @@ from ..packing.bnb4bit import RECORD
 from ..packing.codecs import codecs
 from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings, problems
-from .cpus import usable_cpus
 from .manifest import (
     CONFIG,
     CONFIG_KEY,
@@ -37,6 +36,7 @@ from .manifest import (
     has_manifest,
     is_packed,
     read_manifest,
+    reading_threads,
 )
 from .reader import (
     DTYPES,
@@ -182,7 +182,7 @@ class FolderCheck:
         for key, info in order:
             if info.nbytes <= _SMALL:
                 self._compare(key, checksum(info))
-        self._pool = ThreadPoolExecutor(min(8, usable_cpus()))
+        self._pool = ThreadPoolExecutor(reading_threads())
         self._sums = {
             key: self._pool.submit(checksum, info)
             for key, info in order

@@ -168,7 +168,6 @@ def reload_spec(
 def _packed_params(
     model: nn.Module, by_name: Mapping[str, ExpertParam], manifest: Manifest, folder: Path
 ) -> dict[str, ExpertParam]:
-    """Return the model's expert weights that a manifest says are packed, by all their names."""
     params: dict[str, ExpertParam] = {}
     for name, entry in manifest.experts.items():
         own = canonical_name(model, name, by_name)

@@ -29,7 +29,6 @@ from pydantic.dataclasses import dataclass
 from ..errors import CheckpointError
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..packing.settings import CodecSettings
-from .cpus import usable_cpus
 from .reader import (
     DTYPE_NAMES,
     Checkpoint,
@@ -245,7 +244,6 @@ def shard_names(identity: str, shards: Sequence[ShardEntry]) -> list[str]:
 
 
 def _digest(value: Mapping[str, Any]) -> str:
-    """Return the checksum of a JSON value, whatever the order of its keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -254,11 +252,17 @@ def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
     """Describe every tensor of some safetensors files, checksums included."""
     checkpoint = Checkpoint(files)
     infos = [checkpoint.info(key) for key in checkpoint]
-    with ThreadPoolExecutor(min(8, usable_cpus())) as pool:
+    with ThreadPoolExecutor(reading_threads()) as pool:
         return {
             key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
             for key, info, digest in zip(checkpoint, infos, pool.map(checksum, infos), strict=True)
         }
+
+
+def reading_threads() -> int:
+    """Return how many threads read and check files: one for each usable CPU, at most 8."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return min(8, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def checksum(info: TensorInfo) -> str:
@@ -355,7 +359,6 @@ def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") 
 
 
 def _check(folder: Path, file: Path, manifest: Manifest) -> None:
-    """Raise if parts of a manifest contradict each other, or name a file outside its folder."""
     for name in manifest.shards:
         inside(folder, name)
     for key, tensor in manifest.tensors.items():

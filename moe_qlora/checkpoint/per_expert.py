@@ -209,7 +209,6 @@ class _Fusion:
         return same[0]
 
     def _stacked(self, keys: Mapping[tuple[int | None, str], str]) -> Factors:
-        """Stack the factors of one projection over experts."""
         first = next(iter(keys.values()))
         read = {place: self.file.read(key) for place, key in keys.items()}
         experts = sorted({expert for expert, _ in read if expert is not None})
@@ -266,7 +265,6 @@ class _Fusion:
             self.tensors[f"{path}.lora_A.weight"], self.tensors[f"{path}.lora_B.weight"] = a, b
 
     def _check_halves(self, module: str, roles: Mapping[str, Factors]) -> None:
-        """Check that gate and up agree in experts, rows and columns."""
         halves_of = [roles[role] for role in ("gate", "up") if role in roles]
         shapes = [(len(one.a), one.b.shape[1], one.a.shape[2]) for one in halves_of]
         if shapes[0] != shapes[-1]:

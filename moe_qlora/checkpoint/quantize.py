@@ -190,7 +190,6 @@ class PackingJob:
         self.steps = self._steps(model)
 
     def _steps(self, model: Any) -> list[tuple[Group, list[str]]]:
-        """Return the groups to convert, each with the names of the parameters to write."""
         on_disk = self.base.layout.by_name.keys()
         left_out = {name for name, source in self.tied.items() if source in on_disk}
         left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -293,7 +292,6 @@ class PackingJob:
         return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}{INT8_FORMAT}"]
 
     def _tensors(self, group: Group, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of one group as they are stored."""
         packers: dict[str, Packer] = {}
         plain: dict[str, list[Tensor]] = {}
         for start, stop in group.slices():
@@ -328,7 +326,6 @@ class PackingJob:
         packer.add(value)
 
     def _packed(self, name: str, weight: PackedWeight) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state dict entries of a packed weight, an expert's or a Linear layer's."""
         yield name, weight.codes
         codec = codec_of(weight.kind)
         if name in self.spec.params or not codec.loads_in_8bit:
@@ -343,7 +340,6 @@ class PackingJob:
 
 
 def _remove_partial_files(work: Path) -> None:
-    """Remove all files of an interrupted run of the same job except complete shards."""
     for entry in work.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -352,7 +348,6 @@ def _remove_partial_files(work: Path) -> None:
 
 
 def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:
-    """Write the config of the loaded model, and copy the checkpoint's other files."""
     copy_auxiliary_files(folder, work)
     model.config.quantization_config = config
     model.config.architectures = [type(model).__name__]

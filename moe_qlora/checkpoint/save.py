@@ -253,7 +253,6 @@ def is_save_file(name: str) -> bool:
 
 
 def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
-    """Write all files of the stock method except weights."""
     quantizer, own = model.hf_quantizer, model.config.__dict__
     # The stock method gets no weights from the quantizer, and has no distributed_config by which it
     # would wait for all ranks to gather the model.
@@ -358,7 +357,6 @@ def finish_packed(
 
 
 def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSettings]:
-    """Describe each packed expert weight as the manifest does, and how all of them are packed."""
     names: dict[int, list[str]] = {}
     weights: dict[int, PackedWeight] = {}
     shapes: dict[int, tuple[int, ...]] = {}
@@ -408,7 +406,6 @@ def _plain_linears(model: Any) -> list[str]:
 
 
 def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:
-    """Upload the files of a save, and delete those of an earlier save, in one commit."""
     from huggingface_hub import HfApi
 
     api = HfApi(token=token)

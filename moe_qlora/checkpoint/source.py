@@ -190,7 +190,6 @@ def check_base(adapter: str, noted: Fingerprint, base: Fingerprint) -> None:
 
 
 def _first_rows(weight: Tensor) -> Tensor:
-    """Return the rows of a sharded weight on this rank as a parameter, if they hold the sample."""
     host: Any = weight
     if not hasattr(weight, "to_local") or any(host.device_mesh.get_coordinate()):
         return weight

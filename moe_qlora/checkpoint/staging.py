@@ -130,13 +130,11 @@ def not_written(
 
 
 def _place(target: Path, inside: bool) -> tuple[Path, str]:
-    """Return the folder of a target's lock file and staging folder, and their names' start."""
     return (target, ".moe_qlora") if inside else (target.parent, f".{target.name}.moe_qlora")
 
 
 @contextmanager
 def _locked(lock: Path, target: Path, wait: bool) -> Iterator[int]:
-    """Open or create a lock file, and lock it."""
     import fcntl
 
     while True:

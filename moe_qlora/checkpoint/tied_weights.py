@@ -59,7 +59,6 @@ def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter
 
 
 def _share(updates: Updates, model: nn.Module, names: list[str]) -> None:
-    """Give all tied names what PEFT saves for one of them, and ties."""
     keys = [updates.replacements[name] for name in names if name in updates.replacements]
     if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it
         updates.replacements.update(dict.fromkeys(names, keys[0]))
@@ -87,7 +86,6 @@ def _untie(
 
 
 def _unchanged(base: Base, adapter: Adapter, key: str, stored: str) -> bool:
-    """Whether a weight that the adapter holds in full has the base's values."""
     group = base.layout.by_name[stored]
     if adapter.file.info(key).shape != group.shapes[stored]:
         return False

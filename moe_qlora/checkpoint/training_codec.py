@@ -152,7 +152,6 @@ def _of_linears(model: nn.Module) -> CodecSettings:
 
 
 def _packed_linears(model: nn.Module) -> frozenset[str]:
-    """Return the names of packed weights of Linear layers."""
     return frozenset(
         unwrapped_name(f"{name}.weight")
         for name, module in model.named_modules(remove_duplicate=False)

@@ -248,7 +248,6 @@ def _packed_problems(
 
 
 def _model_of(folder: Path, trust_remote_code: bool) -> Any:
-    """Return the meta model of a folder's config.json, or the reason why it cannot be built."""
     try:
         source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
         return named.build(source, trust_remote_code=trust_remote_code)
@@ -380,7 +379,6 @@ def _source_name(name: str, manifest: Manifest, groups: Mapping[str, Group], sou
 def _weight_error(
     base: PlainBase, source_name: str, weights: PackedWeights, name: str, experts: int | None
 ) -> WeightError:
-    """Compare a decoded weight with its source, slice by slice."""
     packed, group = weights.weight(name), base.layout.by_name[source_name]
     rows = packed.shape[0]
     # squares of the differences, and of the source

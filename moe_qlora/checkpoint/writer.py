@@ -58,7 +58,6 @@ class _Shard:
         """Write the end of the file, and check that it is complete."""
 
     def close(self) -> None:
-        """Finish the file and flush it to the disk."""
         with self._file:
             self._finish()
             self._file.flush()

@@ -112,7 +112,6 @@ def run(program: typer.Typer = app, prog_name: str = "moe-qlora", **arguments: A
 
 
 def _exit_code(program: typer.Typer, **arguments: Any) -> int:
-    """Run a program, write how it failed, and return its exit code."""
     try:
         code = program(standalone_mode=False, **arguments)
         if code == INTERRUPTED:  # typer's code for Ctrl-C
@@ -134,7 +133,6 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
 
 
 def _of_system(error: OSError) -> str:
-    """Return the line for an error of the system."""
     where = error.filename or "what is printed"
     return one_line("error", f"{where} cannot be read or written: {error.strerror or error}.")
 

@@ -214,7 +214,6 @@ def _as_python(findings: Findings) -> str:
 
 
 def _as_yaml(findings: Findings) -> str:
-    """Return the keys that axolotl-style trainers read, every name in full."""
     lines = ["# for experts packed by moe_qlora"]
     for name in _LISTS:
         entries = getattr(findings, name)

@@ -87,7 +87,6 @@ def _show(report: VerifyReport, out: Console) -> None:
 
 
 def _error_rows(errors: Sequence[WeightError]) -> Iterator[tuple[str, ...] | None]:
-    """Yield a row for each expert weight, a line, and a row for each kind of Linear layer."""
     linears: dict[str, list[WeightError]] = {}
     for error in errors:
         if not error.expert:

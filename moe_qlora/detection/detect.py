@@ -67,7 +67,6 @@ def _router(leaf: Leaf, num_choices: int) -> Router:
 
 
 def _modules(classified: Sequence[Classification]) -> tuple[ExpertsModule, ...]:
-    """Return the modules that own expert parameters, in the model's order."""
     modules = []
     accepted = [item for item in classified if item.expert is not None]
     for node, group in groupby(accepted, lambda item: item.leaf.node):

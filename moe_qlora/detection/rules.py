@@ -59,7 +59,6 @@ def _not_a_candidate(leaf: Leaf) -> str | None:
 
 
 def _follows_a_choice(group: ExpertGroup, trace: Trace) -> bool:
-    """Return whether the applied or selected values follow from a choice among the experts."""
     flows = trace.chosen.union(*(c.ranked for c in trace.contractions))
     # Scores may pick tokens without being ranked: by a threshold, or each expert among tokens.
     picked = bool(trace.contractions) and all(c.picked for c in trace.contractions)
@@ -311,7 +310,6 @@ class Classifier:
         self._by_leaf[leaf] = Classification(leaf, expert, router=router)
 
     def _trace(self, group: ExpertGroup) -> Trace:
-        """Return a dry run of the group's block, shared by all blocks that are built alike."""
         block, start = group.block, len(group.block.name)
         signature = tuple(
             (node.name[start:], type(node.module), leaf.attribute, leaf.shape, leaf.packed)
@@ -377,12 +375,10 @@ class Classifier:
 
 
 def _name_beside(other: Leaf, leaf: Leaf) -> str:
-    """Return the name of a tensor in a sentence on one that may stand in the same module."""
     return other.attribute if other.node is leaf.node else other.name
 
 
 def _evidence(group: ExpertGroup, key: int, routed: bool) -> str:
-    """Return in words why a member of a routed group is an expert parameter."""
     leaf, count, router = group.members[key], group.counts[key], group.router
     rows = slice_size(leaf, group.axis, count) // leaf.shape[-1]
     words = [f"{count} matrices of {rows} x {leaf.shape[-1]} in one {leaf.shape_text} parameter"]

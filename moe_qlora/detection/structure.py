@@ -106,7 +106,6 @@ def _matrix_like(leaf: Leaf) -> bool:
 
 
 def _readings(leaf: Leaf, parameter: Leaf, num_choices: int | None) -> list[RouterCandidate]:
-    """Return the possible readings of a matrix as a router."""
     if leaf.kind == "linear":
         pairs = [leaf.shape]
     elif len(leaf.shape) == 2:

@@ -35,8 +35,8 @@ from ..memory import meta_model
 from ..memory.attention import EagerAttention, eager_attention
 from ..memory.budget import Settings
 from ..memory.devices import gpu_named
+from ..memory.meta_model import ModelSource, source_of
 from ..memory.plan import check_settings, plan
-from ..memory.source import ModelSource, source_of
 from ..models import named
 from ..models.files import refuse_yaml
 from ..packing import parametrize
@@ -186,8 +186,6 @@ def known_problems(
     found = [
         *_liger(versions, model_type),
         *_sharding(versions),
-        *_llama_factory(versions),
-        *_ms_swift(versions),
         *_torch_build(device),
         *_kernels(device, card),
         *_slow_layers(device, card, layers),
@@ -222,30 +220,6 @@ def _sharding(versions: Versions) -> Iterable[Finding]:
         )
 
 
-def _llama_factory(versions: Versions) -> Iterable[Finding]:
-    """LLaMA-Factory 0.9.5 was run under transformers 5.23."""
-    installed, host = versions.get("llamafactory", ()), versions.get("transformers", ())
-    if installed and installed <= (0, 9, 5) and host > (5, 6):
-        yield Finding(
-            WARNING,
-            f"The gradient checkpointing of LLaMA-Factory {_text(installed)} fails under "
-            f"transformers {_text(host)}, with any model.",
-            "Set disable_gradient_checkpointing: true and gradient_checkpointing: true.",
-        )
-
-
-def _ms_swift(versions: Versions) -> Iterable[Finding]:
-    """`swift rlhf` of 4.6.0 needs TRL below 1.0; `swift sft` was run beside 1.16."""
-    installed, trl = versions.get("ms-swift", ()), versions.get("trl", ())
-    if installed and installed <= (4, 6, 0) and trl >= (1, 0):
-        yield Finding(
-            WARNING,
-            f"`swift rlhf` of ms-swift {_text(installed)} needs TRL below 1.0, and {_text(trl)} "
-            "is installed; `swift sft` runs.",
-            "For rlhf install trl 0.29.",
-        )
-
-
 def _torch_build(device: Device) -> Iterable[Finding]:
     """NVIDIA's driver is loaded, but torch does not see a GPU."""
     built = torch.version.cuda is not None or torch.version.hip is not None
@@ -261,7 +235,6 @@ def _torch_build(device: Device) -> Iterable[Finding]:
 
 
 def _kernels(device: Device, card: Card) -> Iterable[Finding]:
-    """Triton is missing, or the card is too old for the fused kernels."""
     if card.maker == "nvidia" and card.capability < (8, 0):
         yield Finding(
             WARNING,
@@ -278,7 +251,6 @@ def _kernels(device: Device, card: Card) -> Iterable[Finding]:
 
 
 def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Iterable[Finding]:
-    """Layers that fall back although the GPU has the fused kernels."""
     slow = [layer for layer in layers if not layer.fast] if suits(card) else []
     for reason in dict.fromkeys(layer.reason for layer in slow):
         count = sum(layer.count for layer in slow if layer.reason == reason)
@@ -291,7 +263,6 @@ def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Ite
 
 
 def _slow_attention(card: Card, eager: EagerAttention | None) -> Iterable[Finding]:
-    """Attention is eager although the class supports faster kernels on this GPU."""
     if eager is not None and suits(card):
         yield Finding(WARNING, eager.what, eager.cure)
 

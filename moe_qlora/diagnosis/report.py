@@ -148,7 +148,6 @@ def _described(name: str, nbytes: int | None, card: Card, *, here: bool) -> Devi
 
 
 def _multipliers(card: Card) -> tuple[str, str]:
-    """Name the matrix products on a card, with few tokens an expert and with many."""
     if not suits(card):
         return _LOOP, _LOOP
     with acting_as(card):

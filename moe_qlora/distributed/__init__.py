@@ -10,7 +10,6 @@ sharding.py            makes every tensor of a packed weight a parameter, which 
 load_sharded.py        loads that FSDP2 shards, without transformers' loader
 distributed_config.py  from_pretrained with transformers' `DistributedConfig`
 filling.py             gives a sharded model its values, each rank its own shares
-share_packer.py        packs a rank's shares of one weight from the rows alone that they need
 adapters.py            adapters on a model that has no values yet, or that is sharded already
 agreement.py           checks that all ranks were given the same
 gather.py              a model's whole state dict, gathered from all ranks

@@ -20,8 +20,7 @@ from torch import Tensor, distributed, nn
 
 from ..errors import ConfigError
 from ..lora.model import get_peft_model
-from .filling import put_local
-from .share_packer import Ranks
+from .filling import Ranks, put_local
 
 # transformers' Trainer, which averages gradients too, marks a parameter by this attribute.
 _SEEN = "_replicated_grad_hook_registered"
@@ -44,7 +43,6 @@ class BlankAdapters:
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Save the values of factors that PEFT moves to meta, within the block."""
         stock = {
             cls: cls.__dict__["_move_adapter_to_device_of_base_layer"]
             for cls in (BaseTunerLayer, StockParamWrapper)

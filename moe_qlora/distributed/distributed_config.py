@@ -152,7 +152,6 @@ class ShardedLoad:
         return self  # transformers copies its quantizer for every tensor
 
     def _hide(self, model: Any, names: list[str]) -> None:
-        """Keep the load from looking for what is filled later, and from initializing it."""
         own = set()
         for target in self.weights.packed.values():
             held = [target.codes(), *target.statistics.parameters()]
@@ -200,7 +199,6 @@ def _fill_packing(
 
 
 def _dequantized(base: PlainBase, files: PrequantizedCheckpoint) -> set[str]:
-    """Return the names of the parameters that are made from codes."""
     groups = base.layout.by_name.items()
     return {name for name, group in groups if any(map(files.is_dequantized, group.keys))}
 
@@ -214,7 +212,6 @@ def shards_model(config: Any) -> bool:
 
 
 def _shard_by_plan(model: Any, config: Any) -> None:
-    """Shard a model on meta as transformers does."""
     from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 
     _, ep_plan, fsdp_plan = model._resolve_parallel_plans(config)

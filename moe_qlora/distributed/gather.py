@@ -152,7 +152,6 @@ def _replace_linear(
     prefix: str,
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Replace the entries of a Linear layer in the shardable layout by those of the compact one."""
     decoder, name = module.statistics, f"{prefix}weight"
     keys = {part: f"{prefix}statistics.{part}" for part in decoder._parameters}
     if not all(key in state_dict for key in (name, *keys.values())):
@@ -189,7 +188,6 @@ class _Weight:
     divided: bool
 
     def tensors(self) -> dict[str, WholeTensor]:
-        """Return codes and statistics under bitsandbytes' keys."""
         specs = packed_tensors(self.packed.shape, CodecSettings.of(self.packed))
         ends = sorted(specs, key=lambda end: end.startswith(RECORD))  # as bitsandbytes has them
         return {

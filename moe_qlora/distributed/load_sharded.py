@@ -411,7 +411,6 @@ class StoredWeights:
 
 
 def _packed_keys(model: nn.Module, manifest: Manifest) -> dict[str, dict[str, str]]:
-    """Return the keys of each packed weight by their ends, by the weight's name in the model."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     keys = {}
     for stored, parts in packed_names(manifest).items():

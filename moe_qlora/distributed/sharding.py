@@ -97,7 +97,6 @@ def _describe_share(module: ShardableLinear4bit) -> None:
 
 
 def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:
-    """Return the codes' parameter and the decoder of a packed weight in the shardable layout."""
     if isinstance(decoder, PackedScales):
         _scales_as_parameter(decoder)
         return nn.Parameter(packed.codes.view(-1, 1), requires_grad=False), decoder

@@ -14,5 +14,4 @@ first: its docstring draws the path of a call, in this order.
     forward_override.py
                     which forward runs where other code, such as Liger, has replaced it
     checks.py       checks before a packed model runs
-    counts.py       how many assignments each expert gets
 """

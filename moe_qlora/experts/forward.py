@@ -205,7 +205,6 @@ def _of_liger(module: nn.Module) -> bool:
 
 
 def _prepare(module: nn.Module) -> None:
-    """Compute in eager mode what a compiled call needs of a module."""
     find_gate(module)
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.is_cuda:
@@ -213,7 +212,6 @@ def _prepare(module: nn.Module) -> None:
 
 
 def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
-    """Compute a call as two projections with the gate between them."""
     first = call.weights[0]
     experts = int((getattr(module, call.names[0]) if first is None else first).shape[0])
     flat = index.reshape(-1)

@@ -30,7 +30,6 @@ _REMOVED = (
     "_moe_qlora_removed_forward"  # Liger's functions, removed from a module's `__dict__`, by name
 )
 _ASSIGNED = "_moe_qlora_assigned_forward"  # the last forward that was bound and is not Liger's
-_CALLS = "_moe_qlora_calls_own_forward"
 _RUN = "_moe_qlora_run"
 _PATCHED = "_moe_qlora_patched_forward"
 
@@ -135,16 +134,10 @@ def class_members(base: type[Any], run: Callable[..., Any]) -> Mapping[str, Any]
     }
 
 
-def mark_as_calling(function: Any) -> None:
-    """Mark a forward as one that always calls the own forward of the module it is bound to."""
-    setattr(function, _CALLS, True)
-
-
 def runs_own_forward(module: Any) -> bool:
     """Whether a call certainly reaches the own forward of the module's class."""
-    bound = bound_forward(module)
-    if bound is not None:
-        return bool(getattr(bound, _CALLS, False))
+    if bound_forward(module) is not None:
+        return False
     return not hasattr(type(module), _PATCHED) or getattr(module, _PATCHED) is None
 
 

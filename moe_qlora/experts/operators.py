@@ -54,7 +54,6 @@ def _scalings(constants: Sequence[Any]) -> list[float | None]:
 def _layer_forward(
     x: Tensor, weights: Tensor, index: Tensor, biases: Any, lora: Any, packed: Any, *constants: Any
 ) -> list[Tensor]:
-    """Return the output, the routing, and the other tensors for backward."""
     layer = _layer_of(packed, x.dtype, constants)
     check_devices(x, weights, index, *biases, *lora, layer.first.codes, layer.second.codes)
     kernels = layer_kernels()

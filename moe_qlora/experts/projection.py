@@ -164,7 +164,6 @@ class Projection(NamedTuple):
         return Operands(inputs.x, weight, rows, inputs.scale, inputs.bias, lora)
 
     def _compiled(self, weight: PackedOperand, inputs: Inputs) -> Tensor:
-        """Compute it as one custom operator, for graphs."""
         out: Tensor = torch.ops.moe_qlora.experts_projection(
             *inputs[:5],
             [dropped for dropped in inputs.dropped if dropped is not None],

@@ -182,7 +182,6 @@ class FillingConverter(_Converter):
         return files.read(key, device=device).to(self.spec.dtypes.get(target_key))
 
     def _packed_names(self, layer_name: str) -> list[str]:
-        """Return the full names of the weights to pack that this converter makes."""
         first, *others = self.target_patterns
         names = [layer_name, *(layer_name.replace(first, target, 1) for target in others)]
         return [name for name in names if name in self.spec.params]
@@ -402,5 +401,4 @@ def _cancel(future: Any) -> None:
 
 
 def _whole_name(leaf: str) -> str:
-    """Return a pattern for names that end in these components."""
     return rf"(?<![^.]){re.escape(leaf)}$"

@@ -50,7 +50,6 @@ def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
 
 
 def _is_whole(files: PrequantizedCheckpoint, key: str, param: ExpertParam) -> bool:
-    """Whether a plain key's blocks and scales are those of the parameter, stored transposed."""
     if files.parts(key).keys() != {CODES, SCALE}:
         return False
     blocks = files.stored[files.parts(key)[CODES]].shape

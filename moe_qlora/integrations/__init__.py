@@ -7,7 +7,6 @@ them. Open host.py first: its docstring is the order of calls that every host fo
     axolotl.py         axolotl's plugin
     trl.py             TRL's RL with vLLM, which gets adapters; its trainers need nothing else
     prepare.py         `prepare_training`: all that makes a step quicker, in the right order
-    objectives.py      what a step of DPO, GRPO and others takes
     liger.py           Liger's kernels on one model, and off it again
 
 The block itself is `ExpertsSettings`, of settings.py. What a user of each host writes

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,12 @@ from .settings import ExpertsSettings
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PretrainedConfig
 
     from ..checkpoint.merge import MergeReport
     from ..layout import ModelLayout
+    from ..memory.measure import Loss
     from ..quantize import QuantizationReport
     from .prepare import PreparedTraining
 
@@ -224,12 +226,11 @@ class ExpertsHost:
         asked = self.settings.prepare_training
         if not asked:
             return None
-        from .objectives import loss_of, sequences_of
         from .prepare import prepare_training
 
         return prepare_training(
             model,
-            batch_size=batch_size * sequences_of(objective),
+            batch_size=batch_size * (2 if objective in _PAIRS else 1),
             seq_len=seq_len,
             memory=None if asked is True else asked,
             loss=loss_of(objective),
@@ -265,3 +266,53 @@ def _layout_of(model: nn.Module) -> ModelLayout:
         lists = "lists of Linear layers, which bitsandbytes packs itself"
         why = f"The experts of this {kind} model are {lists}"
     raise DetectionError(f"{why}: leave moe_qlora out, or set moe_qlora.pack_experts to false.")
+
+
+# What a step of each training objective takes. A row of preferences is two sequences. Preference
+# losses and policy gradients read the probability of each token: loaders' trainers keep the logits
+# of all tokens for it, where the model's own loss keeps a chunk of them at a time.
+_PAIRS = frozenset({"dpo", "ipo", "orpo", "simpo", "cpo", "rm"})
+_OF_LABELS = frozenset({"sft", "pt", "rm"})  # the model's own loss, or one number a sequence
+_WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
+
+
+def loss_of(objective: str) -> Loss | None:
+    """Return what takes the memory of an objective's loss, as `prepare_training(loss=)` wants it.
+
+    None is the model's own loss. An objective that is not known reads logits without a reference.
+    """
+    if objective in _OF_LABELS:
+        return None
+    return partial(_of_probabilities, referred=objective in _WITH_REFERENCE)
+
+
+def _of_probabilities(model: Any, batch: dict[str, Any], *, referred: bool) -> Tensor:
+    """Return the tokens' mean log-probability, less that of the model without adapters if referred.
+
+    The reference runs while the policy's activations are alive, as in TRL 1.9 and LLaMA-Factory.
+    """
+    mean = log_probabilities(model, batch).mean()
+    if not referred:
+        return mean
+    import torch
+
+    with torch.no_grad(), ExitStack() as stack:
+        if hasattr(model, "disable_adapter"):
+            stack.enter_context(model.disable_adapter())
+        reference = log_probabilities(model, batch).mean()
+    return mean - reference
+
+
+def log_probabilities(model: Any, batch: dict[str, Any]) -> Tensor:
+    """Return the log-probability of each token with a label, 0 of others: `(B, S - 1)`, float32.
+
+    Row by row, as TRL's `selective_log_softmax` does for 16 bit. Its logits are float32 under
+    autocast.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits, labels = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
+    rows = zip(logits, labels, strict=True)
+    return torch.stack([-F.cross_entropy(a.float(), b, reduction="none") for a, b in rows])

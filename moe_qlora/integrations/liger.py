@@ -115,7 +115,6 @@ def has_trls_loss(model: nn.Module) -> bool:
 
 
 def _has_own_forward(model: nn.Module) -> bool:
-    """Whether other code than Liger and accelerate's hooks has bound a forward to a model."""
     return not _home_of_forward(model).startswith(("liger_kernel.", "transformers."))
 
 
@@ -151,14 +150,12 @@ def _enlarge_chunks(model: nn.Module, undo: ExitStack) -> None:
 
 
 def _class_forwards(model: nn.Module) -> dict[type, Any]:
-    """Return the forwards that transformers' classes of a model define."""
     every = {cls for module in model.modules() for cls in type(module).__mro__}
     ours = [cls for cls in every if cls.__module__.startswith("transformers.models.")]
     return {cls: vars(cls)["forward"] for cls in ours if "forward" in vars(cls)}
 
 
 def _modeling(model: nn.Module) -> list[Any]:
-    """Return the modules of transformers that define the model's classes."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
 

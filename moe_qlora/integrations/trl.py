@@ -135,7 +135,6 @@ class AdapterGeneration(VLLMGeneration):
         return Path(str(made[0]))
 
     def _init_vllm(self) -> None:
-        """Start the engine with LoRA, or connect to the server."""
         if self.enable_sleep_mode:
             raise ConfigError(
                 "vllm_enable_sleep_mode is on, which discards the engine's base, and syncs of "

@@ -132,7 +132,6 @@ def _gate(
     ACT: tl.constexpr, GATED: tl.constexpr, LIMITED: tl.constexpr, PLAIN: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """h, dh/dgate and dh/dup."""
     z, v = gate, up
     if LIMITED:
         z = tl.minimum(gate, limit)

@@ -77,7 +77,6 @@ class Launcher:
             raise RuntimeError(f"the CUDA driver refused to launch a kernel (error {error}).")
 
     def _first(self, sizes: tuple[Any, ...], index: int, args: tuple[Any, ...]) -> None:
-        """Launch by Triton, and cache the compiled kernel."""
         tensors = [a for a in args if isinstance(a, Tensor)]
         if len({t.device for t in tensors}) > 1:
             devices = ", ".join(sorted({str(t.device) for t in tensors}))
@@ -181,7 +180,6 @@ class _Compiled:
         return (used, formats) if plain and alike else None
 
     def buffer(self) -> tuple[Any, Any, Any]:
-        """Return this thread's argument buffer, the arguments' addresses and a packing function."""
         layout = struct.Struct("@" + "".join(self.formats))
         room = ctypes.create_string_buffer(layout.size)
         ends = [
@@ -215,7 +213,6 @@ def _enter(index: int) -> None:
 
 @cache
 def _cuda() -> Any:
-    """Load the driver's library."""
     library = ctypes.CDLL("libcuda.so.1")
     library.cuLaunchKernel.argtypes = [
         ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3

@@ -105,7 +105,6 @@ class Grads(NamedTuple):
 
 
 def _strip(count: int, width: int, like: Tensor, matmul: ExpertMatmul) -> Tensor:
-    """Allocate the input rows of a matmul."""
     stride = row_stride(width, like.dtype.itemsize, quantized=matmul.kernel.on_codes)
     room = torch.empty(count, stride, dtype=like.dtype, device=like.device)
     return room if stride == width else room[:, :width]
@@ -203,7 +202,6 @@ def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -
 
 
 def _copies_apart(routing: Routing, matmul: ExpertMatmul) -> bool:
-    """Whether tokens' rows are copied by one kernel and multiplied by another."""
     return not matmul.kernel.gathers and copies_apart(routing.tile)
 
 

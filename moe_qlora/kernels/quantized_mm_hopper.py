@@ -197,7 +197,6 @@ def _copy(
     left, spots, here, block, some, stride_r, stride_b, lefts, words, scales, seconds, step,
     stride_w, BACK: gl.constexpr, BLOCKSIZE: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of a step's rows, codes and absmax."""
     group = step * STEP
     ahead = group * stride_r if BACK else (group // BLOCKSIZE) * stride_b
     hopper.async_copy.async_copy_global_to_shared(lefts.index(step % SLOTS), left + group)

@@ -309,7 +309,6 @@ def _adapted_class(base: Any) -> Any:
 
 
 def _as_asked(config: PeftConfig) -> PeftConfig:
-    """Return a deep copy with the caller's own values, also of a config that is adapted already."""
     asked = copy.deepcopy(config)
     if isinstance(asked, AdaptedLoraConfig):
         for field, value in asked.callers().items():

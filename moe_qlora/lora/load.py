@@ -117,7 +117,6 @@ def _load(
 
 
 def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
-    """Return the config of an adapter folder, with targets as they are on this model."""
     config: PeftConfig = PeftConfig.from_pretrained(adapter, **hub)
     if isinstance(config, LoraConfig) and _is_from_v4(adapter, **hub):
         return rewritten(base, config) or config
@@ -136,7 +135,6 @@ def _is_from_v4(adapter: str, **hub: Any) -> bool:
 def _add_empty_adapter(
     model: nn.Module, adapter_name: str, config: PeftConfig, options: dict[str, Any]
 ) -> Any:
-    """Create the adapter's layers, in the order of their names in files."""
     creation = {key: options[key] for key in _CREATION_KEYS if key in options}
     with without_false_warning(base_model(model), config):
         if isinstance(model, PeftModel):

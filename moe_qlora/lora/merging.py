@@ -64,7 +64,6 @@ def _same_scope(configs: Sequence[LoraConfig]) -> bool:
 
 
 def _adapted(model: nn.Module, adapters: list[str]) -> tuple[set[str], list[str]]:
-    """Return the full names of modules and of parameters that have one of these adapters."""
     modules: set[str] = set()
     parameters: list[str] = []
     for name, module in model.named_modules():

@@ -296,7 +296,6 @@ def add_targets(config: PeftConfig, layers: Mapping[str, str]) -> None:
 
 
 def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
-    """Spell parameters of packed modules in full, and keep the other targets as they are."""
     # With one packed parameter PEFT treats the whole module as parametrized, so that its plain
     # parameters need full names too.
     beside = [

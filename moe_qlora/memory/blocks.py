@@ -144,7 +144,6 @@ def _active(unit: nn.Module | Tensor, held: Sequence[PackedPart], top_k: int) ->
 
 
 def _active_in(parts: Iterable[PackedPart], top_k: int) -> int:
-    """Return the number of packed weights that one token is multiplied with."""
     active = 0
     for part in parts:
         numel, experts = part.weight.numel, part.weight.experts
@@ -224,7 +223,6 @@ def tensors_in(unit: nn.Module | Tensor) -> list[Tensor]:
 
 
 def _units(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """Yield every block with its name, as a module or as a single tensor."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     split_paths: set[str] = set()
     for name, module in model.named_modules():

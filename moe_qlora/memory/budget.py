@@ -359,7 +359,6 @@ class StepBudget:
         return tuple(DeviceUse(i, size, peak, reserve, ()) for i, size in enumerate(capacities))
 
     def _fixed(self, first: int, last: int) -> dict[str, int]:
-        """Return what is there at every moment, by component."""
         blocks = [block for group in self.groups[first:last] for block in group]
         fixed = {
             "packed experts": sum(block.experts for block in blocks),
@@ -378,7 +377,6 @@ class StepBudget:
         return fixed
 
     def _moments(self, first: int, last: int) -> Iterator[_Moment]:
-        """Yield every moment that can be the peak."""
         every = sum(self._gradients[first:last])
         steps = [state.step for state in self._states[first:last]]
         step = sum(steps) if self.settings.foreach else max(steps, default=0)
@@ -397,7 +395,6 @@ class StepBudget:
             saved += activity.saved
 
     def _parts(self, moment: _Moment) -> dict[str, int]:
-        """Return a moment by component."""
         activity, _, saved, work, gradients, gathered = moment
         parts = {"kept activations": saved, "gradients": gradients, "gathered weights": gathered}
         if activity is None:

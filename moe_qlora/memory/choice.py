@@ -243,7 +243,6 @@ class Choices:
         return {name: self.ladder.saved[level] for name, level in choice.levels.items()}
 
     def _value(self, activities: ActivitiesByLevel, levels: Mapping[str, str]) -> float:
-        """Return what is saved in time by what layers keep on these levels."""
         saved = {level: {a.name: a.saved for a in blocks} for level, blocks in activities.items()}
         rising, total = self.ladder.levels, 0.0
         for name, level in levels.items():

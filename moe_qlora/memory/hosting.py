@@ -158,7 +158,6 @@ class Hosting:
         return f"{said}of which {waiting:.2g} s are not hidden by {computing:.2g} s of computing"
 
     def _copied(self, count: int) -> tuple[list[float], list[float]]:
-        """Return the seconds of each copy in forward, and in backward."""
         each = [layer.slot / self.pace.link for layer in self.hosted(count)]
         return each[SLOTS:], each[: max(count - SLOTS, 0)]
 

@@ -169,7 +169,6 @@ def _fused_head(base: nn.Module) -> dict[str, bool]:
 
 
 def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Block:
-    """Return a block of an adapted model, with its trained tensors apart from the others."""
     trained = [
         trained_tensor(parameter, of_experts=name.startswith(experts))
         for name, parameter in base.named_parameters()

@@ -135,7 +135,6 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
 
 
 def _hidden_size(experts: Any) -> int:
-    """Return H of an experts module, from its packed down projection."""
     rows, columns = read_packed(experts, "down_proj").shape[1:]
     return columns if experts.is_transposed else rows
 
@@ -166,7 +165,6 @@ class Passthrough(torch.autograd.Function):
 
 
 def _planned_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention's output and its log-sum-exp."""
     # The kernels lay their output out as (batch, length, heads, size), so that no copy follows.
     batch, heads, length, _ = query.shape
     size = value.shape[-1]

@@ -15,12 +15,11 @@ from . import meta_model
 from .budget import ALIASES, OPTIMIZERS, Engine, Settings
 from .devices import Gpu, pace_of, parse_gpus
 from .engines import ENGINES
-from .fitting import fit_of
 from .hosting import Pace
+from .meta_model import source_of
 from .planner import Planner
 from .report import MemoryPlan
-from .search import best_of
-from .source import source_of
+from .search import best_of, fit_of
 
 _LONGEST = 1 << 20  # tokens
 _LARGEST_BATCH = 1 << 12
@@ -314,7 +313,6 @@ def _report(
 
 
 def _engine_notes(planner: Planner, devices: int) -> Iterator[str]:
-    """Yield the assumptions of a plan for several devices."""
     engine = planner.settings.engine
     if engine is None:
         if devices > 1:

@@ -27,9 +27,8 @@ from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudg
 from .devices import reserve_nbytes
 from .engines import Sharding
 from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
-from .meta_model import filled, tells_layers_apart
+from .meta_model import ModelSource, filled, tells_layers_apart
 from .report import MemoryPlan
-from .source import ModelSource
 
 
 class LevelError(Exception):
@@ -120,7 +119,6 @@ class Planner:
         return Hosting(self.expert_layers, len(self.expert_layers), self.pace, seconds)
 
     def _trained_weights(self) -> int:
-        """Return the number of trained weights of the whole model."""
         tensors = (tensor for block in self.meta.blocks for tensor in block.tensors)
         return sum(tensor.numel for tensor in tensors if tensor.part == "trained")
 
@@ -347,7 +345,6 @@ class Planner:
         return model
 
     def _groups(self, activities: Sequence[Activity]) -> list[list[Block]]:
-        """Return the blocks in placing order, those that hold one tensor together."""
         run = {activity.name: place for place, activity in enumerate(activities)}
         # What does not run (a vision tower) and what holds buffers alone comes first.
         held = self.rank_blocks.values()

@@ -304,7 +304,6 @@ def _at_length(own: Any, specs: tuple[_Spec, ...], others: Any, length: int) -> 
 
 @cache
 def _measured(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, short: int) -> _Call:
-    """Run a function forward and backward on meta at a short length, and return what it takes."""
     # A thread has no modes and hooks of the step around it.
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(_measure, own, specs, others, length, short).result()
@@ -348,7 +347,6 @@ def _measure(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, short
 
 
 def _input(spec: _Spec, length: int, short: int) -> Tensor:
-    """Return an argument at another length of the sequence, laid out as it is."""
     shape, stride = list(spec.shape), list(spec.stride)
     if spec.dim is not None:
         shape[spec.dim] = short

@@ -211,7 +211,6 @@ def _check_parts(config: PretrainedConfig) -> None:
 
 
 def _with_own_settings(source: Source) -> Source:
-    """Add what the configuration itself says about quantization."""
     config = source.config
     notes = list(source.notes)
     if config.dtype is None and config.get_text_config().dtype is None:
@@ -247,7 +246,6 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
 
 
 def _from_name(name: str, trust_remote_code: bool) -> Source:
-    """Return the source of a model type, of a checkpoint of the registry, or of one of the hub."""
     source = _from_model_type(name)
     if source is not None:
         return source

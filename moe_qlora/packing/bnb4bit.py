@@ -12,18 +12,14 @@ For n weights under the key `<name>`, where a block is 64 weights:
     .nested_quant_map   float32   (256,)
     and in the record, the offset (float32) that was subtracted from the absmax
 
-The value of a weight is table[code] * absmax. Where experts are divided over ranks, no first-level
-block may belong to two ranks. A second-level block is 256 first-level ones; where one straddles the
-end of a share, the share's absmax are quantized again in blocks of their own, and `is_exact` is
-False. The offset is the whole weight's either way, so that shares join again.
+The value of a weight is table[code] * absmax.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, cast
 
@@ -33,7 +29,7 @@ from torch import Tensor
 from ..kernels.limits import cdiv
 from ..kernels.weights import TABLES, NestedAbsmax, PackedWeight
 from ..layout import dtype_name
-from .codecs import CODES, Codec, Mean, PackingFormat, Read, Shape, Tensors, TensorSpec, bad_scales
+from .codecs import CODES, Codec, Mean, PackingFormat, Shape, Tensors, TensorSpec, bad_scales
 
 ABSMAX = ".absmax"
 NESTED_ABSMAX = ".nested_absmax"
@@ -198,76 +194,6 @@ class Bnb4bit(Codec):
         entries = to_quant_state(packed).as_dict(packed=True)
         return {f".{part}": value for part, value in entries.items()}
 
-    def is_exact(self, shape: Shape, first: int, last: int, settings: PackingFormat) -> bool:
-        """Whether the experts `[first, last)` are whole second-level blocks."""
-        if not settings.double_quant:
-            return True
-        blocks = math.prod(shape) // shape[0] // settings.blocksize
-        return first * blocks % NESTED_BLOCK == 0 and (
-            last == shape[0] or last * blocks % NESTED_BLOCK == 0
-        )
-
-    def cut(self, packed: PackedWeight, first: int, last: int) -> PackedWeight:
-        # Bytes, of any storage dtype: an odd number of codes may end within one.
-        raw = packed.flat_codes.unsqueeze(1)
-        part = super().cut(replace(packed, codes=raw), first, last)
-        part.codes = part.codes.view(-1).view(packed.codes.dtype).unsqueeze(1)
-        nested = packed.nested
-        if nested is None:
-            return part
-        blocks = packed.numel // packed.shape[0] // packed.blocksize
-        begin, end = first * blocks, last * blocks
-        settings = PackingFormat(self.kind, True, blocksize=packed.blocksize)
-        if self.is_exact(packed.shape, first, last, settings):
-            size = nested.blocksize
-            outer = nested.absmax[begin // size : cdiv(end, size)].clone()
-            part.nested = nested._replace(absmax=outer)
-        else:
-            absmax = first_level_absmax(packed, begin, end)
-            part.absmax, part.nested = nest_absmax(absmax, nested.offset)
-        return part
-
-    def cut_tensors(
-        self, read: Read, shape: Shape, first: int, last: int, settings: PackingFormat
-    ) -> dict[str, Tensor]:
-        weights = math.prod(shape) // shape[0]
-        blocks, size = weights // settings.blocksize, 2 * settings.storage_dtype.itemsize
-        begin, end = first * blocks, last * blocks
-        record = RECORD + self.kind
-        tensors = {
-            CODES: read(CODES, first * weights // size, cdiv(last * weights, size)),
-            TABLE: read(TABLE, 0, None),
-            record: _record_of_share(read(record, 0, None), shape, last - first),
-        }
-        if not settings.double_quant:
-            return tensors | {ABSMAX: read(ABSMAX, begin, end)}
-        outer = begin // NESTED_BLOCK, cdiv(end, NESTED_BLOCK)
-        nested = read(NESTED_ABSMAX, *outer)
-        table = read(NESTED_TABLE, 0, None)
-        if self.is_exact(shape, first, last, settings):
-            absmax = read(ABSMAX, begin, end)
-        else:
-            start = outer[0] * NESTED_BLOCK
-            stored = read(ABSMAX, start, min(outer[1] * NESTED_BLOCK, shape[0] * blocks))
-            offset = torch.tensor(0.0, device=stored.device)
-            around = NestedAbsmax(table, nested, offset, NESTED_BLOCK)
-            scales = decode_absmax(stored, around, begin - start, end - start)
-            absmax, again = nest_absmax(scales, offset)
-            nested, table = again.absmax, again.table
-        return tensors | {ABSMAX: absmax, NESTED_ABSMAX: nested, NESTED_TABLE: table}
-
-    def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        whole, nested = super().join(parts), parts[0].nested
-        if nested is None:
-            return whole
-        if parts[0].absmax.numel() % NESTED_BLOCK == 0:
-            outer = torch.cat([part.nested.absmax for part in parts if part.nested])
-            whole.nested = nested._replace(absmax=outer)
-        else:
-            scales = [first_level_absmax(part, 0, part.absmax.numel()) for part in parts]
-            whole.absmax, whole.nested = nest_absmax(torch.cat(scales), nested.offset)
-        return whole
-
 
 NF4, FP4 = Bnb4bit("nf4"), Bnb4bit("fp4", is_default=True)
 
@@ -320,21 +246,8 @@ def read_record(record: Tensor) -> dict[str, Any]:
     return value
 
 
-def _record_of_share(record: Tensor, shape: Sequence[int], experts: int) -> Tensor:
-    """Return a stored record with a share's shape instead of the whole weight's."""
-    try:
-        said = read_record(record)
-    except (ValueError, TypeError):
-        return record  # restore says what is wrong with it
-    if said.get("shape") != [*shape]:
-        return record
-    text = json.dumps(said | {"shape": [experts, *shape[1:]]})
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=record.device)
-
-
 @cache
 def _dynamic() -> Tensor:
-    """Return the values of the codes of absmax under double quantization."""
     from bitsandbytes.functional import create_dynamic_map
 
     return torch.as_tensor(create_dynamic_map(), dtype=torch.float32)

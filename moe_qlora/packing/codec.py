@@ -145,7 +145,6 @@ class Packer:
         )
 
     def _hold(self, chunk: Tensor) -> None:
-        """Pack the whole units of a flat chunk, and save the rest for the next piece."""
         whole = len(chunk) // self._unit * self._unit
         if whole:
             self._take(chunk[:whole])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from ..kernels.weights import TABLES, PackedWeight
 
 Shape = Sequence[int]
 Tensors = Mapping[str, Tensor]
-Read = Callable[[str, int, int | None], Tensor]
 Mean = Callable[[Tensor], Tensor]
 
 CODES = ""
@@ -211,68 +210,6 @@ class Codec:
     def entries(self, packed: PackedWeight) -> dict[str, Tensor]:
         """Return a state dict's tensors except the codes, by the end of their key."""
         return {self.scales: packed.absmax}
-
-    # Cutting by experts. A share's tensors are byte ranges of the whole packed weight's.
-
-    def why_not_cut(self, shape: Shape, ranks: int, settings: PackingFormat) -> str | None:
-        """Return why ranks cannot divide a weight, to follow its name; None if they can."""
-        if shape[0] % ranks:
-            return f"has {shape[0]} experts, which {ranks} ranks cannot hold in equal numbers"
-        weights, unit = math.prod(shape) // ranks, self.unit(shape, settings)
-        if weights % unit or weights * self.bits // 8 % settings.storage_dtype.itemsize:
-            return (
-                f"has {weights} weights for each of {ranks} ranks, which are no whole blocks of "
-                f"{unit}: quantization would mix experts of two ranks"
-            )
-        return None
-
-    def is_exact(self, shape: Shape, first: int, last: int, settings: PackingFormat) -> bool:
-        """Whether the experts `[first, last)` decode to the same bits after `cut`."""
-        return True
-
-    def cut(self, packed: PackedWeight, first: int, last: int) -> PackedWeight:
-        """Return a packed weight of the experts `[first, last)` of another, copied."""
-        experts, weights = packed.shape[0], packed.numel // packed.shape[0]
-        unit = packed.blocksize or packed.shape[-1]
-        if weights % unit and (first, last) != (0, experts):
-            raise UnsupportedWeightError(
-                f"A weight of shape {tuple(packed.shape)} has {weights} weights an expert, which "
-                f"are no whole blocks of {unit}: its experts cannot be told apart."
-            )
-        codes = _rows(packed.codes.detach(), first, last, experts).clone()
-        scales = _rows(packed.absmax, first, last, experts).clone()
-        shape = torch.Size((last - first, *packed.shape[1:]))
-        return replace(packed, codes=codes, absmax=scales, shape=shape, owner=None)
-
-    def cut_tensors(
-        self, read: Read, shape: Shape, first: int, last: int, settings: PackingFormat
-    ) -> dict[str, Tensor]:
-        """Return the state-dict tensors of the experts `[first, last)` of a stored weight.
-
-        `read` returns the rows `[start, stop)` of the tensor whose key ends so; only the share's
-        are read. `restore` accepts the result for the share's shape.
-        """
-        return {
-            end: read(end, *_span(spec.shape[0], first, last, shape[0]))
-            for end, spec in self.tensors(shape, settings).items()
-            if spec.shape is not None
-        }
-
-    def join(self, parts: Sequence[PackedWeight]) -> PackedWeight:
-        """Join shares of one weight, in the order of their experts: undo `cut`."""
-        shape = torch.Size((sum(part.shape[0] for part in parts), *parts[0].shape[1:]))
-        codes = torch.cat([part.codes.detach() for part in parts])
-        scales = torch.cat([part.absmax for part in parts])
-        return replace(parts[0], codes=codes, absmax=scales, shape=shape, owner=None)
-
-
-def _span(length: int, first: int, last: int, experts: int) -> tuple[int, int]:
-    """Return the rows of `length` in which the experts `[first, last)` lie."""
-    return first * length // experts, cdiv(last * length, experts)
-
-
-def _rows(tensor: Tensor, first: int, last: int, experts: int) -> Tensor:
-    return tensor[slice(*_span(len(tensor), first, last, experts))]
 
 
 def bad_scales(scales: Tensor | None, name: str) -> Iterator[str]:

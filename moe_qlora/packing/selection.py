@@ -96,7 +96,6 @@ def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
 
 
 def _warn_of_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Warn of skip patterns that match nothing."""
     from . import parametrize
 
     names = [name for name, _ in model.named_modules() if name]

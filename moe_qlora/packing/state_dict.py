@@ -116,7 +116,6 @@ def put_shardable(
 
 
 def _share_of(whole: Tensor, like: Any) -> Tensor:
-    """Return this rank's shard, as a DTensor, of a tensor that each rank has whole."""
     from torch.distributed.tensor import distribute_tensor
 
     device = like.to_local().device

@@ -12,31 +12,159 @@ import json
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PretrainedConfig
 
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.staging import replace_file, replaceable
 from ..checkpoint.verify import verify
-from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
-from ..experts.counts import ExpertCounts
+from ..detection.detect import detect
+from ..errors import CheckpointError, ConfigError, DetectionError, MoeQloraError, first_line
 from ..hf.switch import enabled
-from ..layout import human_bytes, name_pattern
+from ..kernels.workspace import in_backward
+from ..layout import human_bytes, name_pattern, unwrapped_name
 from ..lora.load import load_adapter
-from ..memory.rehearsal import take_inventory
+from ..memory import meta_model
+from ..memory.meta_model import source_of
 from ..models import named
 from ..models.files import MAX_JSON, read_json
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
+
+KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms and others")
+"""Kinds of weights, in the order of tables. Linear layers are the packed ones."""
+
+
+class KindBytes(NamedTuple):
+    """The weights of one of `KINDS`."""
+
+    kind: str
+    weights: int  # Number of weights
+    before: int  # Bytes in the dtype that the model is loaded in
+    after: int  # Bytes packed, statistics included, or the same if the kind is not
+
+
+class Inventory(NamedTuple):
+    """The contents of a model."""
+
+    packed: str | None  # The packed type; None if nothing is packed
+    kinds: tuple[KindBytes, ...]  # Those that the model has
+    notes: tuple[str, ...]  # What to know, a sentence each
+
+
+def take_inventory(
+    model: Any, quantization_config: Any = None, *, trust_remote_code: bool = False
+) -> Inventory:
+    """Count a model's weights by kind, before and after packing; arguments are those of `plan`."""
+    source = source_of(model, quantization_config, None, trust_remote_code)
+    meta = meta_model.pack(
+        source.build(), source.quantization, linears=source.linears, native=source.native
+    )
+    plain = dict(_tensors(source.build()))
+    weights, before, after = Counter[str](), Counter[str](), Counter[str]()
+    held: set[int] = set()
+    for part in meta.parts:
+        kind = "Linear layers" if part.linear else "experts"
+        if id(part.weight.owner) in held:
+            continue
+        tensors = (part.weight.codes, *part.weight.statistics)
+        held |= {id(part.weight.owner)} | {tensor.untyped_storage()._cdata for tensor in tensors}
+        weight = plain.get(f"{part.module}.{part.leaf}".lstrip("."))
+        numel = part.weight.numel
+        loaded = numel * part.weight.dtype.itemsize
+        if weight is not None and weight.numel() == numel and weight.is_floating_point():
+            loaded = weight.nbytes  # else it comes packed
+        weights[kind] += numel
+        before[kind] += loaded
+        after[kind] += part.weight.codes.nbytes + part.statistics
+    kind_of = _kind_of_plain(meta)
+    for name, tensor in _tensors(meta.base):
+        if id(tensor) in held or tensor.untyped_storage()._cdata in held:
+            continue
+        held.add(id(tensor))
+        kind = kind_of.get(id(tensor)) or ("experts" if meta.layout.find(name) else KINDS[-1])
+        weights[kind] += tensor.numel()
+        before[kind] += tensor.nbytes
+        after[kind] += tensor.nbytes
+    kinds = tuple(KindBytes(k, weights[k], before[k], after[k]) for k in KINDS if weights[k])
+    return Inventory(meta.kind, kinds, source.notes)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _kind_of_plain(meta: meta_model.MetaModel) -> dict[int, str]:
+    """Return the kind of tensors that are not packed, by id, where their module tells it."""
+    kinds: dict[int, str] = {}
+    modules = dict(meta.base.named_modules())
+    routers = {router.name for router in meta.layout.routers}
+    try:
+        head = meta.base.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        head = None
+    for name, module in modules.items():
+        table = isinstance(module, nn.Embedding) or module is head
+        kind = "embeddings and head" if table else "routers" if name in routers else None
+        for key, tensor in module.named_parameters(recurse=kind == "routers"):
+            if kind or f"{name}.{key}".lstrip(".") in routers:
+                kinds.setdefault(id(tensor), kind or "routers")
+    return kinds
+
+
+class ExpertCounts:
+    """The counts of one model, until the end of the `with` block."""
+
+    def __init__(self, model: nn.Module) -> None:
+        unwrap = getattr(model, "get_base_model", None)
+        base: Any = unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
+        routed = [module for module in detect(base).modules if module.router is not None]
+        if not routed:
+            raise DetectionError(f"{type(base).__name__} has no fused experts behind a router.")
+        self._counts: dict[str, Tensor] = {}
+        self._hooks = []
+        for entry in routed:
+            module, name = base.get_submodule(entry.name), unwrapped_name(entry.name)
+            zeros = torch.zeros(entry.num_experts + 1, dtype=torch.int64)
+            self._counts[name] = zeros.to(next(module.parameters()).device)
+            hook = self._hook_of(name)
+            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def _hook_of(self, name: str) -> Any:
+        def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            for value in () if in_backward() else (*args, *kwargs.values()):
+                # the ids: the `(T, k)` integers among an experts module's arguments
+                if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
+                    counts = self._counts[name] = self._counts[name].to(value.device)
+                    ids, last = value.reshape(-1).long(), len(counts) - 1
+                    ids = torch.where((ids < 0) | (ids > last), last, ids)
+                    counts.scatter_add_(0, ids, torch.ones_like(ids))
+                    return
+
+        return add
+
+    def read(self) -> dict[str, Tensor]:
+        """Return the counts so far, `(E,)` by the names that modules have without adapters."""
+        return {name: counts[:-1].cpu() for name, counts in self._counts.items()}
+
+    def __enter__(self) -> ExpertCounts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
 
 _LOG, _ADAPTER, _MODEL = "trainer_state.json", "adapter_config.json", "config.json"
 _LONGEST = 2048  # tokens of a text; the rest is left out
@@ -324,7 +452,6 @@ def _load(subject: _Subject, quantization: Any, remote: bool) -> nn.Module:
 
 
 def _texts(text: str | Path | Iterable[str]) -> Iterator[Any]:
-    """Yield texts, and conversations as lists of messages."""
     if not isinstance(text, (str, Path)):
         yield from text
         return

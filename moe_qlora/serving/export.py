@@ -179,7 +179,6 @@ class _Export:
     notes: list[str] = field(default_factory=list)
 
     def write(self, work: Path, place: Path) -> ExportReport:
-        """Write the folder's adapter and its config."""
         self._refuse()
         experts, layers = self._factors()
         scalings = {name: one.scaling for name, one in (*experts.items(), *layers.items())}
@@ -341,14 +340,12 @@ class _Export:
                 self._put(leaf, factors.a[expert], factors.b[expert])
 
     def _experts_path(self, module: str) -> str:
-        """Return the path of an experts module in the checkpoint on disk."""
         for name, group in self.base.layout.by_name.items():
             if name.startswith(f"{module}.") and ".experts." in group.keys[0]:
                 return f"{group.keys[0].partition('.experts.')[0]}.experts"
         return module
 
     def _complete(self) -> None:
-        """Add pairs of zeros for layers that the server needs together."""
         paths = {key.rpartition(".lora_")[0] for key in self.tensors}
         for names in self.layout.together:
             for path in sorted(paths):

@@ -12,7 +12,6 @@ lent.py         what graphs return, lent instead of copied
 passes.py       when graphs may run, so that nothing that is kept is overwritten
 masks.py        block masks of flex attention as arguments of graphs
 offload.py      packed experts in host memory
-host_memory.py  page-locked memory
 slots.py        memory on the device that they are copied to ahead of use
 reserved.py     experts that stay where a graph reads them, while it is replayed
 gathered.py     router logits as outputs of graphs

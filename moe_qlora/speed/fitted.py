@@ -202,7 +202,6 @@ def without_cache(
 
 
 def _holds(cache: Any) -> bool:
-    """Whether a layer gets more from a cache than the keys and values that it writes there."""
     from transformers.cache_utils import Cache
 
     if not isinstance(cache, Cache):

@@ -16,8 +16,7 @@ from ..memory.devices import gpu_of_device, pace_of
 from ..memory.hosting import ExpertLayer, Hosting, Pace, operations
 from ..packing.decoders import read
 from ..packing.packed_list import PackedList
-from .expert_layers import expert_groups, tied_lists
-from .offload import Offload, offload_of, tensors_of
+from .offload import Offload, expert_groups, offload_of, tensors_of, tied_lists
 
 _DISK = 3.5e9  # Bytes a second of a drive; nothing was measured
 _COPIED = 64 << 20  # Bytes of a measured copy: about a millisecond
@@ -73,7 +72,6 @@ def pace(device: torch.device) -> Pace:
 
 @cache
 def _link(index: int) -> float:
-    """Return the bytes a second that a CUDA device copies from page-locked host memory."""
     device: Any = torch.device("cuda", index)
     source = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     with torch.cuda.device(device):

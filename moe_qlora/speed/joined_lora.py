@@ -106,7 +106,6 @@ class _Member(NamedTuple):
 
 
 def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute a layer from its group's product, or as PEFT does."""
     member: _Member | None = getattr(layer, _MEMBER, None)
     pairs = None if member is None else _pairs(member, x, not args and not kwargs)
     if not pairs:
@@ -160,7 +159,6 @@ def _version(x: Tensor) -> int:
 
 
 def _is_changed(module: Any) -> bool:
-    """Whether other code has put something around a module's forward or backward."""
     forward = len(module._forward_pre_hooks) or len(module._forward_hooks)
     if forward or len(module._backward_pre_hooks) or len(module._backward_hooks):
         return True

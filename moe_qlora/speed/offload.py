@@ -1,7 +1,7 @@
 """Packed experts in host memory, copied to the device ahead of their use.
 
     offload_experts     moves the experts of decoder layers to host memory, and back
-      HostMemory        host_memory.py: one decoder layer's codes and statistics
+      HostMemory        one decoder layer's codes and statistics
       Slots             slots.py: two slots on the device, a copy stream, events
       _Hosted           one packed weight, as `packing/packed_list.py` asks for it
 
@@ -12,8 +12,11 @@ slot is saved between them: autograd keeps a function that fetches (`PackedWeigh
 
 from __future__ import annotations
 
+import mmap
+import sys
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,12 +32,71 @@ from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
-from ..packing.decoders import read
+from ..packing.decoders import is_share, read
 from ..packing.packed_list import PackedList, fetched, make_compact, put
-from .expert_layers import device_of_layers, expert_groups, tied_lists
-from .host_memory import HostMemory
-from .replicas import keep_from_ddp
+from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
+from .fitted import decoder_layers
 from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
+
+
+class HostMemory:
+    """Zeroed host memory, freed with the last of its tensors."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._map, self.nbytes = _Map.anonymous(nbytes), nbytes
+        self.lock(device)
+
+    def tensor(self, first: int, nbytes: int) -> Tensor:
+        """Return a part as uint8 `(nbytes,)`, with a storage of its own: none copies the whole."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=first)
+
+    def put(self, tensor: Tensor, first: int) -> Tensor:
+        """Copy a tensor to its place, from this byte on, and return the copy."""
+        there = self.tensor(first, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+        if there.data_ptr() != tensor.data_ptr():
+            there.copy_(tensor)
+        return there
+
+    def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
+        """Copy all of it once all events of `after` have come; return the event that it is done."""
+        return copier.copy(to, self.tensor(0, self.nbytes), after)
+
+    def lock(self, device: torch.device) -> None:
+        """Page-lock the memory, if the device is CUDA, so that copies run beside kernels."""
+        if device.type != "cuda" or self._map.locked_at:
+            return
+        address, nbytes = self.tensor(0, 1).data_ptr(), len(self._map)
+        with torch.cuda.device(device):
+            portable = 1  # cudaHostRegisterPortable: for all devices
+            error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, portable))
+            if error == 0:
+                self._map.locked_at = address
+                return
+            with suppress(RuntimeError):  # The next launch would raise what CUDA remembers
+                torch.zeros(1, device=device)
+        raise ConfigError(
+            f"offload_experts: {human_bytes(nbytes)} of host memory for a layer's experts could "
+            f"not be page-locked (CUDA error {error}): free host memory, raise the limit "
+            "(ulimit -l), or give fewer layers."
+        )
+
+
+class _Map(mmap.mmap):
+    """Anonymous memory, unlocked before it is freed."""
+
+    locked_at: int = 0  # The address that CUDA has page-locked
+
+    @classmethod
+    def anonymous(cls, nbytes: int) -> _Map:
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
+        return cls(-1, nbytes, **flags)
+
+    def __del__(self) -> None:
+        if self.locked_at and not sys.is_finalizing():
+            torch.cuda.synchronize()  # A copy may be under way
+            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
 
 
 def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
@@ -149,7 +211,6 @@ class Offload:
         self._groups = {}
 
     def _own(self, offload: Offload | None) -> None:
-        """Note on all packed weights what may have them in host memory."""
         for each in (each for lists in self._groups.values() for each in lists):
             each.offload = offload
 
@@ -288,17 +349,14 @@ class _Layer(Block):
         return self.store.fill(to, copier, after)
 
     def is_outdated(self) -> bool:
-        """Whether the modules have other weights than are copied from here."""
         return any(record.is_outdated() for record in self._records)
 
     def write(self) -> None:
-        """Copy what the modules have to host memory, and let them have that."""
         for record in self._records:
             if record.is_outdated():
                 record.write(self.store)
 
     def leave(self) -> None:
-        """Move the weights back to the device, and free the host memory."""
         # All of them first: a layer that does not fit on the device stays whole where it is.
         copies = [record.on_device(self.offload.device) for record in self._records]
         for record, packed in zip(self._records, copies, strict=True):
@@ -372,12 +430,10 @@ class _Hosted:
 
     @torch.no_grad()
     def on_device(self, device: torch.device) -> PackedWeight:
-        """Return a copy of the weight on the device."""
         with torch.inference_mode(False):
             return self._read().map(lambda tensor: tensor.to(device, copy=True))
 
     def leave(self, packed: PackedWeight) -> None:
-        """Let the modules have a weight on the device."""
         with torch.no_grad(), torch.inference_mode(False):
             self._put(packed)
 
@@ -431,3 +487,90 @@ def _in_slot(memory: Tensor, parts: Iterator[tuple[int, int]], like: Tensor) -> 
 def copier_of(device: torch.device) -> Copier:
     """Return what copies to a device."""
     return CudaCopier(device) if device.type == "cuda" else HostCopier()
+
+
+def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
+    """Return packed weights by the name of their decoder layer, in the layers' order.
+
+    Experts outside of any decoder layer are a layer of their own; tied ones are the first layer's.
+    """
+    names = decoder_layers(model)
+    groups: dict[str, list[PackedList]] = {}
+    homes: dict[int, str] = {}
+    for owner, module, name in iter_packed(model):
+        packed_list, full = parametrization_list(module, name), unwrapped_name(f"{owner}.{name}")
+        if not isinstance(packed_list, PackedList) or is_foreign(module, name):
+            raise ConfigError(f"offload_experts: {full} was not packed by this package.")
+        if is_share(packed_list.original):
+            raise ConfigError(
+                f"offload_experts: {full} is sharded over ranks, by an engine with offloading of "
+                "its own (FSDP2's CPUOffloadPolicy, ZeRO's zero_optimization.offload_param)."
+            )
+        if packed_list.original.is_meta:
+            raise ConfigError(f"offload_experts: {full} is on meta, without values: load it first.")
+        around = [each for each in names if owner == each or owner.startswith(f"{each}.")]
+        home = homes.setdefault(id(packed_list.original), max(around, key=len, default=owner))
+        groups.setdefault(home, []).append(packed_list)
+    return groups
+
+
+def device_of_layers(
+    model: nn.Module, groups: dict[str, list[PackedList]], chosen: dict[str, Any]
+) -> torch.device:
+    """Return the one device that computes these layers; raise where they cannot be offloaded."""
+    devices = set()
+    for name in chosen:
+        layer = model.get_submodule(name)
+        packed = {id(each.original) for each in groups[name]}
+        plain = {p.device for p in layer.parameters() if id(p) not in packed and not p.is_meta}
+        devices |= plain or {groups[name][0].original.device}
+    if len(devices) > 1:
+        found = " and ".join(sorted(map(str, devices)))
+        raise ConfigError(
+            f"offload_experts: the layers lie on {found}; experts in host memory are for one "
+            "device."
+        )
+    device: torch.device = devices.pop()
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"offload_experts copies to CUDA, and the layers lie on {device}.")
+    return device
+
+
+def tied_lists(lists: Iterable[PackedList]) -> list[list[PackedList]]:
+    """Return the lists of each weight."""
+    tied: dict[int, list[PackedList]] = {}
+    for each in lists:
+        tied.setdefault(id(each.original), []).append(each)
+    return list(tied.values())
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+_AROUND = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
+"""What PEFT and torch.compile put before the names of the model, whose attribute they forward."""
+
+
+def keep_from_ddp(model: nn.Module) -> None:
+    """Make DDP ignore what lies in host memory of a model, or of one that wraps it later.
+
+    DDP asks the module that it wraps, by the attribute that its own
+    `_set_params_and_buffers_to_ignore_for_model` sets. Else it would broadcast codes that lie in
+    host memory, and refuse a model with parameters on two kinds of devices.
+    """
+    host: Any = model
+    if not isinstance(model.__dict__.get(_IGNORED), _Names):
+        setattr(host, _IGNORED, _Names(model, model.__dict__.get(_IGNORED, ())))
+
+
+class _Names:
+    """Names of parameters and buffers in host memory, looked up at each iteration."""
+
+    def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
+        self.model, self.others = model, others
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.others
+        for prefix, module in self.model.named_modules():
+            if isinstance(module, PackedList) and module.host is not None:
+                for name, _ in (*module.named_parameters(), *module.named_buffers()):
+                    for around in _AROUND:
+                        yield f"{around}{prefix}.{name}"

@@ -251,7 +251,6 @@ class Slots:
             slot.marks[stream] = mark
 
     def _slot(self, block: Block) -> Slot:
-        """Return the slot of a block, whatever is in it."""
         while len(self._slots) < self.count:
             self._slots.append(self._new(self._nbytes, stays=True))
         return self._slots[block.place % self.count]
@@ -262,7 +261,6 @@ class Slots:
             return Slot(self.copier.empty(nbytes), stream, self.copier.mark(stream), stays)
 
     def _copy_ahead(self) -> None:
-        """Copy the block that is wanted next, as soon as its slot is free."""
         block = self._wanted
         if block is None:
             return

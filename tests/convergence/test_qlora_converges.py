@@ -28,7 +28,6 @@ import moe_qlora
 sys.path.append(str(Path(__file__).parents[2]))
 
 from tools.demo_parts import corpus, job
-from tools.demo_parts.screen import Screen
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -70,7 +69,7 @@ class Trained:
             if ".lora_A" in name:  # lora_B starts at zero
                 bound = parameter.shape[1] ** -0.5
                 parameter.data.uniform_(-bound, bound, generator=generator)
-        job.train(model, self.tokens, self.scale, STEPS, RATE, "LoRA", Screen())
+        job.train(model, self.tokens, self.scale, STEPS, RATE, "LoRA")
         return self.loss(model)
 
 
@@ -90,7 +89,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(job.SEED)
     run = job.Run()
-    job.pretrain(folder, scale, run, Screen())
+    job.pretrain(folder, scale, run)
     (losses,) = run.curves.values()
     assert losses[-1] < losses[0] - 1.5, "the model has learned something to start from"
     tokens = corpus.encode(AutoTokenizer.from_pretrained(folder), corpus.manual())

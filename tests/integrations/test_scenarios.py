@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,10 +186,11 @@ def test_what_is_seen_is_the_model_and_not_what_was_asked_for():
     assert len(model.model.layers) == 2 and len(stacks) == 4
 
     def seen():
-        return module.observe(model, stacks)
+        found = module.observe(model, stacks)
+        return SimpleNamespace(**found, cells=module.cells(found))
 
     plain = seen()
-    assert plain.cells()[0] == "gc:off, lora:no, quant:no, dtype:torch.bfloat16"
+    assert plain.cells[0] == "gc:off, lora:no, quant:no, dtype:torch.bfloat16"
     assert plain.experts == {"16-bit": 4}
     assert plain.trainable == plain.total == weights
 
@@ -196,9 +198,7 @@ def test_what_is_seen_is_the_model_and_not_what_was_asked_for():
     model.model.norm.to(torch.float32)
     model.model.embed_tokens.weight.requires_grad_(False)
     changed = seen()
-    assert changed.cells()[0] == (
-        "gc:1 of 2, lora:no, quant:no, dtype:torch.bfloat16+torch.float32"
-    )
+    assert changed.cells[0] == ("gc:1 of 2, lora:no, quant:no, dtype:torch.bfloat16+torch.float32")
     embedding = model.model.embed_tokens.weight.numel()
     assert (changed.trainable, changed.total) == (weights - embedding, weights)
     assert changed.nbytes == plain.nbytes + 2 * model.model.norm.weight.numel()
@@ -211,8 +211,8 @@ def test_what_is_seen_is_the_model_and_not_what_was_asked_for():
     report = moe_qlora.quantize_experts(model, config)
     packed = seen()
     assert packed.experts == {"16-bit": 2, "packed fp4": 2}
-    assert packed.cells()[2] == "16-bit: 2, packed fp4: 2"
-    assert packed.quants == ("4bit",) and packed.total == weights
+    assert packed.cells[2] == "16-bit: 2, packed fp4: 2"
+    assert packed.quant == "4bit" and packed.total == weights
     assert packed.nbytes == changed.nbytes - report.bytes_before + report.bytes_after
 
     # A storage that two parameters share counts once.
@@ -222,7 +222,7 @@ def test_what_is_seen_is_the_model_and_not_what_was_asked_for():
     moe_qlora.get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     lora = seen()
     assert lora.lora and lora.trainable == lora.total - weights
-    assert lora.dtypes == packed.dtypes
+    assert lora.dtype == packed.dtype
 
 
 def test_counts():

@@ -132,23 +132,6 @@ def event_times(run: Callable[[], Any], repeat: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in pairwise(marks[2:])]
 
 
-def cold_times(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:
-    """Milliseconds of single calls with nothing of theirs in the device's second cache."""
-    if device.type != "cuda":
-        return times(run, device, repeat)
-    flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
-    for _ in range(3):
-        run()
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeat)]
-    for start, end in marks:
-        flush.zero_()
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) for start, end in marks]
-
-
 def allocated(device: torch.device) -> int:
     """Bytes that torch's allocator has given out; 0 on a CPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -20,8 +20,8 @@ from common import RESULTS
 
 from moe_qlora.memory.budget import Engine, Settings
 from moe_qlora.memory.devices import reserve_nbytes
+from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.source import source_of
 
 PAGE = RESULTS.with_name("many_gpus.md")
 H200 = 139 << 30

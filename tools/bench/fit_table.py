@@ -25,8 +25,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from additions import KINDS
 from common import RESULTS
+from model import KINDS
 
 GB = 1e9
 HEADER = ("case", "tokens/s", "peak", "reserved", "memory", "plan", "keep/part/again", "seconds")
@@ -35,23 +35,10 @@ STARTS = 10.0
 
 FAST = "--liger-loss --chunk-mem-const 8 --compile --optimizer adamw_fused"
 FIT = "--optimizer adamw_fused --prepare"
-RECORDED = "--liger --graphs --optimizer adamw_fused"
-EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-HOST = f"{RECORDED} --offload"
-THEIR_HOST = "--liger-loss --optimizer adamw_fused --offload"
-"""Without what is ours; its fast path brings its own norms and rotary embedding."""
-SMALL = "--expert-rank 8 --steps 6 --warmup 3"
-LARGE = "--lora attention --steps 3 --warmup 2"
 FLEX = f"--attention flex_attention {FIT}"
-BATCHES = {
-    "longest": "--micro-batch 4",
-    "padded": "--micro-batch 4",
-    "packed": "",
-    "dpo": "--micro-batch 2 --seq 2048",
-    "grpo": "--micro-batch 4 --seq 2048",
-}
-"""What is measured of chats (chats.py), by the kind of batch."""
-THEIRS = dict.fromkeys(BATCHES, FAST) | {"packed": f"{FAST} --no-checkpointing"}
+LOSSES = "--losses 30 --steps 26"
+SMALL = "--steps 6 --warmup 3"
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclass(frozen=True)
@@ -76,13 +63,11 @@ class Case:
 
 
 CASES = (
-    Case("one", "ours", FIT, "--losses 30 --steps 26", 120),
+    Case("one", "ours", FIT, LOSSES, 120),
     Case("one-frozen", "frozen", FAST, "--no-checkpointing", 100),
     Case("four", "ours", FIT, "--micro-batch 4"),
-    Case("one-28GiB", "ours", f"{FIT} 28GiB", "--losses 30 --steps 26", 110, True),
-    Case("one-24GiB", "ours", f"{FIT} 24GiB", "--losses 30 --steps 26", 110, True),
-    Case("one-recorded", "ours", RECORDED, "--losses 30 --steps 26"),
-    Case("four-recorded", "ours", RECORDED, "--micro-batch 4"),
+    Case("one-28GiB", "ours", f"{FIT} 28GiB", LOSSES, 110, True),
+    Case("one-24GiB", "ours", f"{FIT} 24GiB", LOSSES, 110, True),
     Case("one-attention", "ours", FIT, "--lora attention"),
     Case("four-76GiB", "ours", f"{FIT} 76GiB", "--micro-batch 4"),
     Case("four-55.8GiB", "ours", f"{FIT} 55.8GiB", "--micro-batch 4", 150, True),
@@ -91,51 +76,14 @@ CASES = (
     Case("long-80GiB", "ours", f"{FIT} 80GiB", "--seq 32768 --steps 4 --warmup 4", 190, True),
     Case("oss-one", "ours", FLEX, "--model gpt-oss-20b", 110),
     Case("oss-four", "ours", FLEX, "--model gpt-oss-20b --micro-batch 4", 140),
-    Case("host-2048", "ours", HOST, f"{SMALL} --seq 2048", 70, True),
-    Case("host-4096", "ours", HOST, SMALL, 70, True),
-    Case("host-2048-e4b", "e4b", THEIR_HOST, f"{SMALL} --seq 2048", 150, True),
-    Case("host-4096-e4b", "e4b", THEIR_HOST, SMALL, 150, True),
-    Case("host-16384", "ours", HOST, f"{SMALL} --micro-batch 4", 70, True),
-    Case("again-16384", "ours", RECORDED, f"{SMALL} --micro-batch 4", 70),
-    Case("again-4096", "ours", RECORDED, SMALL, 70),
-    Case("host-32768", "ours", HOST, f"{SMALL} --micro-batch 8", 80, True),
-    Case("again-32768", "ours", RECORDED, f"{SMALL} --micro-batch 8", 80),
-    Case("host-4096-22", "ours", f"{HOST} --link 22", SMALL, 70, True),
-    Case("host-16384-22", "ours", f"{HOST} --link 22", f"{SMALL} --micro-batch 4", 70, True),
-    Case("host-glm", "ours", HOST, f"{LARGE} --loss liger --model glm-4.5-air", 160, True),
-    Case(
-        "host-oss-120b",
-        "ours",
-        f"--attention flex_attention {HOST}",
-        f"{LARGE} --model gpt-oss-120b",
-        180,
-        True,
-    ),
-    Case("host-235b", "ours", HOST, f"{LARGE} --model qwen3-235b-a22b", 270, True),
     Case("host-8GiB", "ours", f"{FIT} 8GiB --offload", SMALL, 120, True),
     Case("host-12GiB", "ours", f"{FIT} 12GiB --offload", SMALL, 120, True),
     Case("host-23GiB", "ours", f"{FIT} 23GiB --offload", SMALL, 120, True),
-    *(
-        Case(f"{data}{name}", peer, additions, f"--data {data} {sizes}", 110)
-        for data, sizes in BATCHES.items()
-        for name, peer, additions in (("", "ours", FIT), ("-frozen", "frozen", THEIRS[data]))
-    ),
-    Case("packed-flex", "ours", FLEX, "--data packed", 140),
-    Case(
-        "packed-flex-frozen",
-        "frozen",
-        f"--attention flex_attention {THEIRS['packed']}",
-        "--data packed",
-        140,
-    ),
-    Case("one-frozen-graphs", "frozen", f"{FAST} --graphs-keep"),
     Case("one-peft", "peft", FAST, "--no-checkpointing"),
     Case("four-peft-recomputed", "peft", FAST, "--micro-batch 4"),
 )
-"""By importance: what fits, bf16 at its best, the setting of before; then other models.
-
-`host-` has packed experts in host memory, and `again-` on the device, both computed again.
-"""
+"""By importance: fitted to memory, bf16 at its best, other models; `host-` has experts in host
+memory."""
 
 
 def main() -> None:
@@ -170,7 +118,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / "model.csv")
     log = Path(tempfile.gettempdir()) / "fit_table.log"
     parser.add_argument("--log", type=Path, default=log, help=f"default: {log}")
-    parser.add_argument("--profile", type=Path, help="a folder for kernels of a step of each case")
     parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
     options.only = options.only.split(",") if options.only else []
@@ -192,7 +139,6 @@ def command(case: Case, options: argparse.Namespace) -> list[str]:
     call += ["--device", options.device, "--out", str(options.out)]
     call += ["--tiny"] if options.tiny else []
     call += ["--layers", str(options.layers)] if options.layers else []
-    call += ["--profile", str(options.profile / f"{case.name}.csv")] if options.profile else []
     return call + (["--commit", options.commit] if options.commit else [])
 
 

@@ -3,27 +3,30 @@
     python tools/bench/layer.py                         qwen3-30b-a3b, 4096 and 16384 tokens
     python tools/bench/layer.py --shape mixtral-8x7b --tokens 16,256,4096
     python tools/bench/layer.py --shape qwen2_moe       any model type, at its default size
-    python tools/bench/layer.py --shape gpt-oss-20b --peers ours,mxfp4    on kept MXFP4 codes too
-    python tools/bench/layer.py --peers ours,portable    as on other cards, too
-    python tools/bench/layer.py --peers ours,projection,loop,bnb    what falling back costs
-    python tools/bench/layer.py --part gate_up          the first projection's forward alone
+    python tools/bench/layer.py --peers ours,mxfp4,portable
     python tools/bench/layer.py --tiny --device cpu     whether it runs at all
+
+    ours        packed nf4 with double quantization, LoRA of both projections
+    mxfp4       ours, on random MXFP4 codes as a checkpoint's are kept; only where asked for
+    portable    ours, as on a card of compute capability 8.6; only where asked for
+    frozen      bf16 weights, no LoRA, transformers' grouped_mm
+    peft        bf16 weights, PEFT's LoRA of both projections, transformers' grouped_mm
+    bnb         packed by bitsandbytes' parametrization, no LoRA, transformers' grouped_mm
 
 Random weights, uniform routing, bf16 activations. "step" is forward and backward to the input, the
 routing weights and the adapters; "checkpointed" runs the layer under non-reentrant checkpointing.
-The peers are those of peers.py; a bar is the median over the repetitions, timed by events on the
-device. The floors count a step's products without LoRA's, and the bytes of codes (of the experts
-that have rows), rows and tokens, each moved once in either direction.
+Times are by events on the device. The floors count a step's products without LoRA's, and the bytes
+of codes (of the experts that have rows), rows and tokens, each moved once in either direction.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-import gate_up
 import torch
 from common import (
     BYTES,
@@ -37,9 +40,15 @@ from common import (
     scratch_bytes,
     times,
 )
-from peers import OURS, PEERS, UnavailableError, build, prepare, versions
-from torch import Tensor
+from shapes import SHAPES, TINY, random_mxfp4
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+import moe_qlora
+
+PEERS = ("ours", "frozen", "peft", "bnb")
+OURS = ("ours", "mxfp4", "portable")
+PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
 def main() -> None:
@@ -47,22 +56,17 @@ def main() -> None:
     options = _options()
     device = torch.device(options.device)
     where = environment(device, options.commit)
-    part = "" if options.part == "layer" else f" part={options.part}"
-    run = measure if options.part == "layer" else gate_up.measure
     name = "tiny" if options.tiny else options.shape
     for tokens in options.tokens:
         for peer in options.peers:
             cap = "" if options.cap is None else f" cap={options.cap}"
             words = f"tokens={tokens} r={options.rank} peer={peer}"
-            print(f"\n{name} {words}{part}", flush=True)
+            print(f"\n{name} {words}", flush=True)
             release_workspace()
+            packed = "mxfp4" if peer == "mxfp4" else "nf4+double"
+            rows = Rows(options.out, where, name, f"{words} {packed} bf16{cap}")
             try:
-                packed = "mxfp4" if peer == "mxfp4" else "nf4+double"
-                setting = f"{words}{part} {packed} bf16{cap}{versions(peer)}"
-                rows = Rows(options.out, where, name, setting)
-                run(peer, options, tokens, device, rows)
-            except UnavailableError as error:
-                print(f"skipped: {error}")
+                measure(peer, options, tokens, device, rows)
             except Exception as error:
                 if peer in OURS:
                     raise
@@ -73,9 +77,8 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", default="qwen3-30b-a3b", help="a name in shapes.py, or a type")
-    parser.add_argument("--part", choices=["layer", "gate_up"], default="layer")
-    parser.add_argument("--tokens", help="default: 4096,16384; of gate_up 16,64,256,1024")
-    parser.add_argument("--peers", help=f"default: {','.join(PEERS)}; of gate_up: see gate_up.py")
+    parser.add_argument("--tokens", default="4096,16384")
+    parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--cap", type=int, default=None, help="bytes of scratch, for ours")
@@ -84,15 +87,99 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS / "layer.csv")
     parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
-    whole = options.part == "layer"
-    options.tokens = options.tokens or ("4096,16384" if whole else "16,64,256,1024")
     options.tokens = [32] if options.tiny else [int(n) for n in options.tokens.split(",")]
-    known = PEERS if whole else gate_up.PEERS
-    options.peers = options.peers.split(",") if options.peers else list(known)
-    unknown = set(options.peers) - {*known, *(OURS if whole else [])}
+    options.peers = options.peers.split(",")
+    unknown = set(options.peers) - {*PEERS, *OURS}
     if unknown:
-        parser.error(f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(known)}")
+        parser.error(f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(PEERS)}")
     return options
+
+
+def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, int]:
+    """A module that holds one experts module, as `experts`, random in bf16; and k."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    named = TINY if options.tiny else SHAPES.get(options.shape, (options.shape, {}))
+    model_type, sizes = named
+    config = AutoConfig.for_model(model_type, num_hidden_layers=4, vocab_size=64, **sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    found = next(m for m in moe_qlora.detect(model).modules if m.dispatches)
+    holder: Any = nn.Module()
+    holder.experts = model.get_submodule(found.name).to_empty(device=device)
+    holder.config = holder.experts.config
+    with torch.no_grad():
+        for parameter in holder.experts.parameters():
+            parameter.normal_(std=0.02)
+    holder.requires_grad_(False)
+    choices = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
+    top_k = next(int(getattr(config, name)) for name in choices if hasattr(config, name))
+    return holder, top_k
+
+
+def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStack) -> list[Tensor]:
+    """Turn the module into the peer's, until `stack` closes; returns the adapters' weights."""
+    holder.experts.config._experts_implementation = "grouped_mm"
+    if peer == "portable":
+        from moe_qlora.kernels import cards
+
+        stack.enter_context(cards.acting_as(cards.PORTABLE))
+    if peer in OURS:
+        return _ours(peer, options, holder)
+    if peer == "bnb":
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+        for name in PROJECTIONS:
+            replace_parameter_4bit(holder.experts, name, compress_statistics=True, quant_type="nf4")
+    if peer == "peft":
+        from peft import LoraConfig, inject_adapter_in_model
+
+        names = [f"experts.{name}" for name in PROJECTIONS]
+        config = LoraConfig(
+            r=options.rank, lora_alpha=2 * options.rank, target_modules=[], target_parameters=names
+        )
+        inject_adapter_in_model(config, holder)
+    trained = [parameter for parameter in holder.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.data = parameter.data.bfloat16()
+    return trained
+
+
+def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
+    from moe_qlora.experts import forward as forward_
+    from moe_qlora.experts import operands
+    from moe_qlora.packing import codec, parametrize
+    from moe_qlora.packing.settings import CodecSettings
+
+    module = holder.experts
+    count = module.num_experts
+    terms: dict[str, tuple[operands.LoraFactors, ...]] = {}
+    for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
+        weight = getattr(module, name)
+        out, inp = (2, 1) if module.is_transposed else (1, 2)
+        shape = weight.shape
+        if peer == "mxfp4":
+            packed = random_mxfp4(shape, bool(module.is_transposed), weight.device)
+        else:
+            packed = codec.pack(weight.data, CodecSettings("nf4", True, torch.uint8))
+        parametrize.attach(module, name, packed)
+        device = packed.device
+        a = torch.randn(count * options.rank, shape[inp], device=device) * shape[inp] ** -0.5
+        b = torch.randn(shape[out], options.rank * count, device=device) * 0.01
+        a, b = a.bfloat16(), b.bfloat16()
+        terms[name] = (operands.LoraFactors(a.requires_grad_(), b.requires_grad_(), 2.0),)
+    forward_.activate(holder, ["experts"])
+
+    class Provider:
+        def active_lora(self, parameter_name: str) -> tuple[operands.LoraFactors, ...]:
+            return terms[parameter_name]
+
+    operands.set_lora_source(module, Provider())
+    if options.cap is not None:
+        from moe_qlora.kernels import workspace
+
+        workspace.set_workspace_cap(options.cap)
+    return [t for both in terms.values() for term in both for t in (term.a, term.b)]
 
 
 def measure(
@@ -120,7 +207,7 @@ def measure(
             out: Tensor = holder.experts(x, index, routing)
             return out
 
-        leaves = _leaves(forward(), [x, routing], adapters, grad)
+        leaves = [x, routing, *adapters]
 
         def step() -> None:
             torch.autograd.grad(forward(), leaves, grad)
@@ -146,24 +233,6 @@ def measure(
             rows.add(f"{name} over FLOP floor", "x", *(ms / (passes * flops) for ms in taken))
             floor = passes * moved / BYTES * 1e3
             rows.add(f"{name} over byte floor", "x", *(ms / floor for ms in taken))
-
-
-def _leaves(
-    out: Tensor, inputs: list[Tensor], adapters: list[Tensor], grad: Tensor
-) -> list[Tensor]:
-    """What gradients are asked for: a peer may leave out the routing weights', and says so.
-
-    Raises:
-        RuntimeError: It leaves out another.
-    """
-    leaves = [*inputs, *adapters]
-    found: Sequence[Tensor | None] = torch.autograd.grad(out, leaves, grad, allow_unused=True)
-    if found[0] is None or any(gradient is None for gradient in found[2:]):
-        raise RuntimeError("no gradient of the input, or of an adapter")
-    if found[1] is None:
-        print("without the gradient of the routing weights")
-        return [inputs[0], *adapters]
-    return leaves
 
 
 def _memory(

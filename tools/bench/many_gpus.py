@@ -9,9 +9,8 @@
     fsdp2     fully_shard on each decoder layer and the root; each rank fills its own share
     whole     the same, of a model that was built whole on each GPU first
 
-Experts are packed to nf4 with double quantization. Other weights stay in bf16; with `--linears`,
-which is not for fsdp2, bitsandbytes packs Linear layers too. LoRA is on attention and experts. Each
-engine runs in processes of its own, one after the other, on the same machine.
+Experts are packed to nf4 with double quantization, other weights stay in bf16. LoRA is on attention
+and experts. Each engine runs in processes of its own, one after the other, on the same machine.
 Every rank trains its own micro-batch: tokens/s are those of all ranks together.
 """
 
@@ -24,17 +23,17 @@ import math
 import os
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import building
 import model as whole_model
 import torch
 from common import RESULTS, environment, release, synchronize
 from shapes import name_of, whole_config
 from torch import distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
+
+import moe_qlora
 
 ENGINES = ("single", "ddp", "fsdp2", "whole")
 COLUMNS = (
@@ -74,8 +73,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fused", action="store_true", help="the fused AdamW")
     parser.add_argument("--clip", type=float, default=None, help="largest norm of gradients")
     parser.add_argument("--memory", type=float, default=None, help="GiB that each GPU may use")
-    parser.add_argument("--profile", type=Path, help="folder for a table of one step's kernels")
-    parser.add_argument("--linears", action="store_true", help="pack Linear layers too")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--port", type=int, default=29650)
@@ -85,12 +82,10 @@ def _options() -> argparse.Namespace:
     options.seq = options.seq or (32 if options.tiny else 4096)
     options.engines = options.engines.split(",")
     options.lora = sorted(set(options.lora.split(",")), reverse=True)
-    options.adapters, options.expert_rank = "bf16", None
+    options.adapters = "bf16"
     unknown = set(options.engines) - set(ENGINES)
     if unknown:
         parser.error(f"--engines {', '.join(sorted(unknown))}: expected some of {ENGINES}")
-    if options.linears and "fsdp2" in options.engines:
-        parser.error("--linears is not for the engine fsdp2: it fills Linear layers in bf16")
     return options
 
 
@@ -147,23 +142,19 @@ def _run(
         generator = torch.Generator().manual_seed(1000 * step + rank)
         shape = (options.micro_batch, options.seq)
         ids = torch.randint(vocabulary, shape, generator=generator).to(device)
-        profiled = options.profile and step == options.warmup - 1 and cuda
         if ranks > 1:
             distributed.barrier()
         synchronize(device)
         begin = time.perf_counter()
-        with torch.profiler.profile() if profiled else nullcontext() as profile:
-            loss = trained(input_ids=ids, labels=ids).loss
-            loss.backward()
-            if options.clip:
-                torch.nn.utils.clip_grad_norm_(parameters, options.clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            host = time.perf_counter() - begin
-            synchronize(device)
+        loss = trained(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if options.clip:
+            torch.nn.utils.clip_grad_norm_(parameters, options.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        host = time.perf_counter() - begin
+        synchronize(device)
         seconds.append(time.perf_counter() - begin)
-        if profile is not None and rank == 0:
-            _save_profile(profile, options.profile / f"{engine}.txt")
         mean = loss.detach().float()
         if ranks > 1:
             distributed.all_reduce(mean)
@@ -187,16 +178,6 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _save_profile(profile: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    averages = profile.key_averages()
-    tables = [
-        averages.table(sort_by=key, row_limit=45, max_name_column_width=90)
-        for key in ("self_cuda_time_total", "self_cpu_time_total")
-    ]
-    path.write_text("\n\n".join(tables), encoding="utf-8")
-
-
 def _adapt(model: Any, options: argparse.Namespace) -> Any:
     torch.manual_seed(1)
     return whole_model.adapt("ours", model, options)
@@ -204,27 +185,10 @@ def _adapt(model: Any, options: argparse.Namespace) -> Any:
 
 def _built(config: Any, options: argparse.Namespace, device: torch.device) -> Any:
     """Return the whole model on the device, each expert weight packed as soon as it is made."""
-    packer = building.Packer("ours", config)
-    model = building.build(config, device, packer.visit)
-    if options.linears:
-        _pack_linears(model, device)
-    building.pack(model, device, None)
+    packer = whole_model.Packer("ours", config)
+    model = whole_model.build(config, device, packer.visit)
+    moe_qlora.quantize_experts(model, whole_model.quantization())
     return model
-
-
-def _pack_linears(model: nn.Module, device: torch.device) -> None:
-    """Put bitsandbytes' packed layers in place of Linear layers, but for the output head."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"}
-    while linears:
-        name, plain = linears.popitem()
-        size = (plain.in_features, plain.out_features)
-        with torch.device("meta"):
-            packed = Linear4bit(*size, compute_dtype=torch.bfloat16, quant_type="nf4")
-        weight = Params4bit(plain.weight.data, requires_grad=False, quant_type="nf4", module=packed)
-        packed.weight, packed.bias = weight.to(device), plain.bias
-        model.set_submodule(name, packed)
 
 
 def _single(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
@@ -264,14 +228,14 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     with torch.device("meta"):
         model: Any = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    quantization = building.quantization()
+    quantization = whole_model.quantization()
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     quantization.llm_int8_skip_modules = linears
     blank = blank_model(model, quantization)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     experts = [param.name for param in blank.layout.experts]
-    lora = whole_model.lora_config(model, experts, options.lora, options)
+    lora = whole_model.lora_config(model, experts, options.lora, options.rank)
     sharded = ShardedModel(
         blank, mesh, lora, None, {"reshard_after_forward": not options.keep},
         {"autocast_adapter_dtype": False},
@@ -301,8 +265,6 @@ def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any)
     row |= {"layers": config.get_text_config().num_hidden_layers}
     row |= {"micro_batch": options.micro_batch}
     row |= {"note": f"LoRA r={options.rank} {','.join(options.lora)}"}
-    if options.linears:
-        row["note"] += ", Linear layers packed"
     if options.memory:
         row["note"] += f", each GPU held to {options.memory:g} GiB"
     row |= {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in figures.items()}

@@ -12,14 +12,13 @@ plan made from the configuration alone, and with one made from the packed model.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Rows, environment
+from common import RESULTS, Rows, allocated, environment, release, release_workspace
 
 import moe_qlora
 
@@ -116,10 +115,10 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace, where
     )
     print(f"\n{case.model}: {setting}", flush=True)
     rows = Rows(options.out, where, f"plan-{case.model}", setting)
-    _release(device)
-    before = _allocated(device)
+    release_all(device)
+    before = allocated(device)
     model = build(config, case, device)
-    weights = _allocated(device) - before
+    weights = allocated(device) - before
     asked: dict[str, Any] = {
         "seq": seq,
         "batch": case.batch,
@@ -146,7 +145,12 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace, where
         rows.add(f"{name}, planned", "bytes", said)
         rows.add(f"{name}, error", "%", 100 * (said - real) / max(real, 1))
     del model
-    _release(device)
+    release_all(device)
+
+
+def release_all(device: torch.device) -> None:
+    release_workspace()  # the decoded experts' buffers: for the next layer, not for the next case
+    release(device)
 
 
 def build(config: Any, case: Case, device: torch.device) -> Any:
@@ -167,7 +171,7 @@ def build(config: Any, case: Case, device: torch.device) -> Any:
         _pack_linears(model, quantization)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
-    _release(device)
+    release_all(device)
     return model
 
 
@@ -215,7 +219,7 @@ def train(model: Any, case: Case, seq: int, device: torch.device) -> int:
     for parameter in trained:
         parameter.data = parameter.data.to(getattr(torch, case.adapter_dtype))
     optimizer = _optimizer(case.optimizer, trained)
-    _release(device)
+    release_all(device)
     for _ in range(3):
         ids = torch.randint(model.config.vocab_size, (case.batch, seq), device=device)
         loss = wrapped(input_ids=ids, labels=ids).loss
@@ -238,22 +242,6 @@ def _optimizer(name: str, parameters: list[Any]) -> Any:
         "paged_adamw_8bit": optim.PagedAdamW8bit,
     }
     return makers[name](parameters)
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        # The decoded experts' buffers stay for the next layer to use: not for the next case.
-        from moe_qlora.kernels import workspace
-
-        workspace.release_workspace()
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 python tools/bench/plot.py            all that have rows; of equal rows the last counts
 
 layer-<shape>.png     a step's time, its ratio to the floors, kept bytes and peak against tokens
-gate_up-<shape>.png   the first projection's forward alone, call by call and in a CUDA graph
 model-<name>.png      tokens a second and memory of whole models
 """
 
@@ -24,11 +23,6 @@ LAYER = (
     ("step, checkpointed", "ms a step, checkpointed"),
     ("step over byte floor", "times the byte floor"),
     ("peak", "MiB of peak"),
-)
-GATE_UP = (
-    ("gate_up forward", "ms"),
-    ("gate_up forward in a graph", "ms in a graph"),
-    ("gate_up forward in a graph over byte floor", "times the byte floor"),
 )
 MODEL = (
     ("throughput", "tokens/s", 1.0),
@@ -54,8 +48,6 @@ def main() -> None:
             series[row["name"]][row["metric"]][peer][tokens] = float(row["p50"])
     for shape, metrics in series.items():
         lines(shape, metrics, LAYER, f"One layer of {shape}", RESULTS / f"layer-{shape}.png")
-        first = f"First projection of {shape}, forward"
-        lines(shape, metrics, GATE_UP, first, RESULTS / f"gate_up-{shape}.png")
     whole: dict[str, Any] = defaultdict(lambda: defaultdict(dict))
     for row, setting in rows(RESULTS / "model.csv"):
         if "peer" in setting:

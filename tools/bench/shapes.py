@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3-235b-a22b": ("qwen3_moe", {"hidden_size": 4096, "moe_intermediate_size": 1536,
@@ -96,3 +99,26 @@ def _cut(sizes: dict[str, Any], layers: int) -> dict[str, Any]:
         for key, value in sizes.items()
     }
     return {**cut, "num_hidden_layers": layers}
+
+
+def random_mxfp4(shape: Sequence[int], transposed: bool, device: torch.device) -> Any:
+    """A packed weight of random MXFP4 codes that decodes to `shape` in bf16, std about 0.02.
+
+    Args:
+        shape: Of the parameter.
+        transposed: Whether that is `(E, in, out)`: codes run along `in`, whatever it is.
+        device: Where the weight is to be.
+
+    Raises:
+        ValueError: Rows have no whole blocks of 32.
+    """
+    from moe_qlora.packing.mxfp4 import MXFP4
+    from moe_qlora.packing.settings import CodecSettings
+
+    if shape[1 if transposed else 2] % 32:
+        raise ValueError(f"{tuple(shape)} has no whole blocks of 32")
+    numel = torch.Size(shape).numel()
+    codes = torch.randint(256, (numel // 2,), device=device, dtype=torch.uint8)
+    exponents = torch.randint(119, 122, (numel // 32,), device=device, dtype=torch.uint8)
+    settings = CodecSettings("mxfp4", stored_transposed=transposed)
+    return MXFP4.finish(codes, exponents, shape, torch.bfloat16, settings)

@@ -25,15 +25,14 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from common import RESULTS, head
-from pages import GB, find, rows_of
 
 from moe_qlora.kernels.cards import PORTABLE, Card
 from moe_qlora.memory.budget import Engine, Settings
 from moe_qlora.memory.devices import exact_size, parse_devices
+from moe_qlora.memory.meta_model import ModelSource, source_of
 from moe_qlora.memory.plan import devices_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.memory.search import RUNGS
-from moe_qlora.memory.source import ModelSource, source_of
 
 DATA = RESULTS.with_name("planned") / "what_fits.csv"
 CHECKED = RESULTS.with_name("planned") / "what_fits_checked.csv"
@@ -215,50 +214,16 @@ class Check(NamedTuple):
     planned: int
 
 
-_FUSED = "with=liger,graphs,adamw_fused"
-_LAYERS = {"qwen3-30b-a3b": 48, "gpt-oss-20b": 24, "mixtral-8x7b": 32, "glm-4.5-air": 46}
-ONE_GPU = (
-    ("qwen3-30b-a3b", "3229181", "seq=4096 batch=1"),
-    ("qwen3-30b-a3b", "ecb58ce", "seq=4096 batch=4"),
-    ("qwen3-30b-a3b", "3d1899a", f"seq=4096 batch=1 {_FUSED}"),
-    ("qwen3-30b-a3b", "3d1899a", f"seq=4096 batch=4 {_FUSED}"),
-    ("qwen3-30b-a3b", "5f0f82d", f"seq=32768 batch=1 {_FUSED}"),
-    ("gpt-oss-20b", "5f0f82d", "seq=4096 batch=1 with=liger,adamw_fused attention=flex_attention"),
-    ("gpt-oss-20b", "5f0f82d", "seq=4096 batch=4 with=liger,adamw_fused attention=flex_attention"),
-    ("mixtral-8x7b", "b9240de", f"seq=4096 batch=1 {_FUSED}"),
-)
-"""Whole models that model.csv has of this package: name, commit, and words of the setting."""
-TWO_GPUS = (
-    ("qwen3-30b-a3b", "c54903d", "fsdp2"),
-    ("glm-4.5-air", "c54903d", "fsdp2"),
-)
-"""Whole models that two_gpu.csv has: name, commit and engine."""
-
-
 def checks() -> Iterator[Check]:
-    """Plan the runs of ONE_GPU and TWO_GPUS."""
-    for model, commit, setting in ONE_GPU:
-        words = dict(word.split("=") for word in setting.split())
-        run = find(
-            "model.csv",
-            commit,
-            model,
-            f"layers={_LAYERS[model]} peer=ours {setting}",
-            [] if "with" in words else ["with", "liger"],
-        )
+    """Plan the measured runs of the data anew."""
+    for check in read_checks():
+        words = {w: v for w, _, v in (word.partition("=") for word in check.setting.split())}
         how = {"attention": words["attention"]} if "attention" in words else {}
+        engine = Engine("fsdp", int(words["gpus"])) if "fsdp2" in words else None
         liger = "liger" in words.get("with", "")
-        peak = _planned(model, int(words["batch"]), int(words["seq"]), None, liger=liger, **how)
-        measured = int(run.p50["peak in training"])
-        yield Check(model, "model.csv", commit, setting, measured, peak)
-    for model, commit, engine in TWO_GPUS:
-        asked = {"commit": commit, "engine": engine, "model": model, "gpus": "2"}
-        (row,) = [row for row in rows_of("two_gpu.csv") if asked.items() <= row.items()]
-        batch, seq = int(row["micro_batch"]), int(row["seq"])
-        setting = f"gpus=2 {engine} seq={seq} batch={batch}"
-        peak = _planned(model, batch, seq, Engine("fsdp", 2))
-        measured = int(GB * float(row["train_peak_gb"]))
-        yield Check(model, "two_gpu.csv", commit, setting, measured, peak)
+        batch, seq = int(words["batch"]), int(words["seq"])
+        peak = _planned(check.what, batch, seq, engine, liger=liger, **how)
+        yield check._replace(planned=peak)
 
 
 def _planned(model: str, batch: int, seq: int, engine: Engine | None, **options: Any) -> int:
@@ -277,15 +242,8 @@ def read() -> list[Cell]:
 def read_checks() -> list[Check]:
     """The runs that were planned anew."""
     with CHECKED.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return [
-        Check(
-            *(row["what"], row["file"], row["commit"], row["setting"]),
-            int(row["measured"]),
-            int(row["planned"]),
-        )
-        for row in rows
-    ]
+        _, *rows = csv.reader(file)
+    return [Check(*row[:4], int(row[4]), int(row[5])) for row in rows]
 
 
 def described() -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import textwrap
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,6 @@ from torch import Tensor, nn
 import moe_qlora
 
 from .corpus import batches, encode, library_sources, manual, train_tokenizer
-from .screen import Screen
 
 SEED = 0
 PROMPT = "The value of the expression"
@@ -78,14 +79,19 @@ class Run:
     texts: dict[str, str] = field(default_factory=dict)
 
 
-def pretrain(folder: Path, scale: Scale, run: Run, screen: Screen) -> None:
+def say(text: str) -> None:
+    """Print text, indented, in lines of at most 80 columns."""
+    lines = textwrap.wrap(text, 80, initial_indent="   ", subsequent_indent="   ")
+    print("\n".join(lines), flush=True)
+
+
+def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     """Train a small Qwen3-MoE model on Python code and save it, with its tokenizer, to `folder`."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    with screen.doing("reading the standard library's sources"):
-        text = library_sources(scale.characters)
-        tokenizer = train_tokenizer(text + manual())
-        tokens = encode(tokenizer, text)
+    text = library_sources(scale.characters)
+    tokenizer = train_tokenizer(text + manual())
+    tokens = encode(tokenizer, text)
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=scale.hidden,
@@ -105,22 +111,20 @@ def pretrain(folder: Path, scale: Scale, run: Run, screen: Screen) -> None:
         initializer_range=0.06,
     )
     model = Qwen3MoeForCausalLM(config)
-    screen.title("1. A model to start from")
-    screen.say(
+    say("1. A model to start from")
+    say(
         f"{sum(p.numel() for p in model.parameters()):,} weights, {len(tokens):,} tokens of the "
         "standard library's sources"
     )
     run.curves["from scratch, on code"] = train(
-        model, tokens, scale, scale.pretrain_steps, 4e-3, "from scratch", screen
+        model, tokens, scale, scale.pretrain_steps, 4e-3, "from scratch"
     )
     model.config.output_router_logits = False
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def fine_tune(
-    folder: str | Path, scale: Scale, out: Path, run: Run, screen: Screen, *, own: bool
-) -> None:
+def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: bool) -> None:
     """Load, find, pack, adapt and train; `own` says that the model is the demo's own, small one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
@@ -128,8 +132,8 @@ def fine_tune(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = encode(tokenizer, manual())
     held_out, tokens = tokens[: len(tokens) // 10], tokens[len(tokens) // 10 :]
-    screen.title(f"{2 if own else 1}. The main job")
-    screen.say(f"{len(tokens):,} tokens of Python's reference manual in English")
+    say(f"{2 if own else 1}. The main job")
+    say(f"{len(tokens):,} tokens of Python's reference manual in English")
 
     bnb_config = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -137,45 +141,38 @@ def fine_tune(
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16 if cuda else torch.float32,
     )
-    with screen.doing("loading"):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.bfloat16,
-            quantization_config=bnb_config,
-            device_map={"": 0} if cuda else None,
-        )
-        layout = moe_qlora.detect(model)
-    screen.say(f"detect: {len(layout)} expert parameters, such as {layout.experts[0].name}")
-    screen.say(layout.experts[0].evidence)
-    with screen.doing("evaluating"):
-        loss = evaluate(model, held_out, scale)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        quantization_config=bnb_config,
+        device_map={"": 0} if cuda else None,
+    )
+    layout = moe_qlora.detect(model)
+    say(f"detect: {len(layout)} expert parameters, such as {layout.experts[0].name}")
+    say(layout.experts[0].evidence)
+    loss = evaluate(model, held_out, scale)
     plain = layout.nbytes
     run.states.append(State("load_in_4bit, stock", plain, weight_bytes(model) - plain, 0, loss))
 
-    with screen.doing("packing the experts"):
-        report = moe_qlora.quantize_experts(model)
-    screen.say(f"quantize_experts: {report}")
-    with screen.doing("evaluating"):
-        loss = evaluate(model, held_out, scale)
-        run.texts["before LoRA"] = write(model, tokenizer)
+    report = moe_qlora.quantize_experts(model)
+    say(f"quantize_experts: {report}")
+    loss = evaluate(model, held_out, scale)
+    run.texts["before LoRA"] = write(model, tokenizer)
     packed = report.bytes_after
     run.states.append(State("experts packed", packed, weight_bytes(model) - packed, 0, loss))
 
-    peft_model = _adapted(model, screen, save_memory=not own)
+    peft_model = _adapted(model, save_memory=not own)
     title = "LoRA on packed weights, on English"
-    run.curves[title] = train(
-        peft_model, tokens, scale, scale.steps, 1e-2 if own else 5e-3, "LoRA", screen
-    )
-    with screen.doing("evaluating"):
-        loss = evaluate(peft_model, held_out, scale)
-        run.texts["after LoRA"] = write(peft_model, tokenizer)
+    run.curves[title] = train(peft_model, tokens, scale, scale.steps, 1e-2 if own else 5e-3, "LoRA")
+    loss = evaluate(peft_model, held_out, scale)
+    run.texts["after LoRA"] = write(peft_model, tokenizer)
     adapter = sum(p.nbytes for p in peft_model.parameters() if p.requires_grad)
     rest = weight_bytes(peft_model) - packed - adapter
     run.states.append(State("LoRA trained", packed, rest, adapter, loss))
     peft_model.save_pretrained(out / "adapter")
 
 
-def _adapted(model: Any, screen: Screen, *, save_memory: bool) -> Any:
+def _adapted(model: Any, *, save_memory: bool) -> Any:
     """Return the model with LoRA on attention and all experts."""
     from peft import LoraConfig
 
@@ -190,7 +187,7 @@ def _adapted(model: Any, screen: Screen, *, save_memory: bool) -> Any:
     )
     peft_model = moe_qlora.get_peft_model(model, lora_config)
     trainable, total = peft_model.get_nb_trainable_parameters()
-    screen.say(f"get_peft_model: {trainable:,} of {total:,} weights are trained")
+    say(f"get_peft_model: {trainable:,} of {total:,} weights are trained")
     return peft_model
 
 
@@ -208,7 +205,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def train(
-    model: Any, tokens: Tensor, scale: Scale, steps: int, rate: float, title: str, screen: Screen
+    model: Any, tokens: Tensor, scale: Scale, steps: int, rate: float, title: str
 ) -> list[float]:
     """Train whatever requires gradients; returns the loss of each step."""
     model.train()
@@ -222,21 +219,21 @@ def train(
     device = parameters[0].device
     losses = []
     rows = batches(tokens, scale.batch, scale.length, SEED)
-    with screen.doing(title, steps) as done:
-        for _, batch in zip(range(steps), rows, strict=False):
-            ids = batch.to(device)
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.item())
-            done(f"loss {losses[-1]:.3f}")
+    told = time.monotonic()
+    for _, batch in zip(range(steps), rows, strict=False):
+        ids = batch.to(device)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            say(f"{title}: step {len(losses)} of {steps}, loss {losses[-1]:.3f}")
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
-    screen.say(
-        f"{title}: loss {first:.3f} in the first 10 steps, {last:.3f} in the last 10 of {steps}"
-    )
+    say(f"{title}: loss {first:.3f} in the first 10 steps, {last:.3f} in the last 10 of {steps}")
     return losses
 
 

@@ -135,8 +135,6 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
     """Run one recipe and say what came of it, in a line."""
     import torch
 
-    from moe_qlora.checkpoint.cpus import usable_cpus
-
     gpus = str(max(1, min(2, torch.cuda.device_count())))
     arguments = recipe.arguments
     if options.tiny and "--seq" in arguments:
@@ -150,7 +148,7 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
     ]
     paths = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     # Tiny tensors: several threads would do little but wait for each other.
-    threads = "1" if options.tiny else str(usable_cpus())
+    threads = "1" if options.tiny else str(len(os.sched_getaffinity(0)))
     environment = {
         "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive",
         **os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths,

@@ -1,17 +1,16 @@
 """Folders that their makers quantized, read as the 16-bit folders that they stand for.
 
 open            any folder as a `Checkpoint` of plain tensors; config.json, as that of the
-                16-bit folder
-reader          `PrequantizedCheckpoint`: plain keys, shapes and dtypes; rows decoded when read
+                16-bit folder; `PrequantizedCheckpoint`: rows decoded when read
 config          what a quantization_config says: schemes, targets, modules not converted
 plan            which stored tensors make which plain ones
-fp8, fp4, int4  the formats: codes of 8 bits, E2M1 floats, packed integers
+formats         codes of 8 bits, E2M1 floats, packed integers
 decode          codes times scales, in pieces, for all of them
-nibbles         two codes in a byte
 """
 
 from .config import maker_method
 from .open import (
+    PrequantizedCheckpoint,
     codes_of_source,
     describe_plain,
     described_method,
@@ -20,7 +19,6 @@ from .open import (
     stored_codes,
     unread_method,
 )
-from .reader import PrequantizedCheckpoint
 
 __all__ = [
     "PrequantizedCheckpoint",

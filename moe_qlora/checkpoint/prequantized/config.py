@@ -167,7 +167,6 @@ _SKIPPED = r"(?:{})(?:(?<=\.)|(?=\.|$))"
 
 
 def _skips(name: str, module: str) -> bool:
-    """Whether transformers takes a name as one of a module, from its start or at its end."""
     if module.endswith(name):
         return True
     try:

@@ -21,9 +21,7 @@ from .config import (
     Scheme,
 )
 from .decode import CODES, SCALE, Quantized
-from .fp4 import plan_fp4, plan_mxfp4
-from .fp8 import FP8_DTYPES, described, plan_fp8
-from .int4 import plan_int
+from .formats import FP8_DTYPES, described, plan_fp4, plan_fp8, plan_int, plan_mxfp4
 
 ShapeOf = Callable[[str], tuple[int, ...]]
 """Reads a stored `weight_shape`."""
@@ -126,7 +124,6 @@ def _plan(
 def _plan_packed(
     key: str, stored: Mapping[str, TensorInfo], config: MakerConfig, shape_of: ShapeOf
 ) -> tuple[str, Quantized]:
-    """Return the plain tensor of codes that compressed-tensors packed."""
     name = key.removesuffix("_packed")
     _need(f"{name}_scale", key, stored)
     module = name.rpartition(".")[0]
@@ -213,7 +210,6 @@ def _without_scale(
     tensors: Mapping[str, Quantized],
     config: MakerConfig,
 ) -> CheckpointError:
-    """Return the error for codes that nothing decodes."""
     scale = _scale_of(key, stored)
     if scale is not None:
         return CheckpointError(

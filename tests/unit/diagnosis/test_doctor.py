@@ -337,10 +337,6 @@ def found(installed: dict, device: Device, card: Card, model_type=None, kinds=()
         ({"liger-kernel": "0.9.0", "transformers": "5.23.0"}, "qwen3_vl_moe", None),
         ({"torch": "2.11.0+cu128"}, None, "warning: fully_shard of torch 2.11.0"),
         ({"torch": "2.13.0"}, None, None),
-        ({"llamafactory": "0.9.5", "transformers": "5.23.0"}, None, "warning: The gradient"),
-        ({"llamafactory": "0.9.5", "transformers": "5.6"}, None, None),
-        ({"ms-swift": "4.6.0", "trl": "1.16.0"}, None, "warning: `swift rlhf`"),
-        ({"ms-swift": "4.6.0", "trl": "0.29.1"}, None, None),
         ({}, None, None),
     ],
 )

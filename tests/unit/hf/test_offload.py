@@ -16,7 +16,7 @@ import moe_qlora
 from moe_qlora.checkpoint.load_spec import LoadSpec
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
-from moe_qlora.speed import host_memory
+from moe_qlora.speed import offload as host_memory
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, delayed
 from tests.helpers.fitting import equal, token_ids, train, with_lora

@@ -16,8 +16,8 @@ import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.memory import attention, meta_step
 from moe_qlora.memory.budget import Engine, Settings
+from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.source import source_of
 from moe_qlora.models import named
 from moe_qlora.registry import model_types
 from moe_qlora.testing import model_class, tiny_config, tiny_model

@@ -16,8 +16,8 @@ from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 import moe_qlora
 from moe_qlora.memory.budget import Activity, Block, BlockTensor, Engine, Settings
 from moe_qlora.memory.engines import ENGINES, Sharding
+from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.source import source_of
 from moe_qlora.testing import tiny_model
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}

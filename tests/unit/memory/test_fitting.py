@@ -14,8 +14,8 @@ from moe_qlora.memory import levels
 from moe_qlora.memory.budget import Settings
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.devices import CONTEXT_BYTES
+from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.source import source_of
 from moe_qlora.testing import tiny_model
 
 SEQ = 512

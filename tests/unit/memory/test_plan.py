@@ -22,9 +22,8 @@ from moe_qlora.memory import blocks as block_names
 from moe_qlora.memory import budget, devices, meta_ops, meta_step
 from moe_qlora.memory import plan as planning
 from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget, optimizer_nbytes
-from moe_qlora.memory.meta_model import alike
+from moe_qlora.memory.meta_model import alike, source_of
 from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.source import source_of
 from moe_qlora.models import named
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
 

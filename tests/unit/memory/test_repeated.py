@@ -11,8 +11,8 @@ from peft import LoraConfig
 import moe_qlora
 from moe_qlora.memory import planner as planning
 from moe_qlora.memory.budget import Engine, Settings
+from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.source import source_of
 from moe_qlora.testing import tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")

@@ -10,8 +10,8 @@ import torch
 
 from moe_qlora.memory import meta_step, tracker
 from moe_qlora.memory.budget import Settings
+from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.source import source_of
 from moe_qlora.testing import tiny_model
 
 MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"

@@ -11,7 +11,6 @@ from torch import nn
 from moe_qlora.distributed.sharding import prepare_sharding
 from moe_qlora.errors import UnsupportedWeightError
 from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.codecs import codec_of
 from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.parametrize import blank_weight
 from moe_qlora.packing.settings import CodecSettings, packed_nbytes
@@ -180,22 +179,3 @@ def test_the_shardable_layout(transposed):
     prepare_sharding(other)
     other.load_state_dict(compact)
     assert torch.equal(other.weight, expected)
-
-
-@BOTH
-def test_shares_are_cut_and_joined_exactly(transposed):
-    packed = mxfp4_weight(6, 5, 64, transposed=transposed)
-    expected = codec.unpack(packed)
-    settings = CodecSettings.of(packed)
-    parts = [codec_of(packed.kind).cut(packed, first, first + 2) for first in (0, 2, 4)]
-    assert settings.codec.is_exact(packed.shape, 2, 4, settings)
-    for first, part in zip((0, 2, 4), parts, strict=True):
-        assert torch.equal(codec.unpack(part), expected[first : first + 2])
-    joined = codec_of(parts[0].kind).join(parts)
-    assert torch.equal(codec.unpack(joined), expected)
-    assert torch.equal(joined.absmax, packed.absmax) and joined.nbytes == packed.nbytes
-    stored = {"": packed.codes, ".exponents": packed.absmax}
-    read = lambda end, start, stop: stored[end][start:stop]  # noqa: E731
-    tensors = settings.codec.cut_tensors(read, packed.shape, 2, 4, settings)
-    part = codec.restore(tensors, parts[1].shape, torch.float32, settings)
-    assert torch.equal(codec.unpack(part), expected[2:4])

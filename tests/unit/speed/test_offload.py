@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import ConfigError
 from moe_qlora.packing import parametrize
-from moe_qlora.speed import host_memory, slots
+from moe_qlora.speed import offload as host_memory
+from moe_qlora.speed import slots
 from moe_qlora.speed.offload import tensors_of
 from moe_qlora.testing import tiny_inputs, tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed

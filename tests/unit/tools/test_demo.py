@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import runpy
+import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import transformers
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))
 
-from tools.demo_parts import screen  # noqa: E402
+from tools import demo as demo_script  # noqa: E402
+from tools.demo_parts import job  # noqa: E402
+from tools.demo_parts.job import Run, State  # noqa: E402
 
 
 @pytest.fixture
@@ -64,23 +67,47 @@ def test_model_that_is_not_there(tmp_path, demo, capsys):
     assert "holds no config.json" in capsys.readouterr().err
 
 
-def test_a_pipe_gets_lines_while_the_work_goes_on(capsys):
-    with screen.Screen(every=0.05) as shown, shown.doing("training", 40) as step:
-        for number in range(10):
-            time.sleep(0.03)
-            step(f"loss {number}")
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) >= 2
-    assert "training: step " in lines[-1] and " of 40, loss " in lines[-1]
-    assert lines[-1].endswith(" left")
+def run_python(code: str, **environment: str) -> str:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_threads_are_set_before_torch_reads_them():
+    code = (
+        "import sys; from tools.demo import set_threads; assert 'torch' not in sys.modules\n"
+        "set_threads({}); import os, torch; print(torch.get_num_threads(), os.environ)"
+    )
+    said = run_python(code.format(1))
+    assert said.startswith("1 ") and "'OMP_WAIT_POLICY': 'passive'" in said
+    code = "from tools.demo import set_threads; set_threads(1); import os; print(os.environ)"
+    said = run_python(code, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")
+    assert "'OMP_NUM_THREADS': '2'" in said and "'OMP_WAIT_POLICY': 'active'" in said
+
+
+def test_tables_and_lines_fit_80_columns(capsys):
+    long = State("load_in_4bit, stock", 57_982_058_496, 3_123_456_789, 123_456_789, 12.345)
+    said = demo_script._table(Run([long] * 3)) + "\n"
+    assert "load_in_4bit, stock" in said and "54.0 GiB" in said and "12.345" in said
+    job.say("words " * 40 + "model.layers.0.mlp.experts.gate_up_proj[0]" * 4)
+    said += capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "\n   words" in said
 
 
 def test_interrupting_it_ends_it_with_one_line(tmp_path, demo, capsys, monkeypatch):
-    def interrupted(self: screen.Screen, *_: object) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(screen.Screen, "doing", interrupted)
+    monkeypatch.setattr(job, "pretrain", interrupted)
     assert demo("--quick", "--out", tmp_path) == 130
     said, errors = capsys.readouterr()
-    assert said.splitlines()[-1] == "Stopped."
+    assert said == "Stopped.\n"
     assert not errors

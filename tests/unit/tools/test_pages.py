@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import itertools
 import json
@@ -31,11 +32,6 @@ def script(monkeypatch):
     return importlib.import_module
 
 
-def test_the_page_of_speed_is_what_its_script_writes(script):
-    how_fast = script("how_fast")
-    assert how_fast.PAGE.read_text(encoding="utf-8") == how_fast.text(), "run how_fast.py again"
-
-
 @pytest.fixture
 def fits(script):
     return script("what_fits")
@@ -46,13 +42,19 @@ def test_the_page_of_memory_is_what_its_script_writes(script):
     assert page.PAGE.read_text(encoding="utf-8") == page.text(), "run what_fits.py --write-only"
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("what-fits", "what_fits_page"), ("how-fast", "how_fast")]
-)
-def test_the_readme_shows_what_the_pages_say(script, name, module):
-    pages = script("pages")
-    readme = pages.README.read_text(encoding="utf-8")
-    assert readme == pages.filled(readme, name, script(module).readme_block()), "run it again"
+def test_the_readme_shows_what_the_page_says(script):
+    page = script("what_fits_page")
+    readme = page.README.read_text(encoding="utf-8")
+    assert readme == page.filled(readme, "what-fits", page.readme_block()), "run it again"
+
+
+def test_measured_runs_of_the_page_are_rows(fits):
+    for check in fits.read_checks():
+        with (ROOT / "tools/bench/results" / check.file).open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row["commit"] == check.commit]
+        peaks = [float(r["p50"]) for r in rows if r.get("metric") == "peak in training"]
+        peaks += [1e9 * float(row["train_peak_gb"]) for row in rows if row.get("train_peak_gb")]
+        assert check.measured in peaks, check
 
 
 def test_there_is_a_cell_for_each_model_gpu_and_length(fits):

@@ -1,0 +1,278 @@
+"""Codes of 8 bits: FP8 (e4m3, e5m2) and INT8, with a scale a block, channel, tensor or group.
+
+    X (R, C) or (E, R, C), and X_scale_inv | X_scale | M.scale | M.qscale_weight for X = M.weight
+
+The scale multiplies, "inv" or not. Blocks at the edges may be cut off: 576 x 7168 codes in blocks
+of 128 x 128 have 5 x 56 scales. Scales are fp32, bf16, fp16, or exponents (e8m0, or bytes).
+Sources: https://github.com/deepseek-ai/DeepSeek-V3/blob/main/inference/kernel.py (weight_dequant),
+https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md,
+https://github.com/vllm-project/compressed-tensors, compressors/naive_quantized, compressors/mxfp8,
+https://docs.vllm.ai/en/latest/features/quantization/modelopt.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...kernels.limits import cdiv
+from ...kernels.weights import MX_BLOCK, TABLES
+from ...layout import dtype_name
+from ..reader import TensorInfo
+from .config import MXFP4, Block, Scheme
+from .decode import CODES, DIVISOR, FACTOR, SCALE, SHAPE, Quantized
+
+# Integers that compressed-tensors packs: symmetric, 4 or 8 bits, in words of 32.
+#
+#     X_packed (R, ceil(C bits / 32)) int32 + X_scale (R, C / group) + X_shape (R, C)
+#
+# The first code of a word is in its lowest bits; codes are stored with 2^(bits - 1) added. Words of
+# a row are its own: columns that a last word has room for are no part of the tensor.
+# Source: https://github.com/vllm-project/compressed-tensors, compressors/pack_quantized/helpers.py.
+INT4 = tuple(float(code - 8) for code in range(16))
+
+
+def unpack_int4(words: Tensor) -> Tensor:
+    """Return the fp32 values (r, 8 w) of words (r, w); words are little-endian."""
+    return unpack_nibbles(words, INT4)
+
+
+def unpack_int8(words: Tensor) -> Tensor:
+    """Return the fp32 values (r, 4 w) of words (r, w)."""
+    return words.contiguous().view(torch.uint8).float() - 128
+
+
+_UNPACK: dict[int, Callable[[Tensor], Tensor]] = {4: unpack_int4, 8: unpack_int8}
+
+
+def plan_int(
+    key: str,
+    name: str,
+    stored: Mapping[str, TensorInfo],
+    scheme: Scheme,
+    shape_of: Callable[[str], tuple[int, ...]],
+) -> Quantized:
+    """Return how words of codes and their scales make a plain tensor.
+
+    Its columns are those of all groups, which spares reading thousands of shapes from disk; they
+    are read (`shape_of`) where there are no groups. `check_shape` compares them when a tensor is
+    read.
+    """
+    words, scale, said = stored[key], f"{name}_scale", f"{name}_shape"
+    check_dims(key, words.shape)
+    group, per = scheme.blocks[0][1], 32 // scheme.bits
+    if group is None:
+        shape = shape_of(said)
+    else:
+        columns = stored[scale].shape[-1] * group if stored[scale].shape else 0
+        shape = (*words.shape[:-1], columns)
+    wanted = (*shape[:-1], cdiv(shape[-1], per)) if shape else ()
+    if words.dtype != torch.int32 or words.shape != wanted:
+        source = f"{said} has" if group is None else f"{scale} and groups of {group} have"
+        raise CheckpointError(
+            f"{key} is {described(words)}, and {scheme.bits} bits for each of {shape}, as {source} "
+            f"it, take int32 of shape {wanted}: copy the files again."
+        )
+    block, one = find_block(key, shape, scale, stored[scale], scheme, FLOAT_SCALES)
+    parts = {CODES: key, SCALE: scale, SHAPE: said}
+    return Quantized(parts, shape, block, _UNPACK[scheme.bits], one_scale=one)
+
+
+def check_shape(tensor: Quantized, shape: tuple[int, ...]) -> None:
+    """Refuse a stored shape that the codes do not have."""
+    if shape != tensor.shape:
+        raise CheckpointError(
+            f"{tensor.parts[SHAPE]} says {shape}, and {tensor.parts[CODES]} and its scales are of "
+            f"{tensor.shape}: copy the files again."
+        )
+
+
+# Codes of 4 bits that are floats (E2M1), two in a byte, the first in the low half.
+#
+#     mxfp4 (gpt-oss)       N_blocks (E, R, G, 16) + N_scales (E, R, G), exponents -> N (E, 32 G, R)
+#     nvfp4 (compressed)    X_packed (R, C/2) + X_scale fp8 (R, C/16) / X_global_scale
+#     mxfp4 (compressed)    X_packed (R, C/2) + X_scale, exponents (R, C/32)
+#     nvfp4 (modelopt)      X uint8 (R, C/2) + X_scale fp8 (R, C/16) * X_scale_2
+#     fp4 (DeepSeek-V4)     X int8 (R, C/2) + M.scale e8m0 (R, C/32)
+#
+# Sources: OCP Microscaling Formats (MX) Specification v1.0 (E2M1),
+# https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/weights.py,
+# https://github.com/vllm-project/compressed-tensors, compressors/nvfp4 and compressors/mxfp4,
+# https://github.com/NVIDIA/Model-Optimizer, modelopt/torch/quantization/qtensor/nvfp4_tensor.py.
+MXFP4_SCALES = (torch.uint8, torch.float8_e8m0fnu)
+NVFP4_SCALES = (torch.float8_e4m3fn,)
+
+
+def unpack_e2m1(codes: Tensor) -> Tensor:
+    """Return the fp32 values (r, 2 w) of bytes (r, w)."""
+    return unpack_nibbles(codes, TABLES[MXFP4])
+
+
+def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
+    """Return how `name`_blocks and `name`_scales of gpt-oss make the plain (E, in, out)."""
+    blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+    is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == MX_BLOCK // 2
+    if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
+        raise CheckpointError(
+            f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
+            "rows, groups, 16); copy the file again."
+        )
+    experts, rows, groups = blocks.shape[:3]
+    if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
+        raise CheckpointError(
+            f"{name}_scales is {described(scales)}: wanted are bytes of shape "
+            f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
+        )
+    parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
+    shape = (experts, groups * MX_BLOCK, rows)
+    return Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
+
+
+def plan_fp4(
+    key: str, name: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Scheme
+) -> Quantized:
+    """Return how bytes of codes and their scales make a plain tensor twice as wide.
+
+    Args:
+        key: Of the codes.
+        name: That keys of scales begin with.
+        scale: Key of the scales.
+        stored: What lies on disk.
+        scheme: Of the codes; where it is nested, the scales have a scale.
+    """
+    codes = stored[key]
+    check_dims(key, codes.shape)
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    dtypes = NVFP4_SCALES if scheme.nested else MXFP4_SCALES
+    block, one = find_block(key, shape, scale, stored[scale], scheme, dtypes)
+    parts = {CODES: key, SCALE: scale}
+    if scheme.nested:
+        role, other = (
+            (FACTOR, f"{name}_scale_2") if key == name else (DIVISOR, f"{name}_global_scale")
+        )
+        if other not in stored:
+            raise CheckpointError(
+                f"{other} is missing, without which {key} cannot be read: copy the whole folder."
+            )
+        if prod(stored[other].shape) != 1 or stored[other].dtype not in FLOAT_SCALES:
+            raise CheckpointError(
+                f"{other} is {described(stored[other])}, and one floating-point value belongs to "
+                f"{key}: copy both files again."
+            )
+        parts[role] = other
+    return Quantized(parts, shape, block, unpack_e2m1, one_scale=one)
+
+
+def unpack_nibbles(codes: Tensor, table: Sequence[float]) -> Tensor:
+    """Return the values (r, 2 w), fp32, of bytes (r, w): `table[low], table[high]` of each."""
+    pairs = [(low, high) for high in table for low in table]
+    values = torch.tensor(pairs, dtype=torch.float32, device=codes.device)
+    index = codes.contiguous().view(torch.uint8).int().flatten()
+    both = values.view(torch.int64).flatten().index_select(0, index)  # a pair at a time
+    return both.view(torch.float32).view(codes.shape[0], -1)
+
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+FP8_SCALES = (*FLOAT_SCALES, torch.float8_e8m0fnu, torch.uint8)
+
+
+def plan_fp8(key: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Scheme) -> Quantized:
+    """Return how codes of 8 bits and their scales make a plain tensor of the codes' shape."""
+    shape = stored[key].shape
+    check_dims(key, shape)
+    block, one = find_block(key, shape, scale, stored[scale], scheme, FP8_SCALES)
+    return Quantized({CODES: key, SCALE: scale}, shape, block, unpack_bytes, one_scale=one)
+
+
+def unpack_bytes(codes: Tensor) -> Tensor:
+    """Return the fp32 values (r, c) of FP8 or INT8 codes (r, c).
+
+    The CPU converts FP8 one by one, four times slower than a table does. The table is of bfloat16,
+    which holds every FP8 value.
+    """
+    if not codes.is_cpu or codes.dtype == torch.int8:
+        return codes.float()
+    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(torch.bfloat16)
+    index = codes.contiguous().view(torch.uint8).int().flatten()
+    values = table.view(torch.int16).index_select(0, index).view(torch.bfloat16)
+    return values.float().view(codes.shape)
+
+
+def described(info: TensorInfo) -> str:
+    """Return what a stored tensor is, for messages."""
+    return f"{dtype_name(info.dtype)} of shape {info.shape}"
+
+
+def check_dims(key: str, shape: tuple[int, ...]) -> None:
+    """Refuse what is no matrix and no stack of them."""
+    if len(shape) not in (2, 3) or 0 in shape:
+        raise CheckpointError(
+            f"{key} has codes of shape {shape}: quantized weights are (out, in) or "
+            "(experts, out, in); copy the file again."
+        )
+
+
+def find_block(
+    key: str,
+    shape: tuple[int, ...],
+    scale: str,
+    info: TensorInfo,
+    scheme: Scheme,
+    dtypes: tuple[torch.dtype, ...],
+) -> tuple[tuple[int, int], bool]:
+    """Return the block that a grid of scales belongs to, and whether one scale is for all.
+
+    Args:
+        key: Of the codes.
+        shape: Of the matrix of codes once unpacked, or of the stack.
+        scale: Key of the scales.
+        info: Of the scales.
+        scheme: Of which one of the blocks must fit.
+        dtypes: That scales of such codes are stored in.
+
+    Raises:
+        CheckpointError: The grid does not belong to any of the scheme's blocks, or the dtype does
+            not.
+    """
+    if info.dtype not in dtypes:
+        raise CheckpointError(
+            f"{scale} is {described(info)}, and scales of {key} are "
+            f"{' or '.join(map(dtype_name, dtypes))} by {scheme.setting} of quantization_config: "
+            "copy both files again, or put the maker's config.json back."
+        )
+    rows, columns = shape[-2:]
+    stack = shape[:-2]
+    # modelopt keeps dimensions of 1 between; a scale of a tensor may have none
+    grid = tuple(size for size in info.shape if size != 1)
+    for block in scheme.blocks:
+        high, wide = _sizes(block, rows, columns)
+        wanted = (*stack, cdiv(rows, high), cdiv(columns, wide))
+        if grid == tuple(size for size in wanted if size != 1) and _first_fits(info, wanted):
+            return (high, wide), prod(wanted) == 1
+        if block == (None, None) and not grid:
+            return (high, wide), True
+    fitting = " or ".join(_described(block, stack, rows, columns) for block in scheme.blocks)
+    raise CheckpointError(
+        f"{scale} has shape {info.shape}, which does not belong to {key} of shape {shape} and "
+        f"{scheme.setting} of quantization_config: wanted are scales of shape {fitting}; copy both "
+        "files again."
+    )
+
+
+def _first_fits(info: TensorInfo, wanted: tuple[int, ...]) -> bool:
+    """Whether the scales' first dimension is the first one of the grid, by which rows are read."""
+    return prod(wanted) == 1 or info.shape[0] == wanted[0]
+
+
+def _sizes(block: Block, rows: int, columns: int) -> tuple[int, int]:
+    return block[0] or rows, block[1] or columns
+
+
+def _described(block: Block, stack: tuple[int, ...], rows: int, columns: int) -> str:
+    high, wide = _sizes(block, rows, columns)
+    return str((*stack, cdiv(rows, high), cdiv(columns, wide)))
