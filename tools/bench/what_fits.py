@@ -243,7 +243,10 @@ def read_checks() -> list[Check]:
     """The runs that were planned anew."""
     with CHECKED.open(newline="", encoding="utf-8") as file:
         _, *rows = csv.reader(file)
-    return [Check(*row[:4], int(row[4]), int(row[5])) for row in rows]
+    return [
+        Check(what, run, commit, setting, int(measured), int(plan))
+        for what, run, commit, setting, measured, plan in rows
+    ]
 
 
 def described() -> dict[str, str]:
