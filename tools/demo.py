@@ -110,7 +110,7 @@ def _table(run: Run) -> str:
     """The bytes and the loss of each state."""
     from moe_qlora.layout import human_bytes
 
-    rows = [("", "experts", "others", "LoRA", "total", "loss")]
+    rows: list[tuple[str, ...]] = [("", "experts", "others", "LoRA", "total", "loss")]
     for state in run.states:
         sizes = (state.experts, state.rest, state.adapter)
         cells = [human_bytes(size) if size else "-" for size in (*sizes, sum(sizes))]

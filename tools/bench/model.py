@@ -96,7 +96,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="each decoder layer")
     parser.add_argument("--merge-lora", action="store_true", help="join_lora; ours only")
     parser.add_argument("--offload", action="store_true", help="offload_experts; ours only")
-    given = {"nargs": "?", "const": DEVICE, "metavar": "MEMORY"}
+    given: dict[str, Any] = {"nargs": "?", "const": DEVICE, "metavar": "MEMORY"}
     parser.add_argument(
         "--fit", **given, help="fit_memory, to bytes or 24GiB; default: what is free"
     )

@@ -228,7 +228,7 @@ def train(model: Any, case: Case, seq: int, device: torch.device) -> int:
         optimizer.zero_grad(set_to_none=True)
     if not torch.isfinite(loss):
         raise RuntimeError(f"the loss is {loss.item()}")
-    return torch.cuda.max_memoryallocated(device) if device.type == "cuda" else 0
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _optimizer(name: str, parameters: list[Any]) -> Any:

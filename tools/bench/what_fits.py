@@ -243,7 +243,7 @@ def read_checks() -> list[Check]:
     """The runs that were planned anew."""
     with CHECKED.open(newline="", encoding="utf-8") as file:
         _, *rows = csv.reader(file)
-    return [Check(*words, int(measured), int(plan)) for *words, measured, plan in rows]
+    return [Check(a, b, c, d, int(measured), int(plan)) for a, b, c, d, measured, plan in rows]
 
 
 def described() -> dict[str, str]:
