@@ -465,9 +465,9 @@ def _trainers_autocast(base: Any, device: torch.device) -> Any:
     """
     if device.type != "cuda" or torch.is_autocast_enabled(device.type):
         return nullcontext()
-    from accelerate.state import AcceleratorState
-
-    known = AcceleratorState._shared_state.get("_mixed_precision")
+    accelerate = sys.modules.get("accelerate.state")  # Imported, if there is a trainer
+    states = {} if accelerate is None else accelerate.AcceleratorState._shared_state
+    known = states.get("_mixed_precision")
     if known is None and getattr(base, "dtype", None) == torch.bfloat16:  # TRL's default
         known = "bf16" if _OF_TRL & sys.modules.keys() else None
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(known))
