@@ -31,37 +31,18 @@ import moe_qlora
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 TYPES = (
-    *(
-        "dbrx",
-        "deepseek_v3",
-        "deepseek_v4",
-        "diffusion_gemma",
-        "ernie4_5_moe",
-        "gemma4",
-        "glm4_moe",
-    ),
-    *(
-        "gpt_oss",
-        "granitemoehybrid",
-        "jetmoe",
-        "llama4_text",
-        "longcat_flash",
-        "minimax",
-        "mixtral",
-    ),
-    *("nemotron_h", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_vl_moe", "step3p5"),
+    "dbrx", "deepseek_v3", "deepseek_v4", "diffusion_gemma", "ernie4_5_moe", "gemma4", "glm4_moe",
+    "gpt_oss", "granitemoehybrid", "jetmoe", "llama4_text", "longcat_flash", "minimax", "mixtral",
+    "nemotron_h", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_vl_moe", "step3p5",
     "zaya",
-)
+)  # fmt: skip
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 CODECS: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "double": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-    },
+    "nf4": NF4,
+    "double": {**NF4, "bnb_4bit_use_double_quant": True},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
-    "mxfp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},  # of Linear layers alone
+    "mxfp4": NF4,  # of Linear layers alone
 }
 EVERY_CODEC = ("gpt_oss", "llama4_text", "mixtral", "qwen3_moe")
 # Routers that read the weight of a Linear layer, which bitsandbytes packs unless it is told not to.
