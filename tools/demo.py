@@ -117,24 +117,15 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     text = library_sources(scale.characters)
     tokenizer = train_tokenizer(text + manual())
     tokens = encode(tokenizer, text)
+    # The default initializer_range, 0.02, is for wide layers: after 200 steps of these narrow ones
+    # the loss was 4.1 with it, and 3.7 with this.
     config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=scale.hidden,
-        intermediate_size=2 * scale.hidden,
-        moe_intermediate_size=scale.intermediate,
-        num_hidden_layers=scale.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=scale.hidden // 4,
-        num_experts=scale.experts,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-        output_router_logits=True,
-        # The default, 0.02, is for wide layers: after 200 steps of these narrow ones the loss was
-        # 4.1 with it, and 3.7 with this.
-        initializer_range=0.06,
-    )
+        vocab_size=len(tokenizer), hidden_size=scale.hidden, intermediate_size=2 * scale.hidden,
+        moe_intermediate_size=scale.intermediate, num_hidden_layers=scale.layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=scale.hidden // 4,
+        num_experts=scale.experts, num_experts_per_tok=2, norm_topk_prob=True,
+        tie_word_embeddings=True, output_router_logits=True, initializer_range=0.06,
+    )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     say("1. A model to start from")
     say(

@@ -38,12 +38,10 @@ import torch
 from common import Rows, environment, parser_of
 from peft import LoraConfig
 from peft import get_peft_model as stock_peft_model
-from shapes import encode_bf16, quantization, whole_config, write_checkpoint
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from shapes import encode_bf16, quantization, whole_config, write_checkpoint, write_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Trainer,
     TrainerCallback,
@@ -52,12 +50,6 @@ from transformers import (
 
 import moe_qlora
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role']=='assistant' %}"
-    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}{% else %}"
-    "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TINY = {
     "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
     "moe_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -71,20 +63,6 @@ def encode(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Ten
     if len(shape) == 1:
         return {key: torch.ones(shape, dtype=torch.bfloat16)}
     return encode_bf16(key, shape, device)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of bytes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={a: i for i, a in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=made, additional_special_tokens=["<|im_start|>"], **marks
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
 
 
 class Clock(TrainerCallback):

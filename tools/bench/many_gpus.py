@@ -28,7 +28,7 @@ from typing import Any
 import model as whole_model
 import torch
 from common import append_row, environment, parser_of, release, synchronize, words_of
-from shapes import quantization, whole_config
+from shapes import meta_model, quantization, whole_config
 from torch import distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
 
@@ -193,11 +193,9 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     from torch.distributed.device_mesh import init_device_mesh
 
     from moe_qlora.distributed.load_sharded import ShardedModel, blank_model
-    from moe_qlora.testing import model_class
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    with torch.device("meta"):
-        model: Any = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+    model: Any = meta_model(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     bnb_config = quantization()
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]

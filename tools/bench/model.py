@@ -43,7 +43,7 @@ from common import (
     synchronize,
     words_of,
 )
-from shapes import quantization, random_mxfp4, whole_config
+from shapes import meta_model, quantization, random_mxfp4, whole_config
 from torch import Tensor, nn
 
 import moe_qlora
@@ -198,11 +198,9 @@ def build(
     config: Any, device: torch.device, each: Callable[[str, nn.Module], None] | None = None
 ) -> Any:
     """The model in bf16 on the device, as `moe_qlora.testing.fill_randomly` makes it."""
-    from moe_qlora.testing import fill_randomly, model_class
+    from moe_qlora.testing import fill_randomly
 
-    with torch.device("meta"):
-        model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
-    return fill_randomly(model, device, each)
+    return fill_randomly(meta_model(config), device, each)
 
 
 class Packer:
@@ -215,17 +213,13 @@ class Packer:
     """
 
     def __init__(self, peer: str, config: Any) -> None:
-        from moe_qlora.testing import model_class
-
         self.peer = peer
         self.stacks: dict[str, list[str]] = {}
         self.before = self.after = 0
         self.seconds = 0.0
         if peer in ("frozen", "peft"):
             return
-        with torch.device("meta"):
-            model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
-        for param in moe_qlora.detect(model):
+        for param in moe_qlora.detect(meta_model(config)):
             self.stacks.setdefault(param.module_name, []).append(param.parameter_name)
 
     def visit(self, name: str, module: nn.Module) -> None:

@@ -11,6 +11,13 @@ import torch
 
 Encode = Callable[[str, tuple[int, ...], str], dict[str, torch.Tensor]]
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
 
 def whole_config(model: str, *, layers: int | None = None, tiny: bool = False) -> Any:
     """The configuration of a whole model, without quantization.
@@ -55,10 +62,10 @@ def quantization(**more: Any) -> Any:
 
 def meta_model(config: Any) -> Any:
     """Return the model on meta, in bf16."""
-    from transformers import AutoModelForCausalLM
+    from moe_qlora.testing import model_class
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
 
 
 def write_checkpoint(folder: Path, config: Any, device: str, encode: Encode) -> int:
@@ -104,6 +111,23 @@ def _keys_on_disk(
 def encode_bf16(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
     """Make bf16 weights of a standard deviation of 0.02."""
     return {key: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02).cpu()}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Save a tokenizer with a token for each byte, and a chat template that marks replies."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = ["<|end|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
 
 
 def random_mxfp4(shape: Sequence[int], transposed: bool, device: torch.device) -> Any:

@@ -35,13 +35,6 @@ SIZES = {
 }  # fmt: skip
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
 LOSS = r"(?:(?<![a-z_])(?<!held-out )loss'?:? '?|^(?:nothing|both) .* )([\d.]+)"
 EXPERT_KEYS = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -165,6 +158,7 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
 def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -> None:
     """Save a random model of this type, and a tokenizer of bytes, as a checkpoint's folder."""
     import torch
+    from shapes import whole_config, write_tokenizer
     from transformers import AutoModelForCausalLM
 
     from moe_qlora.testing import tiny_model
@@ -174,8 +168,6 @@ def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -
     if tiny:
         model = tiny_model(model_type, vocab_size=300)
     else:
-        from shapes import whole_config
-
         config = whole_config(SIZES[model_type], layers=layers)
         config.vocab_size = 32768  # so that less is written and read
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -184,23 +176,6 @@ def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -
     write_tokenizer(folder)
     if model_type == "gpt_oss":
         quantize_as_published(folder)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Save a tokenizer with a token for each byte, and a chat template that marks replies."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = ["<|end|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
 
 
 def quantize_as_published(folder: Path) -> None:
