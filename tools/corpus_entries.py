@@ -31,37 +31,18 @@ import moe_qlora
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 TYPES = (
-    *(
-        "dbrx",
-        "deepseek_v3",
-        "deepseek_v4",
-        "diffusion_gemma",
-        "ernie4_5_moe",
-        "gemma4",
-        "glm4_moe",
-    ),
-    *(
-        "gpt_oss",
-        "granitemoehybrid",
-        "jetmoe",
-        "llama4_text",
-        "longcat_flash",
-        "minimax",
-        "mixtral",
-    ),
-    *("nemotron_h", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_vl_moe", "step3p5"),
+    "dbrx", "deepseek_v3", "deepseek_v4", "diffusion_gemma", "ernie4_5_moe", "gemma4", "glm4_moe",
+    "gpt_oss", "granitemoehybrid", "jetmoe", "llama4_text", "longcat_flash", "minimax", "mixtral",
+    "nemotron_h", "olmoe", "phimoe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_vl_moe", "step3p5",
     "zaya",
-)
+)  # fmt: skip
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 CODECS: dict[str, dict[str, Any]] = {
-    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "double": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-    },
+    "nf4": NF4,
+    "double": {**NF4, "bnb_4bit_use_double_quant": True},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
-    "mxfp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},  # of Linear layers alone
+    "mxfp4": NF4,  # of Linear layers alone
 }
 EVERY_CODEC = ("gpt_oss", "llama4_text", "mixtral", "qwen3_moe")
 # Routers that read the weight of a Linear layer, which bitsandbytes packs unless it is told not to.
@@ -328,31 +309,21 @@ def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
         lambda: _checkpoint_alike(base, root, config) if not mxfp4 else "not for kept codes",
     )
     made: dict[str, Any] = {}
-    if attempt(made, "model", lambda: moe_qlora.get_peft_model(model, lora(model))):
-        _trained(found, made["model"], again, inputs, root, cls, codec, config)
-    else:
+    if not attempt(made, "model", lambda: moe_qlora.get_peft_model(model, lora(model))):
         found["lora"] = made["model"]
-    return found
-
-
-def _trained(
-    found: dict[str, Any],
-    model: Any,
-    again: Any,
-    inputs: Mapping[str, Any],
-    root: Path,
-    cls: Any,
-    codec: str,
-    config: BitsAndBytesConfig,
-) -> None:
-    """Take a step with LoRA on all layers, save, load and merge the adapter."""
+        return found
+    # A step with LoRA on all layers; the adapter is saved, loaded and merged.
+    model = made["model"]
     fill_adapter(settle(model))
     logits, loss = step(model, inputs)
     found["logits"]["lora"] = fingerprint("logits", logits)
     found["loss"] = float(f"{float(loss.detach()):.6g}")
     found["gradients"] = gradients(model)
     if attempt(found, "adapter", lambda: _adapter(model, root / "adapter")):
-        found["reload"]["adapter equal"] = _adapter_equal(again, root / "adapter", inputs, logits)
+        with torch.no_grad():
+            ours = output(settle(moe_qlora.load_adapter(again, root / "adapter")), inputs)
+        equal = {"load_adapter": close(ours, logits.detach(), 1e-5)}
+        found["reload"]["adapter equal"] = equal
     merged = root / "merged"
     kept = read_tensors(root / "base")
     settings = {} if codec == "mxfp4" else {"quantization_config": config}
@@ -363,7 +334,7 @@ def _trained(
 
     attempt(found, "merged packed", lambda: exact_or_fingerprints(merge("packed", "flat"), kept))
     if codec not in ("nf4", "mxfp4"):
-        return
+        return found
     if attempt(found, "merged", lambda: exact_or_fingerprints(merge("base", "merged"), kept)):
         with torch.no_grad():
             plain = settle(cls.from_pretrained(merged, dtype=torch.float32))
@@ -376,14 +347,7 @@ def _trained(
         return keys and all(close(trained[name].float(), flat[name].float()) for name in flat)
 
     attempt(found, "merged like_training is merged packed", as_trained)
-
-
-def _adapter_equal(
-    again: Any, folder: Path, inputs: Mapping[str, Any], logits: Tensor
-) -> dict[str, bool]:
-    with torch.no_grad():
-        ours = output(settle(moe_qlora.load_adapter(again, folder)), inputs)
-    return {"load_adapter": close(ours, logits.detach(), 1e-5)}
+    return found
 
 
 def _built_alike(cls: Any, base: Path, config: Any, loaded: Any) -> bool:

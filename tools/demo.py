@@ -11,32 +11,351 @@
 3. A table says what each step did to bytes and loss, a line each what the model wrote before and
    after; loss.png draws both.
 
-The work is in demo_parts/: corpus.py, job.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
+import sysconfig
+import textwrap
 import time
 import warnings
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
+    # OpenMP reads it when torch is imported. By default its threads wait at each barrier in a loop,
+    # on a busy machine in place of the one that they wait for.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-if TYPE_CHECKING:
-    from tools.demo_parts.job import Run
+import torch
+import transformers
+from torch import Tensor, nn
+
+import moe_qlora
+
+SEED = 0
+PROMPT = "The value of the expression"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the demo is.
+
+    Attributes:
+        hidden, intermediate, layers, experts: Sizes of the small model.
+        batch, length: Rows of tokens in a step, and tokens in a row.
+        pretrain_steps, steps: Steps of the two trainings.
+        characters: How much code the first one draws its rows from.
+    """
+
+    hidden: int = 128
+    intermediate: int = 128
+    layers: int = 2
+    experts: int = 16
+    batch: int = 8
+    length: int = 64
+    pretrain_steps: int = 360
+    steps: int = 120
+    characters: int = 1_000_000
+
+
+QUICK = Scale(
+    hidden=64, intermediate=64, experts=8, pretrain_steps=80, steps=25, characters=300_000
+)
+
+
+@dataclass
+class State:
+    """The model at one point of the job.
+
+    Attributes:
+        name: In a few words.
+        experts, rest, adapter: Bytes of the expert weights, of all others, of LoRA's.
+        loss: On held-out text.
+    """
+
+    name: str
+    experts: int
+    rest: int
+    adapter: int
+    loss: float
+
+
+@dataclass
+class Run:
+    """What is measured on the way.
+
+    Attributes:
+        states: In order.
+        curves: Losses of each training, step by step.
+        texts: What the model wrote after `PROMPT`, by state.
+    """
+
+    states: list[State] = field(default_factory=list)
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+
+
+def say(text: str) -> None:
+    """Print text, indented, in lines of at most 80 columns."""
+    lines = textwrap.wrap(text, 80, initial_indent="   ", subsequent_indent="   ")
+    print("\n".join(lines), flush=True)
+
+
+def pretrain(folder: Path, scale: Scale, run: Run) -> None:
+    """Train a small Qwen3-MoE model on Python code and save it, with its tokenizer, to `folder`."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    text = library_sources(scale.characters)
+    tokenizer = train_tokenizer(text + manual())
+    tokens = encode(tokenizer, text)
+    # The default initializer_range, 0.02, is for wide layers: after 200 steps of these narrow ones
+    # the loss was 4.1 with it, and 3.7 with this.
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=scale.hidden, intermediate_size=2 * scale.hidden,
+        moe_intermediate_size=scale.intermediate, num_hidden_layers=scale.layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=scale.hidden // 4,
+        num_experts=scale.experts, num_experts_per_tok=2, norm_topk_prob=True,
+        tie_word_embeddings=True, output_router_logits=True, initializer_range=0.06,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    say("1. A model to start from")
+    say(
+        f"{sum(p.numel() for p in model.parameters()):,} weights, {len(tokens):,} tokens of the "
+        "standard library's sources"
+    )
+    run.curves["from scratch, on code"] = train(
+        model, tokens, scale, scale.pretrain_steps, 4e-3, "from scratch"
+    )
+    model.config.output_router_logits = False
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: bool) -> None:
+    """Load, find, pack, adapt and train; `own` says that the model is the demo's own, small one."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+    cuda = torch.cuda.is_available()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = encode(tokenizer, manual())
+    held_out, tokens = tokens[: len(tokens) // 10], tokens[len(tokens) // 10 :]
+    say(f"{2 if own else 1}. The main job")
+    say(f"{len(tokens):,} tokens of Python's reference manual in English")
+
+    bnb_config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if cuda else torch.float32,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        quantization_config=bnb_config,
+        device_map={"": 0} if cuda else None,
+    )
+    layout = moe_qlora.detect(model)
+    say(f"detect: {len(layout)} expert parameters, such as {layout.experts[0].name}")
+    say(layout.experts[0].evidence)
+    loss = evaluate(model, held_out, scale)
+    plain = layout.nbytes
+    run.states.append(State("load_in_4bit, stock", plain, weight_bytes(model) - plain, 0, loss))
+
+    report = moe_qlora.quantize_experts(model)
+    say(f"quantize_experts: {report}")
+    loss = evaluate(model, held_out, scale)
+    run.texts["before LoRA"] = write(model, tokenizer)
+    packed = report.bytes_after
+    run.states.append(State("experts packed", packed, weight_bytes(model) - packed, 0, loss))
+
+    peft_model = _adapted(model, save_memory=not own)
+    title = "LoRA on packed weights, on English"
+    run.curves[title] = train(peft_model, tokens, scale, scale.steps, 1e-2 if own else 5e-3, "LoRA")
+    loss = evaluate(peft_model, held_out, scale)
+    run.texts["after LoRA"] = write(peft_model, tokenizer)
+    adapter = sum(p.nbytes for p in peft_model.parameters() if p.requires_grad)
+    rest = weight_bytes(peft_model) - packed - adapter
+    run.states.append(State("LoRA trained", packed, rest, adapter, loss))
+    peft_model.save_pretrained(out / "adapter")
+
+
+def _adapted(model: Any, *, save_memory: bool) -> Any:
+    """Return the model with LoRA on attention and all experts."""
+    from peft import LoraConfig
+
+    if save_memory:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lora_config = LoraConfig(
+        r=8,
+        lora_alpha=16,
+        target_modules="all-linear",
+        target_parameters=moe_qlora.target_parameters(model),
+        task_type="CAUSAL_LM",
+    )
+    peft_model = moe_qlora.get_peft_model(model, lora_config)
+    trainable, total = peft_model.get_nb_trainable_parameters()
+    say(f"get_peft_model: {trainable:,} of {total:,} weights are trained")
+    return peft_model
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, with the statistics of packed ones, and of all buffers."""
+    from moe_qlora.packing.decoders import state_tensors
+
+    tensors: list[Tensor] = [*model.buffers()]
+    for parameter in model.parameters():
+        tensors.append(parameter)
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            tensors += state_tensors(state)
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def train(
+    model: Any, tokens: Tensor, scale: Scale, steps: int, rate: float, title: str
+) -> list[float]:
+    """Train whatever requires gradients; returns the loss of each step."""
+    model.train()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+    )
+    device = parameters[0].device
+    losses = []
+    rows = batches(tokens, scale.batch, scale.length, SEED)
+    told = time.monotonic()
+    for _, batch in zip(range(steps), rows, strict=False):
+        ids = batch.to(device)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            say(f"{title}: step {len(losses)} of {steps}, loss {losses[-1]:.3f}")
+    first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+    say(f"{title}: loss {first:.3f} in the first 10 steps, {last:.3f} in the last 10 of {steps}")
+    return losses
+
+
+def _stop_training(model: Any) -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    model.eval()
+    for module in model.modules():
+        # Before experts are packed: on some CPUs, bitsandbytes 0.50 turns the codes of its Linear
+        # layers into another form in evaluation, and rounds their absmax.
+        if isinstance(module, Linear4bit):
+            module.train()
+
+
+@torch.no_grad()
+def evaluate(model: Any, tokens: Tensor, scale: Scale, rounds: int = 8) -> float:
+    """Mean loss on the same random slices each time."""
+    _stop_training(model)
+    device = next(model.parameters()).device
+    losses = []
+    rows = batches(tokens, scale.batch, scale.length, SEED + 1)
+    for _, batch in zip(range(rounds), rows, strict=False):
+        ids = batch.to(device)
+        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss.item())
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def write(model: Any, tokenizer: Any, tokens: int = 48) -> str:
+    """Return what the model writes after `PROMPT`: drawn with the same seed each time."""
+    _stop_training(model)
+    device = next(model.parameters()).device
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]], device=device)
+    torch.manual_seed(SEED)
+    written = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        do_sample=True,
+        temperature=0.6,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    return " ".join(tokenizer.decode(written[0, ids.shape[1] :]).split())
+
+
+def library_sources(limit: int) -> str:
+    """Sources of the standard library's own modules, at most `limit` characters."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")])
+    skipped = {"test", "tests", "site-packages", "dist-packages", "pydoc_data", "encodings"}
+    parts: list[str] = []
+    total = 0
+    for file in files:
+        if file.parent.name in skipped or total >= limit:
+            continue
+        parts.append(file.read_text(encoding="utf-8", errors="replace"))
+        total += len(parts[-1])
+    return "".join(parts)[:limit]
+
+
+def manual() -> str:
+    """The reference manual that `help()` shows."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def train_tokenizer(text: str) -> Any:
+    """Return a tokenizer of 1,024 pieces of words, learned from the ends of `text`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([text[:300_000], text[-300_000:]], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
+def encode(tokenizer: Any, text: str) -> Tensor:
+    """All tokens of `text`, (N,) int64."""
+    pieces = [text[start : start + 100_000] for start in range(0, len(text), 100_000)]
+    ids = [token for piece in tokenizer(pieces)["input_ids"] for token in piece]
+    return torch.tensor(ids)
+
+
+def batches(tokens: Tensor, batch: int, length: int, seed: int) -> Iterator[Tensor]:
+    """Endless random (batch, length) slices of `tokens`."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(tokens) - length, (batch,), generator=generator)
+        yield torch.stack([tokens[start : start + length] for start in starts])
 
 
 def main() -> int:
     """Run the demo; raises where the loss did not fall or the experts were not packed."""
     options = _options()
-    # One thread for a model so small that its threads would do little but wait for each other.
-    set_threads(1 if options.model is None else len(os.sched_getaffinity(0)))
+    if options.model is None and "OMP_NUM_THREADS" not in os.environ:
+        # So small a model's threads would do little but wait for each other.
+        torch.set_num_threads(1)
     try:
         _run(options)
     except KeyboardInterrupt:
@@ -45,23 +364,9 @@ def main() -> int:
     return 0
 
 
-def set_threads(threads: int) -> None:
-    """Have OpenMP use so many threads, that sleep while they wait; what is set already stays.
-
-    OpenMP reads this once, when torch is imported: it must not have been. By default its threads
-    wait at each barrier in a loop, on a busy machine in place of the one that they wait for.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-
 def _run(options: argparse.Namespace) -> None:
     started = time.perf_counter()
     _silence()
-    import torch
-
-    from tools.demo_parts.job import QUICK, SEED, Run, Scale, fine_tune, pretrain, say
-
     torch.manual_seed(SEED)
     scale = QUICK if options.quick else Scale()
     scale = replace(scale, steps=options.steps or scale.steps)
@@ -97,8 +402,6 @@ def _options() -> argparse.Namespace:
 
 def _silence() -> None:
     """Leave out what libraries say about optional parts, and transformers' loading bars."""
-    import transformers
-
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for name in ("bitsandbytes", "moe_qlora"):  # the demo's own lines fit 80 columns
@@ -138,8 +441,6 @@ def _draw(run: Run, file: Path) -> None:
 
 def _conclude(run: Run) -> None:
     """Show what the model writes, and hold the results against what they must be."""
-    from tools.demo_parts.job import PROMPT, say
-
     say(f'After "{PROMPT}" the packed model writes:')
     for when, text in run.texts.items():
         say(f"{when + ':':<12} {text}")

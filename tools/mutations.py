@@ -3,12 +3,12 @@
     python tools/mutations.py --count 100 --seed 1 --jobs 16 --out mutations.json
     python tools/mutations.py --count 100 --seed 1 --shard 0/4        a quarter of the same hundred
     python tools/mutations.py --list --count 20                       what would be changed
-    python tools/mutations.py --only moe_qlora/lora --then "pytest -x tests/convergence"
+    python tools/mutations.py --only moe_qlora/lora --deselect tests/unit/test_house.py
 
 A mutation is a sign, a comparison, an index, a swapped pair, a lost `not`, `and` for `or`, or
 another constant. Each is applied in a copy of the checkout. Then run, until one fails: the tests
-of the file's name, those of its room, the corpus, and what --then names. A command that fails in a
-copy without a mutation is left out, and says so. One that takes over --limit seconds is a catch.
+of the file's name, those of its folder, and the corpus. A command that fails in a copy without a
+mutation is left out, and says so. One that takes over --limit seconds is a catch.
 """
 
 from __future__ import annotations
@@ -81,20 +81,18 @@ class Places:
         self._visit(ast.parse(source))
 
     def _visit(self, node: ast.AST) -> None:
-        self._operator(node)
-        self._operand(node)
+        self._look(node)
         for field, value in ast.iter_fields(node):  # without annotations and texts of errors
             if field not in LEFT_ALONE and not isinstance(node, ast.Raise):
                 for child in value if isinstance(value, list) else [value]:
                     if isinstance(child, ast.AST):
                         self._visit(child)
 
-    def _operator(self, node: Any) -> None:
+    def _look(self, node: Any) -> None:
         match node:
-            case ast.UnaryOp(op=ast.USub()):
-                self._replace("sign", node, node, f"({self._text(node.operand)})")
-            case ast.UnaryOp(op=ast.Not()):
-                self._replace("not", node, node, f"({self._text(node.operand)})")
+            case ast.UnaryOp(op=ast.USub() | ast.Not()):
+                kind = "sign" if isinstance(node.op, ast.USub) else "not"
+                self._replace(kind, node, node, f"({self._text(node.operand)})")
             case ast.BinOp() if type(node.op) in OPERATORS and not _is_text(node.left):
                 self._between("sign", node.left, node.right, OPERATORS[type(node.op)])
                 if isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv):
@@ -105,28 +103,24 @@ class Places:
             case ast.Compare() if len(node.ops) == 1:
                 new = COMPARISONS[type(node.ops[0])]
                 self._between("comparison", node.left, node.comparators[0], new)
-
-    def _operand(self, node: Any) -> None:
-        match node:
             case ast.Call(args=[one, two, *_]):
                 starred = isinstance(one, ast.Starred) or isinstance(two, ast.Starred)
                 if not starred and self._text(node.func) not in ("min", "max"):
                     self._swap(one, two)
             case ast.Subscript() if _is_number(node.slice):
-                for more in ("+ 1", "- 1"):
-                    self._replace(
-                        "index", node.slice, node.slice, f"{self._text(node.slice)} {more}"
-                    )
+                text = self._text(node.slice)
+                self._replace("index", node.slice, node.slice, f"{text} + 1")
+                self._replace("index", node.slice, node.slice, f"{text} - 1")
             case ast.Constant(value=bool(value)):
                 self._replace("constant", node, node, str(not value))
             case ast.Constant() if _is_number(node):
                 self._replace("constant", node, node, f"({self._text(node)} + 1)")
 
     def _text(self, node: Any) -> str:
-        return self._part(node.lineno, node.col_offset, node.end_col_offset)
+        return self.lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
 
-    def _part(self, line: int, start: int, end: int) -> str:
-        return self.lines[line - 1][start:end].decode()
+    def _inside(self, left: Any, right: Any) -> str:
+        return self.lines[right.lineno - 1][left.end_col_offset : right.col_offset].decode()
 
     def _replace(self, kind: str, first: Any, last: Any, new: str) -> None:
         if first.lineno == last.end_lineno:
@@ -136,7 +130,7 @@ class Places:
     def _between(self, kind: str, left: Any, right: Any, new: str) -> None:
         """Replace an operator, but not the brackets around it."""
         if left.end_lineno == right.lineno:
-            inside = self._part(right.lineno, left.end_col_offset, right.col_offset)
+            inside = self._inside(left, right)
             head, tail = inside[: inside.rfind(")") + 1], inside[len(inside.rstrip("( ")) :].strip()
             span = (left.end_col_offset, right.col_offset)
             text = f"{head} {new} {tail}"
@@ -144,7 +138,7 @@ class Places:
 
     def _swap(self, one: Any, two: Any) -> None:
         if one.lineno == two.end_lineno and self._text(one) != self._text(two):
-            middle = self._part(one.lineno, one.end_col_offset, two.col_offset)
+            middle = self._inside(one, two)
             self._replace("swap", one, two, f"{self._text(two)}{middle}{self._text(one)}")
 
 
@@ -158,8 +152,8 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _compiles(mutation: Mutation) -> bool:
+    source = (ROOT / mutation.file).read_text(encoding="utf-8")
     try:
-        source = (ROOT / mutation.file).read_text(encoding="utf-8")
         compile(mutation.apply(source), mutation.file, "exec")
     except (SyntaxError, ValueError):
         return False
@@ -184,7 +178,7 @@ def draw(options: argparse.Namespace) -> list[Mutation]:
     return chosen[part::parts]
 
 
-def commands(file: str, then: list[str]) -> list[str]:
+def commands(file: str, deselect: list[str]) -> list[str]:
     """Return the commands that should notice a mutation of this file, the quickest first."""
     _, room, *rest = Path(file).parts
     stem = Path(file).stem
@@ -193,9 +187,10 @@ def commands(file: str, then: list[str]) -> list[str]:
     own = [str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob(f"test_{stem}*.py"))]
     marks = "not gpu and not multi_gpu and not nightly"
     test = f"python -m pytest -x -q -p no:cacheprovider -m {shlex.quote(marks)} "
+    test += "".join(f"--deselect {shlex.quote(each)} " for each in deselect)
     runs = [test + " ".join(own)] if own else []
     runs += [test + " ".join(places)] if places != own else []
-    return [*runs, "python tools/corpus.py check --jobs 1", *then]
+    return [*runs, "python tools/corpus.py check --jobs 1"]
 
 
 class Copies:
@@ -204,21 +199,20 @@ class Copies:
     def __init__(self, count: int, scratch: Path, limit: float) -> None:
         self._limit, self._lock = limit, threading.Lock()
         self._passes: dict[str, bool] = {}
-        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._free: queue.Queue[Path] = queue.Queue()
         for number in range(count):
             ignore = shutil.ignore_patterns(*LEFT_OUT)
-            copy = shutil.copytree(ROOT, scratch / str(number), ignore=ignore, symlinks=True)
-            self._free.put(copy)
+            self._free.put(
+                shutil.copytree(ROOT, scratch / str(number), ignore=ignore, symlinks=True)
+            )
 
-    def judge(self, mutation: Mutation, then: list[str]) -> dict[str, Any]:
+    def judge(self, mutation: Mutation, deselect: list[str]) -> dict[str, Any]:
         """Return what was changed and which command noticed, or None."""
-        copy, started = self._free.get(), time.monotonic()
-        caught: str | None = None
+        copy, started, caught = self._free.get(), time.monotonic(), None
         file = copy / mutation.file
         source = file.read_text(encoding="utf-8")
         try:
-            for command in commands(mutation.file, then):
+            for command in commands(mutation.file, deselect):
                 file.write_text(mutation.apply(source), encoding="utf-8")
                 failed = not self._run(command, copy)
                 file.write_text(source, encoding="utf-8")
@@ -238,16 +232,15 @@ class Copies:
 
     def _passes_without(self, command: str, copy: Path) -> bool:
         with self._lock:
-            lock = self._locks[command]
-        with lock:
             if command not in self._passes:
                 self._passes[command] = self._run(command, copy)
                 if not self._passes[command]:
                     print(f"left out, as it fails without a mutation: {command}", flush=True)
-        return self._passes[command]
+            return self._passes[command]
 
     def _run(self, command: str, copy: Path) -> bool:
-        ours = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        paths = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
+        ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         ours |= {"PYTHONDONTWRITEBYTECODE": "1"}  # swaps keep the size, by which caches are told
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         process = subprocess.Popen(
@@ -271,7 +264,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard", default="0/1", help="i/n: each nth of them, from the ith")
     parser.add_argument("--only", nargs="+", help="files or folders, as in moe_qlora/lora")
-    parser.add_argument("--then", nargs="+", default=[], help="more commands")
+    parser.add_argument("--deselect", nargs="+", default=[], help="files or ids, as pytest takes")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=900, help="seconds for a command")
     parser.add_argument("--out", type=Path, default=Path("mutations.json"))
@@ -284,7 +277,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
         copies = Copies(options.jobs, Path(scratch), options.limit)
-        for result in pool.map(lambda one: copies.judge(one, options.then), chosen):
+        for result in pool.map(lambda one: copies.judge(one, options.deselect), chosen):
             results.append(result)
             noticed = result["caught_by"]
             print(f"{'caught' if noticed else 'SURVIVED'} {result['place']} {result['kind']}")

@@ -27,7 +27,7 @@ import moe_qlora
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from tools.demo_parts import corpus, job
+from tools import demo
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -60,7 +60,7 @@ class Trained:
         return model
 
     def loss(self, model: Any) -> float:
-        return float(job.evaluate(model, self.held_out, self.scale))
+        return float(demo.evaluate(model, self.held_out, self.scale))
 
     def train(self, model: Any) -> float:
         """Train the adapter; the loss on held-out text."""
@@ -69,13 +69,13 @@ class Trained:
             if ".lora_A" in name:  # lora_B starts at zero
                 bound = parameter.shape[1] ** -0.5
                 parameter.data.uniform_(-bound, bound, generator=generator)
-        job.train(model, self.tokens, self.scale, STEPS, RATE, "LoRA")
+        demo.train(model, self.tokens, self.scale, STEPS, RATE, "LoRA")
         return self.loss(model)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    scale = job.Scale(
+    scale = demo.Scale(
         hidden=64,
         intermediate=64,
         layers=1,
@@ -87,12 +87,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
         characters=300_000,
     )
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(job.SEED)
-    run = job.Run()
-    job.pretrain(folder, scale, run)
+    torch.manual_seed(demo.SEED)
+    run = demo.Run()
+    demo.pretrain(folder, scale, run)
     (losses,) = run.curves.values()
     assert losses[-1] < losses[0] - 1.5, "the model has learned something to start from"
-    tokens = corpus.encode(AutoTokenizer.from_pretrained(folder), corpus.manual())
+    tokens = demo.encode(AutoTokenizer.from_pretrained(folder), demo.manual())
     tenth = len(tokens) // 10
     return Trained(folder, scale, tokens[tenth:], tokens[:tenth])
 

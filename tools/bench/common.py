@@ -7,6 +7,7 @@ A run that fails is a row too: metric `fails: <what was raised>`, no figures.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime as dt
 import gc
@@ -66,6 +67,44 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     return fifths[0], statistics.median(values), fifths[3]
 
 
+def parser_of(doc: str | None, out: str, device: str = "cuda") -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark.
+
+    Args:
+        doc: Of the script, which begins with a line for `--help`.
+        out: The CSV file in results/.
+        device: The default.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--device", default=device)
+    parser.add_argument("--tiny", action="store_true", help="whether it runs at all")
+    parser.add_argument("--out", type=Path, default=RESULTS / out)
+    parser.add_argument("--commit", help="for a copy of the tree without its history")
+    return parser
+
+
+def words_of(
+    parser: argparse.ArgumentParser, option: str, words: str, known: Sequence[str]
+) -> list[str]:
+    """The words of an option, by commas; an unknown one ends the program."""
+    found = words.split(",")
+    unknown = sorted(set(found) - set(known))
+    if unknown:
+        parser.error(f"{option} {', '.join(unknown)}: expected some of {', '.join(known)}")
+    return found
+
+
+def append_row(path: Path, columns: Sequence[str], row: dict[str, Any]) -> None:
+    """Append a row to a CSV file, which is made with a heading where it does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 class Rows:
     """Rows of one benchmark run, printed as they come and appended to a CSV file at once.
 
@@ -96,13 +135,7 @@ class Rows:
     def _write(self, metric: str, unit: str, low: str, middle: str, high: str) -> None:
         row = {**self.start, "metric": metric, "unit": unit}
         row |= {"p20": low, "p50": middle, "p80": high}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not self.path.exists()
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if fresh:
-                writer.writeheader()
-            writer.writerow(row)
+        append_row(self.path, COLUMNS, row)
 
 
 def times(run: Callable[[], Any], device: torch.device, repeat: int) -> list[float]:

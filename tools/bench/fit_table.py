@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import RESULTS
+from common import parser_of, words_of
 from model import KINDS
 
 GB = 1e9
@@ -90,7 +90,7 @@ def main() -> None:
     """Run the cases that the command line asks for."""
     options = _options()
     named = {case.name: case for case in CASES}
-    cases = [named[name] for name in options.only or named]
+    cases = [named[name] for name in options.only]
     if options.list:
         for case in cases:
             print(f"{case.name:24s} {case.limit:4.0f} s  {shlex.join(command(case, options))}")
@@ -106,27 +106,18 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__, "model.csv")
     parser.add_argument("--within", type=float, default=540, help="seconds for all cases")
     parser.add_argument(
         "--only", default="", help="names of cases, by commas, in this order; default: all"
     )
     parser.add_argument("--list", action="store_true", help="say what would be run")
     parser.add_argument("--layers", type=int, help="default: all")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS / "model.csv")
     log = Path(tempfile.gettempdir()) / "fit_table.log"
     parser.add_argument("--log", type=Path, default=log, help=f"default: {log}")
-    parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
-    options.only = options.only.split(",") if options.only else []
-    unknown = {*options.only} - {case.name for case in CASES}
-    if unknown:
-        parser.error(
-            f"--only {', '.join(sorted(unknown))}: expected some of "
-            f"{', '.join(case.name for case in CASES)}"
-        )
+    names = [case.name for case in CASES]
+    options.only = words_of(parser, "--only", options.only or ",".join(names), names)
     return options
 
 

@@ -20,7 +20,6 @@ Conversations have log-normal lengths, a median of --median tokens; padding is n
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import random
@@ -36,16 +35,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from common import RESULTS, Rows, environment
+from common import Rows, environment, parser_of
 from peft import LoraConfig
 from peft import get_peft_model as stock_peft_model
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from shapes import encode_bf16, quantization, whole_config, write_checkpoint, write_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
-    PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Trainer,
     TrainerCallback,
@@ -54,81 +50,19 @@ from transformers import (
 
 import moe_qlora
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role']=='assistant' %}"
-    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}{% else %}"
-    "{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-WIDE = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
-    "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-}  # fmt: skip
 TINY = {
     "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
     "moe_intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 8192,
+    "num_hidden_layers": 2, "norm_topk_prob": True,
 }  # fmt: skip
 
 
-def write_checkpoint(folder: Path, sizes: dict[str, Any], layers: int, device: str) -> None:
-    """Write random weights as their makers do, one matrix an expert, and a tokenizer of bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = Qwen3MoeConfig(**sizes, num_hidden_layers=layers, norm_topk_prob=True)
-    config.architectures, config.dtype = ["Qwen3MoeForCausalLM"], "bfloat16"
-    config.save_pretrained(folder)
-    index: dict[str, str] = {}
-
-    def shard(name: str, tensors: dict[str, torch.Tensor]) -> None:
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        index.update(dict.fromkeys(tensors, name))
-
-    def of(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, device=device) * 0.02).to(torch.bfloat16).cpu()
-
-    def ones(size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    hidden, inner, size = config.hidden_size, config.moe_intermediate_size, config.head_dim
-    heads, pairs = config.num_attention_heads * size, config.num_key_value_heads * size
-    for place in range(layers):
-        at = f"model.layers.{place}."
-        tensors = {
-            f"{at}self_attn.q_proj.weight": of(heads, hidden),
-            f"{at}self_attn.k_proj.weight": of(pairs, hidden),
-            f"{at}self_attn.v_proj.weight": of(pairs, hidden),
-            f"{at}self_attn.o_proj.weight": of(hidden, heads),
-            f"{at}self_attn.q_norm.weight": ones(size),
-            f"{at}self_attn.k_norm.weight": ones(size),
-            f"{at}input_layernorm.weight": ones(hidden),
-            f"{at}post_attention_layernorm.weight": ones(hidden),
-            f"{at}mlp.gate.weight": of(config.num_experts, hidden),
-        }
-        for name, shape in (
-            ("gate", (inner, hidden)),
-            ("up", (inner, hidden)),
-            ("down", (hidden, inner)),
-        ):
-            for expert, weight in enumerate(of(config.num_experts, *shape).unbind()):
-                tensors[f"{at}mlp.experts.{expert}.{name}_proj.weight"] = weight.clone()
-        shard(f"model-{place:05d}.safetensors", tensors)
-    table = (config.vocab_size, hidden)
-    rest = {"model.embed_tokens.weight": of(*table), "lm_head.weight": of(*table)}
-    shard("model-rest.safetensors", rest | {"model.norm.weight": ones(hidden)})
-    text = json.dumps({"metadata": {"total_size": 0}, "weight_map": index})
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={a: i for i, a in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    marks = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=made, additional_special_tokens=["<|im_start|>"], **marks
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+def encode(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+    """Make random matrices, and norms of ones."""
+    if len(shape) == 1:
+        return {key: torch.ones(shape, dtype=torch.bfloat16)}
+    return encode_bf16(key, shape, device)
 
 
 class Clock(TrainerCallback):
@@ -157,15 +91,13 @@ class Journey:
             whole = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(limit / whole)
         if not (options.folder / "model.safetensors.index.json").exists():
-            sizes, layers = (TINY, 2) if options.tiny else (WIDE, options.layers)
-            write_checkpoint(options.folder, sizes, layers, "cuda" if self.gpu else "cpu")
+            config = whole_config("qwen3-30b-a3b", layers=options.layers)
+            config = Qwen3MoeConfig(**TINY) if options.tiny else config
+            config.architectures, config.dtype = ["Qwen3MoeForCausalLM"], "bfloat16"
+            write_checkpoint(options.folder, config, "cuda" if self.gpu else "cpu", encode)
+            write_tokenizer(options.folder)
         dtype = torch.bfloat16 if self.gpu else torch.float32
-        packs = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=dtype,
-        )
+        packs = quantization(bnb_4bit_compute_dtype=dtype)
         loading = {} if options.stock else {"quantization_config": packs}
         start = time.time()
         with nullcontext() if options.stock else moe_qlora.enabled():
@@ -315,7 +247,7 @@ class Journey:
 
 def main() -> None:
     """Run the parts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__, "journey.csv")
     parser.add_argument("--folder", type=Path, required=True, help="the checkpoint, or where to")
     parser.add_argument("--parts", default="fixed,chat,batch8,bfd")
     parser.add_argument("--layers", type=int, default=48)
@@ -326,9 +258,6 @@ def main() -> None:
     parser.add_argument("--memory", help="of prepare_training, and of this process: 22GiB")
     parser.add_argument("--no-prepare", dest="prepare", action="store_false")
     parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
-    parser.add_argument("--tiny", action="store_true", help="whether it runs, on a CPU")
-    parser.add_argument("--commit")
-    parser.add_argument("--out", type=Path, default=RESULTS / "journey.csv")
     options = parser.parse_args()
     options.prepare = options.prepare and not options.stock
     journey = Journey(options)

@@ -24,23 +24,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from common import (
     BYTES,
     FLOPS,
-    RESULTS,
     Rows,
     allocated,
     environment,
+    parser_of,
     release,
     release_workspace,
     scratch_bytes,
     times,
+    words_of,
 )
-from shapes import SHAPES, TINY, random_mxfp4
+from shapes import random_mxfp4, whole_config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,6 +48,7 @@ import moe_qlora
 
 PEERS = ("ours", "frozen", "peft", "bnb")
 OURS = ("ours", "mxfp4", "portable")
+KNOWN = (*PEERS, *OURS[1:])
 PROJECTIONS = ("gate_up_proj", "down_proj")
 
 
@@ -75,33 +76,26 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", help="a name in shapes.py, or a type")
+    parser = parser_of(__doc__, "layer.csv")
+    parser.add_argument("--shape", default="qwen3-30b-a3b", help="as `moe-qlora plan` takes it")
     parser.add_argument("--tokens", default="4096,16384")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--cap", type=int, default=None, help="bytes of scratch, for ours")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS / "layer.csv")
-    parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
     options.tokens = [32] if options.tiny else [int(n) for n in options.tokens.split(",")]
-    options.peers = options.peers.split(",")
-    unknown = set(options.peers) - {*PEERS, *OURS}
-    if unknown:
-        parser.error(f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(PEERS)}")
+    options.peers = words_of(parser, "--peers", options.peers, KNOWN)
     return options
 
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, int]:
     """A module that holds one experts module, as `experts`, random in bf16; and k."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    named = TINY if options.tiny else SHAPES.get(options.shape, (options.shape, {}))
-    model_type, sizes = named
-    config = AutoConfig.for_model(model_type, num_hidden_layers=4, vocab_size=64, **sizes)
+    config = whole_config(options.shape, layers=4, tiny=options.tiny)
+    text = config.get_text_config()
+    text.vocab_size = 64
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     found = next(m for m in moe_qlora.detect(model).modules if m.dispatches)
@@ -113,7 +107,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, int]:
             parameter.normal_(std=0.02)
     holder.requires_grad_(False)
     choices = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
-    top_k = next(int(getattr(config, name)) for name in choices if hasattr(config, name))
+    top_k = next(int(getattr(text, name)) for name in choices if hasattr(text, name))
     return holder, top_k
 
 

@@ -36,15 +36,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Rows, environment
-from safetensors.torch import save_file
-from shapes import whole_config
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
+from common import Rows, environment, parser_of
+from shapes import Encode, encode_bf16, meta_model, quantization, whole_config, write_checkpoint
+from transformers import AutoModelForCausalLM
 
 import moe_qlora
 
@@ -70,66 +69,16 @@ MAKERS: dict[str, dict[str, Any]] = {
         ],
     },
 }
-Encode = Callable[[str, tuple[int, ...], str], dict[str, torch.Tensor]]
 
 
-def config(model: str, layers: int, experts: int | None) -> Any:
+def config(model: str, layers: int, experts: int | None, tiny: bool) -> Any:
     """Return a model's configuration with fewer layers, or other experts."""
-    settings = whole_config(model, layers=layers)
+    settings = whole_config(model, layers=layers, tiny=tiny)
     if experts is not None:
         settings.num_experts = experts
     settings.dtype = torch.bfloat16
     settings.architectures = [type(meta_model(settings)).__name__]
     return settings
-
-
-def meta_model(settings: Any) -> Any:
-    """Return the model on meta, in bf16."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-
-
-def write(folder: Path, settings: Any, device: str, encode: Encode) -> int:
-    """Write a checkpoint of random weights layer by layer; return its bytes."""
-    folder.mkdir(parents=True)
-    settings.save_pretrained(folder)
-    shapes = {n: tuple(t.shape) for n, t in meta_model(settings).state_dict().items()}
-    weight_map: dict[str, str] = {}
-    total = 0
-    groups: dict[str, list[str]] = {}
-    for name in shapes:
-        groups.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
-    for index, names in enumerate(groups.values()):
-        tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            for key, shape in keys_on_disk(settings.model_type, name, shapes[name]):
-                tensors |= encode(key, shape, device)
-        file = f"model-{index:05d}.safetensors"
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-        total += sum(tensor.nbytes for tensor in tensors.values())
-    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
-    return total
-
-
-def keys_on_disk(
-    model_type: str, name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the keys and shapes of a parameter in a 16-bit checkpoint."""
-    stem, _, leaf = name.rpartition(".")
-    if not stem.endswith(".experts") or model_type == "gpt_oss":  # whose experts are stored fused
-        yield name, shape
-        return
-    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
-    for expert in range(shape[0]):
-        for part in parts:
-            yield f"{stem}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])
-
-
-def encode_bf16(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
-    """Make bf16 weights of a standard deviation of 0.02."""
-    return {key: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02).cpu()}
 
 
 def encode_fp8(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
@@ -198,15 +147,10 @@ class Anonymous:
 
 def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[str, float]:
     """Load once in this process."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
+    bnb_config = quantization()
     arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": device}}
     if way in ("streaming", "load-then-pack", "maker"):
-        arguments["quantization_config"] = quantization
+        arguments["quantization_config"] = bnb_config
     if way == "maker-stock":
         arguments["quantization_config"] = dequantizing_config(folder)
     warm_up(device)
@@ -225,7 +169,7 @@ def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[s
         if way == "load-then-pack":
             moe_qlora.quantize_experts(model)
         if way == "maker-stock":
-            moe_qlora.quantize_experts(model, quantization)
+            moe_qlora.quantize_experts(model, bnb_config)
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
@@ -257,34 +201,23 @@ def dequantizing_config(folder: Path) -> Any:
 
 
 def warm_up(device: str) -> None:
-    """Import and start everything that a first load would, on a model of one expert."""
-    settings = Qwen3MoeConfig(
-        num_hidden_layers=1,
-        num_experts=2,
-        hidden_size=64,
-        moe_intermediate_size=64,
-        intermediate_size=64,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        vocab_size=64,
-    )
+    """Import and start everything that a first load would, on a tiny model."""
+    from moe_qlora.testing import tiny_model
+
     with tempfile.TemporaryDirectory() as folder, moe_qlora.enabled():
-        AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
-        AutoModelForCausalLM.from_pretrained(
-            folder,
-            quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-            device_map={"": device},
-        )
+        tiny_model("qwen3_moe").save_pretrained(folder)
+        options = {"quantization_config": quantization(), "device_map": {"": device}}
+        AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def ways(arguments: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[str, float], int]]:
     """Write the checkpoint and load it each way: `(way, figures, bytes on disk)`."""
-    settings = config(arguments.model, arguments.layers, arguments.num_experts)
+    settings = config(arguments.model, arguments.layers, arguments.num_experts, arguments.tiny)
     folders = {"bf16": work / "bf16", "reload": work / "packed", "maker": work / "maker"}
-    write(folders["bf16"], settings, arguments.device, encode_bf16)
+    write_checkpoint(folders["bf16"], settings, arguments.device, encode_bf16)
     if arguments.maker:
         settings.quantization_config = MAKERS[arguments.maker]
-        write(folders["maker"], settings, arguments.device, ENCODE[arguments.maker])
+        write_checkpoint(folders["maker"], settings, arguments.device, ENCODE[arguments.maker])
     for way in arguments.ways.split(","):
         source = folders.get(way.partition("-")[0], folders["bf16"])
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
@@ -308,19 +241,13 @@ def describe(arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     """Measure and record."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--model", choices=("qwen3-30b-a3b", "gpt-oss-20b"), default="qwen3-30b-a3b"
-    )
+    parser = parser_of(__doc__, "loading.csv", "cpu")
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--num-experts", type=int, help="of the Qwen model, 128 by default")
     parser.add_argument("--maker", choices=tuple(MAKERS), help="also as its makers quantize it")
     parser.add_argument("--experts-gib", type=float, help="instead of both: about so much of bf16")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--ways", help="default: those that the other options allow")
-    parser.add_argument("--work", type=Path, help="where to write; a temporary folder by default")
-    parser.add_argument("--out", type=Path, default=RESULTS / "loading.csv")
-    parser.add_argument("--commit")
     parser.add_argument("--measure", choices=WAYS + MAKER_WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save-to", type=Path, help=argparse.SUPPRESS)
@@ -335,7 +262,7 @@ def main() -> None:
         arguments.layers = 2
         arguments.num_experts = round(arguments.experts_gib * GIB / expert / arguments.layers)
     where = environment(torch.device(arguments.device), arguments.commit)
-    with tempfile.TemporaryDirectory(dir=arguments.work) as work:
+    with tempfile.TemporaryDirectory() as work:
         for way, figures, size in ways(arguments, Path(work)):
             setting = describe(arguments)
             rows = Rows(arguments.out, where, f"load {way}", setting)

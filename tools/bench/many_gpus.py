@@ -17,19 +17,18 @@ Every rank trains its own micro-batch: tokens/s are those of all ranks together.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime as dt
 import math
 import os
 import statistics
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import model as whole_model
 import torch
-from common import RESULTS, environment, release, synchronize
-from shapes import name_of, whole_config
+from common import append_row, environment, parser_of, release, synchronize, words_of
+from shapes import meta_model, quantization, whole_config
 from torch import distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
 
@@ -42,6 +41,7 @@ COLUMNS = (
     *("model_gb", "build_peak_gb", "train_peak_gb", "build_s", "first_loss", "last_loss", "note"),
 )
 GB = 1e9
+PORT = 29650
 
 
 def main() -> None:
@@ -51,13 +51,13 @@ def main() -> None:
         ranks = 1 if engine == "single" else options.gpus
         print(f"\n{options.model} {engine} on {ranks}", flush=True)
         try:
-            spawn(_rank, args=(ranks, engine, options.port + number, options), nprocs=ranks)
+            spawn(_rank, args=(ranks, engine, PORT + number, options), nprocs=ranks)
         except ProcessException as error:
             _write(options, engine, ranks, note=f"fails: {str(error).strip().splitlines()[-1]}")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__, "two_gpu.csv")
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=None, help="default: all")
     parser.add_argument("--gpus", type=int, default=2)
@@ -65,27 +65,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=None, help="default: 4096, or 32 with --tiny")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--keep", action="store_true", help="FSDP2: no reshard after forward")
     parser.add_argument("--rank", type=int, default=16, help="of LoRA")
     parser.add_argument("--lora", default="experts,attention")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--fused", action="store_true", help="the fused AdamW")
-    parser.add_argument("--clip", type=float, default=None, help="largest norm of gradients")
     parser.add_argument("--memory", type=float, default=None, help="GiB that each GPU may use")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--port", type=int, default=29650)
-    parser.add_argument("--out", type=Path, default=RESULTS / "two_gpu.csv")
-    parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
     options.seq = options.seq or (32 if options.tiny else 4096)
-    options.engines = options.engines.split(",")
+    options.engines = words_of(parser, "--engines", options.engines, ENGINES)
     options.lora = sorted(set(options.lora.split(",")), reverse=True)
-    options.adapters = "bf16"
-    unknown = set(options.engines) - set(ENGINES)
-    if unknown:
-        parser.error(f"--engines {', '.join(sorted(unknown))}: expected some of {ENGINES}")
     return options
 
 
@@ -124,7 +112,8 @@ def _run(
     config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
     torch.manual_seed(0)
     start = time.perf_counter()
-    model, trained = _BUILD[engine](config, options, device)
+    build = _fsdp2 if engine == "fsdp2" else partial(_whole, engine)
+    model, trained = build(config, options, device)
     synchronize(device)
     figures: dict[str, Any] = {"build_s": time.perf_counter() - start}
     cuda = device.type == "cuda"
@@ -134,7 +123,7 @@ def _run(
     figures["model_gb"] = sum(_local(parameter).nbytes for parameter in model.parameters()) / GB
     trained.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=options.fused or None)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
     vocabulary = config.get_text_config().vocab_size
     seconds: list[float] = []
     losses: list[float] = []
@@ -148,8 +137,6 @@ def _run(
         begin = time.perf_counter()
         loss = trained(input_ids=ids, labels=ids).loss
         loss.backward()
-        if options.clip:
-            torch.nn.utils.clip_grad_norm_(parameters, options.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         host = time.perf_counter() - begin
@@ -178,43 +165,27 @@ def _local(parameter: Any) -> Any:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _adapt(model: Any, options: argparse.Namespace) -> Any:
-    torch.manual_seed(1)
-    return whole_model.adapt("ours", model, options)
-
-
-def _built(config: Any, options: argparse.Namespace, device: torch.device) -> Any:
-    """Return the whole model on the device, each expert weight packed as soon as it is made."""
+def _whole(
+    engine: str, config: Any, options: argparse.Namespace, device: torch.device
+) -> tuple[Any, Any]:
+    """Build the whole model on the device, each expert weight packed as soon as it is made."""
     packer = whole_model.Packer("ours", config)
     model = whole_model.build(config, device, packer.visit)
-    moe_qlora.quantize_experts(model, whole_model.quantization())
-    return model
+    moe_qlora.quantize_experts(model, quantization())
+    torch.manual_seed(1)
+    model = whole_model.adapt("ours", model, options)
+    if engine == "ddp":
+        ids = [device.index] if device.type == "cuda" else None
+        wrap = nn.parallel.DistributedDataParallel
+        options_of_ddp = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        return model, wrap(model, device_ids=ids, **options_of_ddp)
+    if engine == "whole":
+        from torch.distributed.device_mesh import init_device_mesh
 
+        from moe_qlora.distributed.sharding import shard_model
 
-def _single(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    model = _adapt(_built(config, options, device), options)
-    return model, model
-
-
-def _ddp(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    model = _adapt(_built(config, options, device), options)
-    return model, _in_ddp(model, device)
-
-
-def _in_ddp(model: nn.Module, device: torch.device) -> Any:
-    ids = [device.index] if device.type == "cuda" else None
-    wrap = torch.nn.parallel.DistributedDataParallel
-    return wrap(model, device_ids=ids, gradient_as_bucket_view=True, broadcast_buffers=False)
-
-
-def _whole(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from moe_qlora.distributed.sharding import shard_model
-
-    model = _adapt(_built(config, options, device), options)
-    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    shard_model(model, mesh, reshard_after_forward=not options.keep)
+        mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
+        shard_model(model, mesh, reshard_after_forward=True)
     return model, model
 
 
@@ -222,22 +193,20 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     from torch.distributed.device_mesh import init_device_mesh
 
     from moe_qlora.distributed.load_sharded import ShardedModel, blank_model
-    from moe_qlora.testing import model_class
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    with torch.device("meta"):
-        model: Any = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+    model: Any = meta_model(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    quantization = whole_model.quantization()
+    bnb_config = quantization()
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    quantization.llm_int8_skip_modules = linears
-    blank = blank_model(model, quantization)
+    bnb_config.llm_int8_skip_modules = linears
+    blank = blank_model(model, bnb_config)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     experts = [param.name for param in blank.layout.experts]
     lora = whole_model.lora_config(model, experts, options.lora, options.rank)
     sharded = ShardedModel(
-        blank, mesh, lora, None, {"reshard_after_forward": not options.keep},
+        blank, mesh, lora, None, {"reshard_after_forward": True},
         {"autocast_adapter_dtype": False},
     )  # fmt: skip
 
@@ -251,9 +220,6 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     return adapted, adapted
 
 
-_BUILD = {"single": _single, "ddp": _ddp, "fsdp2": _fsdp2, "whole": _whole}
-
-
 def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any) -> None:
     """Append one row to the CSV file, and print it."""
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
@@ -261,7 +227,7 @@ def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any)
     config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
     row: dict[str, Any] = {key: where[key] for key in COLUMNS if key in where}
     row |= {"engine": engine, "gpus": ranks, "seq": options.seq}
-    row |= {"model": "tiny" if options.tiny else name_of(options.model)}
+    row |= {"model": "tiny" if options.tiny else options.model}
     row |= {"layers": config.get_text_config().num_hidden_layers}
     row |= {"micro_batch": options.micro_batch}
     row |= {"note": f"LoRA r={options.rank} {','.join(options.lora)}"}
@@ -269,13 +235,7 @@ def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any)
         row["note"] += f", each GPU held to {options.memory:g} GiB"
     row |= {key: f"{v:.5g}" if isinstance(v, float) else v for key, v in figures.items()}
     print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not options.out.exists()
-    with options.out.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerow(row)
+    append_row(options.out, COLUMNS, row)
 
 
 if __name__ == "__main__":

@@ -28,19 +28,28 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Rows, allocated, environment, release, release_workspace, synchronize
-from shapes import name_of, random_mxfp4, whole_config
+from common import (
+    Rows,
+    allocated,
+    environment,
+    parser_of,
+    release,
+    release_workspace,
+    synchronize,
+    words_of,
+)
+from shapes import meta_model, quantization, random_mxfp4, whole_config
 from torch import Tensor, nn
 
 import moe_qlora
 
 PEERS = ("ours", "frozen", "peft", "bnb")
+KNOWN = (*PEERS, "mxfp4")
 OURS = ("ours", "mxfp4")
 DEVICE = "device"  # the memory of --fit without a figure: all that the device has free
 KINDS = {"keep": "layers kept", "part": "layers kept in part", "recompute": "layers recomputed"}
@@ -62,7 +71,7 @@ def main() -> None:
     config = whole_config(options.model, layers=options.layers, tiny=options.tiny)
     if options.attention:
         config._attn_implementation = options.attention
-    name = f"{config.model_type}-tiny" if options.tiny else name_of(options.model)
+    name = f"{config.model_type}-tiny" if options.tiny else options.model
     for peer in options.peers:
         setting = _setting(peer, options, config.get_text_config().num_hidden_layers)
         print(f"\n{name} {setting}", flush=True)
@@ -80,10 +89,8 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--model", default="qwen3-30b-a3b", help="a name in shapes.py, a model type, or a config"
-    )
+    parser = parser_of(__doc__, "model.csv")
+    parser.add_argument("--model", default="qwen3-30b-a3b", help="as `moe-qlora plan` takes it")
     parser.add_argument("--layers", type=int, default=None, help="default: all")
     parser.add_argument("--seq", type=int, default=None, help="default: 4096, or 64 with --tiny")
     parser.add_argument("--micro-batch", type=int, default=1)
@@ -94,7 +101,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--liger-loss", action="store_true", help="Liger's loss alone")
     parser.add_argument("--chunk-mem-const", type=int, help="of Liger's loss: larger chunks")
     parser.add_argument("--compile", action="store_true", help="each decoder layer")
-    parser.add_argument("--merge-lora", action="store_true", help="join_lora; ours only")
     parser.add_argument("--offload", action="store_true", help="offload_experts; ours only")
     given: dict[str, Any] = {"nargs": "?", "const": DEVICE, "metavar": "MEMORY"}
     parser.add_argument(
@@ -103,37 +109,24 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--prepare",
         **given,
-        help="prepare_training; for peers, and in a row: --liger-loss --chunk-mem-const 8 "
-        "--compile --merge-lora --fit MEMORY",
+        help="prepare_training; for peers: --liger-loss --chunk-mem-const 8 --compile",
     )
     parser.add_argument("--attention", help="as attn_implementation; default: transformers' choice")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw")
-    parser.add_argument(
-        "--adapters", choices=["bf16", "fp32"], default="bf16", help="fp32 trains under autocast"
-    )
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--losses", type=int, default=0, help="record those of the first N steps")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--warmup", type=int, default=3, help="steps before those that count")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS / "model.csv")
-    parser.add_argument("--commit", help="for a copy of the tree without its history")
     options = parser.parse_args()
     options.seq = options.seq or (64 if options.tiny else 4096)
     options.lora = sorted(set(options.lora.split(",")), reverse=True)
-    options.peers = options.peers.split(",")
+    options.peers = words_of(parser, "--peers", options.peers, KNOWN)
     if not set(options.lora) <= {"attention", "experts"}:
         parser.error(f"--lora {','.join(options.lora)}: expected experts, attention or both")
-    unknown = set(options.peers) - {*PEERS, *OURS}
-    if unknown:
-        parser.error(
-            f"--peers {', '.join(sorted(unknown))}: expected some of {', '.join(PEERS)}, mxfp4"
-        )
     if options.warmup < 1 or options.steps < 1:
         parser.error("--warmup and --steps: expected 1 or more")
     if options.prepare is not None:
-        options.liger_loss = options.compile = options.merge_lora = True
+        options.liger_loss = options.compile = True
         options.fit, options.chunk_mem_const = options.prepare, 8
     if options.chunk_mem_const and not (options.liger or options.liger_loss):
         parser.error("--chunk-mem-const: only with --liger or --liger-loss")
@@ -153,7 +146,7 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
     expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
     asked = {
         "liger": options.liger, "liger-loss": options.liger_loss,
-        "merge-lora": options.merge_lora and ours, "offload": options.offload and ours,
+        "merge-lora": options.prepare is not None and ours, "offload": options.offload and ours,
         "compile": options.compile, "graphs": options.prepare is not None and ours,
         "expandable-segments": expandable, options.optimizer: options.optimizer != "adamw",
     }  # fmt: skip
@@ -164,7 +157,7 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
         f"layers={layers} lora={','.join(_lora(peer, options))} r={options.rank} "
         f"seq={options.seq} batch={options.micro_batch} "
         f"checkpointing={kept} {packed.get(peer, 'nf4+double')}"
-        f" peer={peer} adapters={options.adapters}"
+        f" peer={peer} adapters=bf16"
         f"{f' with={added}' if added else ''}"
         f"{f' memory={options.fit}' if fitted and options.fit != DEVICE else ''}"
         f"{f' chunk_mem_const={options.chunk_mem_const}' if options.chunk_mem_const else ''}"
@@ -205,11 +198,9 @@ def build(
     config: Any, device: torch.device, each: Callable[[str, nn.Module], None] | None = None
 ) -> Any:
     """The model in bf16 on the device, as `moe_qlora.testing.fill_randomly` makes it."""
-    from moe_qlora.testing import fill_randomly, model_class
+    from moe_qlora.testing import fill_randomly
 
-    with torch.device("meta"):
-        model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
-    return fill_randomly(model, device, each)
+    return fill_randomly(meta_model(config), device, each)
 
 
 class Packer:
@@ -222,17 +213,13 @@ class Packer:
     """
 
     def __init__(self, peer: str, config: Any) -> None:
-        from moe_qlora.testing import model_class
-
         self.peer = peer
         self.stacks: dict[str, list[str]] = {}
         self.before = self.after = 0
         self.seconds = 0.0
         if peer in ("frozen", "peft"):
             return
-        with torch.device("meta"):
-            model = model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
-        for param in moe_qlora.detect(model):
+        for param in moe_qlora.detect(meta_model(config)):
             self.stacks.setdefault(param.module_name, []).append(param.parameter_name)
 
     def visit(self, name: str, module: nn.Module) -> None:
@@ -269,18 +256,6 @@ class Packer:
         self.after += sum(tensor.nbytes for tensor in tensors)
 
 
-def quantization() -> Any:
-    """nf4 with double quantization."""
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-
-
 def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
     """LoRA as the peer has it, under gradient checkpointing unless told otherwise."""
     import peft
@@ -293,7 +268,7 @@ def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
     if peer in OURS:
         experts, get = moe_qlora.target_parameters(model), moe_qlora.get_peft_model
     config = lora_config(model, experts, _lora(peer, options), options.rank)
-    return get(model, config, autocast_adapter_dtype=options.adapters == "fp32")
+    return get(model, config, autocast_adapter_dtype=False)
 
 
 def lora_config(model: nn.Module, experts: list[str], wanted: list[str], rank: int) -> Any:
@@ -343,10 +318,6 @@ def prepared(
             done = stack.enter_context(library.prepare_training(peft_model, **sizes))
             print(done, flush=True)
             fit = done.fit
-        elif ours and options.merge_lora:
-            from moe_qlora.speed.joined_lora import join_lora
-
-            stack.enter_context(join_lora(peft_model))
         if ours and options.fit is not None and fit is None:
             fit = stack.enter_context(library.fit_memory(peft_model, **sizes))
         if fit is not None:
@@ -387,9 +358,7 @@ def train(model: Any, options: argparse.Namespace, device: torch.device, rows: R
         ids = torch.randint(vocabulary, (options.micro_batch, options.seq), device=device)
         synchronize(device)
         start = time.perf_counter()
-        autocast = torch.autocast(device.type, torch.bfloat16)
-        with autocast if options.adapters == "fp32" else nullcontext():
-            loss = model(input_ids=ids, labels=ids, **chunks).loss
+        loss = model(input_ids=ids, labels=ids, **chunks).loss
         loss.backward()
         if not losses:
             _check_gradients(model)

@@ -14,15 +14,16 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Rows, allocated, environment, release, release_workspace
+from common import Rows, allocated, environment, parser_of, release, release_workspace
+from shapes import quantization, whole_config
 
 import moe_qlora
 
 DTYPE = torch.bfloat16
+MODELS = {"qwen3": "qwen3-30b-a3b", "gpt_oss": "gpt-oss-20b"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ CASES = (
 
 def main() -> None:
     """Run the cases that the command line asks for."""
-    options = _options()
+    parser = parser_of(__doc__, "plan.csv")
+    parser.add_argument("--only", default="")
+    options = parser.parse_args()
     device = torch.device(options.device)
     where = environment(device, options.commit)
     for case in CASES:
@@ -68,37 +71,15 @@ def main() -> None:
             measure(case, device, options, where)
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS / "plan.csv")
-    parser.add_argument("--commit", help="for a copy of the tree without its history")
-    return parser.parse_args()
-
-
 def config_of(case: Case, tiny: bool) -> Any:
     """The configuration, in the sizes that were published but for its layers."""
-    from transformers import GptOssConfig, OlmoeConfig, Qwen3MoeConfig
-
-    sizes: dict[str, Any] = {"num_hidden_layers": case.layers, "dtype": DTYPE}
-    if tiny:
-        sizes |= {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2}
+    config = whole_config(
+        MODELS.get(case.model, case.model), layers=None if tiny else case.layers, tiny=tiny
+    )
     if case.vocabulary and not tiny:
-        sizes["vocab_size"] = case.vocabulary
-    if case.model == "qwen3":
-        large = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144}
-        large |= {"moe_intermediate_size": 768, "num_attention_heads": 32, "head_dim": 128}
-        large |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
-        small = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
-        return Qwen3MoeConfig(**({**large, **sizes, **(small if tiny else {})}))
-    if case.model == "olmoe":
-        small = {"num_experts": 8, "num_experts_per_tok": 2}
-        return OlmoeConfig(**sizes, **(small if tiny else {}))
-    small = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    return GptOssConfig(**sizes, **(small if tiny else {"num_local_experts": 32}))
+        config.vocab_size = case.vocabulary
+    config.dtype = DTYPE
+    return config
 
 
 def measure(case: Case, device: torch.device, options: argparse.Namespace, where: Any) -> None:
@@ -155,27 +136,22 @@ def release_all(device: torch.device) -> None:
 
 def build(config: Any, case: Case, device: torch.device) -> Any:
     """The model with random weights, packed."""
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=case.kind != "int8",
-        load_in_8bit=case.kind == "int8",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=DTYPE,
-    )
+    int8 = case.kind == "int8"
+    bnb_config = quantization(load_in_4bit=not int8, load_in_8bit=int8)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
-    moe_qlora.quantize_experts(model, quantization)
+    moe_qlora.quantize_experts(model, bnb_config)
     if case.linears:
-        _pack_linears(model, quantization)
+        _pack_linears(model, bnb_config)
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     release_all(device)
     return model
 
 
-def _pack_linears(model: Any, quantization: Any) -> None:
+def _pack_linears(model: Any, bnb_config: Any) -> None:
     """What `from_pretrained` does to Linear layers, with the weights that are there."""
     import bitsandbytes as bnb
     from transformers.integrations import replace_with_bnb_linear
@@ -183,7 +159,7 @@ def _pack_linears(model: Any, quantization: Any) -> None:
 
     linears: dict[str, Any] = dict(model.named_modules())
     skips = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
-    replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=quantization)
+    replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=bnb_config)
     for name, module in model.named_modules():
         if isinstance(module, bnb.nn.Linear4bit):
             weight = linears[name].weight

@@ -1,92 +1,42 @@
-"""Published sizes of models with experts, by the names that the benchmarks take."""
+"""Models and checkpoints of random weights in published sizes, for every benchmark."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-SHAPES: dict[str, tuple[str, dict[str, int]]] = {
-    "qwen3-235b-a22b": ("qwen3_moe", {"hidden_size": 4096, "moe_intermediate_size": 1536,
-                                      "num_experts": 128, "num_experts_per_tok": 8}),
-    "gpt-oss-120b": ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880,
-                                 "num_local_experts": 128, "num_experts_per_tok": 4}),
-    "qwen3-30b-a3b": ("qwen3_moe", {"hidden_size": 2048, "moe_intermediate_size": 768,
-                                    "num_experts": 128, "num_experts_per_tok": 8}),
-    "mixtral-8x7b": ("mixtral", {"hidden_size": 4096, "intermediate_size": 14336,
-                                 "num_local_experts": 8, "num_experts_per_tok": 2}),
-    "gpt-oss-20b": ("gpt_oss", {"hidden_size": 2880, "intermediate_size": 2880,
-                                "num_local_experts": 32, "num_experts_per_tok": 4}),
-    "glm-4.5-air": ("glm4_moe", {"hidden_size": 4096, "moe_intermediate_size": 1408,
-                                 "n_routed_experts": 128, "num_experts_per_tok": 8}),
-    "deepseek-v3": ("deepseek_v3", {"hidden_size": 7168, "moe_intermediate_size": 2048,
-                                    "n_routed_experts": 256, "num_experts_per_tok": 8}),
-}  # fmt: skip
-"""Model type and the sizes of its experts; a model type is the last one's that has it."""
+Encode = Callable[[str, tuple[int, ...], str], dict[str, torch.Tensor]]
 
-TINY = ("qwen3_moe", {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4,
-                      "num_experts_per_tok": 2})  # fmt: skip
-
-WHOLE: dict[str, dict[str, int]] = {
-    "qwen3-235b-a22b": {"num_hidden_layers": 94, "vocab_size": 151936, "intermediate_size": 12288,
-                        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128},
-    "gpt-oss-120b": {"num_hidden_layers": 36, "vocab_size": 201088, "num_attention_heads": 64,
-                     "num_key_value_heads": 8, "head_dim": 64},
-    "qwen3-30b-a3b": {"num_hidden_layers": 48, "vocab_size": 151936, "intermediate_size": 6144,
-                      "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
-    "mixtral-8x7b": {"num_hidden_layers": 32, "vocab_size": 32000, "num_attention_heads": 32,
-                     "num_key_value_heads": 8},
-    "gpt-oss-20b": {"num_hidden_layers": 24, "vocab_size": 201088, "num_attention_heads": 64,
-                    "num_key_value_heads": 8, "head_dim": 64},
-    "glm-4.5-air": {"num_hidden_layers": 46, "vocab_size": 151552, "intermediate_size": 10944,
-                    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128},
-    "deepseek-v3": {"num_hidden_layers": 61, "vocab_size": 129280, "intermediate_size": 18432,
-                    "num_attention_heads": 128, "num_key_value_heads": 128},
-}  # fmt: skip
-"""The sizes of the rest of the model."""
-
-
-def name_of(model: str) -> str:
-    """A name of `SHAPES` for a model type that has one; else what was given."""
-    named = {model_type: name for name, (model_type, _) in SHAPES.items()}
-    return named.get(model, model)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def whole_config(model: str, *, layers: int | None = None, tiny: bool = False) -> Any:
-    """The configuration of a whole model.
+    """The configuration of a whole model, without quantization.
 
     Args:
-        model: A name of `SHAPES`, a model type (its published size if it has one, else its
-            configuration's defaults), or a `config.json` or the folder that holds one.
+        model: As `moe-qlora plan` takes it: a name of the registry, a model type, a `config.json`
+            or the folder that holds one.
         layers: Hidden layers to keep; None keeps all.
         tiny: The registry's tiny configuration of this model type, for a CPU.
-
-    Raises:
-        ValueError: Nothing goes by this name.
     """
-    from transformers import CONFIG_MAPPING
+    from moe_qlora.models import named
+    from moe_qlora.testing import tiny_config
 
-    path = Path(model)
-    if path.exists():
-        file = path / "config.json" if path.is_dir() else path
-        sizes = json.loads(file.read_text(encoding="utf-8"))
-        model_type = sizes.pop("model_type")
-    else:
-        name = name_of(model)
-        model_type, experts = SHAPES.get(name, (model, {}))
-        sizes = {**experts, **WHOLE.get(name, {})}
-    if model_type not in CONFIG_MAPPING:
-        known = ", ".join(SHAPES)
-        raise ValueError(f"{model}: neither a file, nor a model type, nor one of {known}")
+    config: Any = named.resolve(model).config
     if tiny:
-        from moe_qlora.testing import tiny_config
-
-        sizes = dict(tiny_config(model_type).to_dict())
-        sizes.pop("model_type")
-    return CONFIG_MAPPING[model_type](**(sizes if layers is None else _cut(sizes, layers)))
+        config = tiny_config(config.model_type)
+    sizes = config.to_dict()
+    sizes.pop("quantization_config", None)
+    return type(config).from_dict(sizes if layers is None else _cut(sizes, layers))
 
 
 def _cut(sizes: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -99,6 +49,85 @@ def _cut(sizes: dict[str, Any], layers: int) -> dict[str, Any]:
         for key, value in sizes.items()
     }
     return {**cut, "num_hidden_layers": layers}
+
+
+def quantization(**more: Any) -> Any:
+    """nf4 with double quantization, computed in bf16."""
+    from transformers import BitsAndBytesConfig
+
+    settings = {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    settings |= {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return BitsAndBytesConfig(**settings | more)
+
+
+def meta_model(config: Any) -> Any:
+    """Return the model on meta, in bf16."""
+    from moe_qlora.testing import model_class
+
+    with torch.device("meta"):
+        return model_class(config.model_type)._from_config(config, dtype=torch.bfloat16)
+
+
+def write_checkpoint(folder: Path, config: Any, device: str, encode: Encode) -> int:
+    """Write a checkpoint of random weights layer by layer; return its bytes."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    shapes = {n: tuple(t.shape) for n, t in meta_model(config).state_dict().items()}
+    weight_map: dict[str, str] = {}
+    total = 0
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        groups.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
+    for index, names in enumerate(groups.values()):
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            for key, shape in _keys_on_disk(config.model_type, name, shapes[name]):
+                tensors |= encode(key, shape, device)
+        file = f"model-{index:05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))
+    return total
+
+
+def _keys_on_disk(
+    model_type: str, name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the keys and shapes of a parameter in a 16-bit checkpoint."""
+    stem, _, leaf = name.rpartition(".")
+    if not stem.endswith(".experts") or model_type == "gpt_oss":  # whose experts are stored fused
+        yield name, shape
+        return
+    parts = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else ("down_proj",)
+    for expert in range(shape[0]):
+        for part in parts:
+            yield f"{stem}.{expert}.{part}.weight", (shape[1] // len(parts), shape[2])
+
+
+def encode_bf16(key: str, shape: tuple[int, ...], device: str) -> dict[str, torch.Tensor]:
+    """Make bf16 weights of a standard deviation of 0.02."""
+    return {key: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02).cpu()}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Save a tokenizer with a token for each byte, and a chat template that marks replies."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = ["<|end|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(folder)
 
 
 def random_mxfp4(shape: Sequence[int], transposed: bool, device: torch.device) -> Any:

@@ -29,21 +29,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "bench"))  # shapes.py, for published sizes
 
-DEEPSEEK_V2_LITE = {
-    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
-    "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 102400,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+SIZES = {
+    "qwen3_moe": "qwen3-30b-a3b", "gpt_oss": "gpt-oss-20b", "mixtral": "mixtral-8x7b",
+    "deepseek_v2": "deepseek-v2-lite", "glm4_moe": "glm-4.5-air",
 }  # fmt: skip
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content + '<|end|>' }}{% endgeneration %}"
-    "{% else %}{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 LOSS = r"(?:(?<![a-z_])(?<!held-out )loss'?:? '?|^(?:nothing|both) .* )([\d.]+)"
 EXPERT_KEYS = ("experts.gate_up_proj", "experts.down_proj")
@@ -168,6 +158,7 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
 def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -> None:
     """Save a random model of this type, and a tokenizer of bytes, as a checkpoint's folder."""
     import torch
+    from shapes import whole_config, write_tokenizer
     from transformers import AutoModelForCausalLM
 
     from moe_qlora.testing import tiny_model
@@ -177,13 +168,7 @@ def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -
     if tiny:
         model = tiny_model(model_type, vocab_size=300)
     else:
-        from shapes import _cut, whole_config
-        from transformers import DeepseekV2Config
-
-        if model_type == "deepseek_v2":
-            config: Any = DeepseekV2Config(**_cut(DEEPSEEK_V2_LITE, layers))
-        else:
-            config = whole_config(model_type, layers=layers)
+        config = whole_config(SIZES[model_type], layers=layers)
         config.vocab_size = 32768  # so that less is written and read
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -191,23 +176,6 @@ def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -
     write_tokenizer(folder)
     if model_type == "gpt_oss":
         quantize_as_published(folder)
-
-
-def write_tokenizer(folder: Path) -> None:
-    """Save a tokenizer with a token for each byte, and a chat template that marks replies."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = ["<|end|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(folder)
 
 
 def quantize_as_published(folder: Path) -> None:

@@ -44,13 +44,12 @@ SIZES: dict[str, Any] = {
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 
+_SAM = {"output_channels": 32, "mlp_dim": 96, "downsample_channels": [32, 64]}
 
 # What an architecture needs besides: by model type of the configuration that has the attribute.
 NEEDS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
-    "deepseek_ocr2_sam_vision_model": {
-        "output_channels": 32, "mlp_dim": 96, "downsample_channels": [32, 64],
-    },
+    "deepseek_ocr2_sam_vision_model": _SAM,
     "diffusion_gemma": {"canvas_length": 12}, "dots1": {"n_shared_experts": 1},
     "dots3_note_audio_encoder": {
         "adapter_input_size": 64, "adapter_out_dim": 64, "conv_output_size": 128,
@@ -105,9 +104,7 @@ NEEDS: dict[str, dict[str, Any]] = {
         "indexer_budget": 8, "indexer_compress_ratio": 2, "indexer_head_dim": 16,
         "indexer_kv_heads": 1, "indexer_n_heads": 4,
     },
-    "unlimited_ocr_sam_vision_model": {
-        "output_channels": 32, "mlp_dim": 96, "downsample_channels": [32, 64],
-    },
+    "unlimited_ocr_sam_vision_model": _SAM,
     "step3p5": {"sliding_window": 16}, "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -116,12 +113,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 10000.0}},
     "deepseek_ocr2_text": {
-        "mlp_layer_types": [
-            "dense", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse",
-            "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse",
-            "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse",
-            "sparse", "sparse", "sparse", "sparse", "sparse", "sparse", "sparse",
-        ],
+        "mlp_layer_types": ["dense", *["sparse"] * 31],
         "num_experts_per_tok": 6,
     },
     "diffusion_gemma_text": {"moe_intermediate_size": 704, "num_experts": 128, "top_k_experts": 8},
@@ -139,10 +131,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {
         "layer_types": [
-            "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention", "conv",
-            "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention", "conv",
-            "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention", "conv",
-            "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention", "conv",
+            "conv", "conv", *["full_attention", *["conv"] * 3] * 7, "full_attention", "conv",
         ],
     },
     "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},

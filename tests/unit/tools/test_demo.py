@@ -11,14 +11,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT))
 
 from tools import demo as demo_script  # noqa: E402
-from tools.demo_parts import job  # noqa: E402
-from tools.demo_parts.job import Run, State  # noqa: E402
 
 
 @pytest.fixture
@@ -80,23 +79,26 @@ def run_python(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_threads_are_set_before_torch_reads_them():
+def test_a_small_model_has_one_thread_unless_told_otherwise():
     code = (
-        "import sys; from tools.demo import set_threads; assert 'torch' not in sys.modules\n"
-        "set_threads({}); import os, torch; print(torch.get_num_threads(), os.environ)"
+        "import os, runpy, sys, torch; sys.argv = ['demo.py', '--quick']\n"
+        "def stop(seed): raise KeyboardInterrupt\n"
+        "torch.manual_seed = stop\n"
+        "try: runpy.run_path('tools/demo.py', run_name='__main__')\n"
+        "except SystemExit: print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
     )
-    said = run_python(code.format(1))
-    assert said.startswith("1 ") and "'OMP_WAIT_POLICY': 'passive'" in said
-    code = "from tools.demo import set_threads; set_threads(1); import os; print(os.environ)"
+    assert run_python(code).endswith("1 passive\n")
     said = run_python(code, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")
-    assert "'OMP_NUM_THREADS': '2'" in said and "'OMP_WAIT_POLICY': 'active'" in said
+    assert said.endswith("2 active\n")
 
 
 def test_tables_and_lines_fit_80_columns(capsys):
-    long = State("load_in_4bit, stock", 57_982_058_496, 3_123_456_789, 123_456_789, 12.345)
-    said = demo_script._table(Run([long] * 3)) + "\n"
+    long = demo_script.State(
+        "load_in_4bit, stock", 57_982_058_496, 3_123_456_789, 123_456_789, 12.345
+    )
+    said = demo_script._table(demo_script.Run([long] * 3)) + "\n"
     assert "load_in_4bit, stock" in said and "54.0 GiB" in said and "12.345" in said
-    job.say("words " * 40 + "model.layers.0.mlp.experts.gate_up_proj[0]" * 4)
+    demo_script.say("words " * 40 + "model.layers.0.mlp.experts.gate_up_proj[0]" * 4)
     said += capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
     assert "\n   words" in said
@@ -106,7 +108,7 @@ def test_interrupting_it_ends_it_with_one_line(tmp_path, demo, capsys, monkeypat
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(job, "pretrain", interrupted)
+    monkeypatch.setattr(torch, "manual_seed", interrupted)
     assert demo("--quick", "--out", tmp_path) == 130
     said, errors = capsys.readouterr()
     assert said == "Stopped.\n"
