@@ -505,5 +505,4 @@ def _first(pair: _Pair) -> str:
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape with all dimensions after the first joined to one."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape

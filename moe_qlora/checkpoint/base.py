@@ -116,7 +116,6 @@ class Base(ABC):
 
 
 def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-    """Check that tensors came back from a group's conversion and its inverse as they were."""
     if first.keys() != again.keys() or not all(
         same_bits(again[key].to(tensor.dtype), tensor) for key, tensor in first.items()
     ):
@@ -271,7 +270,6 @@ class PackedBase(Base):
             )
 
     def _parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of each decoded parameter and buffer."""
         parts = {key for keys in self._weights.keys.values() for key in keys}
         params = {}
         for key in self.checkpoint:

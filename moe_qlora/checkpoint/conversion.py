@@ -303,7 +303,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def _leaves_first_alone(operation: Any) -> bool:
-    """Whether an operation works on dimensions after the first only."""
     if not isinstance(operation, _WITHIN) or getattr(operation, "check_dims", False):
         return False
     if isinstance(operation, Transpose):

@@ -120,7 +120,6 @@ def warn_of_changes(folder: Path, manifest: Manifest) -> None:
 
 
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each changed key with both values; None for a missing one."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted({*before, *now} - _IDLE):
             inner = f"{key}.{name}".lstrip(".")
@@ -139,7 +138,6 @@ def open_shards(folder: Path, manifest: Manifest) -> Checkpoint:
 
 
 def _what_is_there(folder: Path, files: list[Path]) -> str:
-    """Return why a folder's files are no checkpoint."""
     if files:
         return f"{len(files)} safetensors files and no index that says which belong together"
     ggufs = sorted(folder.glob("*.gguf"))
@@ -211,7 +209,6 @@ class FolderCheck:
 def _check_shard(
     folder: Path, name: str, shard: ShardEntry, manifest: Manifest
 ) -> dict[str, TensorInfo]:
-    """Compare a shard with the manifest; return its tensors."""
     file = inside(folder, name)
     with reading(file):
         size = file.stat().st_size

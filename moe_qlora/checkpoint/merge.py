@@ -304,14 +304,12 @@ class _Merge:
                     )
 
     def _changes(self, group: Group) -> bool:
-        """True if the adapter changes a tensor of the group."""
         updates = self._updates
         return any(
             name in updates.deltas or name in updates.replacements for name in group.shapes
         ) or any(key in updates.disk_deltas for key in group.keys)
 
     def report(self, folder: Path, copied: tuple[str, ...]) -> MergeReport:
-        """Return the report, with the final name of the folder."""
         base, changed, rounded = self._base, len(self._changed), len(self._rounded)
         return MergeReport(
             folder, len(base.disk), changed, rounded, self.nbytes, base.checkpoint.method, copied,
@@ -319,7 +317,6 @@ class _Merge:
         )  # fmt: skip
 
     def write(self, folder: Path, tell: Progress) -> None:
-        """Write all safetensors files of the merged folder; close each after its last tensor."""
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
         files = {key: file for file in self.files for key in file.keys}
         done: set[str] = set()
@@ -380,7 +377,6 @@ class _Merge:
         self._factors = {}
 
     def _values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        """Return rows of the base's parameters, as far as the base has them."""
         if group.shapes and all(name in self._updates.replacements for name in group.shapes):
             return dict.fromkeys(group.shapes, torch.empty(0))  # `_sum` reads the adapter's
         name = self._updates.untied.get(group.target, group.target)
@@ -389,7 +385,6 @@ class _Merge:
         return {group.target: self._base.values(self._base.layout.by_name[name], start, stop)[name]}
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
-        """Pack the group's parameters that were packed in training."""
         training = self._training
         if training is None or not any(name in training for name in group.shapes):
             return {}
@@ -411,7 +406,6 @@ class _Merge:
         return self._add_deltas(value, self._updates.deltas.get(name, ()), start)
 
     def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:
-        """Return rows of a weight, from `start` on, with deltas added in fp32 or finer."""
         if not deltas:
             return value
         wide = torch.promote_types(value.dtype, torch.float32)

@@ -285,7 +285,6 @@ class _Fusion:
             )
 
     def _add_others(self, keys: list[str], parameters: set[str]) -> set[str]:
-        """Note all other tensors under the model's names; return the modules with LoRA."""
         # The model may have adapters already: their innermost modules come last and win
         inner = {unwrapped_name(name): one for name, one in self.model.named_modules()}
         own = {unwrapped_name(name) for name in self.model.state_dict()}

@@ -217,7 +217,6 @@ class PackingJob:
         return steps
 
     def _why_nothing_to_pack(self, model: Any) -> str:
-        """Return why no expert weight would be packed, and what to do."""
         folder, skipped = self.base.folder, self.config.llm_int8_skip_modules
         if skipped and len(detect(model)):
             return (
@@ -286,7 +285,6 @@ class PackingJob:
         return math.prod(shape) * self.dtype(name).itemsize
 
     def _keys(self, name: str) -> list[str]:
-        """Return all keys that `_tensors` may yield for a parameter."""
         ends = key_ends(self.spec.settings)
         module = name.rpartition(".")[0]
         return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}{INT8_FORMAT}"]

@@ -118,7 +118,6 @@ def _files(folder: Path, samples: bool) -> dict[str, _Facts]:
 
 
 def _sample(file: Path, size: int) -> str:
-    """Return the checksum of sampled pieces of a file; of all of a small file."""
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         if size <= _PIECES * _PIECE:

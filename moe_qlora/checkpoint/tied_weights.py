@@ -73,7 +73,6 @@ def _share(updates: Updates, model: nn.Module, names: list[str]) -> None:
 def _untie(
     updates: Updates, model: Any, adapter: Adapter, names: list[str], stored: list[str]
 ) -> None:
-    """Note that the merged model does not tie these names."""
     config = model.config
     both = {config.tie_word_embeddings, config.get_text_config().tie_word_embeddings}
     if True not in both or not stored or not set(names) <= set(vocabulary(model)):

@@ -130,7 +130,6 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
 
 
 def _linear_dtypes(model: nn.Module) -> Iterator[torch.dtype]:
-    """Yield the original dtypes of bitsandbytes' 4-bit Linear layers."""
     for module in model.modules():
         if parametrize.is_packed_linear(module):
             host: Any = module
@@ -140,7 +139,6 @@ def _linear_dtypes(model: nn.Module) -> Iterator[torch.dtype]:
 
 
 def _of_linears(model: nn.Module) -> CodecSettings:
-    """Return the codec of the first packed Linear layer; nf4 if there is none."""
     for module in model.modules():
         if parametrize.is_packed_linear(module):
             host: Any = module

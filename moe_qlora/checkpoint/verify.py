@@ -231,7 +231,6 @@ def _packed_problems(
     keys: tuple[str, ...],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
-    """Report parts of a packed weight that bitsandbytes would not have written."""
     where = f"{checkpoint.info(name).file}: {name}"
     entry = manifest.experts.get(name)
     try:
@@ -256,7 +255,6 @@ def _model_of(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Report files in or next to a packed folder that do not belong to it."""
     for file in left_behind(folder):
         next_save = "the next save removes it" if file.parent == folder else "remove it"
         yield f"{file} is left of an interrupted save: {next_save}."
@@ -361,7 +359,6 @@ def _errors(
 
 
 def _source_name(name: str, manifest: Manifest, groups: Mapping[str, Group], source: Path) -> str:
-    """Return a packed weight's name in the source: its own, or a tied one."""
     entry = manifest.experts.get(name)
     names = (name, *(entry.aliases if entry else ()))
     source_name = next((n for n in names if n in groups), None)

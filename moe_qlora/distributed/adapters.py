@@ -102,7 +102,6 @@ def _check(config: Any) -> None:
 
 
 def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield a LoRA layer's parameters of an adapter: (module, name)."""
     for name in (*layer.adapter_layer_names, *layer.other_param_names):
         held = getattr(layer, name, None)
         if isinstance(held, nn.ParameterDict) and adapter in held:
@@ -128,7 +127,6 @@ def _same_numbers(mesh: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _copy_local(source: nn.Module, target: nn.Module) -> None:
-    """Copy one module's parameters and buffers to its copy; both are sharded alike."""
     held = (*source.named_parameters(), *source.named_buffers())
     names = dict((*target.named_parameters(), *target.named_buffers()))
     for name, tensor in held:
@@ -163,7 +161,6 @@ def check_copies(model: nn.Module, config: Any) -> None:
 
 
 def _mesh(model: nn.Module) -> Any:
-    """Return the mesh that FSDP2 has sharded a model over; None where it has not."""
     from torch.distributed.fsdp import FSDPModule
 
     if not any(isinstance(module, FSDPModule) for module in model.modules()):

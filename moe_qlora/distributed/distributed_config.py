@@ -193,7 +193,6 @@ class ShardedLoad:
 def _fill_packing(
     base: PlainBase, read: CheckpointRows, weights: ShardedWeights, device: torch.device
 ) -> None:
-    """Fill shares from rows of a 16-bit folder, or of one whose codes are decoded on the device."""
     base.device = device
     weights.fill(read, device)
 

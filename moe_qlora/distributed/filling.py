@@ -168,7 +168,6 @@ class SharePacker:
         return packed.codes.view(-1)[first:last], packed.absmax
 
     def _gathered(self, scales: Tensor) -> Tensor:
-        """Return the scales of all blocks, in order; raise where a rank could not pack."""
         told = [last - first for first, last in zip(self._told, self._told[1:], strict=False)]
         failed = self._error is not None
         if self.ranks.count > 1:
@@ -194,7 +193,6 @@ class SharePacker:
 
 
 def _gather(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:
-    """Gather each rank's absmax of a weight into `parts`; `QuantizationError` where one is lost."""
     try:
         distributed.all_gather(parts, absmax, group=group)
     except RuntimeError as error:

@@ -100,7 +100,6 @@ class ManyRanks(World):
 
 
 def _checked(model: nn.Module) -> set[str]:
-    """Return the set of checks that a model has passed, which callers extend."""
     names: set[str] = model.__dict__.setdefault(CHECKED, set())
     return names
 
@@ -127,7 +126,6 @@ def _refuse_sharded_host(model: nn.Module) -> None:
 
 
 def _warn_of_whole_statistics(model: nn.Module) -> None:
-    """Warn once where FSDP2 has sharded codes whose statistics it cannot shard."""
     if "layout" in _checked(model):
         return
     for name, module, leaf in iter_packed(model):

@@ -220,13 +220,11 @@ class _ReadAgain(torch.autograd.Function):
 
 
 def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None:
-    """Raise where an engine has not gathered a layer's codes."""
     if not torch.compiler.is_compiling() and is_share(module.weight):
         require_whole(read(module.weight, module.statistics))
 
 
 def _prepare_8bit(module: Any) -> None:
-    """Make the row scales of a `Linear8bitLt` a parameter."""
     if module.weight.CB is None and module.state.CB is None:
         return
     packed = read_linear(module)
@@ -244,7 +242,6 @@ def _scales_as_parameter(decoder: PackedScales) -> None:
 
 
 def _prepare_4bit(module: Any) -> None:
-    """Make the statistics of a `Linear4bit` parameters."""
     if getattr(module.weight, "quant_state", None) is None:
         return
     packed = read_linear(module)
@@ -297,7 +294,6 @@ def _keep_dtype(self: Any, mp_policy: Any) -> None:
 
 
 def _takes_integers() -> bool:
-    """Whether this torch's FSDP2 shards integers without requiring gradients of them."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -361,7 +357,6 @@ def shard_model(
 
 
 def _blocks(model: nn.Module, wrap: Wrap | None) -> list[nn.Module]:
-    """Return the modules to shard by themselves, inner ones first."""
     if wrap is None:
         classes = {name for part in model.modules() for name in _unsplit_classes(part)}
         wrap = classes

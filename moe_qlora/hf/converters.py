@@ -176,7 +176,6 @@ class FillingConverter(_Converter):
         return result | {name: packer.finish() for name, packer in packers.items()}
 
     def _dequantized(self, files: Checkpoint, key: str, target_key: str) -> Tensor:
-        """Read a tensor as transformers reads it from a 16-bit folder."""
         on_cpu = getattr(self, "force_cpu", False)
         device = torch.device("cpu") if on_cpu else self.spec.device(target_key)
         return files.read(key, device=device).to(self.spec.dtypes.get(target_key))

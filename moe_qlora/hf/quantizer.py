@@ -173,19 +173,16 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         self._spec.unit_nbytes = self._unit_nbytes(model)
 
     def _several(self, config: Any) -> Any:
-        """Return how this load gives each rank its part; None where it loads a whole model."""
         asked = getattr(config, "distributed_config", None)
         return None if asked is None else many_ranks().load(asked)
 
     def _facts(self, files: list[str] | None, dtype: Any) -> dict[str, Any]:
-        """Return what ranks that load one model together must all be given."""
         asked = {"quantization_config": self.quantization_config, "dtype": dtype}
         asked |= {"keep_codes": self._keeps_codes()}
         asked |= {"skip_modules": tuple(self._extra_skip_modules())}
         return asked | (file_facts(Path(files[0]).parent) if files else {})
 
     def _shard(self, ranks: Any, model: Any, files: list[str] | None, dtype: Any) -> None:
-        """Prepare a load that transformers shards: it sees nothing of what is packed."""
         spec, self._spec = self._spec, None
         if spec is None or spec.files is None or not files:
             raise CheckpointError(
@@ -201,7 +198,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         )
 
     def _add_skips(self, model: Any) -> None:
-        """Add the switch's skip patterns to a copy of the config."""
         extra = self._extra_skip_modules()
         if not extra or self.pre_quantized:
             return
@@ -380,7 +376,6 @@ class _PackLinears(ConversionOps):
         self.stock, self.spec = stock, spec
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **context: Any) -> Any:
-        """Return tensors by name, those of Linear layers packed."""
         experts = {n: self._packed(n, v) for n, v in input_dict.items() if n in self.spec.params}
         linears = {
             name: self._checked(name, value[0] if isinstance(value, list) else value, context)
@@ -428,7 +423,6 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
 
 
 def _attach(model: Any, spec: LoadSpec) -> None:
-    """Move the packed weights from a spec to the model."""
     by_codes = {id(parameter): packed for parameter, packed in spec.packed.values()}
     spec.packed.clear()  # Each is freed as soon as it lies elsewhere
     lost = []
@@ -453,7 +447,6 @@ def _attach(model: Any, spec: LoadSpec) -> None:
 
 
 def _check_linears(spec: LoadSpec) -> None:
-    """Raise what the operation of Linear layers has noted."""
     if spec.faults:
         raise spec.faults[0]
     extremes = spec.extremes

@@ -114,7 +114,6 @@ class MakerConfig:
         return iter([((), _fp8_scheme(config, self.method))])
 
     def _add(self, targets: tuple[str, ...], scheme: Scheme) -> None:
-        """Note a group: modules by name, by pattern, or all, which is what a class stands for."""
         for target in targets or ("Linear",):
             if target.startswith("re:"):
                 self._by_pattern.append((_pattern(target), scheme))
@@ -155,7 +154,6 @@ class MakerConfig:
 
 
 def _names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a configuration says is not converted, under whatever key."""
     for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
         names = config.get(key) or ()
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):

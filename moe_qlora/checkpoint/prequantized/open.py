@@ -142,7 +142,6 @@ class PrequantizedCheckpoint(Checkpoint):
 
 
 def _read_config(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> MakerConfig:
-    """Return what a configuration says; an error names one of the tensors that it is about."""
     try:
         return MakerConfig(config)
     except CheckpointError as error:
@@ -273,7 +272,6 @@ def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]
 
 
 def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
-    """Return what modelopt wrote beside a config.json without a quantization_config."""
     if not (folder / MODELOPT_CONFIG).is_file():
         return None
     said = read_json(inside(folder, MODELOPT_CONFIG))
@@ -286,7 +284,6 @@ def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _check_unnamed(checkpoint: Checkpoint) -> None:
-    """Refuse codes that no configuration says the meaning of."""
     for key in checkpoint:
         dtype = checkpoint.info(key).dtype
         is_float8 = dtype.is_floating_point and dtype.itemsize == 1

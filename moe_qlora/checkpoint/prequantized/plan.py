@@ -145,7 +145,6 @@ def _need(part: str, key: str, stored: Mapping[str, TensorInfo]) -> None:
 def _scheme(
     key: str, module: str, config: MakerConfig, kind: str, bits: int | None = None
 ) -> Scheme:
-    """Return the scheme of codes, which are of this kind and have so many bits."""
     scheme = config.scheme(module)
     if scheme is None or scheme.kind != kind or scheme.bits not in (bits or scheme.bits,):
         said = "no group of it is for them" if scheme is None else f"it says {scheme.setting}"
@@ -166,7 +165,6 @@ def _scale_of(key: str, stored: Mapping[str, TensorInfo]) -> str | None:
 
 
 def _like(key: str, role: str, tensors: Mapping[str, Quantized]) -> str | None:
-    """Return the key of a part beside `key`, as whole tensors of the folder have it."""
     module, _, last = key.rpartition(".")
     for tensor in tensors.values():
         if any(part.rpartition(".")[2] == last for part in tensor.parts.values()):
@@ -183,7 +181,6 @@ def _is_idle(key: str, tensors: Mapping[str, Quantized]) -> bool:
 
 
 def _holds_codes(key: str, info: TensorInfo, config: MakerConfig) -> bool:
-    """Whether a tensor that is no part holds codes all the same."""
     if info.dtype == torch.float8_e8m0fnu:
         return False
     if info.dtype.is_floating_point:
@@ -196,7 +193,6 @@ def _holds_codes(key: str, info: TensorInfo, config: MakerConfig) -> bool:
 
 
 def _is_scale(key: str, info: TensorInfo, config: MakerConfig) -> bool:
-    """Whether a tensor that is no part holds scales all the same."""
     module, _, last = key.rpartition(".")
     if info.dtype == torch.float8_e8m0fnu:
         return True
