@@ -108,7 +108,11 @@ def quantize_checkpoint(
         new_folder(out, job=job.checksum(identity, max_shard_size)) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
-        _remove_partial_files(work)
+        for entry in work.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.is_symlink() or not entry.match("shard-*.safetensors"):
+                entry.unlink()
         shards = job.write(work, max_shard_size, tell)
         _write_auxiliary_files(folder, work, model, config)
         try:
@@ -335,14 +339,6 @@ class PackingJob:
             yield f"{module}{SCALES}", weight.absmax
             # bitsandbytes' number of the row-major layout
             yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
-
-
-def _remove_partial_files(work: Path) -> None:
-    for entry in work.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.is_symlink() or not entry.match("shard-*.safetensors"):
-            entry.unlink()
 
 
 def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:

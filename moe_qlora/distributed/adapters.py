@@ -169,14 +169,6 @@ def _mesh(model: nn.Module) -> Any:
     return None if sharded is None else sharded.device_mesh
 
 
-def _broadcast(values: Tensor, mesh: Any, dimensions: int) -> None:
-    """Overwrite values with those of the first rank along the mesh's first dimensions."""
-    for dimension in reversed(range(dimensions)):
-        group = mesh.get_group(dimension)
-        source = distributed.get_global_rank(group, 0)
-        distributed.broadcast(values, src=source, group=group)
-
-
 class _Replicate:
     """Averages gradients of the trained parameters that are whole on each rank of a mesh."""
 
@@ -192,7 +184,10 @@ class _Replicate:
             if not parameter.requires_grad or hasattr(parameter, "device_mesh"):
                 continue
             if not getattr(parameter, _SEEN, False):
-                _broadcast(parameter.data, self.mesh, self.mesh.ndim)
+                for dimension in reversed(range(self.mesh.ndim)):
+                    group = self.mesh.get_group(dimension)
+                    source = distributed.get_global_rank(group, 0)
+                    distributed.broadcast(parameter.data, src=source, group=group)
                 parameter.register_post_accumulate_grad_hook(self._average)
                 setattr(parameter, _SEEN, True)
 

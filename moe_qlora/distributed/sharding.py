@@ -69,7 +69,11 @@ def lay_out(model: nn.Module) -> nn.Module:
         codes = parametrize.original_of(module, name)
         if id(codes) in done:
             owner, statistics = done[id(codes)]
-            statistics = _another(statistics)
+            # Engines tell tied parameters by their modules: one module in two layers confuses
+            # fully_shard.
+            statistics = copy.copy(statistics)
+            statistics._parameters = dict(statistics._parameters)
+            statistics._buffers = dict(statistics._buffers)
         else:
             owner, statistics = _shardable(parametrize.read_packed(module, name), decoder)
             cast(Any, statistics).name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
@@ -102,16 +106,6 @@ def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Mod
         return nn.Parameter(packed.codes.view(-1, 1), requires_grad=False), decoder
     statistics = Shardable4bit(packed)
     return packed_codes(packed, statistics), statistics
-
-
-def _another(statistics: nn.Module) -> nn.Module:
-    """Return a module with the same parameters, for a weight that is tied.
-
-    Engines tell tied parameters by their modules: one module in two layers confuses fully_shard.
-    """
-    other = copy.copy(statistics)
-    other._parameters, other._buffers = dict(other._parameters), dict(other._buffers)
-    return other
 
 
 class ShardableLinear4bit(bnb.Linear4bit):

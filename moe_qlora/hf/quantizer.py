@@ -168,9 +168,30 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             self._spec.kept = weights_to_keep(model, self._spec)
         filled_later = self._spec.params or self._spec.prequantized is not None
         if ranks is not None and ranks.shards and filled_later:
-            self._shard(ranks, model, files, dtype)
+            spec, self._spec = self._spec, None
+            if spec is None or spec.files is None or not files:
+                raise CheckpointError(
+                    "A model that is sharded while it loads is read from safetensors files: give a "
+                    "folder or a hub id with such files."
+                )
+            refuse_to_shard(spec.kept, "fully_shard the model after it is loaded")
+            spec.files.close()
+            model.hf_quantizer = self
+            folder = Path(files[0]).parent
+            self._sharded = ranks.shard(
+                model, spec, self.quantization_config, folder, dtype, self._makers_config
+            )
             return
-        self._spec.unit_nbytes = self._unit_nbytes(model)
+        blocks = set(model._no_split_modules or ())
+        owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
+        units: dict[str, float] = {}
+        for name, parameter in model.named_parameters():
+            parts = name.split(".")
+            above = (".".join(parts[:end]) for end in range(1, len(parts)))
+            unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
+            size = parameter.numel() * self.param_element_size(model, name, parameter)
+            units[unit] = units.get(unit, 0.0) + size
+        self._spec.unit_nbytes = tuple(units.values())
 
     def _several(self, config: Any) -> Any:
         asked = getattr(config, "distributed_config", None)
@@ -181,21 +202,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         asked |= {"keep_codes": self._keeps_codes()}
         asked |= {"skip_modules": tuple(self._extra_skip_modules())}
         return asked | (file_facts(Path(files[0]).parent) if files else {})
-
-    def _shard(self, ranks: Any, model: Any, files: list[str] | None, dtype: Any) -> None:
-        spec, self._spec = self._spec, None
-        if spec is None or spec.files is None or not files:
-            raise CheckpointError(
-                "A model that is sharded while it loads is read from safetensors files: give a "
-                "folder or a hub id with such files."
-            )
-        refuse_to_shard(spec.kept, "fully_shard the model after it is loaded")
-        spec.files.close()
-        model.hf_quantizer = self
-        folder = Path(files[0]).parent
-        self._sharded = ranks.shard(
-            model, spec, self.quantization_config, folder, dtype, self._makers_config
-        )
 
     def _add_skips(self, model: Any) -> None:
         extra = self._extra_skip_modules()
@@ -305,19 +311,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             shares |= {place: even[place] for place in places[:-1]}
         return shares
 
-    def _unit_nbytes(self, model: Any) -> tuple[float, ...]:
-        """Return the bytes of the model's blocks and of the layers outside them, in order."""
-        blocks = set(model._no_split_modules or ())
-        owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
-        units: dict[str, float] = {}
-        for name, parameter in model.named_parameters():
-            parts = name.split(".")
-            above = (".".join(parts[:end]) for end in range(1, len(parts)))
-            unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
-            size = parameter.numel() * self.param_element_size(model, name, parameter)
-            units[unit] = units.get(unit, 0.0) + size
-        return tuple(units.values())
-
     def get_quantize_ops(self) -> Any:
         """Return the stock operation, kept from expert weights: converters have packed these."""
         ops = super().get_quantize_ops()  # type: ignore[misc]
@@ -413,16 +406,21 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     """Attach what converters packed, pack what they did not see, and mark the model quantized."""
     _restore_conversions(model, spec)
     check_read(model, spec)
-    _check_linears(spec)
+    if spec.faults:
+        raise spec.faults[0]
+    extremes = spec.extremes
+    devices = {extreme.device for extreme in extremes.values()}
+    for device in devices:  # one wait for each
+        names = [name for name, extreme in extremes.items() if extreme.device == device]
+        finite = are_below(torch.stack([extremes[n].double() for n in names])).all(1).tolist()
+        bad = [name for name, whole in zip(names, finite, strict=True) if not whole]
+        if bad:
+            raise NonFiniteWeightError(
+                f"{listed(bad)} holds NaN or inf (or {LARGEST:.0e} and more), and the blocks with "
+                "it could not be decoded: repair the checkpoint."
+            )
     if not spec.params:
         return
-    _attach(model, spec)
-    finish_packing(model, spec.layout, config, spec.settings)
-    if spec.offloads:
-        offload(model)
-
-
-def _attach(model: Any, spec: LoadSpec) -> None:
     by_codes = {id(parameter): packed for parameter, packed in spec.packed.values()}
     spec.packed.clear()  # Each is freed as soon as it lies elsewhere
     lost = []
@@ -444,22 +442,9 @@ def _attach(model: Any, spec: LoadSpec) -> None:
             "would be packed. Load the 16-bit checkpoint of this model; one that another tool has "
             "packed keeps its weights under other names."
         )
-
-
-def _check_linears(spec: LoadSpec) -> None:
-    if spec.faults:
-        raise spec.faults[0]
-    extremes = spec.extremes
-    devices = {extreme.device for extreme in extremes.values()}
-    for device in devices:  # one wait for each
-        names = [name for name, extreme in extremes.items() if extreme.device == device]
-        finite = are_below(torch.stack([extremes[n].double() for n in names])).all(1).tolist()
-        bad = [name for name, whole in zip(names, finite, strict=True) if not whole]
-        if bad:
-            raise NonFiniteWeightError(
-                f"{listed(bad)} holds NaN or inf (or {LARGEST:.0e} and more), and the blocks with "
-                "it could not be decoded: repair the checkpoint."
-            )
+    finish_packing(model, spec.layout, config, spec.settings)
+    if spec.offloads:
+        offload(model)
 
 
 def _restore_conversions(model: Any, spec: LoadSpec) -> None:

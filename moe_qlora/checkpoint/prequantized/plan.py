@@ -104,7 +104,15 @@ def _plan(
         _need(f"{name}_scales", key, stored)
         return name, plan_mxfp4(name, stored)
     if config.method == COMPRESSED and last.endswith("_packed"):
-        return _plan_packed(key, stored, config, shape_of)
+        name = key.removesuffix("_packed")
+        _need(f"{name}_scale", key, stored)
+        module = name.rpartition(".")[0]
+        if stored[key].dtype == torch.uint8:
+            return name, plan_fp4(
+                key, name, f"{name}_scale", stored, _scheme(key, module, config, FLOAT, 4)
+            )
+        _need(f"{name}_shape", key, stored)
+        return name, plan_int(key, name, stored, _scheme(key, module, config, INT), shape_of)
     if info.dtype not in (*FP8_DTYPES, torch.int8, torch.uint8):
         return None
     scale = _scale_of(key, stored)
@@ -119,20 +127,6 @@ def _plan(
     if info.dtype == torch.uint8 and config.method == MODELOPT:
         return key, plan_fp4(key, key, scale, stored, _scheme(key, module, config, FLOAT, 4))
     return None
-
-
-def _plan_packed(
-    key: str, stored: Mapping[str, TensorInfo], config: MakerConfig, shape_of: ShapeOf
-) -> tuple[str, Quantized]:
-    name = key.removesuffix("_packed")
-    _need(f"{name}_scale", key, stored)
-    module = name.rpartition(".")[0]
-    if stored[key].dtype == torch.uint8:
-        return name, plan_fp4(
-            key, name, f"{name}_scale", stored, _scheme(key, module, config, FLOAT, 4)
-        )
-    _need(f"{name}_shape", key, stored)
-    return name, plan_int(key, name, stored, _scheme(key, module, config, INT), shape_of)
 
 
 def _need(part: str, key: str, stored: Mapping[str, TensorInfo]) -> None:
