@@ -42,7 +42,11 @@ class RankLoad:
     @property
     def shards(self) -> bool:
         """Whether transformers shards the model by FSDP2."""
-        return shards_model(self.config)
+        sizes: Mapping[str, int] = {
+            name: getattr(self.config, name, None) or 1
+            for name in ("tp_size", "pp_size", "ep_size")
+        }
+        return self.config is not None and self.config.dp_size > 1 and set(sizes.values()) == {1}
 
     def begin(self, facts: Facts) -> None:
         """Compare what the ranks were given; refuse what packed weights do not support.
@@ -200,14 +204,6 @@ def _fill_packing(
 def _dequantized(base: PlainBase, files: PrequantizedCheckpoint) -> set[str]:
     groups = base.layout.by_name.items()
     return {name for name, group in groups if any(map(files.is_dequantized, group.keys))}
-
-
-def shards_model(config: Any) -> bool:
-    """Whether a `DistributedConfig` asks for FSDP2 alone."""
-    sizes: Mapping[str, int] = {
-        name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")
-    }
-    return config is not None and config.dp_size > 1 and set(sizes.values()) == {1}
 
 
 def _shard_by_plan(model: Any, config: Any) -> None:

@@ -87,17 +87,12 @@ def lay_out(model: nn.Module) -> nn.Module:
         if isinstance(module, (ShardableLinear4bit, ShardableLinear8bit)):
             cast(Any, module.statistics).name = unwrapped_name(f"{name}.weight".lstrip("."))
         if isinstance(module, ShardableLinear4bit):
-            _describe_share(module)
+            weight: Any = module.weight
+            if not isinstance(weight, PackedCodes):
+                held = module.statistics
+                weight.compress_statistics, weight.quant_type = held.double_quant, held.kind
+                weight.quant_storage = held.storage_dtype
     return model
-
-
-def _describe_share(module: ShardableLinear4bit) -> None:
-    """Set the attributes of a `Params4bit` that PEFT reads on a layer's sharded codes."""
-    weight: Any = module.weight
-    if not isinstance(weight, PackedCodes):
-        statistics = module.statistics
-        weight.compress_statistics, weight.quant_type = statistics.double_quant, statistics.kind
-        weight.quant_storage = statistics.storage_dtype
 
 
 def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:

@@ -209,19 +209,15 @@ def nest_absmax(absmax: Tensor, offset: Tensor) -> tuple[Tensor, NestedAbsmax]:
 
 def first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
     """Return the fp32 absmax of the first-level blocks [begin, end)."""
-    if packed.nested is None:
+    nested = packed.nested
+    if nested is None:
         return packed.absmax[begin:end].float()
-    return decode_absmax(packed.absmax, packed.nested, begin, end)
-
-
-def decode_absmax(codes: Tensor, nested: NestedAbsmax, begin: int, end: int) -> Tensor:
-    """Return the fp32 absmax [begin, end) of uint8 ones, decoded by their second level."""
     import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
 
     first, last = begin // nested.blocksize, cdiv(end, nested.blocksize)
     start = first * nested.blocksize
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        codes[start : last * nested.blocksize],
+        packed.absmax[start : last * nested.blocksize],
         nested.absmax[first:last],
         nested.table,
         nested.blocksize,

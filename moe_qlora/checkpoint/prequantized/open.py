@@ -192,7 +192,18 @@ def open_plain(
     checkpoint = Checkpoint(files) if files is not None else open_checkpoint(folder)
     try:
         if own is None:
-            _check_unnamed(checkpoint)
+            for key in checkpoint:
+                kind = checkpoint.info(key).dtype
+                is_float8 = kind.is_floating_point and kind.itemsize == 1
+                base = key.removesuffix("_blocks").removesuffix("_packed")
+                is_packed = base != key and (
+                    f"{base}_scales" in checkpoint or f"{base}_scale" in checkpoint
+                )
+                if is_float8 or is_packed:
+                    raise CheckpointError(
+                        f"{key} is {dtype_name(kind)}, and {CONFIG} has no quantization_config "
+                        "that says how it was quantized: put the maker's back."
+                    )
         if own is None or maker_method({"quantization_config": own}) is None:
             return checkpoint
         return PrequantizedCheckpoint(checkpoint, own, dtype or _dtype(config))
@@ -281,21 +292,6 @@ def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
     ):
         return None  # only the KV cache is quantized
     return {**inner, "quant_method": MODELOPT}
-
-
-def _check_unnamed(checkpoint: Checkpoint) -> None:
-    for key in checkpoint:
-        dtype = checkpoint.info(key).dtype
-        is_float8 = dtype.is_floating_point and dtype.itemsize == 1
-        base = key.removesuffix("_blocks").removesuffix("_packed")
-        is_packed = base != key and (
-            f"{base}_scales" in checkpoint or f"{base}_scale" in checkpoint
-        )
-        if is_float8 or is_packed:
-            raise CheckpointError(
-                f"{key} is {dtype_name(dtype)}, and {CONFIG} has no quantization_config that says "
-                "how it was quantized: put the maker's back."
-            )
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
