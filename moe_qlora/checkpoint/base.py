@@ -310,6 +310,19 @@ class PackedBase(Base):
         return codec.unpack_range(weight, start, weight.shape[0] if stop is None else stop)
 
 
+def stored_apart(base: Base, stored: list[str]) -> bool:
+    """Whether the base stores several that are not equal: transformers then unties them."""
+    if len(stored) < 2:
+        return False
+    first = base.layout.by_name[stored[0]]
+    for start, stop in first.slices():
+        left = base.values(first, start, stop)[stored[0]]
+        others = (base.values(base.layout.by_name[n], start, stop)[n] for n in stored[1:])
+        if not all(same_bits(left, other) for other in others):
+            return True
+    return False
+
+
 def resolve_plain(folder: Path, wanted: str, trust_remote_code: bool) -> named.Source:
     """Return the source of a 16-bit folder's model; of one that its maker quantized, dequantized.
 

@@ -37,7 +37,7 @@ from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
-from .base import PlainBase, resolve_plain
+from .base import PlainBase, resolve_plain, stored_apart
 from .conversion import Group
 from .integrity import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
@@ -46,7 +46,6 @@ from .reader import check_plain, read_header
 from .save import copy_auxiliary_files
 from .source import Identity, identify
 from .staging import absolute, check_new, new_folder
-from .tied_weights import stored_apart
 from .training_codec import from_config
 from .writer import GrowingShard, plan_shards
 

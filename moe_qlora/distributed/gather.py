@@ -101,7 +101,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
     """Return the entries of a single process's state dict, in its order.
 
     `state_dict` is the model's own, or has whole tensors under its keys; these may be the keys of
-    either layout (state_dict.py).
+    either layout (parametrize.py).
     """
     replaced: dict[str, dict[str, WholeTensor]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

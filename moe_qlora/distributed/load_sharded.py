@@ -46,7 +46,7 @@ from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
-from ..hf.kept import refuse_to_shard
+from ..hf.converters import refuse_to_shard
 from ..hf.model import finish_packing
 from ..layout import ExpertParam, ModelLayout
 from ..lora.config import record_base

@@ -51,7 +51,7 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
 
     Returns the model. It saves the same packed folder as before; its `state_dict` has torch's keys,
     `<module>.parametrizations.<name>.original` and `.0.absmax`, which engines look up as
-    parameters (state_dict.py). A `ConfigError` where experts lie in host memory.
+    parameters (parametrize.py). A `ConfigError` where experts lie in host memory.
     """
     parametrize.check_resident(model)
     return lay_out(model)

@@ -40,8 +40,9 @@ from .converters import (
     PackedConverter,
     RestConverter,
     WeightPacker,
+    refuse_to_shard,
+    weights_to_keep,
 )
-from .kept import refuse_to_shard, weights_to_keep
 from .model import finish_packing
 from .prequantized import (
     PlainNames,

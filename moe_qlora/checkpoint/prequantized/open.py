@@ -21,8 +21,7 @@ from ..manifest import CONFIG
 from ..reader import Checkpoint, TensorInfo, inside
 from .config import MODELOPT, MakerConfig, maker_config, maker_method
 from .decode import CODES, SHAPE, Quantized, dequantize
-from .formats import check_shape, described
-from .plan import plan_tensors
+from .formats import check_shape, described, plan_tensors
 
 
 class PrequantizedCheckpoint(Checkpoint):
