@@ -23,7 +23,7 @@ from ..checkpoint.integrity import open_shards
 from ..checkpoint.load_spec import LoadSpec, kept_dtypes
 from ..checkpoint.prequantized import PrequantizedCheckpoint
 from ..errors import ConfigError
-from ..hf.prequantized import COMPANION
+from ..hf.converters import COMPANION
 from ..packing import parametrize
 from .agreement import Facts, check_agreement
 from .filling import CheckpointRows, ShardedWeights, targets_of

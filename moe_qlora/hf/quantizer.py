@@ -38,19 +38,17 @@ from .converters import (
     FillingConverter,
     LinearConverter,
     PackedConverter,
+    PlainNames,
     RestConverter,
     WeightPacker,
-    refuse_to_shard,
-    weights_to_keep,
-)
-from .model import finish_packing
-from .prequantized import (
-    PlainNames,
     check_read,
     load_dtypes,
     open_files,
+    refuse_to_shard,
     take_makers_config,
+    weights_to_keep,
 )
+from .model import finish_packing
 
 
 @cache

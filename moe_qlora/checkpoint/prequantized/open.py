@@ -20,8 +20,7 @@ from ..integrity import open_checkpoint
 from ..manifest import CONFIG
 from ..reader import Checkpoint, TensorInfo, inside
 from .config import MODELOPT, MakerConfig, maker_config, maker_method
-from .decode import CODES, SHAPE, Quantized, dequantize
-from .formats import check_shape, described, plan_tensors
+from .formats import CODES, SHAPE, Quantized, check_shape, dequantize, described, plan_tensors
 
 
 class PrequantizedCheckpoint(Checkpoint):
