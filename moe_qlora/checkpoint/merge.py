@@ -285,31 +285,26 @@ class _Merge:
         self.nbytes = sum(
             math.prod(shape) * dtype.itemsize for dtype, shape in self._specs.values()
         )
-        self._check_reached()
-
-    def _check_reached(self) -> None:
-        """Raise if a weight to be changed or rounded is not on disk, or not floating-point."""
-        on_disk, updates = self._base.layout.by_name.keys(), self._updates
+        on_disk = base.layout.by_name.keys()
         for name in (*updates.deltas, *updates.replacements):
             if name not in on_disk:
                 raise AdapterError(
-                    f"{self._adapter.folder} changes {name}, which the base's files do not hold."
+                    f"{adapter.folder} changes {name}, which the base's files do not hold."
                 )
-        if self._training is not None:
-            for name in sorted(self._training.experts | self._training.linears):
+        if training is not None:
+            for name in sorted(training.experts | training.linears):
                 if name not in on_disk and name not in updates.tied:
                     raise CheckpointError(
                         f"{name} was packed in training, and the base's files do not hold it."
                     )
-            for group in self._base.layout.groups:
-                for key in group.keys if any(n in self._training for n in group.shapes) else ():
-                    check_plain(key, self._base.disk[key][1])
-        for group in filter(self._changes, self._base.layout.groups):
+            for group in base.layout.groups:
+                for key in group.keys if any(n in training for n in group.shapes) else ():
+                    check_plain(key, base.disk[key][1])
+        for group in filter(self._changes, base.layout.groups):
             for key in group.keys:
-                dtype = self._base.disk[key][1]
-                if dtype not in FLOATS:
+                if (kind := base.disk[key][1]) not in FLOATS:
                     raise CheckpointError(
-                        f"{key} is {dtype}, which an adapter cannot be added to: name a base in "
+                        f"{key} is {kind}, which an adapter cannot be added to: name a base in "
                         "16 bit."
                     )
 
@@ -453,7 +448,8 @@ def _write_auxiliary_files(
     copied = _copy_side_files(source, adapter, folder)
     config = read_json(source / CONFIG)
     packed = any(name in config for name in _PACKED_KEYS)
-    if dtype is None and base.keeps_files and not packed and not merge.new_config:
+    unchanged = dtype is None and base.keeps_files and not merge.new_config
+    if unchanged and not packed:
         shutil.copyfile(source / CONFIG, folder / CONFIG)
     else:
         config = config if base.keeps_files else plain_json(config)
@@ -466,7 +462,18 @@ def _write_auxiliary_files(
             _set_dtype(config, dtype_name(dtype))
         write_changes(config, merge.new_config, merge.text_type)
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _write_index(source, folder, base, merge, dtype)
+    index = index_of(source) if base.keeps_files else source / INDEX
+    if index is None or (not base.keeps_files and len(merge.files) == 1):
+        return copied
+    if unchanged:
+        shutil.copyfile(index, folder / index.name)
+        return copied
+    names = {key: file.name for file in merge.files for key in file.keys}
+    new = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
+    content: dict[str, Any] = read_json(index, MAX_JSON) if base.keeps_files else new
+    content["weight_map"] = {key: content["weight_map"].get(key, names[key]) for key in names}
+    content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
+    (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return copied
 
 
@@ -506,24 +513,6 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
             config[key] = dtype
         elif isinstance(value, dict):
             _set_dtype(value, dtype)
-
-
-def _write_index(
-    source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
-) -> None:
-    """Write the index of the merged files, copied from the base where it has the same files."""
-    index = index_of(source) if base.keeps_files else source / INDEX
-    if index is None or (not base.keeps_files and len(merge.files) == 1):
-        return
-    if dtype is None and base.keeps_files and not merge.new_config:
-        shutil.copyfile(index, folder / index.name)
-        return
-    names = {key: file.name for file in merge.files for key in file.keys}
-    new = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
-    content: dict[str, Any] = read_json(index, MAX_JSON) if base.keeps_files else new
-    content["weight_map"] = {key: content["weight_map"].get(key, names[key]) for key in names}
-    content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
-    (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 # Tensors that a merged folder has in another shape than its base, or has instead.

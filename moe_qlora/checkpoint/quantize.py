@@ -208,7 +208,16 @@ class PackingJob:
                 f"which a {type(model).__name__} needs: config.json is of another model."
             )
         if not (on_disk - left_out) & self.spec.params.keys():
-            raise CheckpointError(self._why_nothing_to_pack(model))
+            folder, skipped = self.base.folder, self.config.llm_int8_skip_modules
+            if skipped and len(detect(model)):
+                raise CheckpointError(
+                    f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
+                    "weight unpacked; name fewer."
+                )
+            raise CheckpointError(
+                f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
+                "transformers and its own bitsandbytes settings."
+            )
         steps = [
             (group, names)
             for group in self.base.layout.groups
@@ -218,18 +227,6 @@ class PackingJob:
         for key in (key for group, names in steps if floating & {*names} for key in group.keys):
             check_plain(key, self.base.disk[key][1])
         return steps
-
-    def _why_nothing_to_pack(self, model: Any) -> str:
-        folder, skipped = self.base.folder, self.config.llm_int8_skip_modules
-        if skipped and len(detect(model)):
-            return (
-                f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
-                "weight unpacked; name fewer."
-            )
-        return (
-            f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
-            "transformers and its own bitsandbytes settings."
-        )
 
     def experts(self) -> dict[str, PackedEntry]:
         """Return the manifest's entries of packed expert weights."""

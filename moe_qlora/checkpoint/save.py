@@ -155,22 +155,19 @@ def _tensors_to_save(
             continue
         if key in ignored or any(key == name or key.startswith(f"{name}.") for name in aliases):
             continue
-        reason = _why_not_saved(tensor.source)
-        if reason is not None:
-            raise CheckpointError(f"{key} {reason}.")
+        if not isinstance(tensor.source, Tensor):
+            kind = type(tensor.source).__name__
+            raise CheckpointError(f"{key} is {kind} and no tensor: leave it out of state_dict.")
+        if tensor.source.is_meta:
+            raise CheckpointError(
+                f"{key} is on the meta device and cannot be saved: load the model without "
+                "offloading it."
+            )
         saved[key] = tensor
     missing = packed - aliases - saved.keys()
     if missing:
         raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
     return saved
-
-
-def _why_not_saved(value: Any) -> str | None:
-    if not isinstance(value, Tensor):
-        return f"is {type(value).__name__} and no tensor: leave it out of state_dict"
-    if value.is_meta:
-        return "is on the meta device and cannot be saved: load the model without offloading it"
-    return None
 
 
 def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source: str) -> bool:

@@ -80,10 +80,26 @@ def lay_out(model: nn.Module) -> nn.Module:
             done[id(codes)] = owner, statistics
         chain._parameters["original"], chain._modules["0"] = owner, statistics
     for name, module in list(model.named_modules()):
-        if type(module) is bnb.Linear4bit:
-            _prepare_4bit(module)
-        elif type(module) is bnb.Linear8bitLt:
-            _prepare_8bit(module)
+        linear: Any = module
+        if (
+            type(module) is bnb.Linear4bit
+            and getattr(linear.weight, "quant_state", None) is not None
+        ):
+            packed = read_linear(module)
+            statistics = ShardableStatistics(packed)
+            held: Any = packed_codes(packed, statistics)
+            held.module = module  # as on bitsandbytes' own parameter
+            linear.__class__ = ShardableLinear4bit
+            linear.weight, linear.statistics, linear.quant_state = held, statistics, None
+        elif type(module) is bnb.Linear8bitLt and not (
+            linear.weight.CB is None and linear.state.CB is None
+        ):
+            packed = read_linear(module)
+            statistics = PackedScales(packed)
+            _scales_as_parameter(statistics)
+            linear.__class__ = ShardableLinear8bit
+            linear.weight = nn.Parameter(packed.codes, requires_grad=False)
+            linear.statistics, linear.state.CB, linear.state.SCB = statistics, None, None
         if isinstance(module, (ShardableLinear4bit, ShardableLinear8bit)):
             cast(Any, module.statistics).name = unwrapped_name(f"{name}.weight".lstrip("."))
         if isinstance(module, ShardableLinear4bit):
@@ -213,32 +229,10 @@ def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None
         require_whole(read(module.weight, module.statistics))
 
 
-def _prepare_8bit(module: Any) -> None:
-    if module.weight.CB is None and module.state.CB is None:
-        return
-    packed = read_linear(module)
-    statistics = PackedScales(packed)
-    _scales_as_parameter(statistics)
-    module.__class__ = ShardableLinear8bit
-    module.weight, module.statistics = nn.Parameter(packed.codes, requires_grad=False), statistics
-    module.state.CB = module.state.SCB = None
-
-
 def _scales_as_parameter(decoder: PackedScales) -> None:
     bits = cast(Tensor, decoder._buffers.pop("scale_bits"))
     decoder._non_persistent_buffers_set.discard("scale_bits")
     decoder.register_parameter("scale_bits", nn.Parameter(bits, requires_grad=False))
-
-
-def _prepare_4bit(module: Any) -> None:
-    if getattr(module.weight, "quant_state", None) is None:
-        return
-    packed = read_linear(module)
-    statistics = ShardableStatistics(packed)
-    codes: Any = packed_codes(packed, statistics)
-    codes.module = module  # as on bitsandbytes' own parameter
-    module.__class__ = ShardableLinear4bit
-    module.weight, module.statistics, module.quant_state = codes, statistics, None
 
 
 @contextmanager

@@ -403,7 +403,15 @@ class _PackLinears(ConversionOps):
 
 def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     """Attach what converters packed, pack what they did not see, and mark the model quantized."""
-    _restore_conversions(model, spec)
+    # A later save of the decoded model finds transformers' own converters.
+    if spec.manifest is not None:
+        # Nothing was renamed on the way in; without a record, the model type's mapping is used.
+        model.__dict__.pop("_weight_conversions", None)
+    conversions = model.__dict__.get("_weight_conversions", ())
+    for at, conversion in enumerate(conversions):
+        if isinstance(conversion, FillingConverter):
+            conversions[at] = conversion.stock
+            conversion.stock._was_used = conversion._was_used
     check_read(model, spec)
     if spec.faults:
         raise spec.faults[0]
@@ -444,17 +452,3 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     finish_packing(model, spec.layout, config, spec.settings)
     if spec.offloads:
         offload(model)
-
-
-def _restore_conversions(model: Any, spec: LoadSpec) -> None:
-    """Let a later save of the decoded model find transformers' own converters."""
-    if spec.manifest is not None:
-        # Nothing was renamed on the way in; without a record, the model type's mapping is used.
-        model.__dict__.pop("_weight_conversions", None)
-        return
-    if "_weight_conversions" not in model.__dict__:
-        return
-    for at, conversion in enumerate(model._weight_conversions):
-        if isinstance(conversion, FillingConverter):
-            model._weight_conversions[at] = conversion.stock
-            conversion.stock._was_used = conversion._was_used
