@@ -460,7 +460,13 @@ def _write_auxiliary_files(
                 text.pop(name, None)
         if dtype is not None:
             _set_dtype(config, dtype_name(dtype))
-        write_changes(config, merge.new_config, merge.text_type)
+        text = [part for part in _parts(config) if part.get("model_type") == merge.text_type]
+        config.update(
+            {key: value for key, value in merge.new_config.items() if key != "vocab_size"}
+        )
+        for key in merge.new_config.keys() & {"vocab_size", "tie_word_embeddings"}:
+            for part in text or [config]:
+                part[key] = merge.new_config[key]
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     index = index_of(source) if base.keeps_files else source / INDEX
     if index is None or (not base.keeps_files and len(merge.files) == 1):
@@ -583,15 +589,6 @@ def reshape(
             )
         changes["vocab_size"] = next(iter(rows.values()))
     return changes
-
-
-def write_changes(config: dict[str, Any], changes: Mapping[str, Any], text_type: str) -> None:
-    """Set the changed fields in the JSON of a configuration, and of its text model's in it."""
-    text = [part for part in _parts(config) if part.get("model_type") == text_type]
-    config.update({key: value for key, value in changes.items() if key != "vocab_size"})
-    for key in changes.keys() & {"vocab_size", "tie_word_embeddings"}:
-        for part in text or [config]:
-            part[key] = changes[key]
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -101,7 +101,15 @@ def quantize_checkpoint(
     identity = identify(folder)  # before anything of it is read
     save.auxiliary_files(folder)
     model = build_model(folder, dtype, trust_remote_code)
-    job = PackingJob(folder, model, config, _usable_device(device))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
+    job = PackingJob(folder, model, config, place)
     with (
         closing(job.base),
         new_folder(out, job=job.checksum(identity, max_shard_size)) as work,
@@ -134,18 +142,6 @@ def copy_config(config: Any) -> Any:
             f"quantization_config is {type(config).__name__}: give a BitsAndBytesConfig or a dict."
         )
     return copy.deepcopy(config)
-
-
-def _usable_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        usable = torch.device(device)
-        torch.empty(0, device=usable)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
-    return usable
 
 
 def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:

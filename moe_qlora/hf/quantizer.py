@@ -305,7 +305,22 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         places = [device for device, share in shares.items() if isinstance(device, int) and share]
         if len(places) < 2:
             return shares
-        even = dict(zip(places, _even_shares(self._spec.unit_nbytes, len(places)), strict=True))
+        # Blocks of these bytes, in order, spread evenly.
+        units, last = self._spec.unit_nbytes, len(places) - 1
+        total, done, at = sum(units), 0.0, 0
+        taken = [0.0] * len(places)
+        for unit in units:
+            # to where its middle lies, were the model one line cut into equal parts
+            while at < last and done + unit / 2 > total * (at + 1) / len(places):
+                at += 1
+            taken[at] += unit
+            done += unit
+        even = {
+            place: share + min(units, default=0.0) / 2
+            for place, share in zip(places, taken, strict=True)
+        }
+        # On the first device accelerate keeps room for the largest layer free.
+        even[places[0]] += max(units, default=0.0)
         if all(shares[place] >= even[place] for place in places):
             shares |= {place: even[place] for place in places[:-1]}
         return shares
@@ -339,22 +354,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         for name in ("_spec", "_device_map", "_checked", "_mark", "_sharded", "_makers_config"):
             quantizer.__dict__.pop(name, None)
         return quantizer
-
-
-def _even_shares(units: Sequence[float], devices: int) -> list[float]:
-    """Return what each device may take so that blocks of these bytes, in order, spread evenly."""
-    total, done, place = sum(units), 0.0, 0
-    taken = [0.0] * devices
-    for unit in units:
-        # to where its middle lies, were the model one line cut into equal parts
-        while place < devices - 1 and done + unit / 2 > total * (place + 1) / devices:
-            place += 1
-        taken[place] += unit
-        done += unit
-    shares = [share + min(units, default=0.0) / 2 for share in taken]
-    # On the first device accelerate keeps room for the largest layer free.
-    shares[0] += max(units, default=0.0)
-    return shares
 
 
 class _PackLinears(ConversionOps):

@@ -122,33 +122,26 @@ def dequantize(
     shape = (experts, columns, rows) if tensor.transposed else (experts, rows, columns)
     plain = torch.empty(shape, dtype=dtype, device=codes.device)
     target = plain.transpose(1, 2) if tensor.transposed else plain
+    high, wide = tensor.block
     step = max(1, PIECE * (1 if codes.is_cpu else 4) // columns)
     for expert in range(experts):
         own = scale[0 if tensor.one_scale else expert]
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             values = tensor.unpack(codes[expert, begin:end])[:, :columns]
-            place = first % tensor.block[0] + begin
-            _multiply(values, _piece(tensor, own, parts, place, end - begin), tensor.block[1])
+            place = first % high + begin
+            top, bottom = place // high, cdiv(place + end - begin, high)
+            grid = exponents(own[top:bottom])  # (rows, grid columns) from `place` on
+            if DIVISOR in parts:
+                grid = grid / parts[DIVISOR].float()
+            if FACTOR in parts:
+                grid = grid * parts[FACTOR].float()
+            if high > 1:
+                index = torch.arange(place, place + end - begin, device=grid.device) // high - top
+                grid = grid.index_select(0, index)
+            _multiply(values, grid, wide)
             target[expert, begin:end] = values.to(dtype)  # the one rounding
     return plain if tensor.stacked else plain[0]
-
-
-def _piece(
-    tensor: Quantized, scale: Tensor, parts: Mapping[str, Tensor], place: int, rows: int
-) -> Tensor:
-    """Return the scales (rows, grid columns) of rows from `place` on, fp32."""
-    high = tensor.block[0]
-    top, bottom = place // high, cdiv(place + rows, high)
-    grid = exponents(scale[top:bottom])
-    if DIVISOR in parts:
-        grid = grid / parts[DIVISOR].float()
-    if FACTOR in parts:
-        grid = grid * parts[FACTOR].float()
-    if high == 1:
-        return grid
-    index = torch.arange(place, place + rows, device=grid.device) // high - top
-    return grid.index_select(0, index)
 
 
 def _multiply(values: Tensor, scale: Tensor, wide: int) -> None:
@@ -246,26 +239,6 @@ NVFP4_SCALES = (torch.float8_e4m3fn,)
 def unpack_e2m1(codes: Tensor) -> Tensor:
     """Return the fp32 values (r, 2 w) of bytes (r, w)."""
     return unpack_nibbles(codes, TABLES[MXFP4])
-
-
-def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
-    """Return how `name`_blocks and `name`_scales of gpt-oss make the plain (E, in, out)."""
-    blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-    is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == MX_BLOCK // 2
-    if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
-        raise CheckpointError(
-            f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
-            "rows, groups, 16); copy the file again."
-        )
-    experts, rows, groups = blocks.shape[:3]
-    if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
-        raise CheckpointError(
-            f"{name}_scales is {described(scales)}: wanted are bytes of shape "
-            f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
-        )
-    parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
-    shape = (experts, groups * MX_BLOCK, rows)
-    return Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
 
 
 def plan_fp4(
@@ -464,7 +437,17 @@ def plan_tensors(
     rest = {key: info for key, info in rest.items() if not _is_idle(key, tensors)}
     for key, info in rest.items():
         if _holds_codes(key, info, config):
-            raise _without_scale(key, info, stored, tensors, config)
+            if (scale := _scale_of(key, stored)) is not None:
+                raise CheckpointError(
+                    f"{key} is {described(info)} beside {scale}, and {config.method} stores no "
+                    f"such codes: copy the whole folder, or {ADVICE}."
+                )
+            end = "_scale_inv" if config.method in (FP8, MXFP8) else "_scale"
+            wanted = _like(key, SCALE, tensors) or f"{key}{end}"
+            raise CheckpointError(
+                f"{key} is {described(info)}, which are codes, and {wanted}, without which they "
+                f"cannot be read, is missing: copy the whole folder, or {ADVICE}."
+            )
     for key, info in rest.items():
         if _is_scale(key, info, config):
             codes = _like(key, CODES, tensors) or "the tensor it belongs to"
@@ -493,7 +476,22 @@ def _plan(
             return None
         name = key.removesuffix("_blocks")
         _need(f"{name}_scales", key, stored)
-        return name, plan_mxfp4(name, stored)
+        blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+        is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == MX_BLOCK // 2
+        if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
+            raise CheckpointError(
+                f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
+                "rows, groups, 16); copy the file again."
+            )
+        experts, rows, groups = blocks.shape[:3]
+        if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
+            raise CheckpointError(
+                f"{name}_scales is {described(scales)}: wanted are bytes of shape "
+                f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
+            )
+        parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
+        shape = (experts, groups * MX_BLOCK, rows)
+        return name, Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
     if config.method == COMPRESSED and last.endswith("_packed"):
         name = key.removesuffix("_packed")
         _need(f"{name}_scale", key, stored)
@@ -582,24 +580,3 @@ def _is_scale(key: str, info: TensorInfo, config: MakerConfig) -> bool:
     if info.dtype == torch.float8_e8m0fnu:
         return True
     return last.endswith(_SCALES) and not config.is_ignored(module)
-
-
-def _without_scale(
-    key: str,
-    info: TensorInfo,
-    stored: Mapping[str, TensorInfo],
-    tensors: Mapping[str, Quantized],
-    config: MakerConfig,
-) -> CheckpointError:
-    scale = _scale_of(key, stored)
-    if scale is not None:
-        return CheckpointError(
-            f"{key} is {described(info)} beside {scale}, and {config.method} stores no such codes: "
-            f"copy the whole folder, or {ADVICE}."
-        )
-    end = "_scale_inv" if config.method in (FP8, MXFP8) else "_scale"
-    wanted = _like(key, SCALE, tensors) or f"{key}{end}"
-    return CheckpointError(
-        f"{key} is {described(info)}, which are codes, and {wanted}, without which they cannot be "
-        f"read, is missing: copy the whole folder, or {ADVICE}."
-    )
