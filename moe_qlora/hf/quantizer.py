@@ -427,6 +427,14 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
             )
     if not spec.params:
         return
+    _attach(model, spec)
+    finish_packing(model, spec.layout, config, spec.settings)
+    if spec.offloads:
+        offload(model)
+
+
+def _attach(model: Any, spec: LoadSpec) -> None:
+    # Apart, so that none of its names holds a weight when experts go to host memory.
     by_codes = {id(parameter): packed for parameter, packed in spec.packed.values()}
     spec.packed.clear()  # Each is freed as soon as it lies elsewhere
     lost = []
@@ -448,6 +456,3 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
             "would be packed. Load the 16-bit checkpoint of this model; one that another tool has "
             "packed keeps its weights under other names."
         )
-    finish_packing(model, spec.layout, config, spec.settings)
-    if spec.offloads:
-        offload(model)
