@@ -163,9 +163,8 @@ class _Fusion:
     model: nn.Module
     modules: Mapping[str, Mapping[str, ExpertParam]]
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    ranks: dict[str, int] = field(
-        default_factory=dict
-    )  # by the full name of the adapted module or parameter
+    # by the full name of the adapted module or parameter
+    ranks: dict[str, int] = field(default_factory=dict)
     scalings: dict[str, float] = field(default_factory=dict)
 
     def write(self, config: dict[str, Any]) -> dict[str, Tensor]:

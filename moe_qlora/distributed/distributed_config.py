@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -133,7 +132,12 @@ class ShardedLoad:
             turned = {name for name, kind in kinds.items() if not issubclass(kind, nn.Linear)}
             read = CheckpointRows(base, aliases, turned)
             self._files: Any = base
-            self._fill = partial(_fill_packing, base, read)
+
+            def fill(weights: ShardedWeights, device: torch.device) -> None:
+                base.device = device
+                weights.fill(read, device)
+
+            self._fill = fill
         else:
             self._files = open_shards(folder, spec.manifest)
             stored = StoredWeights(model, spec.manifest, self._files)
@@ -192,13 +196,6 @@ class ShardedLoad:
             self._fill(self.weights, device)
         finally:
             self._files.close()
-
-
-def _fill_packing(
-    base: PlainBase, read: CheckpointRows, weights: ShardedWeights, device: torch.device
-) -> None:
-    base.device = device
-    weights.fill(read, device)
 
 
 def _dequantized(base: PlainBase, files: PrequantizedCheckpoint) -> set[str]:

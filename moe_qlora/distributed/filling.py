@@ -442,16 +442,11 @@ def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Check
         if name == "absmax":
             statistics[name] = checkpoint.read_bytes(keys[ABSMAX], first, last)
         else:
-            statistics[name] = _nested(small[record], checkpoint, keys, first, last)
+            # The bytes of the second level: the offset, zeros, nested absmax.
+            said = read_record(small[record])
+            header = torch.tensor([said["nested_offset"], 0.0, 0.0, 0.0]).view(torch.uint8)
+            begin, end = max(first - _HEADER, 0), max(last - _HEADER, 0)
+            nested = checkpoint.read_bytes(keys[NESTED_ABSMAX], begin, end)
+            statistics[name] = torch.cat([header[first:last], nested])
     tables = [small[end] for end in (TABLE, NESTED_TABLE) if end in small]
     target.put(share, statistics, torch.cat(tables).view(torch.uint8))
-
-
-def _nested(
-    record: Tensor, checkpoint: Checkpoint, keys: Mapping[str, str], first: int, last: int
-) -> Tensor:
-    """Return the bytes `[first, last)` of the second level: the offset, zeros, nested absmax."""
-    offset = torch.tensor([read_record(record)["nested_offset"], 0.0, 0.0, 0.0])
-    header = offset.view(torch.uint8)[first:last]
-    begin, end = max(first - _HEADER, 0), max(last - _HEADER, 0)
-    return torch.cat([header, checkpoint.read_bytes(keys[NESTED_ABSMAX], begin, end)])
