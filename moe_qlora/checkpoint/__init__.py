@@ -13,9 +13,8 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     load_spec         what one load packs
     save, quantize    write a packed folder: from a packed model, from a 16-bit folder
     source            which checkpoint a folder holds, and which base an adapter has, by content
-    adapter, tied_weights    an adapter as deltas to weights; tied weights
+    adapter           an adapter as deltas to weights
     training_codec    the codec that an adapter was trained on, by its note; its model card
-    base, merge       the base's weights; the merged folder
+    base, merge       the base's weights; the merged folder, tied weights, other shapes
     verify            damage in a folder; the error of packing its weights
-    cpus              how many CPUs this process may use
 """

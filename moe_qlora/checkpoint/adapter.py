@@ -266,7 +266,17 @@ def open_adapter(folder: Path) -> Adapter:
         )
     config = read_json(inside(folder, CONFIG))
     settings = parse_fields(LoraSettings, config, path)
-    _refuse_unmergeable(folder, config)
+    if (peft_type := config.get("peft_type")) != "LORA":
+        raise AdapterError(
+            f"{folder} holds a {peft_type} adapter; only LORA adapters can be merged."
+        )
+    if found := unsupported(_UNMERGEABLE, config.get):
+        name, value, why = found
+        shown = value if isinstance(value, (bool, int, str)) else "set"
+        raise AdapterError(
+            f"{folder} was trained with {name}={shown}, which cannot be merged into plain "
+            f"weights here: {why}."
+        )
     if (folder / WEIGHTS).is_file():
         return Adapter(folder, settings, Checkpoint([inside(folder, WEIGHTS)]))
     if (folder / PICKLE).exists():
@@ -275,19 +285,6 @@ def open_adapter(folder: Path) -> Adapter:
             "PEFT and save it again, which writes safetensors."
         )
     raise CheckpointError(f"{folder} has no {WEIGHTS}.")
-
-
-def _refuse_unmergeable(folder: Path, config: Mapping[str, Any]) -> None:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError(f"{folder} holds a {kind} adapter; only LORA adapters can be merged.")
-    if found := unsupported(_UNMERGEABLE, config.get):
-        name, value, why = found
-        shown = value if isinstance(value, (bool, int, str)) else "set"
-        raise AdapterError(
-            f"{folder} was trained with {name}={shown}, which cannot be merged into plain "
-            f"weights here: {why}."
-        )
 
 
 _Pair = dict[str, str]
@@ -428,7 +425,18 @@ class Resolver:
                 self._add(pairs[0], path, None, key)
             return
         module = self._modules[module_name]
-        named = self._target_parameters(path, module_name)
+        is_regex = isinstance(self._adapter.settings.target_parameters, str)
+        named = []  # in registration order
+        for name, _ in self._modules[module_name].named_parameters(recurse=False):
+            full = f"{path}.{name}"
+            hits = [
+                target
+                for target in self._targets
+                if (re.fullmatch(target, full) if is_regex else f".{full}".endswith(f".{target}"))
+            ]
+            if hits and f"{module_name}.{name}" in self._shapes:
+                named.append(name)
+                self._matched.update(hits)
         is_layer = isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
         by_layer = len(pairs) == 1 and len(named) != 1 and is_layer
         parameters = ["weight"] if by_layer else named
@@ -441,22 +449,6 @@ class Resolver:
         for pair, parameter in zip(pairs, parameters, strict=True):
             target = f"{path}.{parameter}" if parameter in named else path
             self._add(pair, target, module, f"{module_name}.{parameter}")
-
-    def _target_parameters(self, path: str, module_name: str) -> list[str]:
-        """List the module's parameters in `target_parameters`, in registration order."""
-        is_regex = isinstance(self._adapter.settings.target_parameters, str)
-        chosen = []
-        for name, _ in self._modules[module_name].named_parameters(recurse=False):
-            full = f"{path}.{name}"
-            hits = [
-                target
-                for target in self._targets
-                if (re.fullmatch(target, full) if is_regex else f".{full}".endswith(f".{target}"))
-            ]
-            if hits and f"{module_name}.{name}" in self._shapes:
-                chosen.append(name)
-                self._matched.update(hits)
-        return chosen
 
     def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
         """Note one pair's delta to the weight `name`, a key on disk if `module` is None.
@@ -505,5 +497,4 @@ def _first(pair: _Pair) -> str:
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape with all dimensions after the first joined to one."""
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape

@@ -116,7 +116,6 @@ class Base(ABC):
 
 
 def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-    """Check that tensors came back from a group's conversion and its inverse as they were."""
     if first.keys() != again.keys() or not all(
         same_bits(again[key].to(tensor.dtype), tensor) for key, tensor in first.items()
     ):
@@ -271,7 +270,6 @@ class PackedBase(Base):
             )
 
     def _parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of each decoded parameter and buffer."""
         parts = {key for keys in self._weights.keys.values() for key in keys}
         params = {}
         for key in self.checkpoint:
@@ -310,6 +308,19 @@ class PackedBase(Base):
             return self.checkpoint.read(name, start, stop)
         weight = self._weights.weight(name)
         return codec.unpack_range(weight, start, weight.shape[0] if stop is None else stop)
+
+
+def stored_apart(base: Base, stored: list[str]) -> bool:
+    """Whether the base stores several that are not equal: transformers then unties them."""
+    if len(stored) < 2:
+        return False
+    first = base.layout.by_name[stored[0]]
+    for start, stop in first.slices():
+        left = base.values(first, start, stop)[stored[0]]
+        others = (base.values(base.layout.by_name[n], start, stop)[n] for n in stored[1:])
+        if not all(same_bits(left, other) for other in others):
+            return True
+    return False
 
 
 def resolve_plain(folder: Path, wanted: str, trust_remote_code: bool) -> named.Source:

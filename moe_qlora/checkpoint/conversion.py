@@ -115,7 +115,17 @@ class DiskLayout:
         mapping = get_model_conversion_mapping(self._model)
         self.groups = self._groups(mapping)
         self.by_name = {name: group for group in self.groups for name in group.shapes}
-        self._check_shapes()
+        # Codecs take weights in row-major order, so that another shape of as many values would be
+        # packed without an error.
+        state = self._model.state_dict()
+        for name, group in self.by_name.items():
+            shape = group.shapes[name]
+            if name in state and shape != (expected := tuple(state[name].shape)):
+                count, key = len(group.keys), group.keys[0]
+                raise CheckpointError(
+                    f"{name} has the shape {shape} on disk ({count} tensors, {key} for one) and "
+                    f"{expected} by config.json: files are missing, or of another model."
+                )
         # `from_pretrained` notes the conversions that it used here, and saving undoes these.
         self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
 
@@ -160,22 +170,6 @@ class DiskLayout:
         return make_group(
             name, converter, by_pattern, shapes, {key: shape for key, (shape, _) in disk.items()}
         )
-
-    def _check_shapes(self) -> None:
-        """Raise where a tensor's shape on disk is not that of the model's parameter.
-
-        Codecs take weights in row-major order, so that another shape of as many values would be
-        packed without an error.
-        """
-        state = self._model.state_dict()
-        for name, group in self.by_name.items():
-            shape = group.shapes[name]
-            if name in state and shape != (expected := tuple(state[name].shape)):
-                count, key = len(group.keys), group.keys[0]
-                raise CheckpointError(
-                    f"{name} has the shape {shape} on disk ({count} tensors, {key} for one) and "
-                    f"{expected} by config.json: files are missing, or of another model."
-                )
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert tensors by key, of a group or a slice (`Group.part`), to parameters by name."""
@@ -303,7 +297,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def _leaves_first_alone(operation: Any) -> bool:
-    """Whether an operation works on dimensions after the first only."""
     if not isinstance(operation, _WITHIN) or getattr(operation, "check_dims", False):
         return False
     if isinstance(operation, Transpose):

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,6 @@ def warn_of_changes(folder: Path, manifest: Manifest) -> None:
 
 
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each changed key with both values; None for a missing one."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted({*before, *now} - _IDLE):
             inner = f"{key}.{name}".lstrip(".")
@@ -139,7 +138,6 @@ def open_shards(folder: Path, manifest: Manifest) -> Checkpoint:
 
 
 def _what_is_there(folder: Path, files: list[Path]) -> str:
-    """Return why a folder's files are no checkpoint."""
     if files:
         return f"{len(files)} safetensors files and no index that says which belong together"
     ggufs = sorted(folder.glob("*.gguf"))
@@ -211,7 +209,6 @@ class FolderCheck:
 def _check_shard(
     folder: Path, name: str, shard: ShardEntry, manifest: Manifest
 ) -> dict[str, TensorInfo]:
-    """Compare a shard with the manifest; return its tensors."""
     file = inside(folder, name)
     with reading(file):
         size = file.stat().st_size
@@ -342,15 +339,10 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
             yield f"{name} has the shape {entry.shape}, the model's config gives {shapes[own]}"
     classes = manifest.config.get("architectures")
     if isinstance(classes, list) and type(model).__name__ in classes:
-        for name in _expected(model, shapes, manifest) - stored:
-            yield f"{name} is missing"
-
-
-def _expected(model: Any, shapes: Mapping[str, Any], manifest: Manifest) -> set[str]:
-    """Return the tensors in a folder of this very class: all but tied ones."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    tied |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
-    ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-    return {
-        name for name in shapes if name not in tied and not (ignored and re.search(ignored, name))
-    }
+        # A folder of this very class has all tensors but tied ones.
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        tied |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
+        ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+        for name in shapes.keys() - tied - stored:
+            if not (ignored and re.search(ignored, name)):
+                yield f"{name} is missing"

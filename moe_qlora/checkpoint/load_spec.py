@@ -142,33 +142,8 @@ def reload_spec(
     settings = _settings(model, config)
     layout = _detect(model)
     by_name = {name: param for param in layout.experts for name in param.names}
-    params = _packed_params(model, by_name, manifest, folder)
-    for name, param in by_name.items():
-        stored = manifest.tensors.get(name)
-        if name in params or stored is None:
-            continue
-        if stored.shape != tuple(param.shape) or not DTYPES[stored.dtype].is_floating_point:
-            raise CheckpointError(
-                f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
-                "manifest does not say that this weight is packed."
-            )
-    problem = settings_problem(manifest, settings) if params else None
-    if problem is not None:
-        raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
-    spec = LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
-    own_dtype = manifest.config.get("dtype")
-    spec.recasts = bool(dtype and own_dtype) and dtype != getattr(torch, str(own_dtype), None)
-    for name in manifest.experts:
-        own, how = canonical_name(model, name, by_name), manifest.settings_of(name)
-        if own is not None and how.codec.is_kept:
-            spec.kept |= dict.fromkeys(by_name[own].names, how)
-    return spec
-
-
-def _packed_params(
-    model: nn.Module, by_name: Mapping[str, ExpertParam], manifest: Manifest, folder: Path
-) -> dict[str, ExpertParam]:
     params: dict[str, ExpertParam] = {}
+    kept: dict[str, CodecSettings] = {}
     for name, entry in manifest.experts.items():
         own = canonical_name(model, name, by_name)
         if own is None:
@@ -186,7 +161,25 @@ def _packed_params(
         for tied in (own, *(canonical_name(model, alias, by_name) for alias in entry.aliases)):
             if tied is not None:
                 params |= dict.fromkeys(by_name[tied].names, by_name[tied])
-    return params
+        if (how := manifest.settings_of(name)).codec.is_kept:
+            kept |= dict.fromkeys(param.names, how)
+    for name, param in by_name.items():
+        stored = manifest.tensors.get(name)
+        if name in params or stored is None:
+            continue
+        if stored.shape != tuple(param.shape) or not DTYPES[stored.dtype].is_floating_point:
+            raise CheckpointError(
+                f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
+                "manifest does not say that this weight is packed."
+            )
+    problem = settings_problem(manifest, settings) if params else None
+    if problem is not None:
+        raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
+    spec = LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
+    own_dtype = manifest.config.get("dtype")
+    spec.recasts = bool(dtype and own_dtype) and dtype != getattr(torch, str(own_dtype), None)
+    spec.kept = kept
+    return spec
 
 
 def _settings(model: nn.Module, config: Any) -> CodecSettings:

@@ -339,7 +339,6 @@ def has_manifest(folder: Path) -> bool:
 
 
 def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") -> _T:
-    """Build a mark or manifest from JSON; check its format version and every field."""
     version = value.pop("format_version", None)
     if version not in (FORMAT_VERSION, NATIVE_VERSION) or isinstance(version, bool):
         raise CheckpointError(

@@ -16,11 +16,13 @@ FP8, 0.99 in bfloat16.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Container, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError, ConfigError
@@ -35,23 +38,30 @@ from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
 from ..models import named as checkpoint_source
 from ..models.files import MAX_JSON, read_json
+from ..models.named import quiet
 from ..packing import codec
 from ..progress import Progress, reporting
 from . import per_expert, training_codec
 from .adapter import CONFIG as ADAPTER_CONFIG
-from .adapter import Adapter, LoraDelta, Resolver, Updates, check_adapter_patterns, open_adapter
-from .base import FLOATS, Base, PackedBase, PlainBase, resolve_plain
-from .conversion import Group
+from .adapter import (
+    Adapter,
+    LoraDelta,
+    Resolver,
+    Updates,
+    check_adapter_patterns,
+    open_adapter,
+    vocabulary,
+)
+from .base import FLOATS, Base, PackedBase, PlainBase, resolve_plain, stored_apart
+from .conversion import Group, same_bits
 from .integrity import canonical_name
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .prequantized import plain_json
-from .reader import INDEX, check_plain, index_of
-from .reshaping import reshape, trained_head, write_changes
+from .reader import INDEX, Checkpoint, check_plain, index_of
 from .save import auxiliary_files
 from .source import fingerprint, identify
 from .staging import absolute, check_new, new_folder
-from .tied_weights import move_to_stored_names
 from .training_codec import TrainingCodec
 from .writer import ShardWriter, plan_shards
 
@@ -275,43 +285,36 @@ class _Merge:
         self.nbytes = sum(
             math.prod(shape) * dtype.itemsize for dtype, shape in self._specs.values()
         )
-        self._check_reached()
-
-    def _check_reached(self) -> None:
-        """Raise if a weight to be changed or rounded is not on disk, or not floating-point."""
-        on_disk, updates = self._base.layout.by_name.keys(), self._updates
+        on_disk = base.layout.by_name.keys()
         for name in (*updates.deltas, *updates.replacements):
             if name not in on_disk:
                 raise AdapterError(
-                    f"{self._adapter.folder} changes {name}, which the base's files do not hold."
+                    f"{adapter.folder} changes {name}, which the base's files do not hold."
                 )
-        if self._training is not None:
-            for name in sorted(self._training.experts | self._training.linears):
+        if training is not None:
+            for name in sorted(training.experts | training.linears):
                 if name not in on_disk and name not in updates.tied:
                     raise CheckpointError(
                         f"{name} was packed in training, and the base's files do not hold it."
                     )
-            for group in self._base.layout.groups:
-                for key in group.keys if any(n in self._training for n in group.shapes) else ():
-                    check_plain(key, self._base.disk[key][1])
-        for group in filter(self._changes, self._base.layout.groups):
+            for group in base.layout.groups:
+                for key in group.keys if any(n in training for n in group.shapes) else ():
+                    check_plain(key, base.disk[key][1])
+        for group in filter(self._changes, base.layout.groups):
             for key in group.keys:
-                dtype = self._base.disk[key][1]
-                if dtype not in FLOATS:
+                if (kind := base.disk[key][1]) not in FLOATS:
                     raise CheckpointError(
-                        f"{key} is {dtype}, which an adapter cannot be added to: name a base in "
+                        f"{key} is {kind}, which an adapter cannot be added to: name a base in "
                         "16 bit."
                     )
 
     def _changes(self, group: Group) -> bool:
-        """True if the adapter changes a tensor of the group."""
         updates = self._updates
         return any(
             name in updates.deltas or name in updates.replacements for name in group.shapes
         ) or any(key in updates.disk_deltas for key in group.keys)
 
     def report(self, folder: Path, copied: tuple[str, ...]) -> MergeReport:
-        """Return the report, with the final name of the folder."""
         base, changed, rounded = self._base, len(self._changed), len(self._rounded)
         return MergeReport(
             folder, len(base.disk), changed, rounded, self.nbytes, base.checkpoint.method, copied,
@@ -319,7 +322,6 @@ class _Merge:
         )  # fmt: skip
 
     def write(self, folder: Path, tell: Progress) -> None:
-        """Write all safetensors files of the merged folder; close each after its last tensor."""
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
         files = {key: file for file in self.files for key in file.keys}
         done: set[str] = set()
@@ -380,7 +382,6 @@ class _Merge:
         self._factors = {}
 
     def _values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        """Return rows of the base's parameters, as far as the base has them."""
         if group.shapes and all(name in self._updates.replacements for name in group.shapes):
             return dict.fromkeys(group.shapes, torch.empty(0))  # `_sum` reads the adapter's
         name = self._updates.untied.get(group.target, group.target)
@@ -389,7 +390,6 @@ class _Merge:
         return {group.target: self._base.values(self._base.layout.by_name[name], start, stop)[name]}
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
-        """Pack the group's parameters that were packed in training."""
         training = self._training
         if training is None or not any(name in training for name in group.shapes):
             return {}
@@ -411,7 +411,6 @@ class _Merge:
         return self._add_deltas(value, self._updates.deltas.get(name, ()), start)
 
     def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:
-        """Return rows of a weight, from `start` on, with deltas added in fp32 or finer."""
         if not deltas:
             return value
         wide = torch.promote_types(value.dtype, torch.float32)
@@ -449,7 +448,8 @@ def _write_auxiliary_files(
     copied = _copy_side_files(source, adapter, folder)
     config = read_json(source / CONFIG)
     packed = any(name in config for name in _PACKED_KEYS)
-    if dtype is None and base.keeps_files and not packed and not merge.new_config:
+    unchanged = dtype is None and base.keeps_files and not merge.new_config
+    if unchanged and not packed:
         shutil.copyfile(source / CONFIG, folder / CONFIG)
     else:
         config = config if base.keeps_files else plain_json(config)
@@ -460,9 +460,26 @@ def _write_auxiliary_files(
                 text.pop(name, None)
         if dtype is not None:
             _set_dtype(config, dtype_name(dtype))
-        write_changes(config, merge.new_config, merge.text_type)
+        text = [part for part in _parts(config) if part.get("model_type") == merge.text_type]
+        config.update(
+            {key: value for key, value in merge.new_config.items() if key != "vocab_size"}
+        )
+        for key in merge.new_config.keys() & {"vocab_size", "tie_word_embeddings"}:
+            for part in text or [config]:
+                part[key] = merge.new_config[key]
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _write_index(source, folder, base, merge, dtype)
+    index = index_of(source) if base.keeps_files else source / INDEX
+    if index is None or (not base.keeps_files and len(merge.files) == 1):
+        return copied
+    if unchanged:
+        shutil.copyfile(index, folder / index.name)
+        return copied
+    names = {key: file.name for file in merge.files for key in file.keys}
+    new = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
+    content: dict[str, Any] = read_json(index, MAX_JSON) if base.keeps_files else new
+    content["weight_map"] = {key: content["weight_map"].get(key, names[key]) for key in names}
+    content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
+    (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return copied
 
 
@@ -504,19 +521,184 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
             _set_dtype(value, dtype)
 
 
-def _write_index(
-    source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
+# Tensors that a merged folder has in another shape than its base, or has instead.
+#
+# added tokens       embeddings and head have the adapter's number of rows; `vocab_size`
+# an untied head     stored beside the embeddings; `tie_word_embeddings`
+# another head       `score` of a reward model in place of `lm_head`; `architectures`, labels
+_HEADS = (
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+)
+
+
+def trained_head(adapter: Adapter, model: Any) -> Any:
+    """Return the meta model whose head the adapter holds, which this model lacks; or None."""
+    held = model.state_dict()
+    new = {name: shape for name, shape in adapter.whole_tensors().items() if name not in held}
+    for auto in _HEADS:
+        maker = getattr(transformers, auto)._model_mapping.get(type(model.config), None)
+        if not new or maker is None:
+            continue
+        config = copy.deepcopy(model.config)
+        config.num_labels = max(shape[0] for shape in new.values())
+        config.architectures = [maker.__name__]
+        with torch.device("meta"), quiet():
+            head = maker(config)
+        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+        if any(shapes.get(name) == shape for name, shape in new.items()):
+            return head
+    return None
+
+
+def reshape(
+    base: Base, updates: Updates, adapter: Adapter, model: Any, head: Any
+) -> dict[str, Any]:
+    """Resize, add and leave out tensors of the merged folder; return changed config fields."""
+    layout, changes = base.layout, dict[str, Any]()
+    shapes = {n: adapter.file.info(key).shape for n, key in updates.replacements.items()}
+    names = vocabulary(model)
+    first = next(name for name in (*names, *layout.by_name) if name in layout.by_name)
+    dtype = base.disk[layout.by_name[first].keys[0]][1]
+    if updates.untied:
+        changes["tie_word_embeddings"] = False
+    for name, stored in updates.untied.items():
+        if name not in layout.by_name:
+            base.add(name, layout.by_name[stored].shapes[stored], dtype)
+    added = [name for name in shapes if head is not None and name not in model.state_dict()]
+    if added:
+        for name in layout.by_name.keys() & vocabulary(model, inputs=False):
+            base.drop(name)
+        config = head.config
+        changes["architectures"] = config.architectures
+        changes["id2label"], changes["label2id"] = config.id2label, config.label2id
+    for name in added:
+        base.add(name, shapes[name], dtype)
+    resized = {n: s for n, s in shapes.items() if n in names and s != layout.by_name[n].shapes[n]}
+    for name, shape in resized.items():
+        base.resize(name, shape)
+    if resized:
+        held = [name for name in names if name in layout.by_name]
+        rows = {name: layout.by_name[name].shapes[name][0] for name in held}
+        if len(set(rows.values())) > 1:
+            raise AdapterError(
+                f"{adapter.folder} was trained with a resized vocabulary, and does not hold all of "
+                f"it ({', '.join(f'{name}: {count} rows' for name, count in rows.items())}): merge "
+                "it in memory (merge_and_unload), or resize the embeddings of the base first."
+            )
+        changes["vocab_size"] = next(iter(rows.values()))
+    return changes
+
+
+def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield config
+    for value in config.values():
+        if isinstance(value, dict):
+            yield from _parts(value)
+
+
+# Tied weights: one tensor under several names, which an adapter may change in different ways.
+
+
+def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter: Adapter) -> None:
+    """Put each change of a weight that the model on meta ties under names on disk, in place.
+
+    Embeddings and head that the adapter changes in different ways are untied: `updates.untied`.
+    """
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        by_tensor.setdefault(id(tensor), []).append(name)
+    shared: list[tuple[str, str]] = []
+    for names in (names for names in by_tensor.values() if len(names) > 1):
+        stored = [name for name in names if name in base.layout.by_name]
+        updates.tied.update(set(names) - set(stored))
+        for name in names:  # PEFT saves the base's own embeddings beside LoRA on them
+            key = updates.replacements.get(name)
+            if key is not None and stored and _unchanged(base, adapter, key, stored[0]):
+                del updates.replacements[name]
+        _share(updates, model, names)
+        changed = [n for n in names if n in updates.deltas or n in updates.replacements]
+        if not changed or stored_apart(base, stored):
+            continue
+        if not _agree(adapter.file, updates, names):
+            _untie(updates, model, adapter, names, stored)
+            continue
+        others = [name for name in names if name not in updates.deltas]
+        first = next((name for name in changed if name in updates.deltas), "")
+        if first and others:
+            shared.append((first, others[0]))
+        kinds: tuple[dict[str, Any], ...] = (updates.deltas, updates.replacements)
+        for changes in kinds:
+            moved = [changes.pop(name) for name in changed if name in changes]
+            if moved:  # all alike
+                changes.update(dict.fromkeys(stored, moved[0]))
+    if shared:
+        name, other = shared[0]
+        more = f" (and {len(shared) - 1} more such pairs)" if len(shared) > 1 else ""
+        warnings.warn(
+            f"{name} is tied to {other}{more}: merging LoRA into one changes both, as PEFT's "
+            "own merge does.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _share(updates: Updates, model: nn.Module, names: list[str]) -> None:
+    keys = [updates.replacements[name] for name in names if name in updates.replacements]
+    if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it
+        updates.replacements.update(dict.fromkeys(names, keys[0]))
+    tokens = {n: [one for one in updates.deltas.get(n, ()) if one.tokens] for n in names}
+    inputs = set(names) - set(vocabulary(model, inputs=False))
+    trained = next((tokens[name] for name in names if name in inputs and tokens[name]), [])
+    for name in names if trained else ():
+        if not tokens[name]:
+            updates.deltas[name] = [*trained, *updates.deltas.get(name, ())]
+
+
+def _untie(
+    updates: Updates, model: Any, adapter: Adapter, names: list[str], stored: list[str]
 ) -> None:
-    """Write the index of the merged files, copied from the base where it has the same files."""
-    index = index_of(source) if base.keeps_files else source / INDEX
-    if index is None or (not base.keeps_files and len(merge.files) == 1):
-        return
-    if dtype is None and base.keeps_files and not merge.new_config:
-        shutil.copyfile(index, folder / index.name)
-        return
-    names = {key: file.name for file in merge.files for key in file.keys}
-    new = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
-    content: dict[str, Any] = read_json(index, MAX_JSON) if base.keeps_files else new
-    content["weight_map"] = {key: content["weight_map"].get(key, names[key]) for key in names}
-    content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
-    (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    config = model.config
+    both = {config.tie_word_embeddings, config.get_text_config().tie_word_embeddings}
+    if True not in both or not stored or not set(names) <= set(vocabulary(model)):
+        raise AdapterError(
+            f"{adapter.folder} changes {names[0]} and {names[1]} in different ways, and the base "
+            "ties them: one tensor on disk cannot hold both; untie them in the base first."
+        )
+    updates.untied.update(dict.fromkeys(names, stored[0]))
+    updates.tied.difference_update(names)
+
+
+def _unchanged(base: Base, adapter: Adapter, key: str, stored: str) -> bool:
+    group = base.layout.by_name[stored]
+    if adapter.file.info(key).shape != group.shapes[stored]:
+        return False
+    for start, stop in group.slices():
+        old = base.values(group, start, stop)[stored]
+        new = adapter.file.read(key)[start:stop]
+        if not same_bits(new.to(old.dtype), old):
+            return False
+    return True
+
+
+def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
+    """Whether one tensor can hold all changes; LoRA on one of the names counts for all."""
+    replaced = [updates.replacements[name] for name in names if name in updates.replacements]
+    adapted = [updates.deltas[name] for name in names if name in updates.deltas]
+    tokens = any(one.tokens for deltas in adapted for one in deltas)
+    if len(replaced) not in (0, len(names)) or (tokens and len(adapted) < len(names)):
+        return False
+    return all(same_bits(file.read(replaced[0]), file.read(key)) for key in replaced[1:]) and all(
+        _same_deltas(file, adapted[0], other) for other in adapted[1:]
+    )
+
+
+def _same_deltas(file: Checkpoint, left: list[LoraDelta], right: list[LoraDelta]) -> bool:
+    if [(one.scaling, one.tokens) for one in left] != [(one.scaling, one.tokens) for one in right]:
+        return False
+    factors = [
+        [factor for one in deltas for factor in one.factors(file, torch.float32)]
+        for deltas in (left, right)
+    ]
+    return all(map(same_bits, *factors))

@@ -85,7 +85,11 @@ def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
             each other, or belong to no module of the model.
     """
     source = folder / WEIGHTS
-    modules = _expert_modules(model)
+    modules: dict[str, dict[str, ExpertParam]] = {}
+    for param in detect(model):
+        roles = modules.setdefault(unwrapped_name(param.module_name), {})
+        roles[param.role] = param
+    modules = {name: roles for name, roles in modules.items() if "down" in roles}
     if not modules or not source.is_file():
         yield folder
         return
@@ -109,15 +113,6 @@ def fused(folder: Path, model: nn.Module) -> Iterator[Path]:
             place = f"The folder of temporary files, {tempfile.tempdir or 'TMPDIR'},"
             raise CheckpointError(not_written(place, error, instead)) from error
         yield work
-
-
-def _expert_modules(model: nn.Module) -> dict[str, dict[str, ExpertParam]]:
-    """Return the model's expert parameters by module (unwrapped name) and role."""
-    modules: dict[str, dict[str, ExpertParam]] = {}
-    for param in detect(model):
-        roles = modules.setdefault(unwrapped_name(param.module_name), {})
-        roles[param.role] = param
-    return {name: roles for name, roles in modules.items() if "down" in roles}
 
 
 def interleaved(module: Any) -> bool:
@@ -168,9 +163,8 @@ class _Fusion:
     model: nn.Module
     modules: Mapping[str, Mapping[str, ExpertParam]]
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    ranks: dict[str, int] = field(
-        default_factory=dict
-    )  # by the full name of the adapted module or parameter
+    # by the full name of the adapted module or parameter
+    ranks: dict[str, int] = field(default_factory=dict)
     scalings: dict[str, float] = field(default_factory=dict)
 
     def write(self, config: dict[str, Any]) -> dict[str, Tensor]:
@@ -188,10 +182,61 @@ class _Fusion:
             by_leaf[expert, match["half"]] = key
         for module, leaves in keys.items():
             roles = {ROLE_OF_LEAF[leaf]: self._stacked(leaves[leaf]) for leaf in leaves}
-            self._add_experts(module, roles)
+            params = list(self.modules[module].values())
+            pairs: list[tuple[ExpertParam, Factors]] = []
+            for param in params:
+                if param.role == "gate_up" and roles.keys() & {"gate", "up"}:
+                    self._check_halves(module, roles)
+                    alternate = interleaved(self.model.get_submodule(param.module_name))
+                    pairs.append((param, _fuse(roles.get("gate"), roles.get("up"), alternate)))
+                elif param.role in roles:
+                    pairs.append((param, roles[param.role]))
+            for depth, (param, factors) in enumerate(reversed(pairs)):
+                self._check(module, param, factors)
+                name = f"{module}.{param.parameter_name}"
+                self.ranks[name], self.scalings[name] = factors.rank, factors.scaling
+                path = PREFIX + module + ".base_layer" * depth
+                a, b = flat_factors(factors)
+                self.tensors[f"{path}.lora_A.weight"], self.tensors[f"{path}.lora_B.weight"] = a, b
         parameters = set(self.ranks)
-        modules = self._add_others(others, parameters)
-        self._write_config(config, modules, parameters)
+        # The model may have adapters already: their innermost modules come last and win
+        inner = {unwrapped_name(name): one for name, one in self.model.named_modules()}
+        own = {unwrapped_name(name) for name in self.model.state_dict()}
+        mapping: list[Any] = list(get_model_conversion_mapping(self.model))
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        prefix = getattr(self.model, "base_model_prefix", "")
+        modules: set[str] = set()
+        for key in others:
+            match = _PAIR.match(key.removeprefix(PREFIX))
+            if match is None:
+                self.tensors[key] = self.file.read(key)
+                continue
+            path = match["path"]
+            renamed, _ = rename_source_key(
+                f"{path}.weight", renamings, converters, prefix, dict.fromkeys(own)
+            )
+            known = renamed.removesuffix(".weight") if renamed in own else path
+            rank, scaling = self.settings.rank_and_scaling(path)
+            module = inner.get(known)
+            bare = module is not None and not _is_layer(module)
+            name = f"{known}.weight" if bare else known
+            (parameters if bare else modules).add(name)
+            self.ranks[name], self.scalings[name] = rank, scaling
+            end = key.removeprefix(PREFIX)[len(path) :]
+            self.tensors[PREFIX + known + end] = self.file.read(key)
+        rank, alpha = uniform(self.ranks, self.scalings)
+        config.update(r=rank, lora_alpha=alpha, use_rslora=False)
+        config["rank_pattern"] = {
+            re.escape(name): one for name, one in self.ranks.items() if one != rank
+        }
+        config["alpha_pattern"] = {
+            re.escape(name): alpha_of(scaling, self.ranks[name])
+            for name, scaling in self.scalings.items()
+            if (scaling, self.ranks[name]) != (alpha / rank, rank)
+        }
+        config["target_modules"] = sorted(modules) or None
+        config["target_parameters"] = sorted(parameters)
         return self.tensors
 
     def _module(self, path: str) -> str | None:
@@ -245,25 +290,6 @@ class _Fusion:
         path = key.removeprefix(PREFIX).rpartition(".lora_")[0]
         return self.settings.rank_and_scaling(path)[1]
 
-    def _add_experts(self, module: str, roles: dict[str, Factors]) -> None:
-        """Note the pairs of one module's parameters; PEFT's outermost wrapper is the last one."""
-        params = list(self.modules[module].values())
-        pairs: list[tuple[ExpertParam, Factors]] = []
-        for param in params:
-            if param.role == "gate_up" and roles.keys() & {"gate", "up"}:
-                self._check_halves(module, roles)
-                alternate = interleaved(self.model.get_submodule(param.module_name))
-                pairs.append((param, _fuse(roles.get("gate"), roles.get("up"), alternate)))
-            elif param.role in roles:
-                pairs.append((param, roles[param.role]))
-        for depth, (param, factors) in enumerate(reversed(pairs)):
-            self._check(module, param, factors)
-            name = f"{module}.{param.parameter_name}"
-            self.ranks[name], self.scalings[name] = factors.rank, factors.scaling
-            path = PREFIX + module + ".base_layer" * depth
-            a, b = flat_factors(factors)
-            self.tensors[f"{path}.lora_A.weight"], self.tensors[f"{path}.lora_B.weight"] = a, b
-
     def _check_halves(self, module: str, roles: Mapping[str, Factors]) -> None:
         halves_of = [roles[role] for role in ("gate", "up") if role in roles]
         shapes = [(len(one.a), one.b.shape[1], one.a.shape[2]) for one in halves_of]
@@ -283,52 +309,6 @@ class _Fusion:
                 f"{module}, whose {param.parameter_name} has {wanted[0]} of {wanted[1]} x "
                 f"{wanted[2]}; use it with the model that it was trained on."
             )
-
-    def _add_others(self, keys: list[str], parameters: set[str]) -> set[str]:
-        """Note all other tensors under the model's names; return the modules with LoRA."""
-        # The model may have adapters already: their innermost modules come last and win
-        inner = {unwrapped_name(name): one for name, one in self.model.named_modules()}
-        own = {unwrapped_name(name) for name in self.model.state_dict()}
-        mapping: list[Any] = list(get_model_conversion_mapping(self.model))
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        prefix = getattr(self.model, "base_model_prefix", "")
-        modules: set[str] = set()
-        for key in keys:
-            match = _PAIR.match(key.removeprefix(PREFIX))
-            if match is None:
-                self.tensors[key] = self.file.read(key)
-                continue
-            path = match["path"]
-            renamed, _ = rename_source_key(
-                f"{path}.weight", renamings, converters, prefix, dict.fromkeys(own)
-            )
-            known = renamed.removesuffix(".weight") if renamed in own else path
-            rank, scaling = self.settings.rank_and_scaling(path)
-            module = inner.get(known)
-            bare = module is not None and not _is_layer(module)
-            name = f"{known}.weight" if bare else known
-            (parameters if bare else modules).add(name)
-            self.ranks[name], self.scalings[name] = rank, scaling
-            end = key.removeprefix(PREFIX)[len(path) :]
-            self.tensors[PREFIX + known + end] = self.file.read(key)
-        return modules
-
-    def _write_config(
-        self, config: dict[str, Any], modules: set[str], parameters: set[str]
-    ) -> None:
-        rank, alpha = uniform(self.ranks, self.scalings)
-        config.update(r=rank, lora_alpha=alpha, use_rslora=False)
-        config["rank_pattern"] = {
-            re.escape(name): one for name, one in self.ranks.items() if one != rank
-        }
-        config["alpha_pattern"] = {
-            re.escape(name): alpha_of(scaling, self.ranks[name])
-            for name, scaling in self.scalings.items()
-            if (scaling, self.ranks[name]) != (alpha / rank, rank)
-        }
-        config["target_modules"] = sorted(modules) or None
-        config["target_parameters"] = sorted(parameters)
 
 
 def uniform(ranks: Mapping[str, int], scalings: Mapping[str, float]) -> tuple[int, float]:

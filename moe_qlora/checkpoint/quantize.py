@@ -37,7 +37,7 @@ from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
-from .base import PlainBase, resolve_plain
+from .base import PlainBase, resolve_plain, stored_apart
 from .conversion import Group
 from .integrity import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
@@ -46,7 +46,6 @@ from .reader import check_plain, read_header
 from .save import copy_auxiliary_files
 from .source import Identity, identify
 from .staging import absolute, check_new, new_folder
-from .tied_weights import stored_apart
 from .training_codec import from_config
 from .writer import GrowingShard, plan_shards
 
@@ -102,13 +101,25 @@ def quantize_checkpoint(
     identity = identify(folder)  # before anything of it is read
     save.auxiliary_files(folder)
     model = build_model(folder, dtype, trust_remote_code)
-    job = PackingJob(folder, model, config, _usable_device(device))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
+    job = PackingJob(folder, model, config, place)
     with (
         closing(job.base),
         new_folder(out, job=job.checksum(identity, max_shard_size)) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
-        _remove_partial_files(work)
+        for entry in work.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.is_symlink() or not entry.match("shard-*.safetensors"):
+                entry.unlink()
         shards = job.write(work, max_shard_size, tell)
         _write_auxiliary_files(folder, work, model, config)
         try:
@@ -131,18 +142,6 @@ def copy_config(config: Any) -> Any:
             f"quantization_config is {type(config).__name__}: give a BitsAndBytesConfig or a dict."
         )
     return copy.deepcopy(config)
-
-
-def _usable_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        usable = torch.device(device)
-        torch.empty(0, device=usable)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
-    return usable
 
 
 def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
@@ -205,7 +204,16 @@ class PackingJob:
                 f"which a {type(model).__name__} needs: config.json is of another model."
             )
         if not (on_disk - left_out) & self.spec.params.keys():
-            raise CheckpointError(self._why_nothing_to_pack(model))
+            folder, skipped = self.base.folder, self.config.llm_int8_skip_modules
+            if skipped and len(detect(model)):
+                raise CheckpointError(
+                    f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
+                    "weight unpacked; name fewer."
+                )
+            raise CheckpointError(
+                f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
+                "transformers and its own bitsandbytes settings."
+            )
         steps = [
             (group, names)
             for group in self.base.layout.groups
@@ -215,19 +223,6 @@ class PackingJob:
         for key in (key for group, names in steps if floating & {*names} for key in group.keys):
             check_plain(key, self.base.disk[key][1])
         return steps
-
-    def _why_nothing_to_pack(self, model: Any) -> str:
-        """Return why no expert weight would be packed, and what to do."""
-        folder, skipped = self.base.folder, self.config.llm_int8_skip_modules
-        if skipped and len(detect(model)):
-            return (
-                f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
-                "weight unpacked; name fewer."
-            )
-        return (
-            f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
-            "transformers and its own bitsandbytes settings."
-        )
 
     def experts(self) -> dict[str, PackedEntry]:
         """Return the manifest's entries of packed expert weights."""
@@ -286,7 +281,6 @@ class PackingJob:
         return math.prod(shape) * self.dtype(name).itemsize
 
     def _keys(self, name: str) -> list[str]:
-        """Return all keys that `_tensors` may yield for a parameter."""
         ends = key_ends(self.spec.settings)
         module = name.rpartition(".")[0]
         return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}{INT8_FORMAT}"]
@@ -337,14 +331,6 @@ class PackingJob:
             yield f"{module}{SCALES}", weight.absmax
             # bitsandbytes' number of the row-major layout
             yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
-
-
-def _remove_partial_files(work: Path) -> None:
-    for entry in work.iterdir():
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        elif entry.is_symlink() or not entry.match("shard-*.safetensors"):
-            entry.unlink()
 
 
 def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:

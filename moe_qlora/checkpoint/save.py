@@ -133,7 +133,6 @@ def save_pretrained(
 def _tensors_to_save(
     model: nn.Module, state_dict: Mapping[str, Any], ranks: World
 ) -> dict[str, WholeTensor]:
-    """Return the state dict without tied names and without `_keys_to_ignore_on_save`."""
     host: Any = model
     tied: Mapping[str, str] = getattr(host, "all_tied_weights_keys", None) or {}
     ignored = getattr(host, "_keys_to_ignore_on_save", None) or ()
@@ -156,23 +155,19 @@ def _tensors_to_save(
             continue
         if key in ignored or any(key == name or key.startswith(f"{name}.") for name in aliases):
             continue
-        reason = _why_not_saved(tensor.source)
-        if reason is not None:
-            raise CheckpointError(f"{key} {reason}.")
+        if not isinstance(tensor.source, Tensor):
+            kind = type(tensor.source).__name__
+            raise CheckpointError(f"{key} is {kind} and no tensor: leave it out of state_dict.")
+        if tensor.source.is_meta:
+            raise CheckpointError(
+                f"{key} is on the meta device and cannot be saved: load the model without "
+                "offloading it."
+            )
         saved[key] = tensor
     missing = packed - aliases - saved.keys()
     if missing:
         raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
     return saved
-
-
-def _why_not_saved(value: Any) -> str | None:
-    """Return why a value of a state dict cannot be saved; None where it can."""
-    if not isinstance(value, Tensor):
-        return f"is {type(value).__name__} and no tensor: leave it out of state_dict"
-    if value.is_meta:
-        return "is on the meta device and cannot be saved: load the model without offloading it"
-    return None
 
 
 def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source: str) -> bool:
@@ -207,7 +202,6 @@ def _target(folder: Path) -> Iterator[Path]:
 
 
 def _can_be_renamed_to(folder: Path) -> bool:
-    """True if a staging folder can be renamed to this one: it is new, or empty and replaceable."""
     if not folder.is_dir():
         return True
     # To rename over the current folder would pull it from under its process.
@@ -288,7 +282,6 @@ def _write_packed(
     read: Callable[[str], Tensor],
     max_shard_size: int | str,
 ) -> None:
-    """Write shards and manifest of a packed model; `read(key)` returns one tensor."""
     # Records are small and first of all read: their lengths are unknown before.
     records = {key: read(key) for key, tensor in tensors.items() if tensor.shape is None}
     shapes = {

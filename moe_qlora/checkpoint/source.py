@@ -32,10 +32,8 @@ from .prequantized.open import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, header_bytes
 
 _Facts = tuple[int, str, str, int, int, int]
-_PIECES, _PIECE = (
-    64,
-    1 << 16,
-)  # samples of a file: number of pieces at even distances, bytes of each
+# Samples of a file: number of pieces at even distances, bytes of each.
+_PIECES, _PIECE = 64, 1 << 16
 TOP_K_FIELDS = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -118,7 +116,6 @@ def _files(folder: Path, samples: bool) -> dict[str, _Facts]:
 
 
 def _sample(file: Path, size: int) -> str:
-    """Return the checksum of sampled pieces of a file; of all of a small file."""
     digest = hashlib.sha256()
     with file.open("rb") as handle:
         if size <= _PIECES * _PIECE:

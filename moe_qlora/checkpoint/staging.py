@@ -141,7 +141,26 @@ def _locked(lock: Path, target: Path, wait: bool) -> Iterator[int]:
         # do not follow a link, nor wait for a pipe
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
-            _wait_for(handle, target, wait)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not wait:
+                    raise CheckpointError(
+                        f"Another process is writing to {target}: wait for it, or name another "
+                        "folder."
+                    ) from None
+                _warn(
+                    f"Another process is saving to {target}, and this one waits for it. In a "
+                    "distributed run, pass is_main_process=False in all processes but one."
+                )
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                _warn(
+                    f"The file system of {target} has no locks ({error}): let one process at a "
+                    "time write there."
+                )
             try:
                 there = os.path.samestat(os.fstat(handle), lock.lstat())
             except OSError:
@@ -153,31 +172,6 @@ def _locked(lock: Path, target: Path, wait: bool) -> Iterator[int]:
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)  # processes that were forked have it open too
             os.close(handle)
-
-
-def _wait_for(handle: int, target: Path, wait: bool) -> None:
-    """Lock an open lock file; the system frees the lock when the process ends."""
-    import fcntl
-
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            raise CheckpointError(
-                f"Another process is writing to {target}: wait for it, or name another folder."
-            ) from None
-        _warn(
-            f"Another process is saving to {target}, and this one waits for it. In a distributed "
-            "run, pass is_main_process=False in all processes but one."
-        )
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        _warn(
-            f"The file system of {target} has no locks ({error}): let one process at a time write "
-            "there."
-        )
 
 
 def _warn(message: str) -> None:

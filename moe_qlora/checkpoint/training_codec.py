@@ -16,7 +16,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -122,33 +122,20 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
     native = {name: settings for name, settings in how.items() if settings.codec.is_kept}
     rounded = (settings for settings in how.values() if not settings.codec.is_kept)
-    settings = next(rounded, None) or _of_linears(model)
+    layers: list[Any] = [one for one in model.modules() if parametrize.is_packed_linear(one)]
+    states = [getattr(layer.weight, "quant_state", None) for layer in layers]
+    settings = next(rounded, None)
+    if settings is None:  # that of the first packed Linear layer
+        first = states[0] if states else None
+        kind = linear_kind(layers[0]) if layers else NF4.kind
+        settings = CodecSettings(kind)
+        if first is not None:
+            settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
     linears = _packed_linears(model)
-    dtypes = {weight.dtype for weight in weights.values()} | set(_linear_dtypes(model))
+    dtypes = {weight.dtype for weight in weights.values()}
+    dtypes |= {state.dtype for state in states if state is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return TrainingCodec(settings, frozenset(how), linears, of_model(model), native, dtype)
-
-
-def _linear_dtypes(model: nn.Module) -> Iterator[torch.dtype]:
-    """Yield the original dtypes of bitsandbytes' 4-bit Linear layers."""
-    for module in model.modules():
-        if parametrize.is_packed_linear(module):
-            host: Any = module
-            state = getattr(host.weight, "quant_state", None)
-            if state is not None:
-                yield state.dtype
-
-
-def _of_linears(model: nn.Module) -> CodecSettings:
-    """Return the codec of the first packed Linear layer; nf4 if there is none."""
-    for module in model.modules():
-        if parametrize.is_packed_linear(module):
-            host: Any = module
-            state = getattr(host.weight, "quant_state", None)
-            if state is None:
-                return CodecSettings(linear_kind(module))
-            return CodecSettings(state.quant_type, state.nested, blocksize=state.blocksize)
-    return CodecSettings(NF4.kind)
 
 
 def _packed_linears(model: nn.Module) -> frozenset[str]:

@@ -163,7 +163,19 @@ def _verify_packed(
         manifest = check_folder(folder)
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
-    damage = _config_problems(folder, manifest)
+    file, damage = inside(folder, CONFIG), []
+    sentences = SENTENCE, *EARLIER_SENTENCES
+    earlier = (manifest.config_bytes(sentence, of_text=False) for sentence in sentences)
+    # The bytes of config.json follow from the manifest.
+    if file.read_bytes() not in (manifest.config_bytes(), *earlier):
+        written, now = json.loads(manifest.config_bytes()), read_json(file)
+        names = [
+            name
+            for name in sorted({*written, *now})
+            if written.get(name) != now.get(name) or (name in written) != (name in now)
+        ]
+        changed = f"it changed in {listed(names, 5)}" if names else "its layout changed"
+        damage = [f"{file} is not the one that was written: {changed}."]
     try:
         asked = BitsAndBytesConfig.from_dict(dict(manifest.config["quantization_config"]))
         problem = settings_problem(manifest, CodecSettings.from_config(asked))
@@ -171,7 +183,12 @@ def _verify_packed(
         problem = f"the quantization_config of config.json cannot be followed ({error!r:.200})"
     damage += [f"{folder}: {problem}."] if problem else []
     packed = packed_names(manifest)
-    model = _model_of(folder, trust_remote_code)
+    model: Any
+    try:
+        source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
+        model = named.build(source, trust_remote_code=trust_remote_code)
+    except (CheckpointError, ConfigError) as error:
+        model = str(error)
     warnings = list(_leftovers(folder, manifest))
     shapes: dict[str, tuple[int, ...]] = {}
     if isinstance(model, str):
@@ -207,23 +224,6 @@ def _verify_packed(
     return report, manifest
 
 
-def _config_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Report changes of config.json, whose bytes follow from the manifest."""
-    file = inside(folder, CONFIG)
-    sentences = SENTENCE, *EARLIER_SENTENCES
-    earlier = (manifest.config_bytes(sentence, of_text=False) for sentence in sentences)
-    if file.read_bytes() in (manifest.config_bytes(), *earlier):
-        return []
-    written, config = json.loads(manifest.config_bytes()), read_json(file)
-    names = [
-        name
-        for name in sorted({*written, *config})
-        if written.get(name) != config.get(name) or (name in written) != (name in config)
-    ]
-    changed = f"it changed in {listed(names, 5)}" if names else "its layout changed"
-    return [f"{file} is not the one that was written: {changed}."]
-
-
 def _packed_problems(
     checkpoint: Checkpoint,
     manifest: Manifest,
@@ -231,7 +231,6 @@ def _packed_problems(
     keys: tuple[str, ...],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
-    """Report parts of a packed weight that bitsandbytes would not have written."""
     where = f"{checkpoint.info(name).file}: {name}"
     entry = manifest.experts.get(name)
     try:
@@ -247,16 +246,7 @@ def _packed_problems(
     return [f"{where} {reason}." for reason in reasons]
 
 
-def _model_of(folder: Path, trust_remote_code: bool) -> Any:
-    try:
-        source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
-        return named.build(source, trust_remote_code=trust_remote_code)
-    except (CheckpointError, ConfigError) as error:
-        return str(error)
-
-
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Report files in or next to a packed folder that do not belong to it."""
     for file in left_behind(folder):
         next_save = "the next save removes it" if file.parent == folder else "remove it"
         yield f"{file} is left of an interrupted save: {next_save}."
@@ -361,7 +351,6 @@ def _errors(
 
 
 def _source_name(name: str, manifest: Manifest, groups: Mapping[str, Group], source: Path) -> str:
-    """Return a packed weight's name in the source: its own, or a tied one."""
     entry = manifest.experts.get(name)
     names = (name, *(entry.aliases if entry else ()))
     source_name = next((n for n in names if n in groups), None)

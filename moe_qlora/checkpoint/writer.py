@@ -31,7 +31,6 @@ class _Shard:
         self._header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
 
     def _start(self, first: bytes) -> None:
-        """Create a new file with its first bytes."""
         try:
             self._file = self.path.open("xb")
         except FileExistsError as error:
@@ -39,7 +38,6 @@ class _Shard:
         self._file.write(first)
 
     def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int], begin: int) -> int:
-        """Add a tensor that starts at byte `begin` to the header; return its end."""
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
         span = [begin, begin + prod(shape) * dtype.itemsize]

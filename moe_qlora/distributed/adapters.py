@@ -102,7 +102,6 @@ def _check(config: Any) -> None:
 
 
 def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield a LoRA layer's parameters of an adapter: (module, name)."""
     for name in (*layer.adapter_layer_names, *layer.other_param_names):
         held = getattr(layer, name, None)
         if isinstance(held, nn.ParameterDict) and adapter in held:
@@ -128,7 +127,6 @@ def _same_numbers(mesh: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _copy_local(source: nn.Module, target: nn.Module) -> None:
-    """Copy one module's parameters and buffers to its copy; both are sharded alike."""
     held = (*source.named_parameters(), *source.named_buffers())
     names = dict((*target.named_parameters(), *target.named_buffers()))
     for name, tensor in held:
@@ -163,21 +161,12 @@ def check_copies(model: nn.Module, config: Any) -> None:
 
 
 def _mesh(model: nn.Module) -> Any:
-    """Return the mesh that FSDP2 has sharded a model over; None where it has not."""
     from torch.distributed.fsdp import FSDPModule
 
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
     sharded: Any = next((p for p in model.parameters() if hasattr(p, "device_mesh")), None)
     return None if sharded is None else sharded.device_mesh
-
-
-def _broadcast(values: Tensor, mesh: Any, dimensions: int) -> None:
-    """Overwrite values with those of the first rank along the mesh's first dimensions."""
-    for dimension in reversed(range(dimensions)):
-        group = mesh.get_group(dimension)
-        source = distributed.get_global_rank(group, 0)
-        distributed.broadcast(values, src=source, group=group)
 
 
 class _Replicate:
@@ -195,7 +184,10 @@ class _Replicate:
             if not parameter.requires_grad or hasattr(parameter, "device_mesh"):
                 continue
             if not getattr(parameter, _SEEN, False):
-                _broadcast(parameter.data, self.mesh, self.mesh.ndim)
+                for dimension in reversed(range(self.mesh.ndim)):
+                    group = self.mesh.get_group(dimension)
+                    source = distributed.get_global_rank(group, 0)
+                    distributed.broadcast(parameter.data, src=source, group=group)
                 parameter.register_post_accumulate_grad_hook(self._average)
                 setattr(parameter, _SEEN, True)
 

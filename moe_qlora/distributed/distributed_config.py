@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -23,7 +22,7 @@ from ..checkpoint.integrity import open_shards
 from ..checkpoint.load_spec import LoadSpec, kept_dtypes
 from ..checkpoint.prequantized import PrequantizedCheckpoint
 from ..errors import ConfigError
-from ..hf.prequantized import COMPANION
+from ..hf.converters import COMPANION
 from ..packing import parametrize
 from .agreement import Facts, check_agreement
 from .filling import CheckpointRows, ShardedWeights, targets_of
@@ -42,7 +41,11 @@ class RankLoad:
     @property
     def shards(self) -> bool:
         """Whether transformers shards the model by FSDP2."""
-        return shards_model(self.config)
+        sizes: Mapping[str, int] = {
+            name: getattr(self.config, name, None) or 1
+            for name in ("tp_size", "pp_size", "ep_size")
+        }
+        return self.config is not None and self.config.dp_size > 1 and set(sizes.values()) == {1}
 
     def begin(self, facts: Facts) -> None:
         """Compare what the ranks were given; refuse what packed weights do not support.
@@ -129,7 +132,12 @@ class ShardedLoad:
             turned = {name for name, kind in kinds.items() if not issubclass(kind, nn.Linear)}
             read = CheckpointRows(base, aliases, turned)
             self._files: Any = base
-            self._fill = partial(_fill_packing, base, read)
+
+            def fill(weights: ShardedWeights, device: torch.device) -> None:
+                base.device = device
+                weights.fill(read, device)
+
+            self._fill = fill
         else:
             self._files = open_shards(folder, spec.manifest)
             stored = StoredWeights(model, spec.manifest, self._files)
@@ -190,25 +198,9 @@ class ShardedLoad:
             self._files.close()
 
 
-def _fill_packing(
-    base: PlainBase, read: CheckpointRows, weights: ShardedWeights, device: torch.device
-) -> None:
-    """Fill shares from rows of a 16-bit folder, or of one whose codes are decoded on the device."""
-    base.device = device
-    weights.fill(read, device)
-
-
 def _dequantized(base: PlainBase, files: PrequantizedCheckpoint) -> set[str]:
     groups = base.layout.by_name.items()
     return {name for name, group in groups if any(map(files.is_dequantized, group.keys))}
-
-
-def shards_model(config: Any) -> bool:
-    """Whether a `DistributedConfig` asks for FSDP2 alone."""
-    sizes: Mapping[str, int] = {
-        name: getattr(config, name, None) or 1 for name in ("tp_size", "pp_size", "ep_size")
-    }
-    return config is not None and config.dp_size > 1 and set(sizes.values()) == {1}
 
 
 def _shard_by_plan(model: Any, config: Any) -> None:

@@ -168,7 +168,6 @@ class SharePacker:
         return packed.codes.view(-1)[first:last], packed.absmax
 
     def _gathered(self, scales: Tensor) -> Tensor:
-        """Return the scales of all blocks, in order; raise where a rank could not pack."""
         told = [last - first for first, last in zip(self._told, self._told[1:], strict=False)]
         failed = self._error is not None
         if self.ranks.count > 1:
@@ -194,7 +193,6 @@ class SharePacker:
 
 
 def _gather(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:
-    """Gather each rank's absmax of a weight into `parts`; `QuantizationError` where one is lost."""
     try:
         distributed.all_gather(parts, absmax, group=group)
     except RuntimeError as error:
@@ -444,16 +442,11 @@ def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Check
         if name == "absmax":
             statistics[name] = checkpoint.read_bytes(keys[ABSMAX], first, last)
         else:
-            statistics[name] = _nested(small[record], checkpoint, keys, first, last)
+            # The bytes of the second level: the offset, zeros, nested absmax.
+            said = read_record(small[record])
+            header = torch.tensor([said["nested_offset"], 0.0, 0.0, 0.0]).view(torch.uint8)
+            begin, end = max(first - _HEADER, 0), max(last - _HEADER, 0)
+            nested = checkpoint.read_bytes(keys[NESTED_ABSMAX], begin, end)
+            statistics[name] = torch.cat([header[first:last], nested])
     tables = [small[end] for end in (TABLE, NESTED_TABLE) if end in small]
     target.put(share, statistics, torch.cat(tables).view(torch.uint8))
-
-
-def _nested(
-    record: Tensor, checkpoint: Checkpoint, keys: Mapping[str, str], first: int, last: int
-) -> Tensor:
-    """Return the bytes `[first, last)` of the second level: the offset, zeros, nested absmax."""
-    offset = torch.tensor([read_record(record)["nested_offset"], 0.0, 0.0, 0.0])
-    header = offset.view(torch.uint8)[first:last]
-    begin, end = max(first - _HEADER, 0), max(last - _HEADER, 0)
-    return torch.cat([header, checkpoint.read_bytes(keys[NESTED_ABSMAX], begin, end)])

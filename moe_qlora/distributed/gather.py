@@ -101,7 +101,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
     """Return the entries of a single process's state dict, in its order.
 
     `state_dict` is the model's own, or has whole tensors under its keys; these may be the keys of
-    either layout (state_dict.py).
+    either layout (parametrize.py).
     """
     replaced: dict[str, dict[str, WholeTensor]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -132,7 +132,6 @@ def _replace_expert_weight(
     leaf: str,
     state_dict: Mapping[str, Any],
 ) -> None:
-    """Replace a packed parameter's keys by one entry, under the first of them."""
     own, name = f"{prefix}parametrizations.{leaf}.", f"{prefix}{leaf}"
     decoder, first = parametrize.decoder_of(module, leaf), f"{own}original"
     # without that key it is whole already, under bitsandbytes' keys
@@ -208,7 +207,6 @@ class _Weight:
 def _sharded_weight(
     name: str, packed: PackedWeight, decoder: Any, codes: Any, parameters: Mapping[str, Any]
 ) -> _Weight:
-    """Return a weight whose codes, and the decoder's parameters, are DTensors or whole."""
     codec = codec_of(packed.kind)
 
     def whole_codes() -> Tensor:
@@ -287,7 +285,6 @@ class _Calls:
         return calls[0]
 
     def guarded(self, collective: Callable[[], _Result]) -> _Result:
-        """Run a collective; raise a `CheckpointError` where it fails."""
         try:
             return collective()
         except RuntimeError as error:

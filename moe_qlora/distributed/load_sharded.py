@@ -46,7 +46,7 @@ from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
-from ..hf.kept import refuse_to_shard
+from ..hf.converters import refuse_to_shard
 from ..hf.model import finish_packing
 from ..layout import ExpertParam, ModelLayout
 from ..lora.config import record_base
@@ -169,7 +169,11 @@ class ShardedModel:
         fsdp_options: Mapping[str, Any] | None = None,
         adapter_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_mesh(mesh)
+        if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
+            raise ConfigError(
+                f"The mesh has {mesh.ndim} dimensions called {mesh.mesh_dim_names}; load_sharded "
+                "takes (ranks,) or (copies, ranks), the latter with mesh_dim_names."
+            )
         options = dict(fsdp_options or {})
         self.device = device_of(mesh)
         pack_blanks(blank)
@@ -243,15 +247,6 @@ def compute_buffers(model: Any, device: torch.device) -> None:
             module._is_hf_initialized = True  # there is nothing to compute
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model.initialize_weights()  # of parameters on meta it changes nothing
-
-
-def check_mesh(mesh: Any) -> None:
-    """Raise where FSDP2 cannot shard over a mesh."""
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
-        raise ConfigError(
-            f"The mesh has {mesh.ndim} dimensions called {mesh.mesh_dim_names}; load_sharded takes "
-            "(ranks,) or (copies, ranks), the latter with mesh_dim_names."
-        )
 
 
 def all_ranks() -> DeviceMesh:
@@ -373,7 +368,14 @@ class StoredWeights:
         kept = [name for name, entry in manifest.experts.items() if entry.codec is not None]
         refuse_to_shard(kept, "load it whole and call fully_shard")
         self._settings, self._files = manifest.settings, files
-        self._aliases, self._packed = aliases_of(model), _packed_keys(model, manifest)
+        known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        keys = {}
+        for stored, parts in packed_names(manifest).items():
+            ends = {
+                SCALES if key.endswith(SCALES) else key.removeprefix(stored): key for key in parts
+            }
+            keys[canonical_name(model, stored, known) or stored] = ends
+        self._aliases, self._packed = aliases_of(model), keys
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self._plain = {canonical_name(model, key, names) or key: key for key in files}
@@ -408,12 +410,3 @@ class StoredWeights:
             if self._files.info(key).shape
             else self._files.read(key)
         )
-
-
-def _packed_keys(model: nn.Module, manifest: Manifest) -> dict[str, dict[str, str]]:
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    keys = {}
-    for stored, parts in packed_names(manifest).items():
-        ends = {SCALES if key.endswith(SCALES) else key.removeprefix(stored): key for key in parts}
-        keys[canonical_name(model, stored, names) or stored] = ends
-    return keys

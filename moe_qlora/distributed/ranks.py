@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,13 +15,11 @@ from ..layout import unwrapped_name
 from ..packing.decoders import is_shardable, is_share
 from ..packing.packed_list import PackedList
 from ..packing.parametrize import decoder_of, is_hosted, iter_packed, original_of
-from ..world import CHECKED, WholeTensor, World
+from ..world import CHECKED, World
 from . import gather
 from .adapters import check_copies, replicate_adapters
 from .agreement import check_agreement, model_facts
 from .sharding import lay_out
-
-_Result = TypeVar("_Result")
 
 
 class ManyRanks(World):
@@ -76,31 +73,14 @@ class ManyRanks(World):
     def stock_class(self, module: nn.Module) -> type:
         return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
-    def state_dict_to_save(self, model: nn.Module, given: Any) -> Mapping[str, Any] | None:
-        return gather.state_dict_to_save(model, given)
-
-    def is_divided(self, model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
-        return gather.is_divided(model, state_dict)
-
-    def plain_tensor(self, value: Any) -> WholeTensor:
-        return gather.plain_tensor(value)
-
-    def whole_tensors(
-        self, model: nn.Module, state_dict: Mapping[str, Any]
-    ) -> dict[str, WholeTensor]:
-        return gather.whole_tensors(model, state_dict)
-
-    def gather_to_first(
-        self,
-        tensors: Mapping[str, WholeTensor],
-        use: Callable[[Callable[[str], Tensor]], _Result],
-        what: str,
-    ) -> _Result | None:
-        return gather.gather_to_first(tensors, use, what)
+    state_dict_to_save = staticmethod(gather.state_dict_to_save)
+    is_divided = staticmethod(gather.is_divided)
+    plain_tensor = staticmethod(gather.plain_tensor)
+    whole_tensors = staticmethod(gather.whole_tensors)
+    gather_to_first = staticmethod(gather.gather_to_first)
 
 
 def _checked(model: nn.Module) -> set[str]:
-    """Return the set of checks that a model has passed, which callers extend."""
     names: set[str] = model.__dict__.setdefault(CHECKED, set())
     return names
 
@@ -127,7 +107,6 @@ def _refuse_sharded_host(model: nn.Module) -> None:
 
 
 def _warn_of_whole_statistics(model: nn.Module) -> None:
-    """Warn once where FSDP2 has sharded codes whose statistics it cannot shard."""
     if "layout" in _checked(model):
         return
     for name, module, leaf in iter_packed(model):

@@ -51,7 +51,7 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
 
     Returns the model. It saves the same packed folder as before; its `state_dict` has torch's keys,
     `<module>.parametrizations.<name>.original` and `.0.absmax`, which engines look up as
-    parameters (state_dict.py). A `ConfigError` where experts lie in host memory.
+    parameters (parametrize.py). A `ConfigError` where experts lie in host memory.
     """
     parametrize.check_resident(model)
     return lay_out(model)
@@ -69,31 +69,46 @@ def lay_out(model: nn.Module) -> nn.Module:
         codes = parametrize.original_of(module, name)
         if id(codes) in done:
             owner, statistics = done[id(codes)]
-            statistics = _another(statistics)
+            # Engines tell tied parameters by their modules: one module in two layers confuses
+            # fully_shard.
+            statistics = copy.copy(statistics)
+            statistics._parameters = dict(statistics._parameters)
+            statistics._buffers = dict(statistics._buffers)
         else:
             owner, statistics = _shardable(parametrize.read_packed(module, name), decoder)
             cast(Any, statistics).name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
             done[id(codes)] = owner, statistics
         chain._parameters["original"], chain._modules["0"] = owner, statistics
     for name, module in list(model.named_modules()):
-        if type(module) is bnb.Linear4bit:
-            _prepare_4bit(module)
-        elif type(module) is bnb.Linear8bitLt:
-            _prepare_8bit(module)
+        linear: Any = module
+        if (
+            type(module) is bnb.Linear4bit
+            and getattr(linear.weight, "quant_state", None) is not None
+        ):
+            packed = read_linear(module)
+            statistics = ShardableStatistics(packed)
+            held: Any = packed_codes(packed, statistics)
+            held.module = module  # as on bitsandbytes' own parameter
+            linear.__class__ = ShardableLinear4bit
+            linear.weight, linear.statistics, linear.quant_state = held, statistics, None
+        elif type(module) is bnb.Linear8bitLt and not (
+            linear.weight.CB is None and linear.state.CB is None
+        ):
+            packed = read_linear(module)
+            statistics = PackedScales(packed)
+            _scales_as_parameter(statistics)
+            linear.__class__ = ShardableLinear8bit
+            linear.weight = nn.Parameter(packed.codes, requires_grad=False)
+            linear.statistics, linear.state.CB, linear.state.SCB = statistics, None, None
         if isinstance(module, (ShardableLinear4bit, ShardableLinear8bit)):
             cast(Any, module.statistics).name = unwrapped_name(f"{name}.weight".lstrip("."))
         if isinstance(module, ShardableLinear4bit):
-            _describe_share(module)
+            weight: Any = module.weight
+            if not isinstance(weight, PackedCodes):
+                held = module.statistics
+                weight.compress_statistics, weight.quant_type = held.double_quant, held.kind
+                weight.quant_storage = held.storage_dtype
     return model
-
-
-def _describe_share(module: ShardableLinear4bit) -> None:
-    """Set the attributes of a `Params4bit` that PEFT reads on a layer's sharded codes."""
-    weight: Any = module.weight
-    if not isinstance(weight, PackedCodes):
-        statistics = module.statistics
-        weight.compress_statistics, weight.quant_type = statistics.double_quant, statistics.kind
-        weight.quant_storage = statistics.storage_dtype
 
 
 def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:
@@ -102,16 +117,6 @@ def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Mod
         return nn.Parameter(packed.codes.view(-1, 1), requires_grad=False), decoder
     statistics = Shardable4bit(packed)
     return packed_codes(packed, statistics), statistics
-
-
-def _another(statistics: nn.Module) -> nn.Module:
-    """Return a module with the same parameters, for a weight that is tied.
-
-    Engines tell tied parameters by their modules: one module in two layers confuses fully_shard.
-    """
-    other = copy.copy(statistics)
-    other._parameters, other._buffers = dict(other._parameters), dict(other._buffers)
-    return other
 
 
 class ShardableLinear4bit(bnb.Linear4bit):
@@ -220,39 +225,14 @@ class _ReadAgain(torch.autograd.Function):
 
 
 def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None:
-    """Raise where an engine has not gathered a layer's codes."""
     if not torch.compiler.is_compiling() and is_share(module.weight):
         require_whole(read(module.weight, module.statistics))
-
-
-def _prepare_8bit(module: Any) -> None:
-    """Make the row scales of a `Linear8bitLt` a parameter."""
-    if module.weight.CB is None and module.state.CB is None:
-        return
-    packed = read_linear(module)
-    statistics = PackedScales(packed)
-    _scales_as_parameter(statistics)
-    module.__class__ = ShardableLinear8bit
-    module.weight, module.statistics = nn.Parameter(packed.codes, requires_grad=False), statistics
-    module.state.CB = module.state.SCB = None
 
 
 def _scales_as_parameter(decoder: PackedScales) -> None:
     bits = cast(Tensor, decoder._buffers.pop("scale_bits"))
     decoder._non_persistent_buffers_set.discard("scale_bits")
     decoder.register_parameter("scale_bits", nn.Parameter(bits, requires_grad=False))
-
-
-def _prepare_4bit(module: Any) -> None:
-    """Make the statistics of a `Linear4bit` parameters."""
-    if getattr(module.weight, "quant_state", None) is None:
-        return
-    packed = read_linear(module)
-    statistics = ShardableStatistics(packed)
-    codes: Any = packed_codes(packed, statistics)
-    codes.module = module  # as on bitsandbytes' own parameter
-    module.__class__ = ShardableLinear4bit
-    module.weight, module.statistics, module.quant_state = codes, statistics, None
 
 
 @contextmanager
@@ -297,7 +277,6 @@ def _keep_dtype(self: Any, mp_policy: Any) -> None:
 
 
 def _takes_integers() -> bool:
-    """Whether this torch's FSDP2 shards integers without requiring gradients of them."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -361,7 +340,6 @@ def shard_model(
 
 
 def _blocks(model: nn.Module, wrap: Wrap | None) -> list[nn.Module]:
-    """Return the modules to shard by themselves, inner ones first."""
     if wrap is None:
         classes = {name for part in model.modules() for name in _unsplit_classes(part)}
         wrap = classes

@@ -18,8 +18,7 @@ from torch import nn
 from ..errors import AdapterError, QuantizationError
 from ..layout import unwrapped_name
 from ..packing.decoders import Params4bit
-from ..packing.parametrize import iter_packed
-from ..packing.state_dict import load_linears
+from ..packing.parametrize import iter_packed, load_linears
 from ..world import CHECKED, world
 from .forward_override import remove_liger
 from .operands import lora_source

@@ -12,34 +12,154 @@ same operations on one slice, and what comes out is packed before the next is re
 
 The first two are taken only where every operation is known to treat experts apart. A slice has one
 expert, or as many small ones as `conversion.SLICE_ELEMENTS` weights.
+
+Of a folder that its maker quantized, stock transformers lets its own quantization_config win, and
+walks the keys on disk. Here the caller's config wins, on copies; keys get the names that they have
+in the 16-bit folder; and the reader (checkpoint/prequantized/) dequantizes every tensor:
+
+    on disk     X.weight  X.weight_scale_inv                  N_blocks  N_scales
+                   |          |  `PlainNames`                    |          |
+    16 bit      X.weight   (dropped)                             N       (dropped)
+                   |                                             |
+                   v  the model's converters, and                v
+                      `RestConverter` for the rest
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers import BitsAndBytesConfig
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 
 from ..checkpoint.conversion import convert, make_group
-from ..checkpoint.load_spec import LoadSpec
+from ..checkpoint.integrity import canonical_name
+from ..checkpoint.load_spec import LoadSpec, kept_dtypes
+from ..checkpoint.prequantized import PrequantizedCheckpoint, maker_method, open_plain
+from ..checkpoint.prequantized.config import MXFP4, MakerConfig
+from ..checkpoint.prequantized.formats import CODES, SCALE
+from ..checkpoint.quantize import copy_config
 from ..checkpoint.reader import Checkpoint, check_plain
-from ..errors import CheckpointError, NonFiniteWeightError
-from ..kernels.weights import PackedWeight
+from ..errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
+from ..kernels.weights import MX_BLOCK, PackedWeight
+from ..layout import ExpertParam
 from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below, restore
 from ..packing.int8 import SCALES
-from ..packing.settings import key_ends, problems
-from .kept import keep_codes
-from .prequantized import COMPANION
+from ..packing.mxfp4 import KeptPacker, kept_settings
+from ..packing.settings import CodecSettings, key_ends, problems
+
+_MAKERS_CONFIG = "_makers_quantization_config"
+COMPANION = "read_with_the_codes_that_it_belongs_to"
+
+
+def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
+    """Return a stand-in for `AutoHfQuantizer.merge_quantization_configs`, as the class holds it.
+
+    While `is_on`, it returns a copy of the caller's bitsandbytes config where one is given for a
+    folder that its maker quantized. All else is left to `stock`, the class's attribute as it was.
+
+    Raises:
+        CheckpointError: The maker's method is not read.
+    """
+
+    def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:
+        if is_on() and _is_bitsandbytes(from_caller):
+            makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
+            if maker_method({"quantization_config": makers}) is not None:
+                MakerConfig(makers)  # refuses what is not read, before anything is downloaded
+                config = copy_config(from_caller)
+                setattr(config, _MAKERS_CONFIG, makers)
+                return config
+        return stock.__get__(None, cls)(from_folder, from_caller)
+
+    return classmethod(merge_quantization_configs)
+
+
+def _is_bitsandbytes(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
+    return isinstance(config, BitsAndBytesConfig)
+
+
+def take_makers_config(config: Any) -> Mapping[str, Any] | None:
+    """Remove from a bitsandbytes config what it stands in for, and return it; None if nothing."""
+    makers: Mapping[str, Any] | None = getattr(config, "__dict__", {}).pop(_MAKERS_CONFIG, None)
+    return makers
+
+
+def open_files(
+    files: list[str] | None, makers_config: Mapping[str, Any] | None
+) -> Checkpoint | None:
+    """Return a checkpoint's files as those of the 16-bit one; None if they are not safetensors."""
+    if files and all(str(file).endswith(".safetensors") for file in files):
+        paths = [Path(file) for file in files]
+        return open_plain(paths[0].parent, paths, makers_config)
+    if makers_config is not None:
+        raise CheckpointError(
+            f"The checkpoint is quantized ({maker_method({'quantization_config': makers_config})}) "
+            "and is dequantized from safetensors files only: give a folder or a hub id with such "
+            "files."
+        )
+    return None
+
+
+def load_dtypes(
+    model: Any, dtype: torch.dtype | None, quantizes: Callable[[Any, str], bool]
+) -> dict[str, torch.dtype]:
+    """Return, by name, the dtypes that transformers casts a model's tensors to as it reads them."""
+    kept = kept_dtypes(model, dtype)
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {
+        name: kept(name) or (dtype if dtype and quantizes(model, name) else tensor.dtype)
+        for name, tensor in tensors
+    }
+
+
+class PlainNames(WeightRenaming):
+    """Gives each key on disk the name that the tensor has in the 16-bit folder.
+
+    It comes first, so that the model's own renamings and converters see plain names. Scales, shapes
+    and whatever else goes with codes get one name, which no model has.
+    """
+
+    files: PrequantizedCheckpoint
+
+    def __init__(self, files: PrequantizedCheckpoint) -> None:
+        super().__init__("on disk", "plain")
+        self.files = files
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the plain name of a key."""
+        return self.files.plain_name(source_key) or COMPANION, None
+
+
+def check_read(model: Any, spec: LoadSpec) -> None:
+    """Check that transformers read no codes by itself: what it cannot rename, it reads as it is."""
+    files = spec.prequantized
+    if files is None:
+        return
+    for key in model.state_dict():
+        name = files.plain_name(key) if key in files.stored and key not in spec.read else None
+        if name is not None and files.is_dequantized(name):
+            raise CheckpointError(
+                f"{key} was read without being dequantized, since transformers' conversions of a "
+                f"{type(model).__name__} lead to no parameter of it: load the 16-bit checkpoint."
+            )
 
 
 class Deferred:
@@ -176,7 +296,6 @@ class FillingConverter(_Converter):
         return result | {name: packer.finish() for name, packer in packers.items()}
 
     def _dequantized(self, files: Checkpoint, key: str, target_key: str) -> Tensor:
-        """Read a tensor as transformers reads it from a 16-bit folder."""
         on_cpu = getattr(self, "force_cpu", False)
         device = torch.device("cpu") if on_cpu else self.spec.device(target_key)
         return files.read(key, device=device).to(self.spec.dtypes.get(target_key))
@@ -402,3 +521,84 @@ def _cancel(future: Any) -> None:
 
 def _whole_name(leaf: str) -> str:
     return rf"(?<![^.]){re.escape(leaf)}$"
+
+
+# Loads of folders whose experts' own codes are kept: nothing is dequantized and packed anew.
+#
+# Kept is what packing/mxfp4.py can compute with: MXFP4 as gpt-oss has it, `N_blocks` and
+# `N_scales` for the whole of a fused parameter N. Experts that the folder holds in another form are
+# dequantized and packed as those of any other folder.
+
+# Least size of a slice of a fused tensor: an expert, or as many small ones as fit in this.
+SLICE_BYTES = 8 << 20
+
+
+def weights_to_keep(model: Any, spec: LoadSpec) -> dict[str, CodecSettings]:
+    """Return how the expert weights of a load are packed whose codes can be kept, by name."""
+    files, kept = spec.prequantized, {}
+    if files is not None and files.method == MXFP4:
+        settings = kept_settings(spec.settings)
+        keys = {name: canonical_name(model, name, files) for name in spec.params}
+        kept = {
+            name: settings
+            for name, key in keys.items()
+            if key is not None and _is_whole(files, key, spec.params[name])
+        }
+    if not kept:
+        warnings.warn(
+            "keep_codes=True: the checkpoint holds no experts in MXFP4 as gpt-oss has it, so that "
+            f"all experts are packed to {spec.settings.kind}.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return kept
+
+
+def _is_whole(files: PrequantizedCheckpoint, key: str, param: ExpertParam) -> bool:
+    if files.parts(key).keys() != {CODES, SCALE}:
+        return False
+    blocks = files.stored[files.parts(key)[CODES]].shape
+    if len(blocks) != 4 or blocks[3] != MX_BLOCK // 2:
+        return False
+    experts, rows, groups, _ = blocks
+    return (experts, groups * MX_BLOCK, rows) == tuple(param.shape)
+
+
+def refuse_to_shard(kept: Collection[str], advice: str) -> None:
+    """Raise where a load that gives each rank its share at once meets weights with own codes."""
+    if kept:
+        raise CheckpointError(
+            f"{min(kept)} keeps the MXFP4 codes of its checkpoint, which are not sharded while "
+            f"they are read: {advice}, or load the checkpoint without keep_codes=True."
+        )
+
+
+def keep_codes(name: str, key: str, spec: LoadSpec) -> nn.Parameter:
+    """Read one weight's codes, some experts at a time; return the parameter that holds them.
+
+    Args:
+        name: Of the parameter.
+        key: Plain key in the files.
+        spec: Of the load, which gets the packed weight.
+
+    Raises:
+        CheckpointError: Codes or scales are not of this weight, or a scale is NaN.
+    """
+    files = spec.prequantized
+    assert files is not None
+    parts, device = files.parts(key), spec.device(name)
+    rows = spec.shape(name)[0]
+    try:
+        packer = KeptPacker(spec.shape(name), spec.dtypes[name], device, spec.settings_of(name))
+        info = files.stored[parts[CODES]]
+        step = max(SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            blocks, scales = (
+                files.read_stored(parts[role], start, stop, device) for role in (CODES, SCALE)
+            )
+            packer.add(blocks, scales)
+        packed = packer.finish()
+    except UnsupportedWeightError as error:
+        raise CheckpointError(f"{name}: {error} Copy the files again.") from error
+    return spec.keep(name, packed)

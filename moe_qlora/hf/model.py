@@ -59,21 +59,16 @@ def finish_packing(
             names.append(entry.name)
     left = forward.activate(model, names)
     for name in names:
-        _follow_readers(model, name)
+        weights = {*parametrize.packed_names(model.get_submodule(name))}
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            owner = model.get_submodule(".".join(parts[:end]))
+            if any(weights & {*function.__code__.co_names} for function in functions_run(owner)):
+                parametrize.follow_calls_of(owner, ".".join(parts[end:]))
     mark_quantized(model, config, settings)
     keep_layout(model)
     world().lay_out(model)
     return set(names) - set(left)
-
-
-def _follow_readers(model: nn.Module, name: str) -> None:
-    """Let the modules around an experts module whose code reads its weights set their dtype."""
-    weights = {*parametrize.packed_names(model.get_submodule(name))}
-    parts = name.split(".")
-    for end in range(1, len(parts)):
-        owner = model.get_submodule(".".join(parts[:end]))
-        if any(weights & {*function.__code__.co_names} for function in functions_run(owner)):
-            parametrize.follow_calls_of(owner, ".".join(parts[end:]))
 
 
 def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> None:

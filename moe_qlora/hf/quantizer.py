@@ -38,18 +38,17 @@ from .converters import (
     FillingConverter,
     LinearConverter,
     PackedConverter,
+    PlainNames,
     RestConverter,
     WeightPacker,
-)
-from .kept import refuse_to_shard, weights_to_keep
-from .model import finish_packing
-from .prequantized import (
-    PlainNames,
     check_read,
     load_dtypes,
     open_files,
+    refuse_to_shard,
     take_makers_config,
+    weights_to_keep,
 )
+from .model import finish_packing
 
 
 @cache
@@ -168,40 +167,42 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             self._spec.kept = weights_to_keep(model, self._spec)
         filled_later = self._spec.params or self._spec.prequantized is not None
         if ranks is not None and ranks.shards and filled_later:
-            self._shard(ranks, model, files, dtype)
+            spec, self._spec = self._spec, None
+            if spec is None or spec.files is None or not files:
+                raise CheckpointError(
+                    "A model that is sharded while it loads is read from safetensors files: give a "
+                    "folder or a hub id with such files."
+                )
+            refuse_to_shard(spec.kept, "fully_shard the model after it is loaded")
+            spec.files.close()
+            model.hf_quantizer = self
+            folder = Path(files[0]).parent
+            self._sharded = ranks.shard(
+                model, spec, self.quantization_config, folder, dtype, self._makers_config
+            )
             return
-        self._spec.unit_nbytes = self._unit_nbytes(model)
+        blocks = set(model._no_split_modules or ())
+        owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
+        units: dict[str, float] = {}
+        for name, parameter in model.named_parameters():
+            parts = name.split(".")
+            above = (".".join(parts[:end]) for end in range(1, len(parts)))
+            unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
+            size = parameter.numel() * self.param_element_size(model, name, parameter)
+            units[unit] = units.get(unit, 0.0) + size
+        self._spec.unit_nbytes = tuple(units.values())
 
     def _several(self, config: Any) -> Any:
-        """Return how this load gives each rank its part; None where it loads a whole model."""
         asked = getattr(config, "distributed_config", None)
         return None if asked is None else many_ranks().load(asked)
 
     def _facts(self, files: list[str] | None, dtype: Any) -> dict[str, Any]:
-        """Return what ranks that load one model together must all be given."""
         asked = {"quantization_config": self.quantization_config, "dtype": dtype}
         asked |= {"keep_codes": self._keeps_codes()}
         asked |= {"skip_modules": tuple(self._extra_skip_modules())}
         return asked | (file_facts(Path(files[0]).parent) if files else {})
 
-    def _shard(self, ranks: Any, model: Any, files: list[str] | None, dtype: Any) -> None:
-        """Prepare a load that transformers shards: it sees nothing of what is packed."""
-        spec, self._spec = self._spec, None
-        if spec is None or spec.files is None or not files:
-            raise CheckpointError(
-                "A model that is sharded while it loads is read from safetensors files: give a "
-                "folder or a hub id with such files."
-            )
-        refuse_to_shard(spec.kept, "fully_shard the model after it is loaded")
-        spec.files.close()
-        model.hf_quantizer = self
-        folder = Path(files[0]).parent
-        self._sharded = ranks.shard(
-            model, spec, self.quantization_config, folder, dtype, self._makers_config
-        )
-
     def _add_skips(self, model: Any) -> None:
-        """Add the switch's skip patterns to a copy of the config."""
         extra = self._extra_skip_modules()
         if not extra or self.pre_quantized:
             return
@@ -304,23 +305,25 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         places = [device for device, share in shares.items() if isinstance(device, int) and share]
         if len(places) < 2:
             return shares
-        even = dict(zip(places, _even_shares(self._spec.unit_nbytes, len(places)), strict=True))
+        # Blocks of these bytes, in order, spread evenly.
+        units, last = self._spec.unit_nbytes, len(places) - 1
+        total, done, at = sum(units), 0.0, 0
+        taken = [0.0] * len(places)
+        for unit in units:
+            # to where its middle lies, were the model one line cut into equal parts
+            while at < last and done + unit / 2 > total * (at + 1) / len(places):
+                at += 1
+            taken[at] += unit
+            done += unit
+        even = {
+            place: share + min(units, default=0.0) / 2
+            for place, share in zip(places, taken, strict=True)
+        }
+        # On the first device accelerate keeps room for the largest layer free.
+        even[places[0]] += max(units, default=0.0)
         if all(shares[place] >= even[place] for place in places):
             shares |= {place: even[place] for place in places[:-1]}
         return shares
-
-    def _unit_nbytes(self, model: Any) -> tuple[float, ...]:
-        """Return the bytes of the model's blocks and of the layers outside them, in order."""
-        blocks = set(model._no_split_modules or ())
-        owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
-        units: dict[str, float] = {}
-        for name, parameter in model.named_parameters():
-            parts = name.split(".")
-            above = (".".join(parts[:end]) for end in range(1, len(parts)))
-            unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
-            size = parameter.numel() * self.param_element_size(model, name, parameter)
-            units[unit] = units.get(unit, 0.0) + size
-        return tuple(units.values())
 
     def get_quantize_ops(self) -> Any:
         """Return the stock operation, kept from expert weights: converters have packed these."""
@@ -353,22 +356,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         return quantizer
 
 
-def _even_shares(units: Sequence[float], devices: int) -> list[float]:
-    """Return what each device may take so that blocks of these bytes, in order, spread evenly."""
-    total, done, place = sum(units), 0.0, 0
-    taken = [0.0] * devices
-    for unit in units:
-        # to where its middle lies, were the model one line cut into equal parts
-        while place < devices - 1 and done + unit / 2 > total * (place + 1) / devices:
-            place += 1
-        taken[place] += unit
-        done += unit
-    shares = [share + min(units, default=0.0) / 2 for share in taken]
-    # On the first device accelerate keeps room for the largest layer free.
-    shares[0] += max(units, default=0.0)
-    return shares
-
-
 class _PackLinears(ConversionOps):
     """The stock operation for Linear layers, which passes expert weights on and checks the others.
 
@@ -380,7 +367,6 @@ class _PackLinears(ConversionOps):
         self.stock, self.spec = stock, spec
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **context: Any) -> Any:
-        """Return tensors by name, those of Linear layers packed."""
         experts = {n: self._packed(n, v) for n, v in input_dict.items() if n in self.spec.params}
         linears = {
             name: self._checked(name, value[0] if isinstance(value, list) else value, context)
@@ -416,9 +402,29 @@ class _PackLinears(ConversionOps):
 
 def finish(model: Any, spec: LoadSpec, config: Any) -> None:
     """Attach what converters packed, pack what they did not see, and mark the model quantized."""
-    _restore_conversions(model, spec)
+    # A later save of the decoded model finds transformers' own converters.
+    if spec.manifest is not None:
+        # Nothing was renamed on the way in; without a record, the model type's mapping is used.
+        model.__dict__.pop("_weight_conversions", None)
+    conversions = model.__dict__.get("_weight_conversions", ())
+    for at, conversion in enumerate(conversions):
+        if isinstance(conversion, FillingConverter):
+            conversions[at] = conversion.stock
+            conversion.stock._was_used = conversion._was_used
     check_read(model, spec)
-    _check_linears(spec)
+    if spec.faults:
+        raise spec.faults[0]
+    extremes = spec.extremes
+    devices = {extreme.device for extreme in extremes.values()}
+    for device in devices:  # one wait for each
+        names = [name for name, extreme in extremes.items() if extreme.device == device]
+        finite = are_below(torch.stack([extremes[n].double() for n in names])).all(1).tolist()
+        bad = [name for name, whole in zip(names, finite, strict=True) if not whole]
+        if bad:
+            raise NonFiniteWeightError(
+                f"{listed(bad)} holds NaN or inf (or {LARGEST:.0e} and more), and the blocks with "
+                "it could not be decoded: repair the checkpoint."
+            )
     if not spec.params:
         return
     _attach(model, spec)
@@ -428,7 +434,7 @@ def finish(model: Any, spec: LoadSpec, config: Any) -> None:
 
 
 def _attach(model: Any, spec: LoadSpec) -> None:
-    """Move the packed weights from a spec to the model."""
+    # Apart, so that none of its names holds a weight when experts go to host memory.
     by_codes = {id(parameter): packed for parameter, packed in spec.packed.values()}
     spec.packed.clear()  # Each is freed as soon as it lies elsewhere
     lost = []
@@ -450,34 +456,3 @@ def _attach(model: Any, spec: LoadSpec) -> None:
             "would be packed. Load the 16-bit checkpoint of this model; one that another tool has "
             "packed keeps its weights under other names."
         )
-
-
-def _check_linears(spec: LoadSpec) -> None:
-    """Raise what the operation of Linear layers has noted."""
-    if spec.faults:
-        raise spec.faults[0]
-    extremes = spec.extremes
-    devices = {extreme.device for extreme in extremes.values()}
-    for device in devices:  # one wait for each
-        names = [name for name, extreme in extremes.items() if extreme.device == device]
-        finite = are_below(torch.stack([extremes[n].double() for n in names])).all(1).tolist()
-        bad = [name for name, whole in zip(names, finite, strict=True) if not whole]
-        if bad:
-            raise NonFiniteWeightError(
-                f"{listed(bad)} holds NaN or inf (or {LARGEST:.0e} and more), and the blocks with "
-                "it could not be decoded: repair the checkpoint."
-            )
-
-
-def _restore_conversions(model: Any, spec: LoadSpec) -> None:
-    """Let a later save of the decoded model find transformers' own converters."""
-    if spec.manifest is not None:
-        # Nothing was renamed on the way in; without a record, the model type's mapping is used.
-        model.__dict__.pop("_weight_conversions", None)
-        return
-    if "_weight_conversions" not in model.__dict__:
-        return
-    for at, conversion in enumerate(model._weight_conversions):
-        if isinstance(conversion, FillingConverter):
-            model._weight_conversions[at] = conversion.stock
-            conversion.stock._was_used = conversion._was_used

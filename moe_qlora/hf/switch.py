@@ -6,7 +6,7 @@ off puts back exactly what was there. The path of one load:
 
     with enabled(): from_pretrained(path, quantization_config=...)
       |
-      |  AutoHfQuantizer.merge_quantization_configs  ->  prequantized.preferring_bitsandbytes
+      |  AutoHfQuantizer.merge_quantization_configs  ->  converters.preferring_bitsandbytes
       |  AUTO_QUANTIZER_MAPPING[...]  ->  quantizer.packing_quantizer: the stock class, and on top
       v
     update_attn_implementation    is config.json that of a packed folder? then check the folder
@@ -23,7 +23,7 @@ off puts back exactly what was there. The path of one load:
       |                             16-bit checkpoint  FillingConverter   reads and packs some
       |                                                                   experts at a time
       |                             packed folder      PackedConverter    joins codes, statistics
-      |                           and of a maker's folder, rename its keys (hf/prequantized.py)
+      |                           and of a maker's folder, rename its keys
       v
     (transformers reads the files; converters leave a parameter of codes on the module and the
       |                           packed weight in the spec)
@@ -165,7 +165,7 @@ def _install() -> None:
     global _merge
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
-    from .prequantized import preferring_bitsandbytes
+    from .converters import preferring_bitsandbytes
     from .quantizer import packing_quantizer
 
     if _replaced:

@@ -9,8 +9,8 @@ selection.py    which weights of a model are packed, and the rule of `llm_int8_s
 codec.py        pack a weight, whole or in pieces, and dequantize any range of its experts
 decoders.py     the modules with a weight's statistics, for one GPU and for many;
                 conversion to and from bitsandbytes' `QuantState`
-state_dict.py   packed weights in state dicts, under bitsandbytes' keys and as parameters
-parametrize.py  how a packed weight sits on its module, moves, is copied, saved and loaded;
+parametrize.py  how a packed weight sits on its module, moves, is copied, saved and loaded
+                (state dicts: bitsandbytes' keys, and those of the shardable layout);
                 blank weights on the meta device
 linear.py       bitsandbytes' stock Linear layers as packed weights
 """

@@ -139,10 +139,12 @@ class Bnb4bit(Codec):
     ) -> PackedWeight:
         import bitsandbytes.functional
 
-        bnb: Any = bitsandbytes.functional
+        bnb: Any = bitsandbytes.functional  # no type annotations to check against
         nested = None
         if settings.double_quant:
-            scales, nested = nest_absmax(scales, mean(scales))
+            offset = mean(scales)
+            scales, state = bnb.quantize_blockwise(scales.sub_(offset), blocksize=NESTED_BLOCK)
+            nested = NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
         codes = codes.view(settings.storage_dtype).unsqueeze(1)
         table = bnb.get_4bit_type(self.kind, device=codes.device)
         return PackedWeight(
@@ -198,30 +200,17 @@ class Bnb4bit(Codec):
 NF4, FP4 = Bnb4bit("nf4"), Bnb4bit("fp4", is_default=True)
 
 
-def nest_absmax(absmax: Tensor, offset: Tensor) -> tuple[Tensor, NestedAbsmax]:
-    """Return the uint8 codes of fp32 absmax, which are overwritten, and their second level."""
-    import bitsandbytes.functional
-
-    bnb: Any = bitsandbytes.functional  # no type annotations to check against
-    codes, state = bnb.quantize_blockwise(absmax.sub_(offset), blocksize=NESTED_BLOCK)
-    return codes, NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
-
-
 def first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
     """Return the fp32 absmax of the first-level blocks [begin, end)."""
-    if packed.nested is None:
+    nested = packed.nested
+    if nested is None:
         return packed.absmax[begin:end].float()
-    return decode_absmax(packed.absmax, packed.nested, begin, end)
-
-
-def decode_absmax(codes: Tensor, nested: NestedAbsmax, begin: int, end: int) -> Tensor:
-    """Return the fp32 absmax [begin, end) of uint8 ones, decoded by their second level."""
     import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
 
     first, last = begin // nested.blocksize, cdiv(end, nested.blocksize)
     start = first * nested.blocksize
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        codes[start : last * nested.blocksize],
+        packed.absmax[start : last * nested.blocksize],
         nested.absmax[first:last],
         nested.table,
         nested.blocksize,

@@ -308,27 +308,23 @@ def read(codes: Tensor, decoder: Any) -> PackedWeight:
             codes.belong_to(decoder)
         packed = decoder.packed(codes)
     else:
-        packed = _read_compact(codes, decoder)
+        state = decoder.follow(codes) if isinstance(decoder, Packed4bit) else decoder.quant_state
+        if state.absmax.device != codes.device and not codes.is_meta:
+            state.to(codes.device)
+        # Codes gathered by FSDP2 are no Params4bit: the decoder has their dtype.
+        of_codes = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
+        storage = of_codes or decoder.__dict__.get("storage_dtype")
+        if storage is not None and codes.dtype != storage:
+            raise QuantizationError(
+                f"The packed codes of a weight of shape {tuple(state.shape)} were cast from "
+                f"{storage} to {codes.dtype}, which destroys them: do not cast a packed model, or "
+                "set bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
+            )
+        compute = getattr(decoder, "compute_dtype", None)
+        owner = codes if isinstance(codes, nn.Parameter) else None
+        packed = from_quant_state(codes.data, state, compute, owner)
     packed.serial, packed.name = getattr(decoder, "_serial", None), getattr(decoder, "name", "")
     return packed
-
-
-def _read_compact(codes: Tensor, decoder: Any) -> PackedWeight:
-    state = decoder.follow(codes) if isinstance(decoder, Packed4bit) else decoder.quant_state
-    if state.absmax.device != codes.device and not codes.is_meta:
-        state.to(codes.device)
-    # Codes gathered by FSDP2 are no Params4bit: the decoder has their dtype.
-    of_codes = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
-    storage = of_codes or decoder.__dict__.get("storage_dtype")
-    if storage is not None and codes.dtype != storage:
-        raise QuantizationError(
-            f"The packed codes of a weight of shape {tuple(state.shape)} were cast from {storage} "
-            f"to {codes.dtype}, which destroys them: do not cast a packed model, or set "
-            "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
-        )
-    compute = getattr(decoder, "compute_dtype", None)
-    owner = codes if isinstance(codes, nn.Parameter) else None
-    return from_quant_state(codes.data, state, compute, owner)
 
 
 def params4bit(codes: Tensor, state: Any) -> nn.Parameter:

@@ -44,7 +44,16 @@ def select_weights(
     # Imports bitsandbytes, which prints to stderr; the matching rule alone does not need it.
     from . import parametrize
 
-    _warn_of_patterns(model, settings.skip_modules)
+    names = [name for name, _ in model.named_modules() if name]
+    names += [name for name, _ in model.named_parameters()]
+    names += [f"{name}.{parameter}" for name, _, parameter in parametrize.iter_packed(model)]
+    for pattern in settings.skip_modules:
+        if not any(is_skipped(name, [pattern]) for name in names):
+            warnings.warn(
+                f"llm_int8_skip_modules names {pattern!r}, which matches nothing in the model.",
+                UserWarning,
+                stacklevel=3,
+            )
     # Parameters that the config asks bitsandbytes to pack itself.
     if isinstance(config, Mapping):
         left = config.get("target_parameters")
@@ -60,9 +69,9 @@ def select_weights(
             return WeightSelection(param, ALREADY_QUANTIZED, reason)
         if any(_covers(pattern, param) for pattern in left_to_config):
             return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
-        pattern = skipping_pattern(param, settings.skip_modules)
-        if pattern is not None:
-            return WeightSelection(param, SKIPPED, f"llm_int8_skip_modules names {pattern!r}")
+        skipping = skipping_pattern(param, settings.skip_modules)
+        if skipping is not None:
+            return WeightSelection(param, SKIPPED, f"llm_int8_skip_modules names {skipping!r}")
         return WeightSelection(param, QUANTIZED)
 
     return [select(param) for param in layout.experts]
@@ -93,21 +102,6 @@ def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that names the expert weight or its module; None if none does."""
     names = [path for name in param.names for path in (name, name.rpartition(".")[0])]
     return next((p for p in patterns if any(is_skipped(name, [p]) for name in names)), None)
-
-
-def _warn_of_patterns(model: nn.Module, patterns: tuple[str, ...]) -> None:
-    from . import parametrize
-
-    names = [name for name, _ in model.named_modules() if name]
-    names += [name for name, _ in model.named_parameters()]
-    names += [f"{name}.{parameter}" for name, _, parameter in parametrize.iter_packed(model)]
-    for pattern in patterns:
-        if not any(is_skipped(name, [pattern]) for name in names):
-            warnings.warn(
-                f"llm_int8_skip_modules names {pattern!r}, which matches nothing in the model.",
-                UserWarning,
-                stacklevel=4,
-            )
 
 
 def _covers(pattern: str, param: ExpertParam) -> bool:

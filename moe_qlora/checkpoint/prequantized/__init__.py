@@ -3,9 +3,8 @@
 open            any folder as a `Checkpoint` of plain tensors; config.json, as that of the
                 16-bit folder; `PrequantizedCheckpoint`: rows decoded when read
 config          what a quantization_config says: schemes, targets, modules not converted
-plan            which stored tensors make which plain ones
-formats         codes of 8 bits, E2M1 floats, packed integers
-decode          codes times scales, in pieces, for all of them
+formats         codes of 8 bits, E2M1 floats, packed integers; which stored tensors make which
+                plain ones; codes times scales, in pieces, for all of them
 """
 
 from .config import maker_method

@@ -114,7 +114,6 @@ class MakerConfig:
         return iter([((), _fp8_scheme(config, self.method))])
 
     def _add(self, targets: tuple[str, ...], scheme: Scheme) -> None:
-        """Note a group: modules by name, by pattern, or all, which is what a class stands for."""
         for target in targets or ("Linear",):
             if target.startswith("re:"):
                 self._by_pattern.append((_pattern(target), scheme))
@@ -155,7 +154,6 @@ class MakerConfig:
 
 
 def _names(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what a configuration says is not converted, under whatever key."""
     for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
         names = config.get(key) or ()
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
@@ -253,9 +251,9 @@ def _compressed_scheme(weights: Mapping[str, Any], place: str) -> Scheme:
         raise _unread(f"{place}.actorder", weights["actorder"])
     if kind not in (FLOAT, INT) or bits not in (4, 8):
         raise _unread(f"{place}.num_bits", f"{bits} of type {kind}")
-    group, strategy = weights.get("group_size"), weights.get("strategy")
+    asked, strategy = weights.get("group_size"), weights.get("strategy")
     if strategy is None:
-        strategy = "tensor" if group is None else "channel" if group == -1 else "group"
+        strategy = "tensor" if asked is None else "channel" if asked == -1 else "group"
     if strategy == "tensor_group" and (kind, bits) != (FLOAT, 4):  # NVFP4's, whose scales nest
         raise _unread(f"{place}.strategy", f"{strategy} of {bits} bits of type {kind}")
     if strategy == "block":
@@ -264,12 +262,12 @@ def _compressed_scheme(weights: Mapping[str, Any], place: str) -> Scheme:
             size = [int(n) if n.isdigit() else n for n in size.split("x")]
         block = _pair(size, f"{place}.block_structure")
     elif strategy in ("group", "tensor_group"):
-        block = (1, _size(group, f"{place}.group_size"))
+        block = (1, _size(asked, f"{place}.group_size"))
     elif strategy in ("channel", "tensor"):
         block = CHANNEL if strategy == "channel" else TENSOR
     else:
         raise _unread(f"{place}.strategy", strategy)
-    setting = f"{place} ({kind}, {bits} bits, {strategy} {'' if group is None else group}".rstrip()
+    setting = f"{place} ({kind}, {bits} bits, {strategy} {'' if asked is None else asked}".rstrip()
     return Scheme(kind, bits, (block,), f"{setting})", strategy == "tensor_group")
 
 

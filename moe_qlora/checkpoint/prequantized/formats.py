@@ -13,6 +13,7 @@ https://docs.vllm.ai/en/latest/features/quantization/modelopt.html.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -23,8 +24,136 @@ from ...kernels.limits import cdiv
 from ...kernels.weights import MX_BLOCK, TABLES
 from ...layout import dtype_name
 from ..reader import TensorInfo
-from .config import MXFP4, Block, Scheme
-from .decode import CODES, DIVISOR, FACTOR, SCALE, SHAPE, Quantized
+from .config import (
+    ADVICE,
+    COMPRESSED,
+    FLOAT,
+    FP8,
+    INT,
+    MODELOPT,
+    MXFP4,
+    MXFP8,
+    Block,
+    MakerConfig,
+    Scheme,
+)
+
+# Decoding of one quantized tensor, or rows of it, in pieces.
+#
+# All formats are the same product: codes (L, R, C) as fp32 values, times a grid of scales of which
+# each belongs to a block of rows and columns. They differ in how a code becomes a value, in the
+# block and in the dtype of the scales.
+
+PIECE = 1 << 20
+"""Most values that are in fp32 at a time on the CPU, in whose cache they stay; on other devices it
+is four times as many, which start fewer kernels."""
+
+CODES, SCALE, FACTOR, DIVISOR, SHAPE = "codes", "scale", "factor", "divisor", "shape"
+"""Roles of stored tensors: scales of scales are multiplied (factor) or divided by (divisor)."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How one plain tensor is stored.
+
+    Attributes:
+        parts: Keys on disk by their role; `CODES` is the one that the tensor is known by.
+        shape: Of the plain tensor: (rows, columns) or (experts, rows, columns).
+        block: Rows and columns that share a scale; of the matrix of codes, whatever the plain one.
+        unpack: Codes (r, whatever their width) -> fp32 values (r, at least the columns).
+        one_scale: Whether a single scale belongs to all of the tensor.
+        transposed: Whether the plain tensor has the codes' rows as its last dimension.
+    """
+
+    parts: Mapping[str, str]
+    shape: tuple[int, ...]
+    block: tuple[int, int]
+    unpack: Callable[[Tensor], Tensor]
+    one_scale: bool = False
+    transposed: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first dimension counts experts."""
+        return len(self.shape) == 3
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of a matrix of codes, once unpacked."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the scales of one matrix; edges may be cut off a block."""
+        rows, columns = self.matrix
+        return cdiv(rows, self.block[0]), cdiv(columns, self.block[1])
+
+    def rows(self, role: str, start: int, stop: int) -> tuple[int, int] | None:
+        """Return the rows of a part that rows [start, stop) need; None: all, which is one value."""
+        if role == CODES or (role == SCALE and self.stacked and not self.one_scale):
+            return start, stop
+        if role == SCALE and not self.one_scale:
+            return start // self.block[0], cdiv(stop, self.block[0])
+        return None
+
+
+def exponents(scale: Tensor) -> Tensor:
+    """Return scales as fp32; bytes are exponents: 2^(byte - 127), 255 is NaN.
+
+    Source: OCP Microscaling Formats (MX) Specification v1.0, E8M0.
+    """
+    return (scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale).float()
+
+
+def dequantize(
+    tensor: Quantized, parts: Mapping[str, Tensor], start: int, stop: int, dtype: torch.dtype
+) -> Tensor:
+    """Decode rows [start, stop) of the first dimension from those rows of the parts.
+
+    Every value is made in fp32 and rounded once; a piece of them is in fp32 at a time.
+    """
+    if start == stop:
+        return torch.empty((0, *tensor.shape[1:]), dtype=dtype, device=parts[CODES].device)
+    height, columns = tensor.matrix
+    experts, rows, first = (stop - start, height, 0) if tensor.stacked else (1, stop - start, start)
+    codes = parts[CODES].reshape(experts, rows, -1)
+    scale = parts[SCALE].reshape(1 if tensor.one_scale else experts, -1, tensor.grid[1])
+    shape = (experts, columns, rows) if tensor.transposed else (experts, rows, columns)
+    plain = torch.empty(shape, dtype=dtype, device=codes.device)
+    target = plain.transpose(1, 2) if tensor.transposed else plain
+    high, wide = tensor.block
+    step = max(1, PIECE * (1 if codes.is_cpu else 4) // columns)
+    for expert in range(experts):
+        own = scale[0 if tensor.one_scale else expert]
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            values = tensor.unpack(codes[expert, begin:end])[:, :columns]
+            place = first % high + begin
+            top, bottom = place // high, cdiv(place + end - begin, high)
+            grid = exponents(own[top:bottom])  # (rows, grid columns) from `place` on
+            if DIVISOR in parts:
+                grid = grid / parts[DIVISOR].float()
+            if FACTOR in parts:
+                grid = grid * parts[FACTOR].float()
+            if high > 1:
+                index = torch.arange(place, place + end - begin, device=grid.device) // high - top
+                grid = grid.index_select(0, index)
+            _multiply(values, grid, wide)
+            target[expert, begin:end] = values.to(dtype)  # the one rounding
+    return plain if tensor.stacked else plain[0]
+
+
+def _multiply(values: Tensor, scale: Tensor, wide: int) -> None:
+    """Multiply values (r, C) by scales (r, ceil(C / wide)) in place."""
+    columns = values.shape[1]
+    whole = columns // wide
+    if whole:
+        blocks = values[:, : whole * wide].unflatten(1, (whole, wide))
+        blocks *= scale[:, :whole, None]
+    if whole < scale.shape[1]:
+        values[:, whole * wide :] *= scale[:, whole:]
+
 
 # Integers that compressed-tensors packs: symmetric, 4 or 8 bits, in words of 32.
 #
@@ -110,26 +239,6 @@ NVFP4_SCALES = (torch.float8_e4m3fn,)
 def unpack_e2m1(codes: Tensor) -> Tensor:
     """Return the fp32 values (r, 2 w) of bytes (r, w)."""
     return unpack_nibbles(codes, TABLES[MXFP4])
-
-
-def plan_mxfp4(name: str, stored: Mapping[str, TensorInfo]) -> Quantized:
-    """Return how `name`_blocks and `name`_scales of gpt-oss make the plain (E, in, out)."""
-    blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-    is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == MX_BLOCK // 2
-    if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
-        raise CheckpointError(
-            f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
-            "rows, groups, 16); copy the file again."
-        )
-    experts, rows, groups = blocks.shape[:3]
-    if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
-        raise CheckpointError(
-            f"{name}_scales is {described(scales)}: wanted are bytes of shape "
-            f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
-        )
-    parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
-    shape = (experts, groups * MX_BLOCK, rows)
-    return Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
 
 
 def plan_fp4(
@@ -276,3 +385,198 @@ def _sizes(block: Block, rows: int, columns: int) -> tuple[int, int]:
 def _described(block: Block, stack: tuple[int, ...], rows: int, columns: int) -> str:
     high, wide = _sizes(block, rows, columns)
     return str((*stack, cdiv(rows, high), cdiv(columns, wide)))
+
+
+ShapeOf = Callable[[str], tuple[int, ...]]
+"""Reads a stored `weight_shape`."""
+
+_ACTIVATIONS = {
+    *("input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
+    *("output_scale", "output_zero_point", "qscale_act", "q_scale", "k_scale", "v_scale"),
+    *("q_zero_point", "k_zero_point", "v_zero_point", "prob_output_scale"),
+}
+"""Last names of tensors for activations or the KV cache, which weights do without."""
+_ACTIVATION_ENDS = ("_input_scale", "_activation_scale")
+_REFUSED = {
+    "weight_g_idx": "columns are reordered by activation",
+    "g_idx": "columns are reordered by activation",
+    "qweight": "codes are packed as GPTQ and AWQ do",
+    "qzeros": "codes are packed as GPTQ and AWQ do",
+    "pre_quant_scale": "inputs are scaled as AWQ does",
+}
+_SCALES = (
+    *("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_shape"),
+    *("weight_zero_point", "qscale_weight", "_scales"),
+)
+"""Ends of keys of scales and their like."""
+_FP4 = Scheme(FLOAT, 4, ((1, 32),), "expert_dtype fp4, groups of 32")
+
+
+def plan_tensors(
+    stored: Mapping[str, TensorInfo], config: MakerConfig, shape_of: ShapeOf
+) -> tuple[dict[str, Quantized], list[str]]:
+    """Return the quantized tensors by their plain names, and the keys of tensors that are plain.
+
+    What lies on disk decides: codes with their scales are decoded, tensors of 16 bits or more are
+    read as they are, whatever the configuration lists. It says how codes are laid out, and of which
+    modules bytes are no codes and a tensor called scale is a weight.
+
+    Raises:
+        CheckpointError: A part is missing, belongs to nothing, or has the wrong shape.
+    """
+    tensors: dict[str, Quantized] = {}
+    for key, info in stored.items():
+        entry = _plan(key, info, stored, config, shape_of)
+        if entry is not None:
+            name, tensor = entry
+            if name in tensors or (name in stored and name != key):
+                raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
+            tensors[name] = tensor
+    used = {key for tensor in tensors.values() for key in tensor.parts.values()}
+    rest = {key: info for key, info in stored.items() if key not in used}
+    rest = {key: info for key, info in rest.items() if not _is_idle(key, tensors)}
+    for key, info in rest.items():
+        if _holds_codes(key, info, config):
+            if (scale := _scale_of(key, stored)) is not None:
+                raise CheckpointError(
+                    f"{key} is {described(info)} beside {scale}, and {config.method} stores no "
+                    f"such codes: copy the whole folder, or {ADVICE}."
+                )
+            end = "_scale_inv" if config.method in (FP8, MXFP8) else "_scale"
+            wanted = _like(key, SCALE, tensors) or f"{key}{end}"
+            raise CheckpointError(
+                f"{key} is {described(info)}, which are codes, and {wanted}, without which they "
+                f"cannot be read, is missing: copy the whole folder, or {ADVICE}."
+            )
+    for key, info in rest.items():
+        if _is_scale(key, info, config):
+            codes = _like(key, CODES, tensors) or "the tensor it belongs to"
+            raise CheckpointError(
+                f"{key} is a part of a quantized weight, and {codes} is missing or holds no codes: "
+                "copy the whole folder."
+            )
+    return tensors, list(rest)
+
+
+def _plan(
+    key: str,
+    info: TensorInfo,
+    stored: Mapping[str, TensorInfo],
+    config: MakerConfig,
+    shape_of: ShapeOf,
+) -> tuple[str, Quantized] | None:
+    """Return the plain tensor that a key holds the codes of; None where it holds none."""
+    module, _, last = key.rpartition(".")
+    if last in _REFUSED:
+        raise CheckpointError(
+            f"{key} says that {_REFUSED[last]}, which is not read here ({config.method}): {ADVICE}."
+        )
+    if config.method == MXFP4:
+        if not key.endswith("_blocks"):
+            return None
+        name = key.removesuffix("_blocks")
+        _need(f"{name}_scales", key, stored)
+        blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
+        is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == MX_BLOCK // 2
+        if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
+            raise CheckpointError(
+                f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
+                "rows, groups, 16); copy the file again."
+            )
+        experts, rows, groups = blocks.shape[:3]
+        if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
+            raise CheckpointError(
+                f"{name}_scales is {described(scales)}: wanted are bytes of shape "
+                f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
+            )
+        parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
+        shape = (experts, groups * MX_BLOCK, rows)
+        return name, Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
+    if config.method == COMPRESSED and last.endswith("_packed"):
+        name = key.removesuffix("_packed")
+        _need(f"{name}_scale", key, stored)
+        module = name.rpartition(".")[0]
+        if stored[key].dtype == torch.uint8:
+            return name, plan_fp4(
+                key, name, f"{name}_scale", stored, _scheme(key, module, config, FLOAT, 4)
+            )
+        _need(f"{name}_shape", key, stored)
+        return name, plan_int(key, name, stored, _scheme(key, module, config, INT), shape_of)
+    if info.dtype not in (*FP8_DTYPES, torch.int8, torch.uint8):
+        return None
+    scale = _scale_of(key, stored)
+    if scale is None:
+        return None
+    if info.dtype in FP8_DTYPES:
+        return key, plan_fp8(key, scale, stored, _scheme(key, module, config, FLOAT, 8))
+    if info.dtype == torch.int8 and config.method == COMPRESSED:
+        return key, plan_fp8(key, scale, stored, _scheme(key, module, config, INT, 8))
+    if info.dtype == torch.int8 and config.method == FP8:
+        return key, plan_fp4(key, key, scale, stored, _FP4)
+    if info.dtype == torch.uint8 and config.method == MODELOPT:
+        return key, plan_fp4(key, key, scale, stored, _scheme(key, module, config, FLOAT, 4))
+    return None
+
+
+def _need(part: str, key: str, stored: Mapping[str, TensorInfo]) -> None:
+    if part not in stored:
+        raise CheckpointError(
+            f"{part} is missing, without which {key} cannot be read: copy the whole folder."
+        )
+
+
+def _scheme(
+    key: str, module: str, config: MakerConfig, kind: str, bits: int | None = None
+) -> Scheme:
+    scheme = config.scheme(module)
+    if scheme is None or scheme.kind != kind or scheme.bits not in (bits or scheme.bits,):
+        said = "no group of it is for them" if scheme is None else f"it says {scheme.setting}"
+        what = kind if bits is None else f"{kind}, {bits} bits"
+        raise CheckpointError(
+            f"{key} holds codes ({what}) that quantization_config ({config.method}) does not tell "
+            f"of: {said}; put the maker's config.json back."
+        )
+    return scheme
+
+
+def _scale_of(key: str, stored: Mapping[str, TensorInfo]) -> str | None:
+    module, _, last = key.rpartition(".")
+    names = [f"{key}_scale_inv", f"{key}_scale"]
+    if last == "weight":
+        names += [f"{module}.scale", f"{module}.qscale_weight"]
+    return next((name for name in names if name in stored), None)
+
+
+def _like(key: str, role: str, tensors: Mapping[str, Quantized]) -> str | None:
+    module, _, last = key.rpartition(".")
+    for tensor in tensors.values():
+        if any(part.rpartition(".")[2] == last for part in tensor.parts.values()):
+            return f"{module}.{tensor.parts[role].rpartition('.')[2]}"
+    return None
+
+
+def _is_idle(key: str, tensors: Mapping[str, Quantized]) -> bool:
+    """Whether a tensor that is no part is for activations, or the zero points of 0 of codes."""
+    last = key.rpartition(".")[2]
+    if last in _ACTIVATIONS or last.endswith(_ACTIVATION_ENDS):
+        return True
+    return last.endswith("_zero_point") and key.removesuffix("_zero_point") in tensors
+
+
+def _holds_codes(key: str, info: TensorInfo, config: MakerConfig) -> bool:
+    if info.dtype == torch.float8_e8m0fnu:
+        return False
+    if info.dtype.is_floating_point:
+        return info.dtype.itemsize == 1
+    module, _, last = key.rpartition(".")
+    is_packed = last.endswith(("_packed", "_blocks"))
+    is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
+    is_scale = last.endswith(_SCALES)
+    return (is_packed or (is_bytes and not is_scale)) and not config.is_ignored(module)
+
+
+def _is_scale(key: str, info: TensorInfo, config: MakerConfig) -> bool:
+    module, _, last = key.rpartition(".")
+    if info.dtype == torch.float8_e8m0fnu:
+        return True
+    return last.endswith(_SCALES) and not config.is_ignored(module)

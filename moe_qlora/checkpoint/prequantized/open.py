@@ -20,9 +20,7 @@ from ..integrity import open_checkpoint
 from ..manifest import CONFIG
 from ..reader import Checkpoint, TensorInfo, inside
 from .config import MODELOPT, MakerConfig, maker_config, maker_method
-from .decode import CODES, SHAPE, Quantized, dequantize
-from .formats import check_shape, described
-from .plan import plan_tensors
+from .formats import CODES, SHAPE, Quantized, check_shape, dequantize, described, plan_tensors
 
 
 class PrequantizedCheckpoint(Checkpoint):
@@ -142,7 +140,6 @@ class PrequantizedCheckpoint(Checkpoint):
 
 
 def _read_config(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> MakerConfig:
-    """Return what a configuration says; an error names one of the tensors that it is about."""
     try:
         return MakerConfig(config)
     except CheckpointError as error:
@@ -193,7 +190,18 @@ def open_plain(
     checkpoint = Checkpoint(files) if files is not None else open_checkpoint(folder)
     try:
         if own is None:
-            _check_unnamed(checkpoint)
+            for key in checkpoint:
+                kind = checkpoint.info(key).dtype
+                is_float8 = kind.is_floating_point and kind.itemsize == 1
+                base = key.removesuffix("_blocks").removesuffix("_packed")
+                is_packed = base != key and (
+                    f"{base}_scales" in checkpoint or f"{base}_scale" in checkpoint
+                )
+                if is_float8 or is_packed:
+                    raise CheckpointError(
+                        f"{key} is {dtype_name(kind)}, and {CONFIG} has no quantization_config "
+                        "that says how it was quantized: put the maker's back."
+                    )
         if own is None or maker_method({"quantization_config": own}) is None:
             return checkpoint
         return PrequantizedCheckpoint(checkpoint, own, dtype or _dtype(config))
@@ -273,7 +281,6 @@ def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]
 
 
 def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
-    """Return what modelopt wrote beside a config.json without a quantization_config."""
     if not (folder / MODELOPT_CONFIG).is_file():
         return None
     said = read_json(inside(folder, MODELOPT_CONFIG))
@@ -283,22 +290,6 @@ def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
     ):
         return None  # only the KV cache is quantized
     return {**inner, "quant_method": MODELOPT}
-
-
-def _check_unnamed(checkpoint: Checkpoint) -> None:
-    """Refuse codes that no configuration says the meaning of."""
-    for key in checkpoint:
-        dtype = checkpoint.info(key).dtype
-        is_float8 = dtype.is_floating_point and dtype.itemsize == 1
-        base = key.removesuffix("_blocks").removesuffix("_packed")
-        is_packed = base != key and (
-            f"{base}_scales" in checkpoint or f"{base}_scale" in checkpoint
-        )
-        if is_float8 or is_packed:
-            raise CheckpointError(
-                f"{key} is {dtype_name(dtype)}, and {CONFIG} has no quantization_config that says "
-                "how it was quantized: put the maker's back."
-            )
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:

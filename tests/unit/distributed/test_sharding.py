@@ -186,7 +186,7 @@ def test_linear_layers_of_4_bit(double: bool, storage: torch.dtype) -> None:
         )
     for state_dict in (compact, model.state_dict()):
         for target in (copy.deepcopy(stock), copy.deepcopy(model)):
-            from moe_qlora.packing.state_dict import load_linears
+            from moe_qlora.packing.parametrize import load_linears
 
             errors: list[str] = []
             entries = {key: value.clone() for key, value in state_dict.items()}

@@ -8,7 +8,7 @@ from folders import same
 from prequantized import CASES, write_shards
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, decode, open_plain
+from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, formats, open_plain
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.errors import CheckpointError
 
@@ -39,7 +39,7 @@ def test_rows_are_those_of_the_whole(folders, name, piece, monkeypatch):
     with open_plain(folders[name][0]) as checkpoint:
         shapes = {checkpoint.info(key).shape: key for key in checkpoint}
         wholes = {key: checkpoint.read(key) for key in shapes.values()}
-        monkeypatch.setattr(decode, "PIECE", piece)  # 50 values: less than a row, or one
+        monkeypatch.setattr(formats, "PIECE", piece)  # 50 values: less than a row, or one
         for key, whole in wholes.items():
             if piece == 50 and whole.numel() > 1 << 16:
                 continue
@@ -93,7 +93,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_piece_is_in_fp32_at_a_time(folders, name, monkeypatch):
-    monkeypatch.setattr(decode, "PIECE", 1024)
+    monkeypatch.setattr(formats, "PIECE", 1024)
     with open_plain(folders[name][0]) as checkpoint:
         for key in checkpoint:
             info = checkpoint.info(key)
