@@ -101,7 +101,11 @@ def quantize_experts(
     if packed and offloads():
         offload(model)
     slow = tuple(
-        SlowModule(module.name, module.class_name, sum(map(_decoded_nbytes, module.parameters)))
+        SlowModule(
+            module.name,
+            module.class_name,
+            sum(p.numel * getattr(torch, p.dtype_name).itemsize for p in module.parameters),
+        )
         for module in layout.modules
         if module.name in packed - served
     )
@@ -225,10 +229,6 @@ def _grouped(rows: tuple[ReportRow, ...], verb: str) -> list[str]:
     return [f"{verb}: {_patterns(names)} ({reason})." for reason, names in by_reason.items()]
 
 
-def _decoded_nbytes(param: ExpertParam) -> int:
-    return param.numel * getattr(torch, param.dtype_name).itemsize
-
-
 def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
     if missing_ok:
         return QuantizationReport(linear_experts=layout.linear_experts)
@@ -247,7 +247,6 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
 
 
 def _check_codec(model: nn.Module, settings: CodecSettings) -> None:
-    """Raise if experts are packed with another codec: they are not packed again."""
     for module_name, module, leaf in parametrize.iter_packed(model):
         if parametrize.is_foreign(module, leaf):
             continue
@@ -262,7 +261,6 @@ def _check_codec(model: nn.Module, settings: CodecSettings) -> None:
 
 
 def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings) -> None:
-    """Raise for the first weight that cannot be packed, before any is packed."""
     for param in params:
         reason = why_not(_weight(model, param.name), settings)
         if reason is not None:
@@ -313,7 +311,6 @@ def _pack_selected(
 
 
 def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> ReportRow:
-    """Pack a weight and attach it to every module that holds it; all or none."""
     weight = _weight(model, param.name)
     packed = pack(weight, settings)
     if offloads():  # So that the device holds one packed weight at a time

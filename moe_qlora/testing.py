@@ -59,14 +59,12 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
 
 
 def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(kwargs)
-    for name, value in more.items():
-        part = merged.get(name)
-        if isinstance(part, dict) and isinstance(value, dict):
-            merged[name] = _merged(part, value)
-        else:
-            merged[name] = value
-    return merged
+    parts = {
+        name: _merged(kwargs[name], value)
+        for name, value in more.items()
+        if isinstance(kwargs.get(name), dict) and isinstance(value, dict)
+    }
+    return {**kwargs, **more, **parts}
 
 
 def model_class(model_type: str) -> Any:

@@ -125,7 +125,6 @@ def _find_linear_experts(
 
 
 def _router_near(node: Node, index: RouterIndex, count: int) -> Leaf | None:
-    """Return the nearest (E, hidden) matrix in the two modules around the list."""
     blocks = (above for above in node.ancestors() if above is not node and not is_list(above))
     for block in islice(blocks, 2):
         for leaf in index.visible(block):

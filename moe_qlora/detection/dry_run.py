@@ -111,7 +111,6 @@ class _BlockCopy:
                     inner[name] = inner[name].base_layer
 
     def _replacement(self, leaf: Leaf, big: bool) -> torch.Tensor:
-        """Return the copy's tensor for a leaf: on meta, zeros or random numbers."""
         floating = leaf.dtype.is_floating_point or leaf.packed is not None
         dtype = _run_dtype(leaf.dtype) if floating else leaf.dtype
         if big:
@@ -171,7 +170,6 @@ def _argument_lists(
     experts: int,
     dtype: torch.dtype,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield plausible arguments of a block: hidden states first, then routing or token ids."""
     batch, length = tokens
     count = batch * length
     top_k = min(2, experts)

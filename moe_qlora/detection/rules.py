@@ -41,7 +41,6 @@ class Classification:
 
 
 def _not_a_candidate(leaf: Leaf) -> str | None:
-    """Return why a tensor of three or more dimensions cannot hold experts; None where it may."""
     shape, layer = leaf.shape_text, type(leaf.node.module).__name__
     if leaf.kind == "conv":
         return f"the kernel of a convolution ({layer}, {shape})"
@@ -66,7 +65,6 @@ def _follows_a_choice(group: ExpertGroup, trace: Trace) -> bool:
 
 
 def _why_no_experts(group: ExpertGroup, trace: Trace, routed: bool) -> str | None:
-    """Return why a group does not hold experts; None where it does."""
     first = group.members[0].shape_text
     over = [c for c in trace.contractions if c.axis == group.axis]
     merged = [c for c in over if c.size == group.counts[c.weight]]  # sums over the experts
@@ -90,7 +88,6 @@ def _why_no_experts(group: ExpertGroup, trace: Trace, routed: bool) -> str | Non
 
 
 def _low_rank_problem(group: ExpertGroup, trace: Trace) -> str | None:
-    """Return why a group is low-rank factors, not experts; None if nothing suggests it."""
     owner, first = group.members[0].node, group.members[0]
     sources = trace.feeds()
     if len(group.members) == 3 and (not sources or max(map(len, sources.values())) > 1):
@@ -143,7 +140,6 @@ def _corrected(
 
 
 def _problem_of_use(group: ExpertGroup, trace: Trace, chosen: bool) -> str | None:
-    """Return why a complete dry run contradicts experts; None if it does not."""
     first = group.members[0]
     if any(
         c.weight in {key for key, _ in c.upstream} and not c.picked
@@ -165,7 +161,6 @@ def _problem_of_use(group: ExpertGroup, trace: Trace, chosen: bool) -> str | Non
 
 
 def _problem_of_shapes(group: ExpertGroup, trace: Trace) -> str | None:
-    """Return why shapes contradict experts, if the block could not be run; None if not."""
     first, router, name = group.members[0], group.router, group.router.leaf.known_as
     shape, place = first.shape_text, group.block.name or "the model"
     if group.chain is None or (len(first.shape) == 2 and len(group.members) < 3):
@@ -334,7 +329,6 @@ class Classifier:
         return trace
 
     def _find_shared(self, candidates: Sequence[Leaf]) -> None:
-        """Accept fused shared experts, which always run and chain over the same hidden size."""
         # By block with routed experts, and by the module around it: (expert, is it their block).
         scopes: dict[Node, list[tuple[ExpertParam, bool]]] = defaultdict(list)
         for item in self._by_leaf.values():

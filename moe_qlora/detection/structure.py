@@ -266,7 +266,6 @@ def use_of(
 
 
 def _role(key: int, chain: Chain | None, trace: Trace, number: int) -> str:
-    """Return `ExpertParam.role` of one of `number` members of a group."""
     if chain is None:
         return EXPERT
     fit = chain.fits.get(key)
@@ -371,7 +370,6 @@ def find_groups(candidates: Sequence[Leaf], index: RouterIndex) -> list[ExpertGr
 
 
 def _deep_groups(members: list[Leaf], index: RouterIndex) -> list[ExpertGroup]:
-    """Return one group where all members chain, else the groups of those that do."""
     whole = _group(members, index)
     if whole is not None and (whole.chain is not None or len(members) == 1):
         return [whole]
@@ -405,7 +403,6 @@ def _runs(members: list[Leaf]) -> list[list[Leaf]]:
 
 
 def _group(members: list[Leaf], index: RouterIndex) -> ExpertGroup | None:
-    """Return the members as one group; None if no router chooses among their matrices."""
     largest = max(members, key=lambda leaf: leaf.shape[0])
     fallback: ExpertGroup | None = None
     # Of four dimensions, any of the first two over 1 may count experts.

@@ -314,7 +314,6 @@ class BlockTrace(TorchDispatchMode):
         return tree_map(answer, out)
 
     def _pick(self, name: str, func: Any, args: Any) -> torch.Tensor:
-        """Return slices of a weight picked by a real index, still as a weight."""
         source, *where = args
         rest = 0  # first dimension that indexing leaves unchanged, if known
         if name == "index_select":

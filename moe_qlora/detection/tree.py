@@ -133,7 +133,6 @@ def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
 
 
 def _own_leaves(node: Node) -> Iterator[Leaf]:
-    """Yield the tensors that a module owns, in the order of `named_parameters`."""
     module = node.module
     for attribute, parameter in module._parameters.items():
         if parameter is not None:

@@ -62,7 +62,6 @@ def functions_run(module: nn.Module) -> Iterator[FunctionType]:
 
 @cache
 def _read_by(function: FunctionType) -> frozenset[str]:
-    """Return what a method reads the `weight` of, among the attributes of its first argument."""
     code = function.__code__
     if "weight" not in code.co_names or "_is_quantized" in code.co_names + code.co_consts:
         return frozenset()

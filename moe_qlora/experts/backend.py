@@ -107,7 +107,6 @@ def choose_backend(module: Any, call: Call) -> Backend:
 
 @cache  # once in a process: all layers of a model are packed by one config
 def _warn_of_float32(parameter: str, dtype: torch.dtype) -> None:
-    """Warn that a GPU computes experts in float32, which no fast kernel does."""
     warnings.warn(
         f"{parameter} is computed in float32, which no fast kernel serves, since "
         "bnb_4bit_compute_dtype is float32, its default, and the activations are "
@@ -149,7 +148,6 @@ def fused_obstacle(module: Any, call: Call) -> Obstacle:
 
 
 def _device_obstacle(device: torch.device, card: Card | None = None) -> Obstacle:
-    """Return why the kernels do not run on a device, or on a given card."""
     if card is not None and card.maker == "nvidia":
         if card.capability >= _LEAST_CAPABILITY:
             return "the fused kernels need Triton, which is not installed", ()
@@ -226,7 +224,7 @@ def _weight_obstacle(
 @lru_cache(maxsize=256)
 def _supports(spec: WeightSpec) -> bool:
     experts, *sizes = spec.shape
-    return supports_fused(experts, tuple(sizes), blocksize=spec.blocksize)
+    return supports_fused(experts, tuple(sizes), spec.blocksize)
 
 
 def runs_grouped(
@@ -240,9 +238,7 @@ def runs_grouped(
 
     `card`: the one to choose for, as in `Call`.
     """
-    if card is not None:
-        return _computes(tuple(shape), _multiplies(card), dtype, lora_dtypes)
-    if (planned := planned_card(x.device)) is not None:
+    if (planned := card or planned_card(x.device)) is not None:
         return _computes(tuple(shape), _multiplies(planned), dtype, lora_dtypes)
     some = x.is_cuda and x.shape[0] > 0
     return some and _grouped(tuple(shape), x.get_device(), dtype, lora_dtypes)
@@ -270,7 +266,6 @@ def _computes(
 
 
 def _multiplies(card: Card) -> bool:
-    """Whether a card multiplies by all experts' dequantized weights at once."""
     return suits(card) if card.maker == "amd" else card.capability >= _LEAST_CAPABILITY
 
 

@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..detection.detect import dispatches
+from ..errors import ConfigError
 from ..packing import parametrize
 from ..packing.codec import unpack
 from . import checks, forward_override, fused
@@ -86,6 +87,11 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
     for name in module_names:
         module: Any = model.get_submodule(name)
         config = getattr(module, "config", None)
+        if getattr(module, "_is_expert_parallel", False):
+            raise ConfigError(
+                f"{name} has one rank's experts alone (expert parallelism), which packed experts "
+                "do not support: train with DDP or FSDP2."
+            )
         if config is not None and goes_through_interface(module):
             configs[id(config)] = config
         elif not _of_liger(module):
@@ -166,8 +172,8 @@ def experts_forward(
 ) -> Tensor:
     """Compute an experts module, as the forward registered with transformers.
 
-    Hidden states are `(T, H)`, the index `(T, k)` integers, where negative ones, E and above are
-    other ranks' experts, and the weights `(T, k)`. Returns `(T, H)` in the hidden states' dtype.
+    Hidden states are `(T, H)`, the index `(T, k)` integers below E, and the weights `(T, k)`.
+    Returns `(T, H)` in the hidden states' dtype.
     """
     call = read_call(self, hidden_states)
     backend = choose_backend(self, call)
@@ -181,8 +187,6 @@ def experts_forward(
 
 
 class _Routing(NamedTuple):
-    """Assignments sorted by expert."""
-
     order: Tensor  # `(R,)`: the assignment (token x k + slot) in each sorted row
     expert_offsets: Tensor  # `(E + 1,)`: rows of expert e are [offsets[e], offsets[e + 1])
     top_k: int
@@ -214,11 +218,8 @@ def _prepare(module: nn.Module) -> None:
 def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
     first = call.weights[0]
     experts = int((getattr(module, call.names[0]) if first is None else first).shape[0])
-    flat = index.reshape(-1)
-    # A negative id is another rank's expert too: it sorts last, as E and above do.
-    flat = torch.where(flat < 0, experts, flat)
-    sorted_ids, order = torch.sort(flat, stable=True)
-    each = torch.arange(experts + 1, device=flat.device, dtype=sorted_ids.dtype)
+    sorted_ids, order = torch.sort(index.reshape(-1), stable=True)
+    each = torch.arange(experts + 1, device=index.device, dtype=sorted_ids.dtype)
     routing = _Routing(order, torch.searchsorted(sorted_ids, each), index.shape[1])
     pre = _project(module, call, 0, call.x, routing)
     gate = module._apply_gate if module.has_gate else module.act_fn
@@ -236,17 +237,13 @@ def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tens
 
 def _normed(module: Any, rows: Tensor, routing: _Routing, weights: Tensor, like: Tensor) -> Tensor:
     """Norm, weight and sum rows, where a norm stands between the last projection and the sum."""
-    rows = module.post_expert_norm(rows)
-    # Rows of no expert are the norm of zeros; they must not count.
-    live = torch.arange(rows.shape[0], device=rows.device) < routing.expert_offsets[-1]
-    rows = torch.where(live[:, None], rows * weights[:, None], 0)
+    rows = module.post_expert_norm(rows) * weights[:, None]
     wide = torch.promote_types(rows.dtype, torch.float32)
     out = torch.zeros(like.shape, dtype=wide, device=rows.device)
     return out.index_add(0, routing.order // routing.top_k, rows.to(wide)).to(like.dtype)
 
 
 def _previous_forward(module: Any) -> Any:
-    """Return the forward that a module had before `activate`."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     own: Any = type(module).forward
@@ -273,7 +270,6 @@ def _project(
         top_k=routing.top_k,
         gathers=which == 0,
         scatters=scale is not None,
-        partial=bool(module._is_expert_parallel),
         scalings=tuple(factors.scaling for factors in lora),
         autocast=call.autocast,
     )

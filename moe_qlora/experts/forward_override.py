@@ -38,7 +38,6 @@ LIGER_INTERFACE: Mapping[str, Any] = {
     "has_bias": False,
     "has_post_expert_norm": False,
     "is_transposed": False,
-    "_is_expert_parallel": False,
 }
 """The attributes that transformers' experts interface would set on a module of Liger's class."""
 

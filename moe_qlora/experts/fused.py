@@ -32,7 +32,6 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
     routing_weights, index = routing_weights.contiguous(), index.contiguous()
     gate: Any = find_gate(module)
     transposed = stored_transposed(module, packed[0])
-    partial = bool(module._is_expert_parallel)
     out: Tensor
     if torch.compiler.is_compiling():
         act, gated, interleaved, limit, alpha, shift = gate
@@ -42,11 +41,11 @@ def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tens
         values = [scaling for scaling in scalings if scaling is not None]
         out = torch.ops.moe_qlora.experts_layer(
             x, routing_weights, index, biases, lora, tensors, packed[0].numbers, packed[1].numbers,
-            act, [gated, interleaved], numbers, adapted, values, transposed, partial,
+            act, [gated, interleaved], numbers, adapted, values, transposed,
         )[0]  # fmt: skip
     else:
         check_devices(x, routing_weights, index, *biases, *lora)
-        layer = make_layer(packed, gate, transposed, partial, x.dtype)
+        layer = make_layer(packed, gate, transposed, x.dtype)
         work = _Work(layer, scalings, len(biases))
         out = _FusedLayer.apply(work, index, x, routing_weights, *biases, *lora)
         # A checkpoint's recomputation stops before this line, unless the layer needs the output.
@@ -67,16 +66,12 @@ def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]
 
 
 def make_layer(
-    weights: Sequence[PackedWeight],
-    gate: Sequence[Any],
-    transposed: bool,
-    partial: bool,
-    dtype: torch.dtype,
+    weights: Sequence[PackedWeight], gate: Sequence[Any], transposed: bool, dtype: torch.dtype
 ) -> Any:
     """Return the `moe_layer.Layer` of two packed weights."""
     kernels = layer_kernels()
     first, second = (weight.aligned() for weight in weights)
-    return kernels.Layer(first, second, transposed, partial, kernels.Gate(*gate), dtype)
+    return kernels.Layer(first, second, transposed, kernels.Gate(*gate), dtype)
 
 
 def check_devices(x: Tensor, *others: Tensor) -> None:
@@ -88,8 +83,6 @@ def check_devices(x: Tensor, *others: Tensor) -> None:
 
 
 class _Work:
-    """A call's arguments to autograd that are no tensors: a layer, and the number of biases."""
-
     def __init__(self, layer: Any, scalings: Sequence[float | None], biases: int) -> None:
         self.layer, self.scalings, self.biases = layer, scalings, biases
         self.state: Any = None  # returns the `moe_layer.ForwardState`, for the output

@@ -46,8 +46,6 @@ def kept_tensors() -> tuple[AbstractContextManager[None], AbstractContextManager
 
 
 class _As:
-    """This thread's state in a block, which may be entered again: once for each backward."""
-
     def __init__(self, keeps: deque[_Kept] | None, returns: deque[_Kept] | None) -> None:
         self.state = keeps, returns
         self.before: list[Any] = []

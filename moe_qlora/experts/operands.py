@@ -81,17 +81,13 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     if state.nested:
         tensors += [state.offset, state.state2.absmax, state.state2.code]
         nested = state.state2.blocksize
-    compute, swapped = getattr(first, "compute_dtype", None), _is_stored_transposed(first)
+    # bitsandbytes' own decoder has neither
+    compute = getattr(first, "compute_dtype", None)
+    swapped = bool(getattr(first, "stored_transposed", False))
     shape = _stored_shape(state.shape, swapped)
     spec = WeightSpec(shape, state.quant_type, state.blocksize, nested, -1)
     tensors = [chain.handle] if hosted else tensors
     return PackedOperand(tensors, spec, state.dtype, compute, swapped, hosted)
-
-
-def _is_stored_transposed(decoder: Any) -> bool:
-    return bool(
-        getattr(decoder, "stored_transposed", False)
-    )  # bitsandbytes' own has no such attribute
 
 
 def _stored_shape(shape: Sequence[int], swapped: bool) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from .projection import Inputs, Projection, first_order, no_autocast
 
 _LAYER_CONSTANTS = (
     "int[] first, int[] second, str act, bool[] gate_flags, float[] gate_numbers, "
-    "bool[] adapted, float[] scalings, bool transposed, bool partial"
+    "bool[] adapted, float[] scalings, bool transposed"
 )
 _LAYER_FORWARD = (
     "(Tensor x, Tensor weights, Tensor index, Tensor[] biases, Tensor[] lora, Tensor[] packed, "
@@ -37,16 +37,14 @@ _LAYER_BACKWARD = (
 
 
 def _layer_of(packed: Sequence[Tensor], dtype: torch.dtype, constants: Sequence[Any]) -> Any:
-    """Return the `moe_layer.Layer` that an operator's arguments describe."""
-    first, second, act, flags, (alpha, shift, *limit), _, _, transposed, partial = constants
+    first, second, act, flags, (alpha, shift, *limit), _, _, transposed = constants
     tensors = iter(packed)
     weights = [packed_weight(tensors, numbers, dtype) for numbers in (first, second)]
     gate = act, *flags, limit[0] if limit else None, alpha, shift
-    return make_layer(weights, gate, transposed, partial, dtype)
+    return make_layer(weights, gate, transposed, dtype)
 
 
 def _scalings(constants: Sequence[Any]) -> list[float | None]:
-    """Return each projection's scaling, None for one without LoRA."""
     adapted, values = constants[5], iter(constants[6])
     return [next(values) if flag else None for flag in adapted]
 
@@ -70,7 +68,7 @@ def _layer_forward_fake(
     from ..kernels.routing import ints_size  # needs Triton
 
     experts, rows, columns = constants[0][-3:]
-    transposed, count = constants[-2], index.numel()
+    transposed, count = constants[-1], index.numel()
     ranks = [padded(a.shape[0] // experts) for a in lora[::2]]
     return [
         torch.empty_like(x),
@@ -148,7 +146,7 @@ _PROJECTION_INPUTS = (
     "Tensor x, Tensor? scale, Tensor? bias, Tensor order, Tensor expert_offsets, "
     "Tensor[] dropped, Tensor[] a, Tensor[] b, Tensor[] packed, int[] numbers, ScalarType dtype, "
     "ScalarType? compute_dtype, bool transposed, int top_k, bool gathers, bool scatters, "
-    "bool partial, float[] scalings, ScalarType? autocast, bool[] drops"
+    "float[] scalings, ScalarType? autocast, bool[] drops"
 )
 _PROJECTION_FORWARD = f"({_PROJECTION_INPUTS}) -> Tensor"
 _PROJECTION_BACKWARD = f"(Tensor grad, bool[] needs, {_PROJECTION_INPUTS}) -> Tensor[]"
@@ -159,7 +157,6 @@ def _projection_of(
     b: Any, packed: Any, numbers: Any, dtype: torch.dtype, compute_dtype: torch.dtype | None,
     *constants: Any,
 ) -> tuple[Projection, Any, Inputs]:  # fmt: skip
-    """Return the arguments of `Projection.run` from the operator's."""
     *fields, drops = constants
     weight = packed_weight(iter(packed), numbers, dtype)
     weight.compute_dtype = compute_dtype

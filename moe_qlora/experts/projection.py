@@ -98,7 +98,6 @@ class Projection(NamedTuple):
     top_k: int  # k, assignments of a token
     gathers: bool  # Whether x are tokens `(T, in)`, else sorted rows `(R, in)`
     scatters: bool  # Whether the result is summed to tokens `(T, out)`, else rows `(R, out)`
-    partial: bool  # Whether some rows belong to other ranks' experts
     scalings: tuple[float, ...]  # One factor for each adapter
     autocast: torch.dtype | None  # None outside autocast
 
@@ -136,7 +135,6 @@ class Projection(NamedTuple):
         return [grads.x, grads.scale, grads.bias, *grads.dropped, *grads.a, *grads.b]
 
     def _on_codes(self, packed: PackedWeight, inputs: Inputs) -> tuple[Way, Operands]:
-        """Return `LOOP` or `GROUPED`, and its operands, to compute from packed codes."""
         # As in Linear4bit, whose product runs in autocast's dtype.
         dtype = self.autocast or packed.compute_dtype or inputs.x.dtype
         stored = packed.as_stored()
@@ -152,10 +150,8 @@ class Projection(NamedTuple):
     ) -> Operands:
         out_features = shape[2] if self.transposed else shape[1]
         weight = Weight(decode, shape[0], out_features, self.transposed, dtype)
-        rows = Rows(
-            inputs.order, inputs.expert_offsets, self.top_k, self.gathers, self.scatters,
-            self.partial,
-        )  # fmt: skip
+        routing = inputs.order, inputs.expert_offsets
+        rows = Rows(*routing, self.top_k, self.gathers, self.scatters)
         factors = zip(inputs.dropped, inputs.a, inputs.b, self.scalings, strict=True)
         lora = [
             LoraInputs(dropped, a, b, scaling, self.autocast or a.dtype)

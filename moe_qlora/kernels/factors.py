@@ -92,7 +92,6 @@ def _stored(lora: Lora, experts: int, dtype: torch.dtype) -> Tensor | None:
 
 
 def _with_room(lora: Lora, b: Tensor | None, experts: int, dtype: torch.dtype) -> Factors:
-    """Return `Factors` with this b, or an empty one."""
     rank = lora.a.shape[0] // experts
     wide = padded(rank)
     a = lora.a.to(dtype).contiguous().view(experts, rank, lora.a.shape[1])
@@ -208,7 +207,6 @@ def expert_minor_kernel(
 def _launch_expert_major(
     experts: int, total1: int, total2: int, ranks: tuple[int, ...]
 ) -> Geometry:
-    """Both lora_B; totals are those of one expert's factors."""
     return (cdiv(total1, 64) + cdiv(total2, 64), cdiv(experts, 64)), {
         "RANK1": ranks[0], "PADDED1": ranks[1], "RANK2": ranks[2], "PADDED2": ranks[3],
         "E": experts, "BQ": 64, "BE": 64,

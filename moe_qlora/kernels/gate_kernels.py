@@ -150,7 +150,6 @@ def _gate(
 
 @triton.jit
 def _weigh(products, out, rows, live, w, RANK: tl.constexpr):
-    """Rows of `out` (R, RANK) become w times those of `products`."""
     spots = rows[:, None] * RANK + tl.arange(0, RANK)[None, :]
     product = tl.load(products + spots, mask=live[:, None], other=0.0).to(tl.float32)
     tl.store(out + spots, (product * w[:, None]).to(out.dtype.element_ty), mask=live[:, None])
@@ -294,7 +293,6 @@ def gate_backward_kernel(
 
 
 def _takes_ptx(device: int) -> bool:
-    """Whether kernels on a device, by its index or -1 for the CPU, may contain PTX."""
     return not triton.knobs.runtime.interpret and cards.takes_ptx(cards.device_of(device))
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,6 @@ def block_absmax(absmax, table2, absmax2, offset, block, live, NESTED: tl.conste
 
 @triton.jit
 def _copy_factor(out, source, stride_r, stride_c, out_stride, first, total, WIDTH, N: tl.constexpr):
-    """out[i // WIDTH, i % WIDTH] = source[the same] for i in [first, first + N)."""
     i = first + tl.arange(0, N)
     live = i < total
     row, col = i // WIDTH, i % WIDTH
@@ -150,24 +149,6 @@ def decode(
     1,)` leave out experts without rows; None decodes all. `right` `(E, rows, r_r)` and `below` `(E,
     r_b, cols)`, of any strides, are written to the right of each matrix and below it.
     """
-    sizes, arguments = decoding(
-        packed, out, first=first, corner=corner, expert_offsets=expert_offsets, right=right,
-        below=below,
-    )  # fmt: skip
-    launch_decode(sizes, *arguments)
-
-
-def decoding(
-    packed: PackedWeight,
-    out: Tensor,
-    *,
-    first: int = 0,
-    corner: tuple[int, int] = (0, 0),
-    expert_offsets: Tensor | None = None,
-    right: Tensor | None = None,
-    below: Tensor | None = None,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the sizes and arguments of `decode`'s launch."""
     assert out.stride(0) == out.shape[1] * out.stride(1) and out.stride(2) == 1
     nested = packed.nested
     none = packed.absmax
@@ -176,8 +157,9 @@ def decoding(
         packed.spec, out.shape, out.stride(1), corner, expert_offsets is not None,
         0 if right is None else right.shape[2], 0 if below is None else below.shape[1],
     )  # fmt: skip
-    return sizes, (
-        out, packed.flat_codes if packed.spec.is_int8 else packed.flat_codes.view(torch.int32),
+    _launch_decode(
+        sizes, out,
+        packed.flat_codes if packed.spec.is_int8 else packed.flat_codes.view(torch.int32),
         packed.absmax, none if packed.table is None else packed.table,
         table2, absmax2, offset, none if expert_offsets is None else expert_offsets,
         out if right is None else right, out if below is None else below,
@@ -187,11 +169,10 @@ def decoding(
 
 
 @launcher(_decode_kernel)
-def launch_decode(
+def _launch_decode(
     spec: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
     skips: bool, rank_r: int, rank_b: int,
 ) -> Geometry:  # fmt: skip
-    """Launch `_decode_kernel`; `decoding` returns its sizes and arguments."""
     experts, rows, cols = shape[0], shape[1] - rank_b, shape[2] - rank_r
     assert cols % 8 == 0 and corner[1] % 8 == 0
     assert corner[0] + rows <= spec.shape[1] and corner[1] + cols <= spec.shape[2]
@@ -423,10 +404,7 @@ def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name:
         right, below = None, None if below is None else below[:, :, first:end]
         view = out
     if not held:
-        sizes, arguments = decoding(
-            packed, out, corner=corner, expert_offsets=offsets, right=right, below=below
-        )
-        launch_decode(sizes, *arguments)
+        decode(packed, out, corner=corner, expert_offsets=offsets, right=right, below=below)
     return view
 
 
@@ -434,7 +412,6 @@ def _multiply(
     by_torch: bool, x: Tensor, matmul: ExpertMatmul, matrices: Tensor, routing: Routing,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute a product as `expert_mm.Kernel` says; sorted rows by torch's matmul, if asked for."""
     if products is None and by_torch:
         return F.grouped_mm(x, matrices, offs=routing.ends)
     tiles, tile, offsets = routing.table(matmul.tile), matmul.tile, routing.expert_offsets
@@ -455,12 +432,7 @@ def _cut(problem: Problem, tile: int) -> Cut:
     return default(tile, cards.device_of(problem.spec.device))
 
 
-def _tile(problem: Problem) -> int:
-    return wide_tile(problem.rows, problem.experts, WIDE_TILE)
-
-
 def _by_torch(problem: Problem) -> bool:
-    """Whether torch's grouped matmul is quick, and never waits for the device."""
     return cards.multiplies_by_torch(cards.device_of(problem.spec.device), problem.dtype)
 
 
@@ -472,7 +444,7 @@ def _on_blackwell(problem: Problem) -> bool:
 BY_TORCH = Kernel(
     "dequantize + torch",
     _by_torch,
-    _tile,
+    lambda problem: wide_tile(problem.rows, problem.experts, WIDE_TILE),
     prepare,
     partial(_multiply, True),
     on_codes=False,

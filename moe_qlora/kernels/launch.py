@@ -200,7 +200,6 @@ To ask before each launch costs more than one refused call, which compute-saniti
 
 
 def _enter(index: int) -> None:
-    """Make the device's primary context, which torch computes in, this thread's."""
     device, context = ctypes.c_int(), ctypes.c_void_p()
     calls = (
         _cuda().cuDeviceGet(ctypes.byref(device), index)

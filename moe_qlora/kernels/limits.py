@@ -36,15 +36,6 @@ ROWS_IN_REGISTERS = 128, 1024
 gate_up of Qwen3-30B-A3B: at 128 rows 0.30 ms, through shared memory 0.32; at 256 0.44 and 0.52; at
 1,024 1.35, torch's product of dequantized weights alone 1.31)."""
 
-REGISTERS_GROUP = 256
-"""Columns that the rs kernel sums over at once: four threads have 64 of each row."""
-
-LINE = 128
-"""Bytes that the memory of a GPU is best read in."""
-
-SECTOR = 32
-"""Bytes that it is read in at least."""
-
 DEQUANTIZED_WEIGHT_BYTES = 2 << 30
 """Largest weight that the projection path dequantizes at once; larger ones go expert by expert.
 A bf16 gate_up of Mixtral-8x7B is 1.75 GiB."""
@@ -86,26 +77,13 @@ def whole_blocks(blocksize: int) -> bool:
     return blocksize >= 8 and blocksize & (blocksize - 1) == 0
 
 
-def supports_fused(
-    experts: int,
-    sizes: tuple[int, ...],
-    *,
-    blocksize: int = 64,
-    rank: int = 0,
-    itemsize: int = 2,
-) -> bool:
+def supports_fused(experts: int, sizes: tuple[int, ...], blocksize: int) -> bool:
     """Whether the fused layer's kernels support a weight of these sizes (rows and columns).
 
-    `blocksize` is 0 for int8, `rank` that of all active adapters together, `itemsize` the bytes of
-    an activation.
+    `blocksize` is 0 for int8.
     """
-    return (
-        itemsize == 2
-        and rank <= MAX_LORA_RANK
-        and experts <= MAX_EXPERTS
-        and (blocksize == 0 or whole_blocks(blocksize))
-        and all(size % GROUP == 0 for size in sizes)
-    )
+    whole = (blocksize == 0 or whole_blocks(blocksize)) and all(size % GROUP == 0 for size in sizes)
+    return whole and experts <= MAX_EXPERTS
 
 
 def supports_quantized(columns: int, blocksize: int) -> bool:
@@ -114,25 +92,6 @@ def supports_quantized(columns: int, blocksize: int) -> bool:
     `blocksize` is 0 for int8.
     """
     return blocksize == 0 or (blocksize % 32 == 0 and columns % blocksize == 0)
-
-
-def supports_hopper(blocksize: int, inner: int, columns: int) -> bool:
-    """Whether Hopper's own kernel sums over so many features, in rows of so many columns.
-
-    Both are whole steps of 64: a thread looks up 64 weights of a row.
-    """
-    # two at least: Triton 3.6 fails on the loop of a single step
-    return blocksize > 0 and inner % 64 == 0 and inner >= 128 and columns % 64 == 0
-
-
-def supports_registers(blocksize: int, columns: int) -> bool:
-    """Whether the rs kernel, with weights in registers, supports a weight with these columns.
-
-    Four threads have a group of 64 columns each, which is one block or part of one.
-    """
-    # two groups at least: Triton 3.6 fails on the loop of a single one
-    whole = columns % REGISTERS_GROUP == 0 and columns > REGISTERS_GROUP
-    return whole and blocksize > 0 and blocksize % 64 == 0
 
 
 def suits_rs(rows: int, experts: int) -> bool:
@@ -152,10 +111,10 @@ def prefers_quantized(rows: int, experts: int, *, hopper: bool = False) -> bool:
 def reads_stored_factors(rows: int, experts: int) -> bool:
     """Whether reading lora_B as PEFT stores it, `(out, r E)`, moves fewer bytes than a transpose.
 
-    For each number a row then reads a sector, or all experts' 2 bytes where that is less. To
-    transpose B to `(E, out, r)` moves 4 bytes for each expert: 2 read, 2 written.
+    For each number a row then reads a sector of 32 bytes, or all experts' 2 bytes where that is
+    less. To transpose B to `(E, out, r)` moves 4 bytes for each expert: 2 read, 2 written.
     """
-    return rows * min(SECTOR, 2 * experts) <= 4 * experts
+    return rows * min(32, 2 * experts) <= 4 * experts
 
 
 def dequantizes_whole(experts: int, in_features: int, out_features: int) -> bool:
@@ -183,24 +142,19 @@ def tile_counts(count: int, experts: int, tile: int) -> tuple[int, int, int]:
     )
 
 
-def prefers_wide(count: int, experts: int, *, least: int = 4 * TILE) -> bool:
-    """Whether tiles of `WIDE_TILE` rows are quicker: experts have a third of `least` and more."""
-    return 3 * count > least * experts
-
-
 def wide_tile(rows: int, experts: int, tile: int, *, least: int = 4 * TILE) -> int:
-    """Return `tile` where experts have that many rows (`prefers_wide`), else `tile_rows`."""
+    """Return `tile` where experts have a third of `least` rows and more, else `tile_rows`."""
     own = tile_rows(rows, experts)
-    return tile if own == TILE and prefers_wide(rows, experts, least=least) else own
+    return tile if own == TILE and 3 * rows > least * experts else own
 
 
 def row_stride(width: int, itemsize: int, *, quantized: bool = False) -> int:
     """Return the elements from row to row: whole lines, where rows are few or that is 1.3 % more.
 
-    So torch's grouped matmul is 0.8 % faster for Mixtral-8x7B (4,096 and 14,336 columns, and 16 of
-    LoRA), and no faster for Qwen3-30B-A3B (2,048 and 768); H200. The quantized matmul copies 128
-    bytes of a row at a time.
+    Memory is best read in lines of 128 bytes. So torch's grouped matmul is 0.8 % faster for
+    Mixtral-8x7B (4,096 and 14,336 columns, and 16 of LoRA), and no faster for Qwen3-30B-A3B (2,048
+    and 768); H200. The quantized matmul copies 128 bytes of a row at a time.
     """
-    line = LINE // itemsize
+    line = 128 // itemsize
     whole = cdiv(width, line) * line
     return whole if quantized or 80 * (whole - width) <= width else width

@@ -52,7 +52,6 @@ class Layer(NamedTuple):
     first: PackedWeight
     second: PackedWeight  # Packed weight of down, `(E, H, I)` or `(E, I, H)`
     transposed: bool  # Whether the weights are stored `(E, in, out)`
-    partial: bool  # Whether some assignments belong to other ranks' experts
     gate: Gate
     dtype: torch.dtype  # bf16 or fp16: of rows and dequantized weights
 
@@ -156,7 +155,7 @@ def _first_operand(matmul: ExpertMatmul, routing: Routing, name: str, second: Se
 def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardState:
     """Compute what a checkpoint recomputes: the forward without the down projection.
 
-    index: `(T, k)` integers; E and above are other ranks' experts.
+    index: `(T, k)` integers below E.
     """
     x, bias1 = aligned(operands.x), operands.biases[0]
     count, recomputed = index.numel(), workspace.in_backward()
@@ -253,10 +252,9 @@ def _unpermute(
             operand = matmul.kernel.prepare(matmul, routing, span, name)
         y = matmul.kernel.launch(x, matmul, operand, routing, span)
         launch_unpermute(
-            (tokens, *span, size, routing.top_k, routing.experts, layer.partial,
-             weights is not None, bias is not None),
+            (tokens, *span, size, routing.top_k, weights is not None, bias is not None),
             y, routing.inverse, y if weights is None else weights, y if index is None else index,
-            y if bias is None else bias, routing.expert_offsets, out, tokens, span[0], size,
+            y if bias is None else bias, out, tokens, span[0], size,
         )  # fmt: skip
     return out
 
@@ -321,9 +319,7 @@ def _gate_backward(
     """
     factors, size = matmul.factors, layer.sizes[-1]
     d_pre = _strip(routing.count, pre.shape[1] + matmul.rank, u, matmul)
-    empty = torch.zeros_like if layer.partial else torch.empty_like
-    d_weights = empty(weights)
-    weighted2 = torch.empty_like(product2)
+    d_weights, weighted2 = torch.empty_like(weights), torch.empty_like(product2)
     launch_gate_backward(
         (layer.gate, size, d_pre.stride(0), matmul.rank, rank2, routing.tile, routing.counts[0],
          bias1 is not None, bias2 is not None, layer.first.spec.device),
@@ -338,7 +334,6 @@ def _gate_backward(
 def _backward_matmuls(
     layer: Layer, routing: Routing, f1: Factors | None, f2: Factors | None
 ) -> tuple[ExpertMatmul, ExpertMatmul, str]:
-    """Return backward's matmuls, which reuse weights in the workspace, and the second's buffer."""
     by_rows, device = layer.transposed, routing.ints.device
     owners = [owner_of(packed, routing) for packed in (layer.first, layer.second)]
     held1 = workspace.is_current("first", device, owners[0])

@@ -37,13 +37,10 @@ class Rows:
     """Where each sorted row comes from and goes to."""
 
     order: Tensor  # `(R,)` int64: the assignment (token x k + slot) in each sorted row
-    # `(E + 1,)`: rows [offsets[e], offsets[e + 1]) belong to expert e. Rows after the last offset
-    # belong to other ranks' experts
-    expert_offsets: Tensor
+    expert_offsets: Tensor  # `(E + 1,)`: rows [offsets[e], offsets[e + 1]) belong to expert e
     top_k: int
     gathers: bool  # Whether the input rows are tokens, else sorted rows
     scatters: bool  # Whether the output is summed to tokens, else sorted rows
-    partial: bool  # Whether there may be rows after the last offset
 
     @cached_property
     def token(self) -> Tensor:
@@ -168,7 +165,6 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 def _of_expert(
     adapter: LoraInputs, operands: Operands, read: Tensor, expert: int, low: int, high: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an adapter's input rows [low, high), and its factors `(r, in)` and `(out, r)`."""
     dtype = adapter.dtype
     if adapter.dropped is not None:
         read = _select(adapter.dropped, operands.rows.gather, low, high)
@@ -177,7 +173,6 @@ def _of_expert(
 
 
 def _loop_forward(operands: Operands) -> Tensor:
-    """Return the projection of x, `(rows.outputs, out)` in x's dtype, summed in fp32 or finer."""
     x, weight, rows, scale, bias, lora = operands
     dtype = x.dtype if rows.scatter is None else _sum_dtype(x.dtype)
     out = torch.zeros(rows.outputs, weight.out_features, dtype=dtype, device=x.device)
@@ -198,7 +193,6 @@ def _loop_forward(operands: Operands) -> Tensor:
 
 
 def _loop_backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
-    """Return the gradients of a forward, which saves nothing; `grad` is `(rows.outputs, out)`."""
     x, weight, rows, scale, bias, lora = operands
     wide = _sum_dtype(x.dtype)
     grads = _zero_grads(operands, needs)
@@ -327,13 +321,11 @@ def _kernels(x: Tensor) -> tuple[Any, Any] | None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x with the elements of a row one behind the other, from a multiple of 16 bytes on."""
     apart = x.stride(1) != 1 or x.stride(0) % GROUP or x.data_ptr() % 16
     return x.clone(memory_format=torch.contiguous_format) if apart else x
 
 
 def _grouped_forward(operands: Operands) -> Tensor:
-    """As `_loop_forward`."""
     x, weight, rows, scale, bias, lora = operands
     grouped = _Products(rows)
     read = _read(x, rows)
@@ -351,15 +343,13 @@ def _grouped_forward(operands: Operands) -> Tensor:
     y = y.to(x.dtype)
     if scale is not None:
         y = y * scale[:, None]
-    y = _live(y, rows)
     return _to_tokens(y, rows).to(x.dtype) if rows.scatters else y
 
 
 def _grouped_backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
-    """As `_loop_backward`."""
     x, weight, rows, scale, bias, lora = operands
     grouped = _Products(rows)
-    g = _live(grad.index_select(0, rows.token) if rows.scatters else grad, rows)
+    g = grad.index_select(0, rows.token) if rows.scatters else grad
     factor = None if scale is None else scale[:, None]
     read = _read(x, rows)
     wants_scale = needs.scale and scale is not None
@@ -367,7 +357,7 @@ def _grouped_backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
     if needs.x or wants_scale:
         matrices = weight.decode(0, weight.experts)
         left = matrices.transpose(1, 2) if weight.transposed else matrices
-        u = _live(grouped(g.to(weight.dtype), left), rows)
+        u = grouped(g.to(weight.dtype), left)
         del matrices, left
     dot = (u.float() * read.float()).sum(-1) if wants_scale and u is not None else None
     back = None if u is None or not needs.x else (u if factor is None else u * factor)
@@ -385,10 +375,10 @@ def _grouped_backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
         source = read if adapter.dropped is None else _read(adapter.dropped, rows)
         source = source.to(adapter.dtype)
         a, b = _factors(adapter, weight.experts)
-        inner = _live(grouped(g.to(adapter.dtype), b) * adapter.scaling, rows)
+        inner = grouped(g.to(adapter.dtype), b) * adapter.scaling
         product: Tensor | None = None
         if dot is not None or needs.b[index]:
-            product = _live(grouped(source, a.transpose(1, 2)), rows)
+            product = grouped(source, a.transpose(1, 2))
         if dot is not None and product is not None:
             dot += (inner.float() * product.float()).sum(-1)
         inner = inner if factor is None else inner * factor.to(inner.dtype)
@@ -416,18 +406,9 @@ def _read(x: Tensor, rows: Rows) -> Tensor:
 
 
 def _experts(rows: Rows, weight: Weight) -> Tensor:
-    """Return the expert of each row, `(R,)`; the last one for rows of no expert."""
     places = torch.arange(rows.order.shape[0], device=rows.order.device)
     experts = torch.searchsorted(rows.expert_offsets[1:].contiguous(), places, right=True)
     return experts.clamp_(max=weight.experts - 1)
-
-
-def _live(y: Tensor, rows: Rows) -> Tensor:
-    """Zero the rows of no expert, which grouped_mm leaves unwritten."""
-    if not rows.partial:
-        return y
-    places = torch.arange(y.shape[0], device=y.device)
-    return torch.where((places < rows.expert_offsets[-1])[:, None], y, 0)
 
 
 def _to_tokens(y: Tensor, rows: Rows) -> Tensor:
@@ -437,7 +418,6 @@ def _to_tokens(y: Tensor, rows: Rows) -> Tensor:
 
 
 def _to_input(y: Tensor, rows: Rows) -> Tensor:
-    y = _live(y, rows)
     return _to_tokens(y, rows) if rows.gathers else y
 
 
@@ -447,7 +427,6 @@ def _pad(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _factors(adapter: LoraInputs, experts: int) -> tuple[Tensor, Tensor]:
-    """Return `(E, r, in)` and `(E, out, r)`, contiguous, r padded by zeros to whole 16 bytes."""
     a, b = adapter.factors(experts)
     a, b = _pad(a.to(adapter.dtype), 1), _pad(b.permute(2, 0, 1).to(adapter.dtype), 2)
     return a.contiguous(), b.contiguous()

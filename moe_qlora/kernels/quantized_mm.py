@@ -28,7 +28,7 @@ from .lang import tl, triton
 from .launch import Geometry, launcher
 from .limits import WIDE_TILE, ColumnOrder, cdiv, prefers_quantized, supports_quantized, wide_tile
 from .routing import Routing, Tiled, tabulate
-from .weights import TABLES, PackedWeight, WeightSpec
+from .weights import TABLES, WeightSpec
 
 
 class Config(NamedTuple):
@@ -262,11 +262,6 @@ def prepare(
     return room
 
 
-def second_level(packed: PackedWeight) -> tuple[Tensor, ...]:
-    """Return table, absmax and offset of a nested absmax; stand-ins where there is none."""
-    return (packed.absmax,) * 3 if packed.nested is None else packed.nested[:3]
-
-
 class Operands(NamedTuple):
     """The arguments of kernels on codes besides rows, codes and absmax."""
 
@@ -316,7 +311,8 @@ def launch(
          matmul.cut, o.numbers),
         x, o.order, o.products, packed.flat_codes, absmax,
         packed.absmax if packed.table is None else packed.table,
-        *second_level(packed), o.factor, o.tiles, routing.expert_offsets, o.y, *o.numbers,
+        *((packed.absmax,) * 3 if packed.nested is None else packed.nested[:3]),
+        o.factor, o.tiles, routing.expert_offsets, o.y, *o.numbers,
     )  # fmt: skip
     return o.y
 

@@ -29,15 +29,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from . import cards
 from .expert_mm import ExpertMatmul, Kernel, Problem
 from .launch import Geometry, launcher
-from .limits import (
-    TILE,
-    WIDEST_TILE,
-    ColumnOrder,
-    cdiv,
-    suits_rs,
-    supports_quantized,
-    supports_registers,
-)
+from .limits import TILE, WIDEST_TILE, ColumnOrder, cdiv, suits_rs
 from .quantized_mm import prepare
 from .quantized_mm_hopper import (
     barrier,
@@ -128,7 +120,6 @@ def _out_layout(rows):
 
 @gluon.jit
 def _write(total, y, row, left, feature, NR: gl.constexpr, WIDTH: gl.constexpr):
-    """Write the first `left` rows of a tile (128 features, NR), from a row and a feature on."""
     OUT: gl.constexpr = _out_layout(NR)
     value = gl.reshape(total.to(y.dtype.element_ty), (8, 2, 8, NR // 8, 8))
     value = gl.reshape(gl.permute(value, (3, 4, 0, 2, 1)), (NR // 8, 8, 128))
@@ -151,7 +142,6 @@ def _product(
     RANK: gl.constexpr, BLOCKSIZE: gl.constexpr, WIDTH: gl.constexpr, TABLE: gl.constexpr,
     LOOKUP: gl.constexpr, NR: gl.constexpr,
 ):  # fmt: skip
-    """NR rows of an expert, from `start_row` on, by 128 features."""
     dtype: gl.constexpr = x.dtype.element_ty
     STEPS: gl.constexpr = COLS // 64
     PASSES: gl.constexpr = COLS // 256
@@ -303,9 +293,10 @@ def supports(problem: Problem) -> bool:
     # 128 to 1,024 rows an expert (`limits.ROWS_IN_REGISTERS`).
     if not suits_rs(problem.rows, problem.experts):
         return False
-    return supports_quantized(spec.shape[2], spec.blocksize) and supports_registers(
-        spec.blocksize, spec.shape[2]
-    )
+    # Four threads have a group of 64 columns each, which is one block or part of one. Two rounds
+    # of them at least: Triton 3.6 fails on the loop of a single one.
+    columns, whole = spec.shape[2], not spec.is_int8 and spec.blocksize % 64 == 0
+    return whole and columns % 256 == 0 and columns > 256 and columns % spec.blocksize == 0
 
 
 def launch(

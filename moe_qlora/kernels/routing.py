@@ -36,7 +36,7 @@ each of its threads."""
 
 @triton.jit
 def _experts_of(index, i, rows, E: tl.constexpr, EP: tl.constexpr):
-    """Experts of the assignments i, E for other ranks' experts, EP - 1 beyond the last."""
+    """Experts of the assignments i, E for ids of no expert, EP - 1 beyond the last."""
     key = tl.load(index + i, mask=i < rows, other=0)
     key = tl.where((key < 0) | (key > E), E, key).to(tl.int32)
     return tl.where(i < rows, key, EP - 1)
@@ -195,7 +195,6 @@ class Routing:
 
 @lru_cache(maxsize=256)
 def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int, int], list[int]]:
-    """Return the rows in a tile, how many tiles, and the sizes of `Routing.ints`' parts."""
     tile = tile_rows(count, experts)
     some, wide, widest = (cdiv(n, 2) * 2 for n in tile_counts(count, experts, tile))
     whole = [cdiv(n, 4) * 4 for n in (count, count, experts + 1)]
@@ -207,18 +206,14 @@ def ints_size(count: int, experts: int) -> int:
     return sum(_sizes.__wrapped__(count, experts)[2])
 
 
-def _empty(count: int, experts: int, top_k: int, device: torch.device) -> Routing:
-    ints = torch.empty(sum(_sizes(count, experts)[2]), dtype=torch.int32, device=device)
-    return Routing(ints, count, experts, top_k)
-
-
 def route(index: Tensor, experts: int) -> Routing:
     """Sort top-k assignments `(T, k)`, integer and contiguous, by expert, stably.
 
-    Other ranks' experts come last. At most `limits.MAX_EXPERTS` experts.
+    Ids of no expert come last. At most `limits.MAX_EXPERTS` experts.
     """
     count = index.numel()
-    routing = _empty(count, experts, index.shape[-1], index.device)
+    ints = torch.empty(sum(_sizes(count, experts)[2]), dtype=torch.int32, device=index.device)
+    routing = Routing(ints, count, experts, index.shape[-1])
     sizes, one, bins = (count, experts), *_sorting(count, experts)
     if one:
         _launch_sort_few(
@@ -242,7 +237,7 @@ def route(index: Tensor, experts: int) -> Routing:
 def _sorting(count: int, experts: int) -> tuple[bool, int]:
     """Return whether one program sorts so many assignments, and the bins that they are counted in.
 
-    There are more bins than experts: one for other ranks', one beyond the last assignment.
+    There are more bins than experts: one for ids of none, one beyond the last assignment.
     """
     bins: int = triton.next_power_of_2(experts + 2)
     room = max(16, triton.next_power_of_2(count))

@@ -140,9 +140,9 @@ def copy_rows_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def unpermute_kernel(
-    y, inverse, weights, index, bias, expert_offsets, out, tokens, first, size,
-    N: tl.constexpr, TOP_K: tl.constexpr, E: tl.constexpr, WEIGHTED: tl.constexpr,
-    BIASED: tl.constexpr, PARTIAL: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    y, inverse, weights, index, bias, out, tokens, first, size, N: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BIASED: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr,
 ):  # fmt: skip
     """out[t] = the sum over t's assignments, in their order, of w (y_row + bias_e), in fp32.
 
@@ -151,24 +151,20 @@ def unpermute_kernel(
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     here = t < tokens
+    ok = here[:, None] & (n < N)[None, :]
     total = tl.zeros([BT, BN], tl.float32)
     for slot in tl.static_range(TOP_K):
         assignment = t * TOP_K + slot
         row = tl.load(inverse + assignment, mask=here, other=0)
-        live = here
-        if PARTIAL:
-            live = here & (row < tl.load(expert_offsets + E))
-        ok = live[:, None] & (n < N)[None, :]
         value = tl.load(y + row.to(tl.int64)[:, None] * N + n[None, :], mask=ok, other=0.0)
         value = value.to(tl.float32)
         if BIASED:
-            expert = tl.load(index + assignment, mask=live, other=0).to(tl.int32)
+            expert = tl.load(index + assignment, mask=here, other=0).to(tl.int32)
             add = tl.load(bias + expert[:, None] * size + (first + n)[None, :], mask=ok, other=0.0)
             value += add.to(tl.float32)
         if WEIGHTED:
-            value *= tl.load(weights + assignment, mask=live, other=0.0).to(tl.float32)[:, None]
+            value *= tl.load(weights + assignment, mask=here, other=0.0).to(tl.float32)[:, None]
         total += value
-    ok = here[:, None] & (n < N)[None, :]
     to = out + t.to(tl.int64)[:, None] * size + (first + n)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=ok)
 
@@ -219,13 +215,12 @@ def launch_copy_rows(tokens: int, size: int, stride: int, top_k: int, experts: i
 
 @launcher(unpermute_kernel)
 def launch_unpermute(
-    tokens: int, first: int, end: int, size: int, top_k: int, experts: int, partial: bool,
-    weighted: bool, biased: bool,
+    tokens: int, first: int, end: int, size: int, top_k: int, weighted: bool, biased: bool
 ) -> Geometry:  # fmt: skip
     """Rows' columns [first, end) of `size`, summed to tokens."""
     width = end - first
     block = min(triton.next_power_of_2(width), 1024)
     return (tokens, cdiv(width, block)), {
-        "N": width, "TOP_K": top_k, "E": experts, "WEIGHTED": weighted, "BIASED": biased,
-        "PARTIAL": partial, "BT": 1, "BN": block, "num_warps": 4,
+        "N": width, "TOP_K": top_k, "WEIGHTED": weighted, "BIASED": biased, "BT": 1, "BN": block,
+        "num_warps": 4,
     }  # fmt: skip

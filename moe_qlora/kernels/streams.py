@@ -50,12 +50,6 @@ class SecondStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Run the block's kernels on the first stream, after `join`."""
-        self.join()
-        yield
-
     def join(self) -> None:
         """Let what follows wait for the kernels beside."""
         if self._runs and self._stream is not None:

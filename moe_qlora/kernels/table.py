@@ -19,14 +19,12 @@ from torch import Tensor
 
 from . import cards, grouped_mm, quantized_mm
 from .expert_mm import ExpertMatmul, Kernel, Problem, validated
-from .factors import Factors
 from .grouped_mm import decode
 from .routing import Routing, Tiled, tabulate
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES, PackedWeight, WeightSpec
 
 
 def _in_gluon() -> list[Kernel]:
-    """Return the kernels in Gluon: none where this Triton's Gluon is another."""
     names = "quantized_mm_rs", "quantized_mm_hopper"
     try:
         modules = [importlib.import_module(f".{name}", __package__) for name in names]
@@ -61,15 +59,9 @@ def choose(
         if held and kernel.on_codes:
             continue
         if kernel.supports(problem) and works(kernel, problem.spec):
-            return _cut(packed, None, problem, kernel)
+            tile = kernel.tile(problem)
+            return ExpertMatmul(packed, None, problem, kernel, tile, kernel.cut(problem, tile))
     raise AssertionError("the last row of the table supports everything")
-
-
-def _cut(
-    packed: PackedWeight, factors: Factors | None, problem: Problem, kernel: Kernel
-) -> ExpertMatmul:
-    tile = kernel.tile(problem)
-    return ExpertMatmul(packed, factors, problem, kernel, tile, kernel.cut(problem, tile))
 
 
 def multiply(

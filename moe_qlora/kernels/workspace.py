@@ -26,8 +26,6 @@ from .limits import WORKSPACE_PART
 
 @dataclass
 class _Slot:
-    """One buffer."""
-
     buffer: Tensor | None = None
     owner: Hashable = None  # Key of its content; only compared
     # Tensors whose addresses are in `owner`: referenced, so that none is reused meanwhile
@@ -116,7 +114,6 @@ def _new_buffer(nbytes: int, device: torch.device) -> Tensor:
 
 
 def _persists(device: torch.device) -> bool:
-    """Whether the shared buffers are used now: on the default stream, or within `recorded`."""
     if device.type != "cuda" or _recording:
         return True
     return torch._C._cuda_getCurrentRawStream(device.index) == 0

@@ -26,14 +26,7 @@ from ..models import named
 from ..packing import parametrize
 from ..packing.parametrize import blank_weight
 from .inject import wrap_parameter
-from .names import (
-    as_set,
-    base_model,
-    is_all_linear,
-    packed_parameters,
-    patterns,
-    rewritten,
-)
+from .names import as_set, base_model, is_all_linear, packed_parameters, patterns, rewritten
 from .targets import (
     Targets,
     add_targets,

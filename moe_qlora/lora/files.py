@@ -178,7 +178,15 @@ def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) 
             f"{folder} is no adapter: it has no {CONFIG_NAME}; name the folder that "
             f"save_pretrained wrote the adapter to{hint}."
         )
-    check_config(folder)
+    config = read_json(folder / CONFIG_NAME)
+    kind = config.get("peft_type")
+    if not isinstance(kind, str) or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{folder / CONFIG_NAME} has peft_type={kind!r}, which the installed PEFT does not "
+            "know; name an adapter that it can load."
+        )
+    if kind == PeftType.LORA:
+        parse_fields(LoraSettings, config, folder / CONFIG_NAME)
     weights = (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)
     if not any((folder / name).is_file() for name in weights):
         raise CheckpointError(
@@ -192,19 +200,6 @@ def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) 
             raise CheckpointError(
                 f"{adapter} has damaged weights ({str(error).rstrip('.')}); copy the folder again."
             ) from error
-
-
-def check_config(folder: Path) -> None:
-    """Raise where an adapter's configuration has a kind or numbers that PEFT does not support."""
-    config = read_json(folder / CONFIG_NAME)
-    kind = config.get("peft_type")
-    if not isinstance(kind, str) or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{folder / CONFIG_NAME} has peft_type={kind!r}, which the installed PEFT does not "
-            "know; name an adapter that it can load."
-        )
-    if kind == PeftType.LORA:
-        parse_fields(LoraSettings, config, folder / CONFIG_NAME)
 
 
 @contextmanager

@@ -124,7 +124,6 @@ def _fault(wrapper: Any, adapter_name: str) -> str:
 
 
 def _check_loaded(name: str, base: nn.Module, config: Any) -> None:
-    """Raise where a parameter was not packed as the config, adapted before the load, expects."""
     leaf = name.rpartition(".")[2]
     advice = (
         "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "
@@ -166,7 +165,10 @@ def coverage(model: nn.Module, adapter: str, unpacked: Collection[str] = ()) -> 
     experts = {*packed_parameters(model), *unpacked}
     adapted: dict[str, list[str]] = {"layers": [], "expert weights": [], "other parameters": []}
     for path, module in base_model(model).named_modules():
-        if not isinstance(module, BaseTunerLayer) or not _has(module, adapter):
+        layer: Any = module
+        if not isinstance(module, BaseTunerLayer) or not any(
+            adapter in getattr(layer, factor) for factor in layer.adapter_layer_names
+        ):
             continue
         name = unwrapped_name(path)
         if isinstance(module, StockParamWrapper):
@@ -187,11 +189,6 @@ def coverage(model: nn.Module, adapter: str, unpacked: Collection[str] = ()) -> 
     share = 100 * trained / max(total, 1)
     where = " and ".join(parts) or "no layer"
     return f"{kind} on {where}: {trained:,} weights ({share:.2g} %) are trained"
-
-
-def _has(module: nn.Module, adapter: str) -> bool:
-    layer: Any = module
-    return any(adapter in getattr(module, name) for name in layer.adapter_layer_names)
 
 
 def announce(model: nn.Module) -> None:

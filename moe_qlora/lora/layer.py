@@ -48,6 +48,7 @@ from ..packing.parametrize import (
     in_input_dtype,
     is_hosted,
     is_packed,
+    original_of,
     packed_names,
     read_packed,
 )
@@ -298,7 +299,14 @@ class ParamWrapper(StockParamWrapper):
         if self._unmerged is None:
             super().unmerge()
             return
-        restore_packed(self.get_base_layer(), self.parameter_name, self._unmerged)
+        base, name, packed = self.get_base_layer(), self.parameter_name, self._unmerged
+        now: Any = original_of(base, name) if is_packed(base, name) else base._parameters[name]
+        device = now.device  # where the module's parameter is now
+        replace_parameter(base, name, torch.empty(0, device=device), None)
+        packed = packed if packed.device == device else packed.to(device)
+        if isinstance(packed.owner, PackedCodes):  # of the shardable layout
+            packed = replace(packed, owner=None)
+        parametrize.attach(base, name, packed)
         self._unmerged = None
         self.merged_adapters.clear()
 
@@ -331,7 +339,6 @@ class _AddOnRead(nn.Module):
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:
-    """Return the config without dropout, which the stock wrapper refuses."""
     plain = copy.copy(config)
     plain.lora_dropout = 0.0
     return plain
@@ -380,14 +387,3 @@ def replace_parameter(
         module._parameters[name] = nn.Parameter(weight, requires_grad=False)
     if like is not None:
         parametrize.attach(module, name, codec.pack(weight, CodecSettings.of(like)))
-
-
-def restore_packed(module: nn.Module, name: str, packed: PackedWeight) -> None:
-    """Restore a packed weight, on the device where the module's parameter is now."""
-    was_packed = parametrize.is_packed(module, name)
-    old: Any = parametrize.original_of(module, name) if was_packed else module._parameters[name]
-    replace_parameter(module, name, torch.empty(0, device=old.device), None)
-    moved = packed if packed.device == old.device else packed.to(old.device)
-    if isinstance(moved.owner, PackedCodes):  # of the shardable layout
-        moved = replace(moved, owner=None)
-    parametrize.attach(module, name, moved)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,42 +76,19 @@ def load_adapter(
         files.check_base(base, adapter, hub.get("subfolder"))
     if not unpacked_ok:
         warn_of_unpacked(base, on_disk, stacklevel=2)
-    with _with_fused_experts(base, adapter, hub.get("subfolder")) as folder:
-        return _load(model, adapter, folder, adapter_name, is_trainable, hub, peft_kwargs)
-
-
-@contextmanager
-def _with_fused_experts(base: nn.Module, adapter: str, subfolder: str | None) -> Iterator[str]:
-    """Yield a folder with LoRA on fused experts; an adapter on a hub as it is."""
-    if subfolder or not Path(adapter).is_dir():
-        yield adapter
-        return
-    with per_expert.fused(Path(adapter), base) as folder:
-        yield os.fspath(folder)
-
-
-def _load(
-    model: nn.Module,
-    adapter: str,
-    folder: str,
-    adapter_name: str,
-    is_trainable: bool,
-    hub: dict[str, Any],
-    peft_kwargs: dict[str, Any],
-) -> PeftModel:
-    """Load the adapter of a folder; `adapter` is its name in messages."""
-    base = base_model(model)
-    with reading(adapter):
-        config = _read_config(base, folder, **hub)
-    config.inference_mode = not is_trainable
-    config = adapt(base, config)
-    peft_model = _add_empty_adapter(model, adapter_name, config, peft_kwargs)
-    if is_trainable:
-        peft_model.set_requires_grad(adapter_name)
-    peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
-    files.load_adapter(
-        peft_model, folder, adapter_name, called=adapter, is_trainable=is_trainable, **peft_kwargs
-    )
+    local = on_disk.is_dir() and not hub.get("subfolder")
+    with per_expert.fused(on_disk, base) if local else nullcontext(adapter) as fused:
+        folder = os.fspath(fused)
+        with reading(adapter):
+            config = _read_config(base, folder, **hub)
+        config.inference_mode = not is_trainable
+        peft_model = _add_empty_adapter(model, adapter_name, adapt(base, config), peft_kwargs)
+        if is_trainable:
+            peft_model.set_requires_grad(adapter_name)
+        renames = getattr(base, "_checkpoint_conversion_mapping", None)
+        peft_kwargs.setdefault("key_mapping", renames)
+        peft_kwargs |= {"called": adapter, "is_trainable": is_trainable}
+        files.load_adapter(peft_model, folder, adapter_name, **peft_kwargs)
     return peft_model
 
 

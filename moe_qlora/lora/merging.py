@@ -41,7 +41,9 @@ def summed_config(model: nn.Module, configs: Sequence[LoraConfig], adapters: lis
     targets of the other adapters would be lost, and with the first one's `use_rslora` the sum would
     be scaled by the root of the rank.
     """
-    if _same_scope(configs):
+    scopes = [[getattr(config, field) for field in _SCOPE] for config in configs]
+    sets = all(isinstance(config.target_modules, set) for config in configs)
+    if sets and all(scope == scopes[0] for scope in scopes):
         modules = set().union(*(config.target_modules for config in configs))
         parameters = [name for config in configs for name in config.target_parameters or ()]
         scope = {}
@@ -53,14 +55,6 @@ def summed_config(model: nn.Module, configs: Sequence[LoraConfig], adapters: lis
         "target_parameters": list(dict.fromkeys(parameters)) or None,
     }
     return replace(configs[0], use_rslora=False, **scope)
-
-
-def _same_scope(configs: Sequence[LoraConfig]) -> bool:
-    """Whether PEFT's union of `target_modules` is the union of the modules they match."""
-    if not all(isinstance(config.target_modules, set) for config in configs):
-        return False
-    scopes = [[getattr(config, field) for field in _SCOPE] for config in configs]
-    return all(scope == scopes[0] for scope in scopes)
 
 
 def _adapted(model: nn.Module, adapters: list[str]) -> tuple[set[str], list[str]]:
@@ -119,16 +113,12 @@ def stored_factors(experts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 
 
 class _Unmerged(NamedTuple):
-    """A layer's state before its first merge."""
-
     layer: Any
     packed: PackedWeight
     bias: Tensor | None
 
 
 class _ExactMerge:
-    """The common part of `Linear4bit` and `Linear8bitLt`."""
-
     base_layer: Any
     merge_dtype: torch.dtype | None = None  # of the merged plain weight; None packs it again
     _unmerged: _Unmerged | None = None

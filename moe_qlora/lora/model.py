@@ -63,7 +63,7 @@ def get_peft_model(
     lora_config: PeftConfig,
     adapter_name: str = "default",
     *,
-    experts: bool | Collection[str] | Mapping[str, Collection[int]] = False,
+    experts: bool | Collection[str] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
     unpacked_ok: bool = False,
@@ -268,8 +268,14 @@ class LoraModel(StockLoraModel):
             merged = cast(nn.Module, super().merge_and_unload(*args, **kwargs))
         if dtype is None or repack:
             forward.clear_quantized(merged)
-        else:
-            make_plain(merged, dtype)
+            return merged
+        for module in merged.modules():
+            restore_linear(module)
+        forward.dequantize(merged, dtype)
+        kept = kept_dtypes(merged, dtype)
+        for name, parameter in merged.named_parameters():
+            if parameter.is_floating_point() and not kept(name):
+                parameter.data = parameter.data.to(dtype)
         return merged
 
     def unmerge_adapter(self) -> None:
@@ -368,20 +374,6 @@ class LoraModel(StockLoraModel):
             missing = rank - most
             factors.append((pad(a, (0, 0, 0, missing)), pad(b, (0, missing))))
         return stored_factors(factors) if isinstance(target, ParamWrapper) else factors[0]
-
-
-def make_plain(model: nn.Module, dtype: torch.dtype) -> None:
-    """Dequantize a model's packed weights, and cast it to a dtype, in place.
-
-    Weights that the model's class keeps in fp32 stay as they are.
-    """
-    for module in model.modules():
-        restore_linear(module)
-    forward.dequantize(model, dtype)
-    kept = kept_dtypes(model, dtype)
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not kept(name):
-            parameter.data = parameter.data.to(dtype)
 
 
 @contextmanager

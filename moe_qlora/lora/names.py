@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -77,24 +77,14 @@ def packed_parameters(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def expert_parameters(
-    model: nn.Module, roles: bool | Collection[str] | Mapping[str, Any] = True
-) -> list[str]:
-    """Return the full names of the packed parameters, or of those with one of these roles.
-
-    `roles` as a mapping: its keys are the names themselves.
-    """
+def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) -> list[str]:
+    """Return the full names of the packed parameters, or of those with one of these roles."""
     packed = packed_parameters(model)
-    if isinstance(roles, Mapping):
-        return [name for name in packed if name in roles]
     if roles is True:
         return list(packed)
     asked: object = roles
     if not isinstance(asked, (bool, Collection)):
-        raise ConfigError(
-            f"experts is {roles!r}; give True, a list of roles, or indices of experts by the names "
-            "of their modules."
-        )
+        raise ConfigError(f"experts is {roles!r}; give True, a list of roles, or one role.")
     wanted = {roles} if isinstance(roles, str) else set(roles or ())
     role_of = {
         unwrapped_name(name): param.role

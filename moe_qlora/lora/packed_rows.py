@@ -71,23 +71,6 @@ def state_of(stack: Any) -> str | None:
     return None
 
 
-def is_packed(positions: Any) -> bool:
-    """Whether positions `(B, T)` begin again within a row."""
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
-        return False
-    return bool((positions[:, 1:] < positions[:, :-1]).any())
-
-
-def refuse_packed(stack: nn.Module, positions: Any, reason: str) -> None:
-    """Raise a ConfigError if positions begin again within a row."""
-    if is_packed(positions):
-        raise ConfigError(
-            f"{type(stack).__name__}: position_ids begin again within a row, as packed "
-            f"conversations have them, and they would see each other: {reason}. Train one "
-            "conversation a row (packing=False, padding_free=False)."
-        )
-
-
 def _look(
     stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -101,9 +84,14 @@ def _look(
         return None
     if held[_MIXES] is None:
         held[_MIXES] = state_of(stack) is not None or _mixes(stack, given)
-    if held[_MIXES]:
+    if held[_MIXES] and bool((positions[:, 1:] < positions[:, :-1]).any()):
         reason = state_of(stack) or "transformers masks this model without their positions"
-        refuse_packed(stack, positions, reason + "; prepare_training keeps some models' apart")
+        raise ConfigError(
+            f"{type(stack).__name__}: position_ids begin again within a row, as packed "
+            f"conversations have them, and they would see each other: {reason}; prepare_training "
+            "keeps some models' apart. Train one conversation a row (packing=False, "
+            "padding_free=False)."
+        )
     asks = given.get("use_cache") is not None or given.get("past_key_values") is not None
     return None if asks else (args, kwargs | {"use_cache": False})
 

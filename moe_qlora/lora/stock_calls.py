@@ -65,7 +65,6 @@ def named_modules(
 
 
 def _take_over(model: nn.Module, frame: FrameType) -> None:
-    """Adapt a stock tuner and its config, before the tuner reads it."""
     values = frame.f_locals
     tuner, name = values["self"], values["adapter_name"]
     config = tuner.peft_config[name]
@@ -85,8 +84,11 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
             file = Path(load.f_locals["model_id"]) / CONFIG
             parse_fields(LoraSettings, vars(config), file)
             check_config_patterns(vars(config), model, str(file))
-            if _reaches_nothing(model, config):  # of transformers v4, LoRA on experts alone
-                config = rewritten(model, config) or config
+            named = config.target_modules and not config.target_parameters
+            if named and not is_all_linear(config):
+                probe = changed(config, exclude_modules=resolve_targets(model).excludes)
+                if not reached_modules(model, probe):  # of transformers v4, on experts alone
+                    config = rewritten(model, config) or config
         config = adapt(model, config, warn=load is None and not config.inference_mode)
         tuner.peft_config[name] = config
     world().prepare_adapters(model, config)
@@ -95,19 +97,7 @@ def _take_over(model: nn.Module, frame: FrameType) -> None:
         use_own_files(made.f_locals["self"])
 
 
-def _reaches_nothing(model: nn.Module, config: Any) -> bool:
-    return bool(
-        config.target_modules
-        and not config.target_parameters
-        and not is_all_linear(config)
-        and not reached_modules(
-            model, changed(config, exclude_modules=resolve_targets(model).excludes)
-        )
-    )
-
-
 def _caller(frame: FrameType | None, code: CodeType, most: int) -> FrameType | None:
-    """Return the nearest of the last `most` calls that runs this code."""
     for _ in range(most):
         if frame is None or frame.f_code is code:
             return frame

@@ -86,7 +86,7 @@ def resolve_targets(
     model: nn.Module,
     config: PeftConfig | None = None,
     *,
-    experts: bool | Collection[str] | Mapping[str, Any] = False,
+    experts: bool | Collection[str] = False,
     router: bool = False,
 ) -> Targets:
     """Return the fields of PEFT's config for this model, which may be a `PeftModel`.
@@ -104,13 +104,16 @@ def resolve_targets(
     ]
     if config is None:
         return Targets(excludes=paths, parameters=added, experts=tuple(added))
-    if added and not isinstance(experts, Mapping):
-        added = _in_layers(config, added)
+    added = _in_layers(config, added) if added else added
 
     # Routers matter only where a target could reach one.
     matter = router or is_all_linear(config) or rewritten(model, config) is not None
     layout = detect(model) if matter else ModelLayout()
-    layout = replace(layout, routers=tuple(map(_as_named, layout.routers)))
+    named_routers = (  # by their names before an adapter; a packed one is a Linear layer as well
+        replace(one, name=unwrapped_name(one.name), plain_linear=one.plain_linear or one.packed)
+        for one in layout.routers
+    )
+    layout = replace(layout, routers=tuple(named_routers))
     asked: Any = _with_routers(model, config, layout.routers) if router else config
     excludes = asked.exclude_modules
     if packed:
@@ -145,7 +148,6 @@ def resolve_targets(
 
 
 def _in_layers(config: Any, names: list[str]) -> list[str]:
-    """Return the expert parameters in the layers of a config's `layers_to_transform`."""
     if getattr(config, "layers_to_transform", None) in (None, []):
         return names
     # PEFT looks at layers for names in `target_modules` only
@@ -162,14 +164,7 @@ def _in_layers(config: Any, names: list[str]) -> list[str]:
     return kept
 
 
-def _as_named(router: Router) -> Router:
-    """Return a router by its name before an adapter; a packed one is a Linear layer as well."""
-    linear = router.plain_linear or router.packed
-    return replace(router, name=unwrapped_name(router.name), plain_linear=linear)
-
-
 def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router]) -> PeftConfig:
-    """Return the config with every router: a plain Linear as a module, any other by its weight."""
     asked: Any = changed(config)
     owners = dict(model.named_modules())
     modules = [ExactName(router.name) for router in routers if router.plain_linear]
@@ -206,7 +201,6 @@ def _not_all_linear(model: nn.Module, routers: Sequence[Router], router: bool) -
 def _resolve_modules(
     model: nn.Module, asked: Any, excludes: Any, layout: ModelLayout
 ) -> tuple[str | Collection[str] | None, Sequence[str], tuple[str, ...]]:
-    """Return the value of `target_modules`, router weights that it reached, and notes."""
     if not isinstance(asked, LoraConfig):
         return asked.target_modules, (), ()
     probe = changed(asked, exclude_modules=excludes)
@@ -315,18 +309,13 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
         if any(names_parameter(target, name) for name in elsewhere):
             kept.append(target)
         elif not any(names_parameter(target, name) for name in full):
-            raise _unknown_parameter(target, [*known, *sorted(elsewhere)])
+            near = _nearest(target, [*known, *sorted(elsewhere)])
+            say = f"did you mean {near}; " if near else ""
+            raise ConfigError(
+                f"target_parameters names {target!r}, which is no parameter of this model: {say}"
+                "the experts' names are what moe_qlora.target_parameters(model) returns."
+            )
     return _merge(full, kept)
-
-
-def _unknown_parameter(target: str, names: Sequence[str]) -> ConfigError:
-    """Return the error for a target that names no parameter, with the nearest names."""
-    near = _nearest(target, names)
-    say = f"did you mean {near}; " if near else ""
-    return ConfigError(
-        f"target_parameters names {target!r}, which is no parameter of this model: {say}the "
-        "experts' names are what moe_qlora.target_parameters(model) returns."
-    )
 
 
 def _merge(*groups: Iterable[str] | None) -> list[str]:
@@ -496,7 +485,6 @@ def check_spelling(model: nn.Module, config: PeftConfig, packed: Collection[str]
 
 
 def _nearest(target: str, names: Iterable[str], others: Collection[str] = ()) -> str:
-    """Return ends of names near to a target that is none, quoted, without other targets."""
     depth = target.count(".") + 1
     ends = _merge(".".join(name.split(".")[-depth:]) for name in names)
     near = get_close_matches(target, [end for end in ends if end not in others], n=3)

@@ -39,7 +39,6 @@ class Case:
     biased: bool = False
     ranks: tuple[int, int] = (3, 16)
     kind: tuple[str, bool] = ("nf4", True)
-    partial: bool = False
     only: int | None = None
     """All choices on this expert."""
 
@@ -50,17 +49,17 @@ CASES = {
     "interleaved": Case(gate=OSS, transposed=True, biased=True, ranks=(3, 20)),
     "tanh": Case(tokens=46, top_k=3, experts=4, hidden=72, inner=40, gate=Gate("gelu_tanh"),
                  transposed=True, ranks=(0, 4)),
-    "partial": Case(tokens=46, top_k=3, experts=4, hidden=72, inner=40, gate=Gate("gelu"),
-                    biased=True, ranks=(4, 0), partial=True),
+    "gelu": Case(tokens=46, top_k=3, experts=4, hidden=72, inner=40, gate=Gate("gelu"),
+                    biased=True, ranks=(4, 0)),
     "one-expert": Case(tokens=33, experts=4, hidden=64, inner=64, gate=Gate("relu2", gated=False),
                        biased=True, ranks=(1, 33), only=3),
     "int8": Case(tokens=1, experts=3, hidden=16, inner=136, gate=Gate("silu", limit=1.0),
                  ranks=(8, 8), kind=("int8", False)),
     "no-lora": Case(tokens=9, experts=3, hidden=16, inner=16, gate=Gate("relu", gated=False),
-                    transposed=True, ranks=(0, 0), kind=("fp4", False), partial=True),
+                    transposed=True, ranks=(0, 0), kind=("fp4", False)),
     "high-rank": Case(experts=3, ranks=(128, 1)),
     "few": Case(experts=3, hidden=64, inner=128, biased=True),
-    "few-partial": Case(tokens=46, experts=2, hidden=128, inner=128, ranks=(3, 0), partial=True,
+    "few-one-lora": Case(tokens=46, experts=2, hidden=128, inner=128, ranks=(3, 0),
                         kind=("fp4", True)),
     "few-transposed": Case(experts=3, hidden=128, inner=64, gate=OSS, transposed=True, biased=True,
                            ranks=(0, 5)),
@@ -72,7 +71,7 @@ CASES = {
     "mxfp4": Case(hidden=32, inner=96, gate=OSS, biased=True, kind=("mxfp4", False)),
     "few-mxfp4": Case(experts=3, hidden=96, inner=32, gate=OSS, biased=True, ranks=(3, 5),
                       kind=("mxfp4", False)),
-    "few-mxfp4-transposed": Case(experts=3, hidden=64, inner=160, transposed=True, partial=True,
+    "few-mxfp4-transposed": Case(experts=3, hidden=64, inner=160, transposed=True,
                                  kind=("mxfp4", False)),
     "few-mxfp4-wide-tiles": Case(tokens=150, experts=3, hidden=64, inner=96, ranks=(2, 0),
                                  kind=("mxfp4", False)),
@@ -94,8 +93,6 @@ def build(case, seed=0):
     index = torch.stack([torch.randperm(case.experts)[: case.top_k] for _ in range(case.tokens)])
     if case.only is not None:
         index = torch.full_like(index, case.only)
-    if case.partial:
-        index[::3, 0], index[::6, 0] = case.experts + 2, -1
 
     def lora(rank, inp, out):
         if not rank:
@@ -107,7 +104,7 @@ def build(case, seed=0):
     biases = None, None
     if case.biased:
         biases = torch.randn(case.experts, width), torch.randn(case.experts, case.hidden)
-    made = Layer(*stacks, case.transposed, case.partial, case.gate, torch.float32)
+    made = Layer(*stacks, case.transposed, case.gate, torch.float32)
     return made, stacks, x, weights, index, biases, loras
 
 

@@ -146,7 +146,7 @@ def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monke
         return moe_layer.Lora(a, torch.randn(out, rank * experts, device="cuda").to(dtype), 0.1)
 
     stacks = packed(2 * inner, hidden), packed(hidden, inner)
-    layer = moe_layer.Layer(*stacks, transposed, False, Gate("silu"), dtype)
+    layer = moe_layer.Layer(*stacks, transposed, Gate("silu"), dtype)
     x, grad = (torch.randn(tokens, hidden, device="cuda").to(dtype) for _ in range(2))
     weights = torch.rand(tokens, top_k, device="cuda").to(dtype)
     index = torch.rand(tokens, experts - 1, device="cuda").topk(top_k, -1).indices

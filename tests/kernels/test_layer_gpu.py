@@ -165,7 +165,6 @@ ROUTINGS = {
     "many": {"tokens": 700},
     "thousands": {"tokens": 3000},
     "empty experts": {"empty": (0, 4)},
-    "partial": {"absent": 6},
 }
 
 
@@ -177,7 +176,6 @@ def test_module_is_as_exact_as_its_projections(tests, style, case, ranks, monkey
     dtype = torch.bfloat16
     module = on_gpu(tests, style, dtype)
     module.requires_grad_(False)
-    module._is_expert_parallel = "absent" in case
     provider = provider_of(tests, style, dtype, ranks)
     operands.set_lora_source(module, provider)
     parts = routed(tests, dtype, **case)

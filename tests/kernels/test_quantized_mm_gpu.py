@@ -170,7 +170,7 @@ def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, ea
     first, second = stack(2 * size, size), stack(size, size)
     if not takes(quantized_mm_rs.KERNEL, first, dtype, False):
         pytest.skip("no Hopper GPU")
-    layer = moe_layer.Layer(first, second, transposed, False, gate_kernels.Gate("silu"), dtype)
+    layer = moe_layer.Layer(first, second, transposed, gate_kernels.Gate("silu"), dtype)
     tokens = experts * each // 2
     x, grad = torch.randn(2, tokens, size, device=device, dtype=dtype)
     weights = torch.rand(tokens, 2, device=device, dtype=dtype)

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_qlora.detection import detect
+from moe_qlora.errors import ConfigError
 from moe_qlora.experts import forward
 from moe_qlora.packing import codec, decoders, parametrize, settings
 from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
@@ -150,3 +151,11 @@ def test_generation_keeps_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_class_with_the_interfaces_marks_goes_through_it(model_type):
     for module in tiny_model(model_type, device="meta").modules():
         assert forward.goes_through_interface(module) == detect.dispatches(module)
+
+
+def test_one_ranks_share_of_the_experts_is_refused() -> None:
+    model = tiny_model("qwen3_moe")
+    name, module = next(iter(experts_of(model).items()))
+    module._is_expert_parallel = True  # as transformers' plan sets it
+    with pytest.raises(ConfigError, match=f"{name} has one rank's experts alone"):
+        forward.activate(model, [name])

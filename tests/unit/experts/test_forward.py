@@ -145,15 +145,13 @@ class Provider:
         return [t for terms in self.all.values() for term in terms for t in (term.a, term.b)]
 
 
-def routing(dtype=torch.float32, seed=3, tokens=T, absent=None, empty=()):
+def routing(dtype=torch.float32, seed=3, tokens=T, empty=()):
     g = torch.Generator().manual_seed(seed)
     allowed = torch.tensor([e for e in range(E) if e not in empty])
     index = torch.stack(
         [allowed[torch.randperm(len(allowed), generator=g)[:K]] for _ in range(tokens)]
     )
     weights = torch.rand(tokens, K, generator=g).to(dtype)
-    if absent is not None:  # the id of an expert that is not held here
-        index[::3, 0] = absent
     x = torch.randn(tokens, H, generator=g).to(dtype)
     return x.requires_grad_(), index, weights.requires_grad_()
 
@@ -250,10 +248,6 @@ def test_one_projection_packed_the_other_plain_and_trained(kind, which):
     "case",
     [
         {"tokens": 1},
-        {"absent": E},
-        {"absent": E + 3},
-        {"absent": -1},
-        {"absent": -E},
         {"empty": (0, 4)},
         {"empty": (0, 1, 2)},
         {"tokens": 101},
@@ -263,7 +257,6 @@ def test_one_projection_packed_the_other_plain_and_trained(kind, which):
 def test_odd_routings(case, style):
     style = STYLES[style]
     module = pack(make(style), style)
-    module._is_expert_parallel = "absent" in case
     compare(module, style, Provider(style), *routing(**case))
 
 

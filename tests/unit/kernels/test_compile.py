@@ -387,7 +387,7 @@ def main() -> None:
 
     def layer_of(
         gate: Any, kind: str, nested: bool, transposed: bool, biased: bool, rank: int,
-        partial: bool, tokens: int, dtype: torch.dtype = torch.bfloat16,
+        tokens: int, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         experts, hidden, inner = 2, 128, 64
         width = 2 * inner if gate.gated else inner
@@ -396,7 +396,7 @@ def main() -> None:
             packed_like((experts, *(side[::-1] if transposed else side)), kind, nested)
             for side in sides
         ]
-        whole = moe_layer.Layer(*stacks, transposed, partial, gate, dtype)
+        whole = moe_layer.Layer(*stacks, transposed, gate, dtype)
         lora = [
             moe_layer.Lora(
                 torch.empty(experts * rank, into, dtype=dtype),
@@ -418,19 +418,19 @@ def main() -> None:
     gates = gate_kernels.Gate
     clamped = gates("silu", interleaved=True, limit=7.0, alpha=1.7, shift=1.0)
     # Each of the two compiles every kernel, in mixes of its own.
-    layer_of(gates("gelu"), "nf4", True, False, False, 16, False, 64)
+    layer_of(gates("gelu"), "nf4", True, False, False, 16, 64)
     workspace.set_workspace_cap(1)
-    layer_of(clamped, "fp4", False, True, True, 4, True, 1024)
+    layer_of(clamped, "fp4", False, True, True, 4, 1024)
     workspace.set_workspace_cap(None)
-    layer_of(gates("relu2", gated=False), "int8", False, False, True, 0, True, 16)
-    layer_of(gates("silu"), "nf4", True, False, False, 128, False, 16)
+    layer_of(gates("relu2", gated=False), "int8", False, False, True, 0, 16)
+    layer_of(gates("silu"), "nf4", True, False, False, 128, 16)
     experts = torch.zeros(64, dtype=torch.int32)
     for capability in (80, 90):
         target.capability = capability
         routing.tabulate(experts, 63, 4096, 64)
-    layer_of(clamped, "fp4", False, True, True, 4, True, 180, torch.float16)
-    layer_of(gates("gelu_tanh"), "int8", False, True, False, 8, False, 16)
-    layer_of(clamped, "mxfp4", True, False, True, 16, False, 64)
+    layer_of(clamped, "fp4", False, True, True, 4, 180, torch.float16)
+    layer_of(gates("gelu_tanh"), "int8", False, True, False, 8, 16)
+    layer_of(clamped, "mxfp4", True, False, True, 16, 64)
     x, ints = torch.empty(64, 2048, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int)
 
     def gate_of(size: int, rank: int, tile: int, order: Any, biased: bool) -> None:
@@ -441,7 +441,7 @@ def main() -> None:
     for rank in (0, 16, 128):
         gate_of(512, rank, 64, quantized_mm_rs.ORDER, False)
     workspace.set_workspace_cap(1)
-    layer_of(gates("relu"), "nf4", True, False, False, 16, False, 1024)
+    layer_of(gates("relu"), "nf4", True, False, False, 16, 1024)
     on_hopper()
     size, rank = 2048, 128
     arguments = x, ints, x, ints, ints, x, x, None, None, 1.0

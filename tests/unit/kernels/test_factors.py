@@ -84,7 +84,6 @@ LAYERS = {
     "one-lora": replace(FEW, ranks=(0, 16)),
     "biased": replace(FEW, biased=True, gate=OSS),
     "transposed": replace(FEW, transposed=True, biased=True, gate=OSS),
-    "partial": replace(FEW, partial=True),
     "int8": replace(FEW, kind=("int8", False)),
     "one-expert": replace(FEW, experts=1, tokens=2, top_k=1, ranks=(16, 16)),
 }

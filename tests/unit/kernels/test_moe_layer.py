@@ -69,7 +69,7 @@ def forbid_decoding(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(grouped_mm, "decoding", forbidden)
+    monkeypatch.setattr(grouped_mm, "decode", forbidden)
 
 
 def dequantize_all(monkeypatch):
@@ -86,14 +86,14 @@ def test_layer_equals_plain_loops(name, monkeypatch):
 
 
 @pytest.mark.usefixtures("own_grouped_mm")
-@pytest.mark.parametrize("name", ["plain", "interleaved", "partial", "high-rank", "few-int8"])
+@pytest.mark.parametrize("name", ["plain", "interleaved", "gelu", "high-rank", "few-int8"])
 def test_the_own_grouped_matmul(name, monkeypatch):
     dequantize_all(monkeypatch)
     check_layer(CASES[name])
 
 
 # Those whose stacks are cut into slices; and two of smaller ones.
-SLICED = ["mxfp4", "tanh", "partial", "int8", "few-transposed", "interleaved", "no-lora"]
+SLICED = ["mxfp4", "tanh", "gelu", "int8", "few-transposed", "interleaved", "no-lora"]
 
 
 def buffered() -> int:
@@ -136,7 +136,7 @@ def test_slices_by_the_own_grouped_matmul(name, monkeypatch):
     test_capped_workspace_in_slices(name, False, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["plain", "interleaved", "partial"])
+@pytest.mark.parametrize("name", ["plain", "interleaved", "gelu"])
 def test_rows_any_distance_apart(name, monkeypatch):
     """As of wide rows, which start at whole lines; of tokens' too, which no kernel fetches."""
     rows = [replace(kernel, gathers=False) for kernel in table.KERNELS if not kernel.on_codes]
@@ -170,7 +170,7 @@ CONFIGS = [quantized_mm.Config(128, 64, 2, 4, True), quantized_mm.Config(64, 128
     [
         *(("few-transposed", config) for config in CONFIGS),
         ("few", CONFIGS[0]),
-        ("few-partial", CONFIGS[1]),
+        ("few-one-lora", CONFIGS[1]),
         ("few-plain-absmax", CONFIGS[1]),
         *(("few-mxfp4", config) for config in CONFIGS),
         *(("few-mxfp4-transposed", config) for config in CONFIGS),

@@ -25,7 +25,7 @@ CASES = {
     "transposed": replace(WIDE, transposed=True, ranks=(16, 16)),
     "biased": replace(WIDE, biased=True, gate=OSS, hidden=72),
     "no-lora": replace(WIDE, ranks=(0, 0), gate=Gate("relu", gated=False), hidden=80, inner=88),
-    "one-lora": replace(WIDE, ranks=(0, 7), partial=True),
+    "one-lora": replace(WIDE, ranks=(0, 7)),
 }
 
 

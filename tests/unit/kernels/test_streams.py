@@ -33,8 +33,8 @@ KERNELS = {
 
 # Which kernel, and whether rows are copied and multiplied apart, which one that fetches them is not
 WAYS = [(kernel, False) for kernel in KERNELS] + [("codes", True), ("dequantized", True)]
-# Both LoRAs; one, with biases and other ranks' experts; the other one, transposed; none.
-EVERY = ["few", "partial", "few-transposed", "no-lora"]
+# Both LoRAs; one, with biases; the other one, transposed; none.
+EVERY = ["few", "gelu", "few-transposed", "no-lora"]
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -334,7 +334,7 @@ def test_a_kernel_is_a_file_and_a_row(monkeypatch):
     check_layer(CASES["few-transposed"])
     assert [backward for backward, _ in seen] == [False, False, True, True]
     seen.clear()
-    check_layer(CASES["partial"])
+    check_layer(CASES["gelu"])
     assert [span for _, span in seen] == [(0, 80), (0, 72), (0, 40), (0, 72)]
     many = table.choose(stack_of((1, 64, 64), "nf4", True), 201, torch.float32, by_rows=True)
     assert many.kernel is quantized_mm.KERNEL
