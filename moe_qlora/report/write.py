@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.staging import replace_file, replaceable
 from ..checkpoint.verify import verify
-from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
+from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers, first_line
 from ..experts.counts import ExpertCounts
 from ..hf.switch import enabled
 from ..layout import human_bytes, name_pattern
@@ -196,8 +196,7 @@ def write_report(
             f"out is {target}, which is no .html file that can be written; name one in a folder "
             "that exists."
         )
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ConfigError(f"max_tokens is {max_tokens!r}; give a whole number of 1 or more.")
+    check_numbers(max_tokens=max_tokens)
     if isinstance(text, (str, Path)) and not Path(text).expanduser().is_file():
         raise ConfigError(f"text is {text}, which is no file; name a JSONL or text file.")
     subject, remote = _subject_of(source, base), trust_remote_code
