@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 # C0 and C1 controls, DEL, line separators, invisible and bidirectional marks, lone surrogates.
 _HIDDEN = re.compile(
@@ -47,6 +48,13 @@ def one_line(kind: str, message: object) -> str:
     """Return a message for stderr, always on one line."""
     words = visible(str(message), keep="\n").split()
     return f"{kind}: {' '.join(words)}\n"
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Raise a ConfigError unless each is a whole number of 1 or more."""
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
 
 
 def first_line(error: BaseException) -> str:

@@ -52,18 +52,11 @@ _PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode":
 _UsageError: Any = typer.BadParameter.__base__  # of typer's click
 
 
-def _examples(command: Callable[..., Any]) -> str:
-    lines = sys.modules[command.__module__].EXAMPLES
-    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
-
-
 app = typer.Typer(no_args_is_help=True, **_PLAIN)
 for command, short in SUBCOMMANDS.items():
-    app.command(
-        cls=PlanCommand if command is plan else Subcommand,
-        short_help=short,
-        epilog=_examples(command),
-    )(command)
+    examples = "\n".join(f"  {line}" for line in sys.modules[command.__module__].EXAMPLES)
+    kind = PlanCommand if command is plan else Subcommand
+    app.command(cls=kind, short_help=short, epilog=f"\b\nExamples:\n{examples}")(command)
 
 
 def alone(command: Callable[..., None]) -> typer.Typer:
@@ -120,7 +113,11 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
         sys.stderr.write(one_line("error", error))
         code = BAD_INPUT
     except _UsageError as error:
-        code = _end_of_usage(error)
+        if type(error).__name__ == "NoArgsIsHelpError":  # which shows help
+            error.show()
+        else:
+            sys.stderr.write(one_line("error", usage_message(error)))
+        code = int(error.exit_code)
     except Interrupted as said:
         sys.stderr.write(one_line("interrupted", said))
         code = INTERRUPTED
@@ -135,15 +132,6 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
 def _of_system(error: OSError) -> str:
     where = error.filename or "what is printed"
     return one_line("error", f"{where} cannot be read or written: {error.strerror or error}.")
-
-
-def _end_of_usage(error: Any) -> int:
-    """Report wrong arguments, and return the exit code; no arguments show help."""
-    if type(error).__name__ == "NoArgsIsHelpError":
-        error.show()
-    else:
-        sys.stderr.write(one_line("error", usage_message(error)))
-    return int(error.exit_code)
 
 
 def _flushed() -> bool:

@@ -89,7 +89,6 @@ _STATUS = {"tested": "green", "untested": "yellow", "too old": "red", "missing":
 
 
 def _show(diagnosis: Diagnosis, out: Console) -> None:
-    """Print the verdict, versions, devices, the model's layers and, last, the findings."""
     if diagnosis.fit:
         for line in diagnosis.fit.splitlines():
             if line.startswith("    "):

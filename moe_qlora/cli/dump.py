@@ -90,12 +90,10 @@ def dump(
 
 
 def _orientation(param: ExpertParam) -> str:
-    """Return `(E, out, in)`, `(E, in, out)` or `unknown`."""
     return {False: "(E, out, in)", True: "(E, in, out)", None: "unknown"}[param.transposed]
 
 
 def _show(findings: Findings, out: Console, *, why: bool = False) -> None:
-    """Print the table, the totals, the lists for PEFT and the notes; with `why` the evidence."""
     for note in findings.source.notes:
         say(out, f"[yellow]note:[/] {escape(note)}")
     if not findings.layout:
@@ -147,7 +145,6 @@ def _show(findings: Findings, out: Console, *, why: bool = False) -> None:
 
 
 def _as_dict(findings: Findings) -> dict[str, Any]:
-    """Return everything, for `json.dumps`; sizes in bytes."""
     layout, settings = findings.layout, findings.settings
     return {
         "model": findings.source.label,

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,7 +162,7 @@ def frozen(source: Source, sizes: Sizes) -> Measured:
         model, lora_config_of(model, (), "attention", RANK), autocast_adapter_dtype=False
     )
     try:
-        with _quick(adapted, keeps) if sizes.device.type == "cuda" else _plain():
+        with _quick(adapted, keeps) if sizes.device.type == "cuda" else nullcontext():
             return _trained(adapted, sizes, "all kept" if keeps else "all computed again")
     except torch.OutOfMemoryError:
         raise ConfigError("ran out of memory, which plan did not expect") from None
@@ -183,27 +183,17 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _plain() -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def _quick(adapted: Any, keeps: bool) -> Iterator[None]:
     """Give a model every setting of `prepare_training` that is not this package's experts'."""
     from .. import graph_layers
 
     base = adapted.get_base_model()
     base.set_experts_implementation("grouped_mm")
-    try:
-        liger = apply_liger(base, in_layers=not has_triton())
-    except ConfigError:
-        liger = None
-    try:
-        with graph_layers(adapted, compiled=has_triton(), keep=keeps):
-            yield
-    finally:
-        if liger is not None:
-            liger.close()
+    with ExitStack() as stack:
+        with suppress(ConfigError):
+            stack.enter_context(apply_liger(base, in_layers=not has_triton()))
+        stack.enter_context(graph_layers(adapted, compiled=has_triton(), keep=keeps))
+        yield
 
 
 def release() -> None:
@@ -249,7 +239,6 @@ def _check_room(source: Source, sizes: Sizes, built: nn.Module) -> None:
 
 
 def _trained(model: Any, sizes: Sizes, setting: str) -> Measured:
-    """Train for some steps, and measure all but the first ones."""
     text = model.config.get_text_config()
     text.use_cache = False
     cuda = sizes.device.type == "cuda"

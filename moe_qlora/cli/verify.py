@@ -66,7 +66,6 @@ def verify(
 
 
 def _show(report: VerifyReport, out: Console) -> None:
-    """Print whether the folder is whole and, where known, the quantization errors."""
     if report.errors:
         title = f"{escape(str(report.folder))}: error of {report.kind}, relative (Frobenius)"
         headings = ("parameter", ">count", "shape", ">error", ">worst", "where", ">largest")

@@ -7,6 +7,7 @@ docstring says which versions it was seen with.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,6 @@ def doctor(
 def _fit(
     model: Any, quantization_config: Any, device: Device, rank: int | None, remote: bool
 ) -> str:
-    """Say whether a GPU holds a step, and with what settings; "" without a GPU, or a plan."""
     if device.nbytes is None:
         return ""
     named_card = gpu_named(device.name) is not None and not device.here
@@ -189,8 +189,9 @@ def known_problems(
         *_torch_build(device),
         *_kernels(device, card),
         *_slow_layers(device, card, layers),
-        *_slow_attention(card, eager),
     ]
+    if eager is not None and suits(card):
+        found.append(Finding(WARNING, eager.what, eager.cure))
     return sorted(found, key=lambda finding: finding.severity != PROBLEM)
 
 
@@ -262,11 +263,6 @@ def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Ite
         )
 
 
-def _slow_attention(card: Card, eager: EagerAttention | None) -> Iterable[Finding]:
-    if eager is not None and suits(card):
-        yield Finding(WARNING, eager.what, eager.cure)
-
-
 def _text(release: tuple[int, ...]) -> str:
     return ".".join(map(str, release))
 
@@ -275,12 +271,7 @@ def layer_kinds(
     model: nn.Module, source: ModelSource, card: Card, rank: int
 ) -> tuple[LayerKind, ...]:
     """Return the kinds of expert layers of a source's model with their backends on a card."""
-    meta = meta_model.pack(
-        model,
-        source.quantization,
-        linears=source.linears,
-        native=source.native,
-    )
+    meta = meta_model.pack(model, source.quantization, linears=source.linears, native=source.native)
     return _count(meta.base, meta.layout, partial(_backend, card=card, rank=rank))
 
 
@@ -293,29 +284,19 @@ def adapted_kinds(model: nn.Module, card: Card) -> tuple[LayerKind, ...]:
 def _count(
     model: nn.Module, layout: ModelLayout, backend: Callable[..., Backend]
 ) -> tuple[LayerKind, ...]:
-    counted: dict[LayerKind, int] = {}
+    counted = Counter[tuple[str, str, str, str]]()
     for entry in layout.modules:
-        kind = _kind(entry, backend(model.get_submodule(entry.name), entry))
-        counted[kind] = counted.get(kind, 0) + 1
+        chosen = backend(model.get_submodule(entry.name), entry)
+        pattern = name_pattern(unwrapped_name(entry.name))
+        counted[pattern, entry.class_name, chosen.name, chosen.reason] += 1
+    why = "experts are lists of Linear layers, which bitsandbytes packs and computes"
     for experts in layout.linear_experts:
-        why = "experts are lists of Linear layers, which bitsandbytes packs and computes"
-        kind = _row(name_pattern(experts.name), "nn.Linear", LINEAR_LAYERS, why, "")
-        counted[kind] = counted.get(kind, 0) + 1
+        counted[name_pattern(experts.name), "nn.Linear", LINEAR_LAYERS, why] += 1
+    quick = (FUSED.name, LINEAR_LAYERS)
     return tuple(
-        LayerKind(k.pattern, n, k.class_name, k.backend, k.reason, k.fast, k.cost)
-        for k, n in counted.items()
+        LayerKind(pattern, n, owner, name, reason, name in quick, COSTS.get(name, ""))
+        for (pattern, owner, name, reason), n in counted.items()
     )
-
-
-def _kind(entry: ExpertsModule, chosen: Backend) -> LayerKind:
-    cost = COSTS.get(chosen.name, "")
-    pattern = name_pattern(unwrapped_name(entry.name))
-    return _row(pattern, entry.class_name, chosen.name, chosen.reason, cost)
-
-
-def _row(pattern: str, class_name: str, name: str, reason: str, cost: str) -> LayerKind:
-    fast = name in (FUSED.name, LINEAR_LAYERS)
-    return LayerKind(pattern, 1, class_name, name, reason, fast, cost)
 
 
 def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int | None) -> Backend:

@@ -12,7 +12,6 @@ outputs: it stays, and Liger's loss is left out. TRL's trainers bind one, whose 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
@@ -67,8 +66,11 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
     if obstacle is not None and not in_layers:
         raise ConfigError(obstacle)
     modules = [(vars(module), dict(vars(module))) for module in model.modules()]
-    code = [(vars(module), dict(vars(module))) for module in _modeling(model)]
-    forwards = _class_forwards(model)
+    every = {cls for module in model.modules() for cls in type(module).__mro__}
+    theirs = [cls for cls in every if cls.__module__.startswith("transformers.models.")]
+    files = [sys.modules[name] for name in sorted({cls.__module__ for cls in theirs})]
+    code = [(vars(file), dict(vars(file))) for file in files]
+    forwards = {cls: vars(cls)["forward"] for cls in theirs if "forward" in vars(cls)}
     undo = ExitStack()
     try:
         _apply_liger_kernel_to_instance(
@@ -86,7 +88,8 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
     _watch(modules, code, forwards, undo)
     if loss:
         _enlarge_chunks(model, undo)
-    if loss and not any(_is_ligers(vars(model).get(name)) for name in _FORWARDS):
+    homes = [getattr(vars(model).get(name), "__module__", "") for name in _FORWARDS]
+    if loss and not any(str(home).startswith("liger_kernel.") for home in homes):
         undo.close()
         raise ConfigError(f"Liger replaces the forward of all {kind} models, and not of one")
     return undo
@@ -94,7 +97,7 @@ def apply_liger(model: nn.Module, *, in_layers: bool) -> ExitStack:
 
 def loss_obstacle(model: nn.Module) -> str | None:
     """Return why Liger's loss, which reads the head's weight alone, cannot be used; else None."""
-    if _has_own_forward(model):
+    if not _home_of_forward(model).startswith(("liger_kernel.", "transformers.")):
         return "other code computes the loss by a forward of its own"
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if isinstance(head, BaseTunerLayer):
@@ -114,10 +117,6 @@ def has_trls_loss(model: nn.Module) -> bool:
     return _home_of_forward(model).startswith("trl.")
 
 
-def _has_own_forward(model: nn.Module) -> bool:
-    return not _home_of_forward(model).startswith(("liger_kernel.", "transformers."))
-
-
 def _home_of_forward(model: nn.Module) -> str:
     """Return the module that defines a model's forward."""
     forward = vars(model).get("forward")
@@ -128,10 +127,6 @@ def _home_of_forward(model: nn.Module) -> str:
     # Wrappers copy the name and module of what they wrap, but not this.
     code: Any = getattr(getattr(forward, "__func__", forward), "__globals__", {})
     return str(code.get("__name__"))
-
-
-def _is_ligers(forward: Any) -> bool:
-    return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")
 
 
 def _enlarge_chunks(model: nn.Module, undo: ExitStack) -> None:
@@ -149,17 +144,6 @@ def _enlarge_chunks(model: nn.Module, undo: ExitStack) -> None:
     undo.callback(model.register_forward_pre_hook(ask, with_kwargs=True).remove)
 
 
-def _class_forwards(model: nn.Module) -> dict[type, Any]:
-    every = {cls for module in model.modules() for cls in type(module).__mro__}
-    ours = [cls for cls in every if cls.__module__.startswith("transformers.models.")]
-    return {cls: vars(cls)["forward"] for cls in ours if "forward" in vars(cls)}
-
-
-def _modeling(model: nn.Module) -> list[Any]:
-    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    return [sys.modules[name] for name in sorted(names) if name.startswith("transformers.models.")]
-
-
 _Namespaces = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
@@ -175,18 +159,12 @@ def _watch(
             # accelerate's hook is around it, and stays there.
             now["_old_forward"], now["forward"] = now["forward"], before["forward"]
     for now, before in (*modules, *code):
-        for name in _changed(now, before):
+        for name, value in list(now.items()):
             old = before.get(name, _MISSING)
-            if isinstance(old, type):
+            if isinstance(old, type) and value is not old:
                 now[name] = old
-            else:
-                undo.callback(_put_back, now, name, now[name], old)
-
-
-def _changed(now: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
-    for name, value in list(now.items()):
-        if value is not before.get(name, _MISSING):
-            yield name
+            elif value is not old:
+                undo.callback(_put_back, now, name, value, old)
 
 
 def _put_back(now: dict[str, Any], name: str, value: Any, old: Any) -> None:

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import ConfigError, first_line
+from ..errors import ConfigError, check_numbers, first_line
 from ..experts.backend import has_triton
 from ..lora.names import base_model
 from ..memory.measure import Loss
 from ..progress import reporting
-from ..speed.fit_arguments import check_numbers
 from ..speed.fitted import RunsLevels, decoder_layers
 from ..speed.flat_rows import flatten_rows
 from ..speed.module_walks import quicken_walks

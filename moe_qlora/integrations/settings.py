@@ -36,16 +36,11 @@ def _more_than_one(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def plugins_of(cfg: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the plugins that a file names, each as `package.module.Class`."""
-    named = cfg.get("plugins") or ()
-    listed = named if isinstance(named, (list, tuple)) else (named,)
-    return tuple(str(name).replace(":", ".") for name in listed)
-
-
 def is_named(cfg: Mapping[str, Any]) -> bool:
     """Tell whether a file names this package's plugin."""
-    return PLUGIN in plugins_of(cfg)
+    named = cfg.get("plugins") or ()
+    listed = named if isinstance(named, (list, tuple)) else (named,)
+    return PLUGIN in (str(name).replace(":", ".") for name in listed)
 
 
 # Key -> why it collides, and what to do.

@@ -153,7 +153,6 @@ class AdapterGeneration(VLLMGeneration):
             super()._init_vllm()
 
     def _start_engine(self, **kwargs: Any) -> Any:
-        """Make the `vllm.LLM` of TRL's arguments, with the base and LoRA on."""
         kwargs |= {
             "model": str(self._base),
             "quantization": None,  # TRL's guess from the trainer's own 4-bit layers
@@ -197,7 +196,6 @@ class AdapterGeneration(VLLMGeneration):
 
 
 def _allowed_rank(model: PeftModel) -> int:
-    """Return vLLM's smallest `max_lora_rank` for the active adapter."""
     config = model.peft_config[model.active_adapter]
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     allowed = next((one for one in _MAX_RANKS if one >= rank), None)

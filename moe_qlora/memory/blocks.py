@@ -111,12 +111,11 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
             layer=name in layers,
             tensors=(
                 *(tensor for part in held for tensor in _packed_tensors(part)),
-                *(_block_tensor("other", tensor) for tensor in others),
+                *(block_tensor("other", tensor) for tensor in others),
             ),
             expert_statistics=sum(part.statistics for part in experts),
             slot=sum(part.slot for part in experts),
             active=_active(unit, held, top_k),
-            expert_active=_active_in(experts, top_k),
         )
         blocks.append(block)
     return tuple(blocks)
@@ -140,48 +139,36 @@ def _active(unit: nn.Module | Tensor, held: Sequence[PackedPart], top_k: int) ->
     linears = unit.modules() if isinstance(unit, nn.Module) else ()
     plain = {id(m.weight): m.weight.numel() for m in linears if isinstance(m, nn.Linear)}
     active = sum(numel for key, numel in plain.items() if key not in packed)
-    return active + _active_in(held, top_k)
-
-
-def _active_in(parts: Iterable[PackedPart], top_k: int) -> int:
-    active = 0
-    for part in parts:
+    for part in held:
         numel, experts = part.weight.numel, part.weight.experts
         active += numel if part.linear else numel * min(top_k, experts) // experts
     return active
 
 
-def _block_tensor(part: str, tensor: Tensor, *, of_experts: bool = False) -> BlockTensor:
+def block_tensor(part: str, tensor: Tensor) -> BlockTensor:
+    """Describe one tensor, as a part of its block: "other", or "trained"."""
     rows = tensor.shape[0] if tensor.dim() else 1
     row = tensor.numel() // rows if rows else 0
-    parameter = isinstance(tensor, nn.Parameter)
-    return BlockTensor(part, rows, row, tensor.itemsize, parameter, of_experts)
-
-
-def trained_tensor(parameter: nn.Parameter, *, of_experts: bool) -> BlockTensor:
-    """Describe one trained parameter."""
-    return _block_tensor("trained", parameter, of_experts=of_experts)
+    return BlockTensor(part, rows, row, tensor.itemsize, isinstance(tensor, nn.Parameter))
 
 
 def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     """Yield codes and statistics as distributed runs have them (`distributed.sharding`)."""
-    weight, experts = part.weight, not part.linear
-    kind = "experts" if experts else "linear"
+    weight, kind = part.weight, "linear" if part.linear else "experts"
     if not codec_of(weight.kind).in_quant_state:
         numel = weight.codes.numel()
-        rows = numel if experts else weight.shape[0]
-        yield BlockTensor(kind, rows, numel // rows, 1, of_experts=experts)
+        rows = weight.shape[0] if part.linear else numel
+        yield BlockTensor(kind, rows, numel // rows, 1)
         for scales in weight.statistics:  # none before it is packed
-            size = scales.itemsize
-            yield BlockTensor("statistics", scales.numel(), 1, size, of_experts=experts)
+            yield BlockTensor("statistics", scales.numel(), 1, scales.itemsize)
         return
-    yield BlockTensor(kind, weight.codes.nbytes, 1, 1, of_experts=experts)
-    yield BlockTensor("statistics", weight.absmax.nbytes, 1, 1, of_experts=experts)
+    yield BlockTensor(kind, weight.codes.nbytes, 1, 1)
+    yield BlockTensor("statistics", weight.absmax.nbytes, 1, 1)
     whole = part.statistics - weight.absmax.nbytes
     if weight.nested is not None:
         second = weight.nested.absmax.nbytes
         whole -= second + _FLOAT32
-        yield BlockTensor("statistics", _OFFSET_BYTES + second, 1, 1, of_experts=experts)
+        yield BlockTensor("statistics", _OFFSET_BYTES + second, 1, 1)
     yield BlockTensor("statistics", whole, 1, 1, parameter=False)
 
 

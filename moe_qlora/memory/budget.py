@@ -107,7 +107,6 @@ class BlockTensor:
     row_numel: int  # Elements in a row
     itemsize: int
     parameter: bool = True  # A buffer is never split
-    of_experts: bool = False  # Belongs to one expert, row by row
 
     @property
     def numel(self) -> int:
@@ -131,7 +130,6 @@ class Block:
     expert_statistics: int = 0  # Of the statistics, those of packed experts
     slot: int = 0  # Packed experts with these in a slot of `hosting.py`
     active: int = 0  # Weights that one token is multiplied with
-    expert_active: int = 0  # Of these, those of packed experts
 
     @property
     def weights(self) -> int:
@@ -165,20 +163,6 @@ class Peak:
     parts: dict[str, int] = field(default_factory=dict)  # Bytes by component
     largest: dict[str, int] = field(default_factory=dict)  # The most of each at any moment
     paged: int = 0  # Optimizer states in pages, which are not counted
-
-
-@dataclass(frozen=True, slots=True)
-class StepMoment:
-    """The memory of a device while one block runs in a training step."""
-
-    phase: str  # "forward", "backward" or "optimizer's step"
-    block: str  # Name of the block; "" in the optimizer's step
-    parts: dict[str, int]  # Bytes by component, where there are any
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all components."""
-        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +222,6 @@ def optimizer_nbytes(
 
 
 class _Moment(NamedTuple):
-    """One moment that can be the peak."""
-
     activity: Activity | None  # Whose it is; the optimizer's step is nobody's
     phase: str  # "forward" or "backward"
     saved: int  # Bytes of activations that the blocks before it saved
@@ -309,20 +291,6 @@ class StepBudget:
             parts={name: parts.get(name, 0) for name in names},
             largest=largest | fixed,
             paged=sum(state.paged for state in self._states[first:last]),
-        )
-
-    def moments(self) -> tuple[StepMoment, ...]:
-        """Return a step on one device that holds all, moment by moment, in the order of time."""
-        fixed = self._fixed(0, len(self.groups))
-        optimizer, *others = self._moments(0, len(self.groups))
-        forward, backward = others[::2], others[1::2]
-        return tuple(
-            StepMoment(
-                moment.phase or "optimizer's step",
-                "" if moment.activity is None else moment.activity.name,
-                {name: size for name, size in (self._parts(moment) | fixed).items() if size},
-            )
-            for moment in (*forward, *reversed(backward), optimizer)
         )
 
     def spread(self, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:

@@ -290,7 +290,7 @@ def sentence(
         said.append(f"{counts['part']} keep part of them")
     if hosting is not None and host:
         size = human_bytes(hosting.host_nbytes(host))
-        said.append(f"experts of {host} lie in {size} of {hosting.where}")
+        said.append(f"experts of {host} lie in {size} of host memory")
     if needed < 1 << 28:
         of = f"{human_bytes(needed)} of {human_bytes(memory)}"
     else:

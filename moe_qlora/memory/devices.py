@@ -28,15 +28,14 @@ class Gpu(NamedTuple):
     nbytes: int  # Memory, in whole GiB
     capability: Capability
     tflops: int  # Of dense bf16 products (fp16 before capability 8.0), as its maker says
-    nvlink: int = 0  # GB/s each way to all others; 0 for PCIe, bridges of two cards included
 
 
 GPUS = {
-    "B200": Gpu(178 << 30, (10, 0), 2250, 900),
-    "H200": Gpu(139 << 30, (9, 0), 989, 450),
-    "H100": Gpu(79 << 30, (9, 0), 989, 450),
-    "A100-80GB": Gpu(79 << 30, (8, 0), 312, 300),
-    "A100-40GB": Gpu(39 << 30, (8, 0), 312, 300),
+    "B200": Gpu(178 << 30, (10, 0), 2250),
+    "H200": Gpu(139 << 30, (9, 0), 989),
+    "H100": Gpu(79 << 30, (9, 0), 989),
+    "A100-80GB": Gpu(79 << 30, (8, 0), 312),
+    "A100-40GB": Gpu(39 << 30, (8, 0), 312),
     "A30": Gpu(23 << 30, (8, 0), 165),
     "A40": Gpu(44 << 30, (8, 6), 150),
     "A10": Gpu(21 << 30, (8, 6), 125),
@@ -50,15 +49,14 @@ GPUS = {
     "RTX3090": Gpu(23 << 30, (8, 6), 71),
     "RTX4090": Gpu(23 << 30, (8, 9), 165),
     "RTX5090": Gpu(31 << 30, (12, 0), 210),
-    "V100-16GB": Gpu(15 << 30, (7, 0), 125, 150),
-    "V100-32GB": Gpu(31 << 30, (7, 0), 125, 150),
+    "V100-16GB": Gpu(15 << 30, (7, 0), 125),
+    "V100-32GB": Gpu(31 << 30, (7, 0), 125),
     "T4": Gpu(14 << 30, (7, 5), 65),
 }
 """By name. `gpu_named` reads them in any spelling: RTX 4090, rtx-4090, 4090.
 
 H100 and H200 are what `torch.cuda` reports of them, rounded down. No other card was read: these are
-estimates, their nominal sizes less what drivers and error correction keep. Cards that are sold
-with NVLink and without are taken to have it.
+estimates, their nominal sizes less what drivers and error correction keep.
 """
 
 _COUNTED = re.compile(r"(\d+)\s*[xX*]\s*(.+)")
@@ -90,7 +88,7 @@ def gpu_of_device(name: str) -> Gpu | None:
 
 def pace_of(gpu: Gpu | None) -> Pace:
     """Return an estimate of how quick a card is; that of an H200 where it is not known."""
-    return Pace() if gpu is None else Pace.of(gpu.capability, gpu.tflops, gpu.nvlink * 1e9)
+    return Pace() if gpu is None else Pace.of(gpu.capability, gpu.tflops)
 
 
 def unknown_gpu(text: str) -> str:
@@ -99,21 +97,11 @@ def unknown_gpu(text: str) -> str:
     return f"card that is known{near}: {', '.join(GPUS)}"
 
 
-def exact_size(nbytes: int) -> str:
-    """Return the shortest text that `parse_bytes` reads as so many bytes, such as "24GiB"."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes % size == 0:
-            return f"{nbytes // size}{unit}"
-    return f"{nbytes}B"
-
-
-def parse_devices(text: str) -> tuple[int, ...]:
-    """Return the bytes of each device of "24GiB,2xH100"; ValueError where it is no such list."""
-    return tuple(size for size, _ in parse_gpus(text))
-
-
 def parse_gpus(text: str) -> list[tuple[int, Gpu | None]]:
-    """Return the same, each with what is known of it; None where only its size is given."""
+    """Return each device of "24GiB,2xH100": its bytes, and its card, None for a size alone.
+
+    ValueError where it is no such list.
+    """
     found: list[tuple[int, Gpu | None]] = []
     for part in text.split(","):
         counted = _COUNTED.fullmatch(part.strip())

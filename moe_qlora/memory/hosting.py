@@ -31,9 +31,7 @@ RECOMPUTED = 0.26
 
 _LINK = 55e9
 _RATE = 300e12
-_BUS = 240e9
 _TFLOPS = 989  # Of an H200, as its maker says
-_NVLINK = 450e9  # Likewise
 _LINKS = {7: 11e9, 8: 22e9}
 
 
@@ -43,17 +41,14 @@ class Pace:
 
     link: float = _LINK  # Bytes a second, from page-locked host memory
     rate: float = _RATE  # Operations a second in a training step
-    bus: float = _BUS  # Bytes a second that it moves in an all-gather within a machine
 
     @classmethod
-    def of(cls, capability: tuple[int, int], tflops: float, nvlink: float = 0) -> Pace:
-        """Return an estimate for a card of this compute capability and these nominal speeds.
+    def of(cls, capability: tuple[int, int], tflops: float) -> Pace:
+        """Return an estimate for a card of this compute capability and this nominal speed.
 
-        PCIe is of generation 3 for capability 7, 4 for 8 and 5 from 9 on, with 16 lanes. Of NVLink,
-        or without of PCIe, an all-gather is taken to get as large a part as on H200s.
+        PCIe is of generation 3 for capability 7, 4 for 8 and 5 from 9 on, with 16 lanes.
         """
-        link = _LINKS.get(capability[0], _LINK)
-        return cls(link, _RATE * tflops / _TFLOPS, _BUS * ((nvlink or link) / _NVLINK))
+        return cls(_LINKS.get(capability[0], _LINK), _RATE * tflops / _TFLOPS)
 
     @property
     def against_measured(self) -> float:
@@ -86,7 +81,6 @@ class Hosting:
     most: int  # How many of them, from the last one, may be in host memory
     pace: Pace
     seconds: Mapping[str, float]  # Of each block in a step that computes all again
-    where: str = "host memory"  # Or "files"
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..detection.trace import tensors_of
 from ..errors import ConfigError, first_line
 from ..lora.names import base_model
-from .blocks import block_modules, blocks_of, packed_parts, trained_tensor
+from .blocks import block_modules, blocks_of, packed_parts
 from .budget import Activity, Block
 from .meta_model import alike
 from .meta_step import BlockRecorder, activities_of, loss_of, passthroughs
@@ -45,8 +45,7 @@ class MeasuredModel:
         self.modules = block_modules(base)
         self.groups = alike(self.modules)
         parts = tuple(packed_parts(base))
-        experts = tuple(f"{part.module}." for part in parts if not part.linear)
-        self.blocks = tuple(_with_trained(base, block, experts) for block in blocks_of(base, parts))
+        self.blocks = tuple(_with_trained(base, block) for block in blocks_of(base, parts))
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.itemsize = max((p.itemsize for p in self.trained), default=4)
         self.device = next(iter(self.trained), next(model.parameters())).device
@@ -81,7 +80,9 @@ class MeasuredModel:
         own = {block.name: self.itemsize * sum(block.trained) for block in self.blocks}
         ids, cuda = ids.to(self.device), self.device.type == "cuda"
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        known = self._known(ids, anchor)  # Slots too, which may go afterwards
+        statistics = (t for part in packed_parts(self.base) for t in part.weight.statistics)
+        known = [*self.model.parameters(), *self.model.buffers(), *statistics, ids, anchor]
+        known += self._slots()  # which may go afterwards
         tracker: Any = _Allocator(self.device) if cuda else _Tensors(known)
         with ExitStack() as stack:
             stack.enter_context(_as_before(self.model, self.device))
@@ -130,11 +131,6 @@ class MeasuredModel:
                 hooks.callback(hook.remove)
             yield
 
-    def _known(self, *inputs: Tensor) -> list[Tensor]:
-        statistics = (t for part in packed_parts(self.base) for t in part.weight.statistics)
-        parameters, buffers = self.model.parameters(), self.model.buffers()
-        return [*parameters, *buffers, *statistics, *self._slots(), *inputs]
-
 
 def _loss_of(model: Any, ids: Tensor, loss_of_batch: Loss | None) -> Tensor:
     if loss_of_batch is None:
@@ -168,14 +164,14 @@ def _fused_head(base: nn.Module) -> dict[str, bool]:
     return {}
 
 
-def _with_trained(base: nn.Module, block: Block, experts: tuple[str, ...]) -> Block:
+def _with_trained(base: nn.Module, block: Block) -> Block:
     trained = [
-        trained_tensor(parameter, of_experts=name.startswith(experts))
+        parameter
         for name, parameter in base.named_parameters()
         if parameter.requires_grad and f"{name}.".startswith(f"{block.name}.")
     ]
-    nbytes = sum(tensor.numel * tensor.itemsize for tensor in trained)
-    numels = tuple(tensor.numel for tensor in trained)
+    nbytes = sum(parameter.nbytes for parameter in trained)
+    numels = tuple(parameter.numel() for parameter in trained)
     return replace(block, other=block.other - nbytes, trained=numels)
 
 

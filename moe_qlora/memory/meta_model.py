@@ -61,10 +61,10 @@ from .blocks import (
     PackedPart,
     block_modules,
     block_names,
+    block_tensor,
     blocks_of,
     packed_parts,
     tensors_in,
-    trained_tensor,
 )
 from .budget import Block, BlockTensor, Settings
 from .meta_ops import fake_dequantize, fake_layer, fake_linear
@@ -347,13 +347,11 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     dtype = DTYPES[settings.adapter_dtype]
     trained: dict[str, list[BlockTensor]] = {}
     names = [block.name for block in meta.blocks]
-    experts = tuple(f"{part.module}." for part in meta.parts if not part.linear)
     for name, parameter in meta.base.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(device="meta", dtype=dtype)
             block = next((block for block in names if name.startswith(f"{block}.")), name)
-            tensor = trained_tensor(parameter, of_experts=name.startswith(experts))
-            trained.setdefault(block, []).append(tensor)
+            trained.setdefault(block, []).append(block_tensor("trained", parameter))
     meta.blocks = tuple(
         replace(
             block,
@@ -517,11 +515,8 @@ def alike(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
 
 def tells_layers_apart(targets: str, lora_config: Any, quantization: Any) -> bool:
     """True if settings may name a layer by number, so that layers may be packed differently."""
-    said: list[Any] = [getattr(quantization, "llm_int8_skip_modules", None)]
-    if lora_config is not None:
-        return True
-    said.append(targets)
-    return re.search(r"\d", repr(said)) is not None
+    said = getattr(quantization, "llm_int8_skip_modules", None), targets
+    return lora_config is not None or re.search(r"\d", repr(said)) is not None
 
 
 def filled(skeleton: Skeleton, found: Sequence[Block]) -> tuple[Block, ...]:

@@ -109,7 +109,7 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
     """
     linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
     width = sum(linear.out_features for linear in linears)
-    experts = [part for part in module.modules() if holds_packed(part) and can_serve(part)]
+    experts: list[Any] = [p for p in module.modules() if holds_packed(p) and can_serve(p)]
     of_experts = {id(p) for part in experts for p in part.parameters()}
 
     def compute(x: Tensor) -> Tensor:
@@ -117,9 +117,10 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
         for part in experts:
             index = torch.empty(tokens, top_k, dtype=torch.long, device="meta")
             weights = torch.empty(tokens, top_k, dtype=x.dtype, device="meta")
-            shape = tokens, _hidden_size(part)
-            rows = experts_forward(part, _Resized.apply(x, shape), index, weights)
-            x = x + _Resized.apply(rows, x.shape)
+            rows, columns = read_packed(part, "down_proj").shape[1:]
+            shape = tokens, columns if part.is_transposed else rows
+            out = experts_forward(part, _Resized.apply(x, shape), index, weights)
+            x = x + _Resized.apply(out, x.shape)
         saved = x.element_size() * tokens * (width + _LAYER_WIDTH * hidden)
         trained = [p for p in module.parameters() if p.requires_grad and id(p) not in of_experts]
         return _Sized.apply(saved, x, *trained)
@@ -132,11 +133,6 @@ def fake_layer(module: nn.Module, top_k: int) -> None:
         return compute(x)
 
     set_forward(module, forward)
-
-
-def _hidden_size(experts: Any) -> int:
-    rows, columns = read_packed(experts, "down_proj").shape[1:]
-    return columns if experts.is_transposed else rows
 
 
 class _Resized(torch.autograd.Function):

@@ -43,8 +43,6 @@ NO_CAP = 1 << 62
 
 @dataclass
 class _Readings:
-    """The tracker's readings of one block in one step."""
-
     start: int
     grads: bool = True  # Whether it was entered with gradients enabled
     forward: int = 0

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_numbers
 from ..kernels.cards import PORTABLE, Card, of_capability
 from ..layout import dtype_name, human_bytes
 from ..models.files import refuse_yaml
@@ -23,7 +23,7 @@ from .search import best_of, fit_of
 
 _LONGEST = 1 << 20  # tokens
 _LARGEST_BATCH = 1 << 12
-_MOST = {"seq": _LONGEST, "batch": 1 << 20, "accumulation": 1 << 30, "rank": 1 << 16}
+_MOST = {"batch": 1 << 20, "seq": _LONGEST, "rank": 1 << 16, "accumulation": 1 << 30}
 _SEQ_STEP = 64  # tokens
 _SMALLEST_DEVICE = 1 << 12  # bytes; a smaller number was meant as GiB
 
@@ -32,21 +32,10 @@ _COMPILED = (
     "What torch.compile keeps is not modelled: sizes are of uncompiled layers, which kept more for "
     "backward where both were measured. Take them as an upper bound."
 )
+_NO_ARGUMENTS = ("foreach", "workspace", "engine")
 DEFAULTS: Mapping[str, Any] = {
-    "batch": 1,
-    "seq": 4096,
-    "rank": 16,
-    "targets": "attention",
-    "adapter_dtype": "float32",
-    "optimizer": "adamw",
-    "checkpointing": True,
-    "accumulation": 1,
-    "attention": None,
-    "liger": False,
-    "compile": False,
-    "offload": False,
-    "dtype": None,
-}
+    field.name: field.default for field in fields(Settings) if field.name not in _NO_ARGUMENTS
+} | {"dtype": None}
 """Arguments of `plan`, and their values where nothing else says so."""
 
 
@@ -126,28 +115,12 @@ def plan(
         CheckpointError: There is no such model, or transformers cannot build it.
         ConfigError: A setting makes no sense, or cannot be followed.
     """
-    given = {
-        "ddp": ddp,
-        "fsdp": fsdp,
-        "batch": batch,
-        "seq": seq,
-        "rank": rank,
-        "targets": targets,
-        "adapter_dtype": adapter_dtype,
-        "dtype": dtype,
-        "optimizer": optimizer,
-        "checkpointing": checkpointing,
-        "attention": attention,
-        "liger": liger,
-        "compile": compile,
-        "offload": offload,
-        "accumulation": accumulation,
-    }
+    asked = {name: v for name, v in locals().items() if name in (*DEFAULTS, *ENGINES)}
+    options = {name: value for name, value in asked.items() if value is not None}
     if not (offload is None or isinstance(offload, bool)):
         raise ConfigError(f"offload is {offload!r}; give True or False.")
     refuse_yaml(model, "plan")
     capacities, card = devices_of(gpus)
-    options = {name: value for name, value in given.items() if value is not None}
     settings = _settings({**DEFAULTS, **options}, lora_config, len(capacities))
     source = source_of(
         model, quantization_config, options.get("dtype"), trust_remote_code, keep_codes
@@ -160,7 +133,6 @@ def plan(
 
 
 def _check_offload(planner: Planner, devices: int) -> None:
-    """Refuse experts in host memory where `offload_experts` does."""
     engine = planner.settings.engine
     if not planner.settings.offload:
         return
@@ -193,10 +165,7 @@ def _settings(values: Mapping[str, Any], lora_config: Any, devices: int) -> Sett
 
 def check_settings(settings: Settings) -> None:
     """Refuse settings of a step that make no sense, in a `ConfigError`."""
-    for name in ("batch", "seq", "rank", "accumulation"):
-        value = getattr(settings, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
+    check_numbers(**{name: getattr(settings, name) for name in _MOST})
     if not isinstance(settings.targets, str):
         raise ConfigError(
             f"targets is {settings.targets!r}; give a string with names by comma, as in "

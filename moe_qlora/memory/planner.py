@@ -23,7 +23,7 @@ from ..lora import targets
 from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
 from . import attention, blocks, meta_model, meta_step
-from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget, StepMoment
+from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
 from .devices import reserve_nbytes
 from .engines import Sharding
 from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
@@ -79,9 +79,7 @@ class Planner:
     def sharding(self) -> Sharding | None:
         """How the engine cuts this model, None without one."""
         engine = self.settings.engine
-        if engine is None:
-            return None
-        return Sharding(engine)
+        return None if engine is None else Sharding(engine)
 
     @property
     def text_config(self) -> Any:
@@ -118,29 +116,17 @@ class Planner:
         }
         return Hosting(self.expert_layers, len(self.expert_layers), self.pace, seconds)
 
-    def _trained_weights(self) -> int:
-        tensors = (tensor for block in self.meta.blocks for tensor in block.tensors)
-        return sum(tensor.numel for tensor in tensors if tensor.part == "trained")
-
     def with_settings(self, settings: Settings) -> Planner:
         """Return the planner with settings under which the model and its steps are the same."""
-        other = copy.copy(self)
-        other.settings = settings
-        for name in ("rank_blocks", "resident", "load_peak"):  # where experts lie elsewhere
+        meta, other = self.meta, copy.copy(self)
+        other.settings, other.__dict__["meta"] = settings, meta
+        for name in ("sharding", "rank_blocks", "resident", "load_peak"):  # of other shares
             other.__dict__.pop(name, None)
         return other
 
     def with_engine(self, engine: Engine | None) -> Planner:
-        """Return the planner of the same model and settings with another engine, or with none.
-
-        The model and its steps are shared.
-        """
-        settings = replace(self.settings, engine=engine)
-        other = Planner(self.source, settings, self.lora_config, self.card, self.pace)
-        other.__dict__["meta"] = self.meta
-        other._step, other.notes = self._step, self.notes
-        other.estimated, other.eager = self.estimated, self.eager
-        return other
+        """Return the same with another engine, or with none."""
+        return self.with_settings(replace(self.settings, engine=engine))
 
     def report(self, capacities: Sequence[int]) -> MemoryPlan:
         """Return the plan for these devices, without a search."""
@@ -156,7 +142,7 @@ class Planner:
             kind=self.meta.kind,
             double_quant=any(part.weight.nested is not None for part in self.meta.parts),
             settings=self.settings,
-            trained_weights=self._trained_weights(),
+            trained_weights=sum(sum(block.trained) for block in self.meta.blocks),
             unpacked=self.source.nbytes,
             resident=self.resident,
             load_peak=self.load_peak,
@@ -176,19 +162,11 @@ class Planner:
         """
         return self._budget(batch, seq, capacities).peak()
 
-    def moments(self) -> tuple[StepMoment, ...]:
-        """Return a step on one device that holds all, moment by moment."""
-        return self._budget(self.settings.batch, self.settings.seq, ()).moments()
-
     def uses(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
         budget = self._budget(batch, seq, capacities)
         spread = budget.on_each if self.settings.engine else budget.spread
         return spread(capacities)
-
-    def fits(self, batch: int, seq: int, capacities: Sequence[int]) -> bool:
-        """True if a step of this size fits these devices."""
-        return self.fullness(batch, seq, capacities) <= 1.0
 
     def fullness(self, batch: int, seq: int, capacities: Sequence[int]) -> float:
         """Return the part of its bytes that the fullest device needs; it fits up to 1."""
@@ -333,7 +311,6 @@ class Planner:
         return meta
 
     def _with_attention(self, model: nn.Module) -> nn.Module:
-        """Return a meta model with the attention of the settings, so that it runs on meta."""
         if self.settings.attention is not None:
             attention.set_attention(model, self.settings.attention)
         self.eager = attention.eager_attention(model)
@@ -411,7 +388,6 @@ def load_extra_nbytes(
 
 
 def _advice(model: nn.Module) -> str:
-    """Return what to do about a model that does not run on meta."""
     if not any(is_ligers(getattr(type(module), "forward", None)) for module in model.modules()):
         return ""
     return (

@@ -199,7 +199,6 @@ class MemoryPlan:
         return f"{said} Nothing that was tried fits: take larger GPUs, or more of them."
 
     def _offload(self, hosting: Hosting) -> dict[str, Any]:
-        """Return what `--json` says of experts in host memory: bytes, and seconds of a step."""
         host, saved = hosting.most, dict[str, float]()
         if self.fit is not None:
             host, saved = self.fit.counts["host"], dict(self.fit.saved)

@@ -137,8 +137,6 @@ def best_of(planner: Planner, capacities: Sequence[int], fixed: Collection[str])
 
 
 class _Search:
-    """Planners of one model on some devices, which share what is the same of them."""
-
     def __init__(self, planner: Planner, capacities: Sequence[int]) -> None:
         self.planner = planner
         self.capacities = capacities
@@ -147,7 +145,8 @@ class _Search:
     def candidates(self, fixed: Collection[str]) -> Iterator[Settings]:
         """Yield the settings to try, the best first; those in `fixed` are as they were asked."""
         asked = self.planner.settings
-        base: dict[str, Any] = {"checkpointing": True, "liger": self._has_liger()}
+        has_liger = getattr(self.planner.source.config, "model_type", None) in LIGER_LOSS
+        base: dict[str, Any] = {"checkpointing": True, "liger": has_liger}
         if self.planner.eager is not None and self.planner.eager.flex:
             base["attention"] = FLEX
         engines = [asked.engine]
@@ -164,7 +163,8 @@ class _Search:
                 given["rank"] = min(given["rank"], asked.rank)
             given |= {name: value for name, value in base.items() if name not in fixed}
             for engine in engines:
-                if given.get("offload") and not _offloads(engine, len(self.capacities)):
+                alone = len(self.capacities) == 1 if engine is None else engine.name == "ddp"
+                if given.get("offload") and not alone:
                     continue
                 settings = replace(asked, engine=engine, **given)
                 if settings not in seen:
@@ -194,12 +194,4 @@ class _Search:
             first = self.planner
             known = Planner(first.source, settings, first.lora_config, first.card, first.pace)
             self._known.append(known)
-        return known.with_engine(settings.engine).with_settings(settings)
-
-    def _has_liger(self) -> bool:
-        config: Any = self.planner.source.config
-        return getattr(config, "model_type", None) in LIGER_LOSS
-
-
-def _offloads(engine: Engine | None, devices: int) -> bool:
-    return devices == 1 if engine is None else engine.name == "ddp"
+        return known.with_settings(settings)

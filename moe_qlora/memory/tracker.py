@@ -246,8 +246,6 @@ class _End(torch.autograd.Function):
 
 
 class _Probe(torch.autograd.Function):
-    """Saves one tensor."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
         ctx.save_for_backward(saved)

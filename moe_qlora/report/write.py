@@ -28,11 +28,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.staging import replace_file, replaceable
 from ..checkpoint.verify import verify
-from ..detection.detect import detect
-from ..errors import CheckpointError, ConfigError, DetectionError, MoeQloraError, first_line
+from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers, first_line
+from ..experts.counts import ExpertCounts
 from ..hf.switch import enabled
-from ..kernels.workspace import in_backward
-from ..layout import human_bytes, name_pattern, unwrapped_name
+from ..layout import human_bytes, name_pattern
 from ..lora.load import load_adapter
 from ..memory import meta_model
 from ..memory.meta_model import source_of
@@ -123,49 +122,6 @@ def _kind_of_plain(meta: meta_model.MetaModel) -> dict[int, str]:
     return kinds
 
 
-class ExpertCounts:
-    """The counts of one model, until the end of the `with` block."""
-
-    def __init__(self, model: nn.Module) -> None:
-        unwrap = getattr(model, "get_base_model", None)
-        base: Any = unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
-        routed = [module for module in detect(base).modules if module.router is not None]
-        if not routed:
-            raise DetectionError(f"{type(base).__name__} has no fused experts behind a router.")
-        self._counts: dict[str, Tensor] = {}
-        self._hooks = []
-        for entry in routed:
-            module, name = base.get_submodule(entry.name), unwrapped_name(entry.name)
-            zeros = torch.zeros(entry.num_experts + 1, dtype=torch.int64)
-            self._counts[name] = zeros.to(next(module.parameters()).device)
-            hook = self._hook_of(name)
-            self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _hook_of(self, name: str) -> Any:
-        def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for value in () if in_backward() else (*args, *kwargs.values()):
-                # the ids: the `(T, k)` integers among an experts module's arguments
-                if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
-                    counts = self._counts[name] = self._counts[name].to(value.device)
-                    ids, last = value.reshape(-1).long(), len(counts) - 1
-                    ids = torch.where((ids < 0) | (ids > last), last, ids)
-                    counts.scatter_add_(0, ids, torch.ones_like(ids))
-                    return
-
-        return add
-
-    def read(self) -> dict[str, Tensor]:
-        """Return the counts so far, `(E,)` by the names that modules have without adapters."""
-        return {name: counts[:-1].cpu() for name, counts in self._counts.items()}
-
-    def __enter__(self) -> ExpertCounts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
 _LOG, _ADAPTER, _MODEL = "trainer_state.json", "adapter_config.json", "config.json"
 _LONGEST = 2048  # tokens of a text; the rest is left out
 Draw = Callable[[Any], None]
@@ -240,8 +196,7 @@ def write_report(
             f"out is {target}, which is no .html file that can be written; name one in a folder "
             "that exists."
         )
-    if not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ConfigError(f"max_tokens is {max_tokens!r}; give a whole number of 1 or more.")
+    check_numbers(max_tokens=max_tokens)
     if isinstance(text, (str, Path)) and not Path(text).expanduser().is_file():
         raise ConfigError(f"text is {text}, which is no file; name a JSONL or text file.")
     subject, remote = _subject_of(source, base), trust_remote_code

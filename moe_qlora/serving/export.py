@@ -121,7 +121,9 @@ def export_adapter(
     check_new(place)
     with ExitStack() as stack:
         model = model_builder(source, trust_remote_code)()
-        layout = layout_for(target, _architecture(source, model))
+        named = read_json(source / "config.json").get("architectures")
+        named = named if isinstance(named, list) and named else [type(model).__name__]
+        layout = layout_for(target, named[0])
         kind = PackedBase if is_packed(source) else PlainBase
         opened = stack.enter_context(closing(kind(source, model, max_shard_size="5GB")))
         if not any_base:
@@ -162,11 +164,6 @@ def export_adapter(
     return report
 
 
-def _architecture(folder: Path, model: nn.Module) -> str:
-    names = read_json(folder / "config.json").get("architectures")
-    return names[0] if isinstance(names, list) and names else type(model).__name__
-
-
 @dataclass
 class _Export:
     source: Path  # the given folder of the adapter
@@ -184,10 +181,8 @@ class _Export:
         scalings = {name: one.scaling for name, one in (*experts.items(), *layers.items())}
         ranks = {name: one.rank for name, one in (*experts.items(), *layers.items())}
         alike = len(set(ranks.values())) == 1 and len(set(scalings.values())) == 1
-        _, alpha = uniform(ranks, scalings)
-        rank = max(ranks.values())
-        common, _ = uniform(ranks, scalings)
-        scaling = alpha / common
+        common, alpha = uniform(ranks, scalings)
+        rank, scaling = max(ranks.values()), alpha / common
         if not alike:
             self._unify({**experts, **layers}, rank, scaling)
         self._note_untried(layers)
@@ -244,7 +239,6 @@ class _Export:
                 )
 
     def _note_untried(self, layers: Iterable[str]) -> None:
-        """Note layers that were not tested with the server."""
         names = {name.removesuffix(".weight") for name in layers}
         tried = self.layout.layers
         untried = sorted({name_pattern(name) for name in names if not tried & set(name.split("."))})
@@ -267,7 +261,6 @@ class _Export:
         return experts, layers
 
     def _unify(self, factors: Mapping[str, Factors], rank: int, scaling: float) -> None:
-        """Pad all pairs to one rank with zeros, and give them one scaling, in place."""
         ranks = {one.rank for one in factors.values()}
         if len(ranks) > 1:
             least = min(ranks)
@@ -310,15 +303,12 @@ class _Export:
                 for role, param in params.items()
             }
             if self.layout.fused:
-                self._put_fused(module, [(params[role].name, pairs[role]) for role in params])
+                for depth, factors in enumerate(reversed(pairs.values())):
+                    self._put(module + ".base_layer" * depth, *flat_factors(factors))
                 names |= {param.name for param in params.values()}
             else:
                 self._put_single(module, pairs)
         return names
-
-    def _put_fused(self, module: str, pairs: list[tuple[str, Factors]]) -> None:
-        for depth, (_, factors) in enumerate(reversed(pairs)):
-            self._put(module + ".base_layer" * depth, *flat_factors(factors))
 
     def _put_single(self, module: str, pairs: dict[str, Factors]) -> None:
         if "gate_up" in pairs:
@@ -378,7 +368,6 @@ class _Export:
 
 
 def _zeros(param: ExpertParam, rank: int, scaling: float, dtype: torch.dtype) -> Factors:
-    """Return zero factors for an expert weight without LoRA."""
     experts, rows, columns = param.num_experts, param.out_features, param.in_features
     if rows is None or columns is None:
         raise AdapterError(

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import ConfigError
+from ..errors import ConfigError, check_numbers
 from ..layout import human_bytes
 from ..lora.names import base_model
 from ..memory import levels
@@ -50,17 +50,23 @@ from ..memory.measure import Loss, MeasuredModel
 from .first_steps import FirstSteps, expandable
 from .fit_arguments import (
     check_loss,
-    check_numbers,
     check_time,
     device_of,
     layers_of,
     limit_of,
     meant,
 )
-from .fitted import FittedLayer, RunsLevels, fitted, refuse_emptied, runs_recorded
+from .fitted import (
+    FittedLayer,
+    Overrides,
+    RunsLevels,
+    fitted,
+    refuse_emptied,
+    release_copy,
+    runs_recorded,
+)
 from .flat_rows import has_flat_rows
 from .hosted import HostedExperts, pace
-from .overrides import Overrides, release_copy
 
 _log = logging.getLogger(__name__)
 
@@ -268,7 +274,6 @@ class Fit:
         return self._choices.path.index((choice.host, choice.steps))
 
     def _advice(self, memory: int) -> str:
-        """Say what to do where nothing fits."""
         could, least = self._could, tuple(self._activities[levels.RECOMPUTE])
         every = could.freed(len(could.layers))
         more = every - could.freed(could.most)
@@ -314,7 +319,6 @@ class Fit:
         return least
 
     def _measure_once(self, name: str) -> None:
-        """Measure a step in which all layers are on a level, or keep all, unless it is known."""
         if name in self._activities:
             return
         (batch, seq), level = self._sizes, levels.KEEP if name == ALL_KEPT else name
@@ -376,7 +380,6 @@ class Fit:
         return self._resident + always + pool + max(others, gradients)
 
     def _pool(self, activities: tuple[Activity, ...]) -> int:
-        """Return the bytes of the graphs' memory pool."""
         return sum(a.saved for a in activities) + self._work(activities, of_layers=True)
 
     def _work(self, activities: tuple[Activity, ...], *, of_layers: bool) -> int:
@@ -475,7 +478,6 @@ def _trainers_autocast(base: Any, device: torch.device) -> Any:
 
 
 def _budget(measured: MeasuredModel, settings: Settings, activities: tuple[Activity, ...]) -> Peak:
-    """Return the planned peak of a step, of what `_resident` does not count."""
     budget = StepBudget(
         [[block] for block in measured.blocks], activities, settings, measured.itemsize, library=0
     )

@@ -18,13 +18,6 @@ _PAIRS_ON_CPU = 1 << 29
 _SHORT = 4096  # Tokens of a sequence, up to which attention takes less time than the rest
 
 
-def check_numbers(**numbers: Any) -> None:
-    """Raise a ConfigError unless each is a whole number of 1 or more."""
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more.")
-
-
 def check_loss(loss: Any) -> None:
     """Raise a ConfigError unless it is a function or None."""
     if loss is not None and not callable(loss):

@@ -1,14 +1,15 @@
 """A decoder layer that keeps for its backward what its level of `memory/levels.py` says.
 
 `FittedLayer` is the forward of one layer, as `fit_memory` sets it. A layer under `graph_layers`
-asks `level_of` for each call in its place.
+asks `level_of` for each call in its place. Meanwhile `Overrides` switch transformers' gradient
+checkpointing off on the model.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ _FITTED = "_moe_qlora_fitted"
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache", "cache_params")
 """Names of a layer's key-value cache, which need not be of transformers' class."""
+
+_ENABLE = "gradient_checkpointing_enable"
+_FLAG = "gradient_checkpointing"
+_BY = "_moe_qlora_overrides"
+"""Attribute of the function that stands in for `_ENABLE`: the `Overrides` that put it there."""
 
 
 class RunsLevels:
@@ -63,7 +69,7 @@ class FittedLayer(RunsLevels):
         layer.forward = self.forward
         self.compiled = layer.__dict__.pop("_compiled_call_impl", None)
         own = own_forward(layer) if self._before is None else self._before
-        self._run = runner(own, compiles=self.compiled is not None)
+        self._run = levels.runner(own, compiles=self.compiled is not None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; in training, keep what its level says."""
@@ -104,11 +110,6 @@ def own_forward(layer: nn.Module) -> Any:
     """Return the forward of a layer's class, without transformers' gradient checkpointing."""
     own: Any = type(layer).forward
     return getattr(own, "__wrapped__", own)
-
-
-def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
-    """Return `levels.runner` of a layer's forward."""
-    return levels.runner(own, compiles=compiles)
 
 
 def fitted(layer: nn.Module) -> FittedLayer | None:
@@ -226,3 +227,47 @@ def refuse_emptied(emptied: Any, module: nn.Module, args: Any, kwargs: dict[str,
             "fit_memory: this key-value cache is empty, since training steps write none while "
             "fit_memory is on: compute the prefix under torch.no_grad(), or call remove() first."
         )
+
+
+def release_copy(model: nn.Module) -> None:
+    """Let gradient checkpointing be switched on for a copy of a model that has overrides."""
+    for host in model.modules():
+        if isinstance(getattr(vars(host).get(_ENABLE), _BY, None), Overrides):
+            del vars(host)[_ENABLE]
+
+
+class Overrides:
+    """Layers without their own checkpointing, on a model that nothing switches it on for."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
+        self._flags = [(layer, vars(layer)[_FLAG]) for layer in layers if _FLAG in vars(layer)]
+        for layer, _ in self._flags:
+            setattr(layer, _FLAG, False)
+        self._hosts = [m for m in model.modules() if callable(getattr(type(m), _ENABLE, None))]
+        self._before = [vars(host).get(_ENABLE) for host in self._hosts]
+        self._said = False
+        for host in self._hosts:
+            vars(host)[_ENABLE] = self._does_nothing(host)
+
+    def _does_nothing(self, host: nn.Module) -> Callable[..., None]:
+        def gradient_checkpointing_enable(*args: Any, **kwargs: Any) -> None:
+            if not self._said:
+                self._said = True
+                _log.warning(
+                    "fit_memory has chosen what each layer of %s keeps and computes again: "
+                    "gradient_checkpointing_enable() changes nothing.",
+                    type(host).__name__,
+                )
+
+        setattr(gradient_checkpointing_enable, _BY, self)
+        return gradient_checkpointing_enable
+
+    def remove(self) -> None:
+        """Give the layers and the model back what they had."""
+        for layer, flag in self._flags:
+            setattr(layer, _FLAG, flag)
+        for host, before in zip(self._hosts, self._before, strict=True):
+            vars(host).pop(_ENABLE, None)
+            if before is not None:
+                vars(host)[_ENABLE] = before
+        self._flags, self._hosts, self._before = [], [], []

@@ -220,9 +220,9 @@ class FlatRows:
         row = self._row(given, trains)
         if row is None:  # No token is real
             return self._within(_APART, given)
-        segments = Segments(
-            row.length, row.offsets, row.longest, row.recorded, self._is_dense, row.rows
-        )
+        # Attention wants masks of all pairs of tokens where flash attention has none.
+        dense = not getattr(self.stack, "_supports_flash_attn", False)
+        segments = Segments(row.length, row.offsets, row.longest, row.recorded, dense, row.rows)
         flat = {
             name: row.gathered(value) if row.has_tokens(value) else value
             for name, value in given.items()
@@ -248,11 +248,6 @@ class FlatRows:
             row.rows = 0 if self._by_offsets else row.rows
         self._plain = (key, row) if plain and row is not None and row.recorded else None
         return row
-
-    @property
-    def _is_dense(self) -> bool:
-        """Whether attention wants masks of all pairs of tokens: flash attention has none."""
-        return not getattr(self.stack, "_supports_flash_attn", False)
 
 
 _APART = Segments(0, torch.zeros(1), 0, False, True)
@@ -283,7 +278,6 @@ def _reason(stack: Any, given: dict[str, Any]) -> str | None:
 
 
 def _tokens(given: dict[str, Any]) -> torch.Size | None:
-    """Return the shape `(B, T)` of a batch."""
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
     found = ids if isinstance(ids, Tensor) else embeds
     return found.shape[:2] if isinstance(found, Tensor) else None

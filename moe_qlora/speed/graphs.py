@@ -28,7 +28,7 @@ import logging
 import traceback
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
 from . import gathered, masks, recording, segments
-from .call_kinds import CallKinds, obstacle
+from .call_kinds import CallKinds, LayerExperts, Reserved, computing_devices, obstacle
 from .fitted import (
     RunsLevels,
     decoder_layers,
@@ -46,16 +46,13 @@ from .fitted import (
     level_of,
     measures,
     own_forward,
-    runner,
     without_cache,
 )
 from .lent import Lender, is_at
 from .passes import Passes
 from .recording import ObstacleError, RecordedCall, end_recording
-from .reserved import LayerExperts, Reserved, computing_devices
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
@@ -135,11 +132,6 @@ class LayerGraphs:
         """Number of recorded calls, of two graphs each."""
         return sum(call is not None for layer in self._layers for call in layer.calls.values())
 
-    @property
-    def holds_steps(self) -> bool:
-        """Whether memory is reserved for what recorded layers work with and keep in training."""
-        return any(call is not None for layer in self._layers for call in layer.calls.values())
-
     def remove(self) -> None:
         """Restore the layers' forwards, and free the graphs."""
         for layer in self._layers:
@@ -194,14 +186,14 @@ class LayerGraphs:
 
     def holds_both(self, layer: nn.Module) -> bool:
         """Whether memory holds a step without graphs beside what they reserve."""
-        return not (_is_tight(layer) and self.holds_steps)
+        return not (_is_tight(layer) and self.recorded)
 
     def make_room(self, layer: nn.Module, *, for_good: bool = False) -> None:
         """Before a call without graphs, give back their memory if it does not hold both.
 
         Nothing is given back while a backward needs it. With `for_good` nothing is recorded later.
         """
-        needed = _is_tight(layer) and (for_good or self.holds_steps)
+        needed = _is_tight(layer) and (for_good or self.recorded)
         if needed and not self.passes.is_waiting:
             self._release(for_good=for_good)
 
@@ -221,7 +213,7 @@ class LayerGraphs:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def record(self, layer: _GraphedLayer, make: Callable[[], _T]) -> _T:
+    def record(self, layer: _GraphedLayer, make: Callable[[], RecordedCall]) -> RecordedCall:
         """Record a call of a layer; after a failure, all layers run eagerly."""
         replays = self.passes.is_replaying
         if replays and not self.holds_both(layer.layer):
@@ -230,24 +222,21 @@ class LayerGraphs:
                 "a mask or another argument that only some layers have was not there before, and "
                 "memory does not hold these layers' graphs twice; the graphs are given up"
             )
-        if not self.holds_steps or (replays and self._pool_of != self.passes.count):
+        if not self.recorded or (replays and self._pool_of != self.passes.count):
             # To this pool, memory is free that calls recorded in earlier passes keep tensors in; or
             # torch has given it up, as it does when a pool's last graph is gone.
             self.pool, self._pool_of = torch.cuda.graph_pool_handle(), self.passes.count
             torch.cuda.empty_cache()  # While it records, torch does not give back what it holds
-        made = self._made(layer, make, self.pool)
-        self.passes.records(made)
-        return made
-
-    def _made(self, layer: _GraphedLayer, make: Callable[[], _T], pool: Any) -> _T:
         try:
-            return make()
+            made = make()
         except ObstacleError:
             layer.remove()
             raise
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
             device = torch.device(computing_devices(layer.layer)[0])
-            raise ObstacleError(self._give_up(device, pool, error)) from None
+            raise ObstacleError(self._give_up(device, self.pool, error)) from None
+        self.passes.records(made)
+        return made
 
     def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
         """Record a call's backward, unless the graphs were removed meanwhile; likewise."""
@@ -286,7 +275,7 @@ class _GraphedLayer(RunsLevels):
         found = fitted(layer)
         compiled_before = layer._compiled_call_impl or (found.compiled if found else None)
         self._compiled: Callable[..., Any] | None = compiled_before
-        self._run = runner(own_forward(layer), compiles=compiled or self._compiled is not None)
+        self._run = levels.runner(own_forward(layer), compiles=compiled or bool(compiled_before))
         reason = obstacle(layer)
         self.active = reason is None
         if reason is None:
@@ -306,7 +295,6 @@ class _GraphedLayer(RunsLevels):
         self.calls.clear()
 
     def forget(self) -> None:
-        """Give back the graphs; calls are recorded anew."""
         self.calls.clear()
 
     def give_back(self) -> None:
@@ -328,7 +316,10 @@ class _GraphedLayer(RunsLevels):
         if torch.compiler.is_compiling() or not self.active:
             return type(layer).forward(layer, *args, **kwargs)
         if not trains:
-            return self._without_gradients(args, kwargs)
+            own = fitted(layer)
+            if own is not None and not layer.training and exceeds(own, args, kwargs):
+                self.shared.make_room_to_evaluate(layer)
+            return type(layer).forward(layer, *args, **kwargs)
         given, found = kwargs, self._needed(args, kwargs)
         if found is None:
             self.shared.warn("its key-value cache holds something")
@@ -351,11 +342,9 @@ class _GraphedLayer(RunsLevels):
             self.shared.warn(str(met))
             if fitted(layer) is None and not self.shared.keep:
                 return type(layer).forward(layer, *args, **given)
-        return self._compute(self._beside(level), args, kwargs, preserve_rng_state=True)
-
-    def _beside(self, level: str) -> str:
-        """Return the level of a call without graphs: lower where memory does not hold both."""
-        return level if self.shared.holds_both(self.layer) else levels.RECOMPUTE
+        if not self.shared.holds_both(layer):
+            level = levels.RECOMPUTE
+        return self._compute(level, args, kwargs, preserve_rng_state=True)
 
     def _reserve(self) -> Reserved | None:
         """Keep the experts where they are; calls that were recorded elsewhere are forgotten."""
@@ -389,14 +378,11 @@ class _GraphedLayer(RunsLevels):
                     f"it was called in more than {_MOST_KINDS} ways; train in batches of one fixed "
                     "length, packed or padded"
                 )
-        return _recorded(self.calls, (level, kind), partial(self.shared.record, self, make))
-
-    def _without_gradients(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call eagerly."""
-        layer, found = self.layer, fitted(self.layer)
-        if found is not None and not layer.training and exceeds(found, args, kwargs):
-            self.shared.make_room_to_evaluate(layer)
-        return type(layer).forward(layer, *args, **kwargs)
+        call = self.calls.get((level, kind))
+        if call is None and (level, kind) in self.calls:  # The second of its kind
+            call = self.shared.record(self, make)
+        self.calls[level, kind] = call
+        return call
 
     def _record(self, leaves: Sequence[Any], spec: masks.Spec, level: str) -> RecordedCall:
         gathers = gathered.asked()
@@ -439,14 +425,3 @@ def _is_tight(layer: nn.Module) -> bool:
     """Whether the memory of `fit_memory` does not hold a step beside what graphs reserve."""
     found = fitted(layer)
     return found is not None and not found.beside and not found.measures
-
-
-def _recorded(
-    calls: dict[Hashable, _T | None], kind: Hashable, record: Callable[[], _T]
-) -> _T | None:
-    """Return a call's graphs, recording the second call of its kind; None for the first."""
-    if kind not in calls:
-        calls[kind] = None
-    elif calls[kind] is None:
-        calls[kind] = record()
-    return calls[kind]

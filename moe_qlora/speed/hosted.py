@@ -18,7 +18,6 @@ from ..packing.decoders import read
 from ..packing.packed_list import PackedList
 from .offload import Offload, expert_groups, offload_of, tensors_of, tied_lists
 
-_DISK = 3.5e9  # Bytes a second of a drive; nothing was measured
 _COPIED = 64 << 20  # Bytes of a measured copy: about a millisecond
 
 

@@ -59,11 +59,6 @@ class Spec:
     tree: TreeSpec
     masks: tuple[_Parts | None, ...]  # For each leaf of the tree
 
-    @property
-    def has_masks(self) -> bool:
-        """Whether a block mask is among the arguments."""
-        return any(mask is not None for mask in self.masks)
-
 
 def flatten(arguments: Any) -> tuple[list[Any], Spec]:
     """Return the leaves of a call's arguments, with the tensors of block masks in their place.
@@ -72,7 +67,7 @@ def flatten(arguments: Any) -> tuple[list[Any], Spec]:
         ObstacleError: A mask holds something else than tensors of its device, constants and
             functions.
     """
-    found, tree = tree_flatten(arguments, is_leaf=_is_mask)
+    found, tree = tree_flatten(arguments, is_leaf=lambda value: isinstance(value, BlockMask))
     leaves: list[Any] = []
     masks: list[_Parts | None] = []
     for leaf in found:
@@ -90,10 +85,6 @@ def unflatten(leaves: Sequence[Any], spec: Spec) -> Any:
     return tree_unflatten(
         [next(rest) if mask is None else _built(mask, rest) for mask in spec.masks], spec.tree
     )
-
-
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, BlockMask)
 
 
 class _Reader:

@@ -36,7 +36,7 @@ from ..packing.decoders import is_share, read
 from ..packing.packed_list import PackedList, fetched, make_compact, put
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from .fitted import decoder_layers
-from .slots import Block, Copier, CudaCopier, HostCopier, Slot, Slots
+from .slots import Block, Copier, CudaCopier, Slot, Slots
 
 
 class HostMemory:
@@ -59,10 +59,6 @@ class HostMemory:
             there.copy_(tensor)
         return there
 
-    def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
-        """Copy all of it once all events of `after` have come; return the event that it is done."""
-        return copier.copy(to, self.tensor(0, self.nbytes), after)
-
     def lock(self, device: torch.device) -> None:
         """Page-lock the memory, if the device is CUDA, so that copies run beside kernels."""
         if device.type != "cuda" or self._map.locked_at:
@@ -84,8 +80,6 @@ class HostMemory:
 
 
 class _Map(mmap.mmap):
-    """Anonymous memory, unlocked before it is freed."""
-
     locked_at: int = 0  # The address that CUDA has page-locked
 
     @classmethod
@@ -346,7 +340,7 @@ class _Layer(Block):
         return self.store.nbytes
 
     def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
-        return self.store.fill(to, copier, after)
+        return copier.copy(to, self.store.tensor(0, self.nbytes), after)
 
     def is_outdated(self) -> bool:
         return any(record.is_outdated() for record in self._records)
@@ -486,7 +480,7 @@ def _in_slot(memory: Tensor, parts: Iterator[tuple[int, int]], like: Tensor) -> 
 
 def copier_of(device: torch.device) -> Copier:
     """Return what copies to a device."""
-    return CudaCopier(device) if device.type == "cuda" else HostCopier()
+    return CudaCopier(device) if device.type == "cuda" else Copier()
 
 
 def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:

@@ -184,7 +184,6 @@ class RecordedCall:
         return [get_gradient_edge(each) if each.requires_grad else None for each in computed]
 
     def _gradients(self, edges: Sequence[GradientEdge | None]) -> None:
-        """Compute gradients of x, and of all trained weights."""
         x = self.x
         inputs = [*([x] if x.requires_grad else []), *self.weights]
         with torch.autocast("cuda", enabled=False):
@@ -271,9 +270,10 @@ class RecordedCall:
             reserved = self.reserve()
             used = lender.has_lent_other_than(grads[0])
             used = used or not all(lent.is_free for lent in self.lent[1])
-            if reserved is None or used or not self._has_backward(grads[0]):
+            if reserved is not None and not used and self.backward_graph is None:
+                self.shared.record_backward(self, partial(self._record_backward, grads[0]))
+            if reserved is None or used or self.backward_graph is None:
                 return self._again(leaves, grads)
-            assert self.backward_graph is not None
             for buffer, grad in zip(self.grads, grads, strict=True):
                 if not is_at(grad, buffer):
                     buffer.copy_(grad)
@@ -294,12 +294,6 @@ class RecordedCall:
             torch._foreach_copy_(copies, list(others.values()))
             of_weights |= zip(others, copies, strict=True)
         return grad_x, [of_weights.get(weight) for weight in self.trained]
-
-    def _has_backward(self, grad: Tensor) -> bool:
-        """Record the backward, if it is not, and return whether it is."""
-        if self.backward_graph is None:
-            self.shared.record_backward(self, partial(self._record_backward, grad))
-        return self.backward_graph is not None
 
     def _again(
         self, leaves: Sequence[Any], grads: Sequence[Tensor]

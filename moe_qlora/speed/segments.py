@@ -96,7 +96,9 @@ def _mask(original: str, **kwargs: Any) -> Any:
     if now is None or not now.length:
         return MASKS[original](**kwargs)
     config, device = kwargs["config"], kwargs["device"]
-    dtype = torch.get_autocast_dtype(device.type) if _autocast(device) else kwargs["dtype"]
+    dtype = kwargs["dtype"]
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
     chunked = getattr(config, "attention_chunk_size", None) is not None
     # Other masks than causal and sliding ones are functions that the model has given.
     plain = kwargs.get("allow_is_causal_skip", True) and "allow_is_bidirectional_skip" not in kwargs
@@ -213,10 +215,6 @@ def attend(
         q, k, v, mask.offsets, sinks, longest, window, scale
     )
     return (out[..., :narrow].contiguous() if narrow < wide else out)[None]
-
-
-def _autocast(device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type)
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -23,22 +23,27 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Copier(Protocol):
-    """Copies from host memory to one device, beside what it computes."""
+class Copier:
+    """Copies from host memory to one device, beside what it computes; this one to the CPU's own.
 
-    device: torch.device
+    There, a copy is done when the call returns.
+    """
+
+    device = torch.device("cpu")
 
     def empty(self, nbytes: int) -> Tensor:
         """Return memory of the device, uint8 `(nbytes,)`, to copy to."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def records(self) -> bool:
         """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
+        return False
 
     def here(self) -> Any:
         """Return the stream that the caller computes on."""
@@ -48,6 +53,7 @@ class Copier(Protocol):
 
     def copy(self, to: Tensor, source: Tensor, after: Iterable[Any]) -> Any:
         """Copy once all events of `after` have come; return the event that it is done."""
+        to.copy_(source)
 
     def wait(self, stream: Any, event: Any) -> None:
         """Let all that a stream is given from now on wait for an event."""
@@ -56,34 +62,7 @@ class Copier(Protocol):
         """Wait for an event here and now."""
 
 
-class HostCopier:
-    """The `Copier` of the CPU, where a copy is done when the call returns."""
-
-    device = torch.device("cpu")
-
-    def empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def records(self) -> bool:
-        return False
-
-    def here(self) -> Any:
-        return None
-
-    def mark(self, stream: Any) -> Any:
-        return None
-
-    def copy(self, to: Tensor, source: Tensor, after: Iterable[Any]) -> Any:
-        to.copy_(source)
-
-    def wait(self, stream: Any, event: Any) -> None:
-        pass
-
-    def finish(self, event: Any) -> None:
-        pass
-
-
-class CudaCopier:
+class CudaCopier(Copier):
     """The `Copier` of a CUDA device, with a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:

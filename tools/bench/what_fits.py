@@ -28,7 +28,7 @@ from common import RESULTS, head
 
 from moe_qlora.kernels.cards import PORTABLE, Card
 from moe_qlora.memory.budget import Engine, Settings
-from moe_qlora.memory.devices import exact_size, parse_devices
+from moe_qlora.memory.devices import parse_gpus
 from moe_qlora.memory.meta_model import ModelSource, source_of
 from moe_qlora.memory.plan import devices_of
 from moe_qlora.memory.planner import Planner
@@ -95,13 +95,13 @@ class Cell(NamedTuple):
     @property
     def devices(self) -> int:
         """How many GPUs there are."""
-        return len(parse_devices(self.gpus))
+        return len(parse_gpus(self.gpus))
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `moe_qlora.plan` that say the same."""
         engine = {self.engine: self.devices} if self.engine else {}
         return {
-            "gpus": self.gpus if self.fits else _of_size(self.devices, self.least << 30),
+            "gpus": self.gpus if self.fits else _of_size(self.devices, self.least),
             **engine,
             "seq": self.seq,
             **MODELS[self.model],
@@ -126,8 +126,8 @@ def _option(name: str, value: Any) -> str:
     return f"{word} {value}"
 
 
-def _of_size(count: int, nbytes: int) -> str:
-    return f"{count}x{exact_size(nbytes)}" if count > 1 else exact_size(nbytes)
+def _of_size(count: int, gibibytes: int) -> str:
+    return f"{count}x{gibibytes}GiB" if count > 1 else f"{gibibytes}GiB"
 
 
 def engines_of(devices: int) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class Planned:
         planner = self.with_engine(letter, engine, len(devices), card)
         # The report takes what the model needs while it loads as well, and a second more.
         of_seq = planner.with_settings(replace(planner.settings, seq=seq))
-        return planner.fits(1, seq, devices) and bool(of_seq.report(devices).fits)
+        return planner.fullness(1, seq, devices) <= 1 and bool(of_seq.report(devices).fits)
 
     def least(self, letter: str, engine: str, seq: int, devices: Sequence[int]) -> int:
         """The whole GiB that each of as many devices must have."""

@@ -20,7 +20,7 @@ from what_fits import (
     read_checks,
 )
 
-from moe_qlora.memory.devices import parse_devices
+from moe_qlora.memory.devices import parse_gpus
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "moe_qlora/docs"
@@ -88,9 +88,9 @@ def text() -> str:
     )
     cells = {(cell.model, cell.gpus, cell.seq): cell for cell in read()}
     cards = ", ".join(
-        f"{parse_devices(name)[0] >> 30} GiB of {size} ({name})"
+        f"{parse_gpus(name)[0][0] >> 30} GiB of {size} ({name})"
         for size, name in GPUS.items()
-        if len(parse_devices(name)) == 1
+        if len(parse_gpus(name)) == 1
     )
     return page(
         "# What fits",

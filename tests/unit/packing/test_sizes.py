@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_qlora.layout import parse_bytes
-from moe_qlora.memory.devices import exact_size
 from moe_qlora.memory.planner import load_extra_nbytes
 from moe_qlora.packing.codec import pack
 from moe_qlora.packing.settings import CodecSettings, packed_nbytes
@@ -40,8 +38,3 @@ def test_loading_needs_one_matrix_and_the_statistics_in_flight():
     expected = 2 * 64 * 128 + statistics
     assert load_extra_nbytes(shapes, 2, CodecSettings("fp4", True)) == expected
     assert load_extra_nbytes([(30, 65)], 4, CodecSettings("int8", True)) == 4 * 30 * 65
-
-
-@pytest.mark.parametrize("nbytes", [24 << 30, 1536 << 20, 3 << 10, 1001])
-def test_exact_sizes_are_read_back(nbytes):
-    assert parse_bytes(exact_size(nbytes)) == nbytes

@@ -16,7 +16,7 @@ from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.hosting import Pace
 from moe_qlora.speed import first_steps, hosted
-from moe_qlora.speed.slots import HostCopier
+from moe_qlora.speed.slots import Copier
 from tests.helpers.fitting import (
     adapted,
     equal,
@@ -128,12 +128,12 @@ def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: SLOW)
     made: list[weakref.ref[torch.Tensor]] = []
 
-    def empty(self: HostCopier, nbytes: int, own: Any = HostCopier.empty) -> torch.Tensor:
+    def empty(self: Copier, nbytes: int, own: Any = Copier.empty) -> torch.Tensor:
         memory: torch.Tensor = own(self, nbytes)
         made.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr(HostCopier, "empty", empty)
+    monkeypatch.setattr(Copier, "empty", empty)
     model = adapted(num_hidden_layers=6)
     off = moe_qlora.offload_experts(model)
     memory = least_memory(model) + off.host_nbytes // 3

@@ -577,7 +577,7 @@ def test_slots_of_the_cpu_copy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = train(model, ids)
     model.load_state_dict(weights)
     with monkeypatch.context() as patch:  # undone before what the fixture has set
-        patch.setattr("moe_qlora.speed.offload.copier_of", lambda _: slots.HostCopier())
+        patch.setattr("moe_qlora.speed.offload.copier_of", lambda _: slots.Copier())
         with moe_qlora.offload_experts(model):
             assert equal(train(model, ids), resident)
 

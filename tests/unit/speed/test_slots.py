@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_qlora.speed import slots
-from moe_qlora.speed.slots import CudaCopier, HostCopier, Slots
+from moe_qlora.speed.slots import Copier, CudaCopier, Slots
 from tests.helpers.delayed import Delayed, blocks
 
 
@@ -149,7 +149,7 @@ def test_what_was_rewritten_is_copied_again() -> None:
 def test_threads_share_slots() -> None:
     """Copies that are done at once: each thread checks what it holds while others fetch."""
     every, wrong = blocks(5, 512), list[Any]()
-    made = Slots(2, 512, HostCopier())
+    made = Slots(2, 512, Copier())
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
