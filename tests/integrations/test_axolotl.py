@@ -11,7 +11,6 @@ import json
 import shutil
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ with warnings.catch_warnings():
     from axolotl.integrations.base import PluginManager
     from axolotl.loaders import ModelLoader, load_tokenizer
 
-import bitsandbytes as bnb
 import peft
 import peft.tuners.lora.layer as peft_layer
 from peft.tuners.lora import LoraModel
@@ -46,7 +44,6 @@ from moe_qlora.errors import (
     AdapterError,
     CheckpointError,
     ConfigError,
-    DetectionError,
     QuantizationError,
 )
 from moe_qlora.integrations.settings import PLUGIN as NAME
@@ -318,20 +315,6 @@ def test_a_saved_adapter_is_trained_on(config, tmp_path) -> None:
     assert all(wrapper.lora_A["default"].weight.requires_grad for wrapper in wrappers)
 
 
-def test_a_trainer_that_makes_the_adapters_itself(config) -> None:
-    """DPO and KTO get the LoraConfig, and a model without adapters."""
-    cfg = read(ours(config, lora_experts=True))
-    cfg.rl = "dpo"
-    model, lora_config = ModelLoader(cfg, load_tokenizer(cfg)).load()
-    assert not isinstance(model, peft.PeftModel)
-    trainer = SimpleNamespace(model=peft.get_peft_model(model, lora_config))
-    PluginManager.get_instance().post_trainer_create(cfg, trainer)
-    logits(trainer.model)
-    wrappers = [m for m in trainer.model.modules() if isinstance(m, lora.ParamWrapper)]
-    assert len(wrappers) == 4
-    PluginManager.get_instance().post_train_unload(cfg)
-
-
 def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
     rows = tmp_path / "pairs.jsonl"
     pairs = (
@@ -381,26 +364,6 @@ def test_a_run_that_was_interrupted_goes_on_as_if_not(config, tmp_path) -> None:
     assert resumed[STEPS // 2 :] == pytest.approx(whole[STEPS // 2 :], abs=2e-4)
 
 
-def test_eight_bit(config) -> None:
-    del config["bnb_config_kwargs"]
-    config |= {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}
-    model, _ = load(ours(config, lora_experts=["down"]))
-    assert {stack.kind for stack in packed(model).values()} == {"int8"}
-    wrappers = [module for module in model.modules() if isinstance(module, lora.ParamWrapper)]
-    assert [wrapper.parameter_name for wrapper in wrappers] == ["down_proj"] * 2
-
-
-def test_skips_and_no_lora_on_experts(config) -> None:
-    model, _ = load(ours(config, skip_modules=["model.layers.0.self_attn.k_proj"]))
-    assert len(packed(model)) == 4
-    linears = [name for name, part in model.named_modules() if type(part) is nn.Linear]
-    assert any(name.endswith("layers.0.self_attn.k_proj") for name in linears)
-    assert any(name.endswith("lm_head") for name in linears)
-    assert not any(isinstance(module, lora.ParamWrapper) for module in model.modules())
-    layer = model.base_model.model.model.layers[1]
-    assert isinstance(layer.self_attn.k_proj, bnb.nn.Linear4bit)
-
-
 def every_linear(config, model_type, folder) -> dict[str, object]:
     """For LoRA on all Linear layers of another model, in `folder` with the same tokenizer."""
     from moe_qlora.testing import tiny_model
@@ -445,16 +408,6 @@ def test_the_users_own_target_parameters_train_alike(config, tmp_path) -> None:
     assert len(wrappers) == 4
 
 
-def test_routers_are_no_linear_layers(config, tmp_path) -> None:
-    """Llama 4's router is one by class, and gives two values."""
-    config |= every_linear(config, "llama4_text", tmp_path / "model")
-    model, _ = load(ours(config, lora_experts=True))
-    logits(model)
-    adapted = {name for name, part in model.named_modules() if hasattr(part, "lora_A")}
-    assert any(name.endswith("shared_expert.down_proj") for name in adapted)
-    assert not any(name.endswith("router") for name in adapted)
-
-
 def test_a_base_that_is_packed_already(config, tmp_path) -> None:
     folder = tmp_path / "packed"
     asked = {
@@ -472,31 +425,6 @@ def test_a_base_that_is_packed_already(config, tmp_path) -> None:
     model, again = train(ours(config, lora_experts=True))
     assert len(packed(model)) == 4
     assert again == losses
-
-
-def test_off_after_a_load_that_fails(config, tmp_path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(config["base_model"], broken)
-    file = next(broken.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:200])
-    config["base_model"] = str(broken)
-    with pytest.raises(Exception, match=r"(?i)header|invalid|incomplete|deserializ"):
-        load(ours(config))
-    assert not is_enabled()
-
-
-def test_off_where_a_plugin_behind_it_fails(config, monkeypatch) -> None:
-    manager = PluginManager.get_instance()
-    cfg = read(ours(config))
-
-    def fail(cfg: Any) -> None:
-        raise ZeroDivisionError
-
-    behind = SimpleNamespace(pre_model_load=fail)
-    monkeypatch.setitem(manager.plugins, "behind", behind)
-    with pytest.raises(ZeroDivisionError):
-        ModelLoader(cfg, load_tokenizer(cfg)).load()
-    assert not is_enabled()
 
 
 def test_hooks_without_axolotls_own_loader(config) -> None:
@@ -536,27 +464,6 @@ def test_bad_yaml(config, nothing_loaded, change, message) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         read(bad)
     assert "\n" not in str(error.value)
-
-
-def test_a_dense_model_is_not_loaded(config, nothing_loaded, tmp_path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path / "dense"
-    shutil.copytree(config["base_model"], folder)
-    (folder / "model.safetensors").unlink()
-    dense = LlamaConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    LlamaForCausalLM(dense).save_pretrained(folder)
-    config["base_model"] = str(folder)
-    with pytest.raises(DetectionError, match="This llama model holds no fused expert weights"):
-        load(ours(config))
-
-
-def test_a_role_that_the_model_does_not_have(config, nothing_loaded) -> None:
-    with pytest.raises(ConfigError, match="'up', and the experts of this qwen3_moe model have"):
-        load(ours(config, lora_experts=["up"]))
 
 
 def test_a_merge_that_cannot_be_made_again_says_so(config) -> None:
