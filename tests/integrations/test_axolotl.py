@@ -6,7 +6,6 @@ Runs where axolotl is installed; `bash tools/test_axolotl` makes such an environ
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import shutil
 import warnings
@@ -44,7 +43,6 @@ from moe_qlora.errors import (
     AdapterError,
     CheckpointError,
     ConfigError,
-    QuantizationError,
 )
 from moe_qlora.integrations.settings import PLUGIN as NAME
 from moe_qlora.lora import layer as lora
@@ -289,21 +287,6 @@ def test_the_users_lists_are_kept(config) -> None:
     assert written["target_parameters"] == ["mlp.experts.down_proj"]
 
 
-def test_dropout_is_that_of_the_file_and_stock_peft_reads_the_adapter(config, model_folder) -> None:
-    config |= {"lora_dropout": 0.3, "max_steps": 1}
-    model, _ = train(ours(config, lora_experts=True))
-    drops = [
-        module.lora_dropout["default"]
-        for module in model.modules()
-        if isinstance(module, peft_layer.LoraLayer)
-    ]
-    assert len(drops) == 8
-    assert {drop.p for drop in drops} == {0.3}
-    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    stock = peft.PeftModel.from_pretrained(plain, config["output_dir"])
-    assert sum("lora_A" in name for name, _ in stock.named_parameters()) == 8
-
-
 def test_a_saved_adapter_is_trained_on(config, tmp_path) -> None:
     model, _ = train(ours(config, lora_experts=True))
     trained = logits(model)
@@ -427,27 +410,6 @@ def test_a_base_that_is_packed_already(config, tmp_path) -> None:
     assert again == losses
 
 
-def test_hooks_without_axolotls_own_loader(config) -> None:
-    cfg = read(ours(config))
-    plugin = PluginManager.get_instance().plugins[NAME]
-    plugin.pre_model_load(cfg)
-    assert is_enabled()
-    model = AutoModelForCausalLM.from_pretrained(
-        cfg.base_model, quantization_config={"load_in_4bit": True}
-    )
-    plugin.post_model_build(cfg, model)
-    assert not is_enabled()
-    assert len(packed(model)) == 4
-    plugin.pre_model_load(cfg)
-    plugin.post_train_unload(cfg)
-    assert not is_enabled()
-    plugin.pre_model_load(cfg)
-    plain = AutoModelForCausalLM.from_pretrained(config["base_model"])
-    plain.config.quantization_config = model.config.quantization_config
-    with pytest.raises(QuantizationError, match=r"4 of 4 expert weights are not packed: model\."):
-        plugin.post_model_build(cfg, plain)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -504,29 +466,3 @@ def test_training_is_prepared(config, tmp_path) -> None:
     assert losses == expected
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     assert "_moe_qlora_prepared" not in vars(base)  # `post_train_unload` has undone it
-
-
-def test_ligers_plugin_leaves_packed_experts_alone(config, monkeypatch, tmp_path) -> None:
-    swiglu = pytest.importorskip("liger_kernel.transformers.swiglu")
-    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    run = ours({**config, "output_dir": str(tmp_path / "without")}, lora_experts=True)
-    _, expected = train(run)
-    stock, calls = swiglu.LigerFusedMoEFunction, []
-
-    class Counting:
-        @staticmethod
-        def apply(x: Any, weight: Any, *rest: Any) -> Any:
-            if weight.is_meta:
-                raise NotImplementedError  # in a dry run of the detector
-            calls.append(weight.shape)
-            return stock.apply(x, weight, *rest)
-
-    monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", Counting)
-    monkeypatch.setattr(modeling, "Qwen3MoeExperts", modeling.Qwen3MoeExperts)  # is put back
-    plugins = [NAME, "axolotl.integrations.liger.LigerPlugin"]
-    run |= {"plugins": plugins, "liger_glu_activation": True, "output_dir": str(tmp_path / "with")}
-    model, losses = train(run)
-    experts = {type(module).__mro__[1].__name__ for _, module, _ in parametrize.iter_packed(model)}
-    assert experts == {"LigerExperts"}
-    assert not calls
-    assert losses == expected

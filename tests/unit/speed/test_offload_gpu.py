@@ -137,24 +137,6 @@ def test_a_model_that_is_forgotten_unlocks_its_memory() -> None:
         gradients(again, batch(0))
 
 
-def test_generation_and_evaluation() -> None:
-    model = packed("qwen3_moe", LAYERS).eval()
-    ids = batch(0)
-    tokens = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
-    with moe_qlora.offload_experts(model):
-        assert torch.equal(model.generate(input_ids=ids, max_new_tokens=8, do_sample=False), tokens)
-
-
-def test_packing_on_a_cpu_and_moving_there() -> None:
-    model = packed("qwen3_moe", LAYERS)
-    resident, again = steps(model), steps(model)
-    model.cpu()
-    with moe_qlora.offload_experts(model) as off:
-        model.cuda()
-        assert off.device.type == "cuda" and all(pinned(model))
-        assert_alike(steps(model), resident, again)
-
-
 @slowed
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("keep", [False, True])
@@ -175,16 +157,6 @@ def test_recorded_layers(count: int, keep: bool) -> None:
         evaluated = model.eval()(input_ids=batch(0)).logits
         assert_alike(steps(model.train()), resident, again)
     assert torch.equal(model.eval()(input_ids=batch(0)).logits, evaluated)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES[1:])
-def test_recorded_layers_of_other_models(model_type: str) -> None:
-    model = packed(model_type, LAYERS)
-    with moe_qlora.graph_layers(model):
-        resident, again = steps(model), steps(model)
-    with moe_qlora.graph_layers(model) as graphs, moe_qlora.offload_experts(model):
-        assert_alike(steps(model), resident, again)
-        assert graphs.recorded == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("keep", [False, True])
