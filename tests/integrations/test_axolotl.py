@@ -287,17 +287,6 @@ def test_the_users_lists_are_kept(config) -> None:
     assert written["target_parameters"] == ["mlp.experts.down_proj"]
 
 
-def test_a_saved_adapter_is_trained_on(config, tmp_path) -> None:
-    model, _ = train(ours(config, lora_experts=True))
-    trained = logits(model)
-    config |= {"lora_model_dir": config["output_dir"], "output_dir": str(tmp_path / "second")}
-    again, _ = load(ours(config, lora_experts=True))
-    torch.testing.assert_close(logits(again), trained, atol=1e-5, rtol=1e-5)
-    wrappers = [module for module in again.modules() if isinstance(module, lora.ParamWrapper)]
-    assert len(wrappers) == 4
-    assert all(wrapper.lora_A["default"].weight.requires_grad for wrapper in wrappers)
-
-
 def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
     rows = tmp_path / "pairs.jsonl"
     pairs = (
@@ -334,40 +323,6 @@ def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
             parameter.data = parameter.data.to(dtypes[name])
     assert moved > 0.01
     assert (logits(reloaded) - trained).abs().max() < moved / 50  # bfloat16 adapters
-
-
-def test_a_run_that_was_interrupted_goes_on_as_if_not(config, tmp_path) -> None:
-    """Half of the steps, and the rest from the checkpoint: the losses of an unbroken run."""
-    config |= {"save_strategy": "steps", "save_steps": STEPS // 2}
-    _, whole = train(ours(config, lora_experts=True))
-    middle = Path(config["output_dir"]) / f"checkpoint-{STEPS // 2}"
-    config |= {"output_dir": str(tmp_path / "on"), "resume_from_checkpoint": str(middle)}
-    _, resumed = train(ours(config, lora_experts=True))
-    assert len(resumed) == STEPS
-    assert resumed[STEPS // 2 :] == pytest.approx(whole[STEPS // 2 :], abs=2e-4)
-
-
-def every_linear(config, model_type, folder) -> dict[str, object]:
-    """For LoRA on all Linear layers of another model, in `folder` with the same tokenizer."""
-    from moe_qlora.testing import tiny_model
-
-    shutil.copytree(config["base_model"], folder)
-    (folder / "model.safetensors").unlink()
-    (folder / "config.json").unlink()
-    tiny_model(model_type, vocab_size=258, dtype=torch.float32).save_pretrained(folder)
-    return {"base_model": str(folder), "lora_target_linear": True, "lora_target_modules": None}
-
-
-def test_linear_layers_all(config, tmp_path) -> None:
-    """`lora_target_linear` reaches shared experts, which PEFT's rewrite loses."""
-    config |= every_linear(config, "qwen2_moe", tmp_path / "model")
-    cfg = read(ours(config))
-    model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
-    adapted = {name for name, part in model.named_modules() if hasattr(part, "lora_A")}
-    assert any(name.endswith("shared_expert.down_proj") for name in adapted)
-    assert not any(name.endswith("mlp.experts") for name in adapted)
-    assert cfg.lora_target_linear is True
-    assert packed(model)
 
 
 def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config) -> None:
@@ -455,14 +410,3 @@ def test_the_subcommand(config, capsys) -> None:
         cli(["moe-experts", str(out / "missing.yml")], standalone_mode=False)
     assert end.value.code == 2
     assert capsys.readouterr().err.strip().endswith("missing.yml does not exist.")
-
-
-def test_training_is_prepared(config, tmp_path) -> None:
-    """On a CPU `memory` alone takes effect; the losses stay what they were."""
-    _, expected = train(ours({**config, "output_dir": str(tmp_path / "without")}))
-    run = ours({**config, "output_dir": str(tmp_path / "with")})
-    run["moe_qlora"] = {**(run.get("moe_qlora") or {}), "prepare_training": "1GiB"}
-    model, losses = train(run)
-    assert losses == expected
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    assert "_moe_qlora_prepared" not in vars(base)  # `post_train_unload` has undone it

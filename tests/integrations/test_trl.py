@@ -374,37 +374,6 @@ def test_a_config_that_nobody_adapted_trains_experts(model_folder, tmp_path):
     assert all(p.any() for name, p in factors.items() if "lora_B" in name)  # zero at first
 
 
-def test_packed_folder(model_folder, tmp_path):
-    """A folder that is packed already says by itself how: no other quantization_config."""
-    packed = tmp_path / "packed"
-    load(model_folder).save_pretrained(packed)
-    for file in model_folder.glob("tokenizer*"):
-        (packed / file.name).write_bytes(file.read_bytes())
-    config = moe_qlora.adapt_lora_config(packed, lora_config(), experts=True)
-    with moe_qlora.enabled():
-        trained = trl.SFTTrainer(
-            model=str(packed),
-            peft_config=config,
-            args=trl.SFTConfig(
-                output_dir=str(tmp_path / "run"),
-                max_steps=4,
-                per_device_train_batch_size=2,
-                learning_rate=5e-3,
-                lr_scheduler_type="constant",
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                disable_tqdm=True,
-            ),
-            train_dataset=rows("sft"),
-        )
-    trained.train()
-    plain = trainer("sft", "folder", model_folder, tmp_path / "plain", max_steps=4)
-    plain.train()
-    assert losses(trained) == losses(plain)
-
-
 @pytest.mark.parametrize(("kind", "way"), [*(("sft", way) for way in WAYS), ("dpo", "peft")])
 def test_a_run_says_once_what_is_packed_and_trained(kind, way, model_folder, tmp_path, caplog):
     run = trainer(kind, way, model_folder, tmp_path, max_steps=2)

@@ -8,9 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_qlora.packing import codec
-from moe_qlora.packing.settings import CodecSettings
-
 pytestmark = pytest.mark.gpu
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -120,62 +117,6 @@ def test_outer_products(dtype, p, q):
     for e, (start, end) in enumerate(pairwise(ends)):
         right = a[start:end].double().t() @ b[start:end].double()
         assert (out[e].double() - right).norm() <= 3e-3 * right.norm()
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("int8", False)])
-@pytest.mark.parametrize("tokens", [1, 90, 1500])
-@pytest.mark.parametrize("transposed", [False, True])
-def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monkeypatch):
-    """Forward and backward of both ways, on codes and dequantized, beside the usual way."""
-    from moe_qlora.kernels import cards, moe_layer, table, workspace
-    from moe_qlora.kernels.gate_kernels import Gate
-
-    torch.manual_seed(tokens)
-    experts, hidden, inner, rank, top_k = 4, 320, 192, 8, 2
-
-    def packed(out, into):
-        shape = (experts, into, out) if transposed else (experts, out, into)
-        storage = torch.int8 if kind == "int8" else torch.uint8
-        weight = torch.randn(shape, device="cuda").mul_(0.05).to(dtype)
-        return codec.pack(weight, CodecSettings(kind, double, storage))
-
-    def lora(out, into):
-        a = torch.randn(experts * rank, into, device="cuda").mul_(0.05).to(dtype)
-        return moe_layer.Lora(a, torch.randn(out, rank * experts, device="cuda").to(dtype), 0.1)
-
-    stacks = packed(2 * inner, hidden), packed(hidden, inner)
-    layer = moe_layer.Layer(*stacks, transposed, False, Gate("silu"), dtype)
-    x, grad = (torch.randn(tokens, hidden, device="cuda").to(dtype) for _ in range(2))
-    weights = torch.rand(tokens, top_k, device="cuda").to(dtype)
-    index = torch.rand(tokens, experts - 1, device="cuda").topk(top_k, -1).indices
-    loras = lora(2 * inner, hidden), lora(hidden, inner)
-    operands = moe_layer.Operands(x, weights, (None, None), loras)
-
-    def run():
-        workspace.release_workspace()
-        state = moe_layer.gate_up_forward(layer, index, operands)
-        out = moe_layer.down_forward(layer, state)
-        return [out, *moe_layer.backward(layer, state.routing, state.saved, grad, operands)]
-
-    def forbidden(*args, **kwargs):
-        raise AssertionError("torch's grouped matmul")
-
-    usual = run()
-    for few in (True, False):
-        with monkeypatch.context() as patch, cards.acting_as(cards.PORTABLE):
-            if not few:
-                patch.setattr(table, "KERNELS", [k for k in table.KERNELS if not k.on_codes])
-            patch.setattr(torch.nn.functional, "grouped_mm", forbidden)
-            run()  # what is found out once, such as whether int8 is multiplied rightly, may wait
-            try:
-                torch.cuda.set_sync_debug_mode("error")
-                own = run()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        for mine, other in zip(own, usual, strict=True):
-            assert (mine.double() - other.double()).norm() <= 0.015 * other.double().norm()
 
 
 def test_a_captured_step_in_fp16():

@@ -55,7 +55,7 @@ TYPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("model_type", "pace"),
-    [("deepseek_v3", "slow"), ("gpt_oss", "quick")],
+    [("deepseek_v3", "slow"), pytest.param("gpt_oss", "quick", marks=pytest.mark.nightly)],
     indirect=["pace"],
 )
 def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: str) -> None:

@@ -186,21 +186,6 @@ def test_several_forwards_may_come_before_their_backwards(keep: bool) -> None:
 
 @gpu
 @keeps
-def test_a_loss_of_an_earlier_step_may_be_alive(keep: bool) -> None:
-    model = packed()
-    wanted = [gradients(model, batch(step)) for step in range(4)]
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
-        for step in range(4):
-            model.zero_grad()
-            loss = model(input_ids=batch(step), labels=batch(step)).loss
-            loss.backward()
-            named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            assert_near((loss.item(), named), wanted[step])
-        assert graphs.recorded == model.config.num_hidden_layers
-
-
-@gpu
-@keeps
 def test_evaluation_is_not_recorded_and_finds_no_stale_weights(keep: bool) -> None:
     model = packed()
     ids = batch(0)

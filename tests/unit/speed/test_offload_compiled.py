@@ -17,11 +17,9 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.experts.operands import PackedOperand, packed_weight
 from moe_qlora.experts.projection import Projection
-from moe_qlora.memory import levels
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
 from moe_qlora.speed import offload
-from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import adapted, equal, token_ids, train, with_lora
@@ -187,18 +185,3 @@ def test_compiled_layers_are_recorded(
             found = train(model, ids)
             assert found[0] == pytest.approx(resident[0], rel=1e-5)
         assert graphs.recorded == 3 and off.copies - copies == 3 * 2
-
-
-def test_layers_that_keep_a_part(devices: list[Delayed], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    count = len(levels.LEVELS)
-    model = packed(layers=count)
-    ids, weights = token_ids(model, seq=12), bits(model)
-    resident = train(model, ids)
-    for layer, level in zip(layers_of(model), levels.LEVELS, strict=True):
-        layer.compile()
-        FittedLayer(layer, level, (1, 10_000), set())
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model) as off:
-        assert train(model, ids)[0] == pytest.approx(resident[0], rel=1e-5)
-        assert off.copies == 2 + 3 * 2 * (count - 2) and not counters["graph_break"]
