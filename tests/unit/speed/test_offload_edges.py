@@ -191,6 +191,8 @@ def test_experts_on_disk_are_loaded_into_host_memory(tmp_path: Path) -> None:
     assert "on host" in repr(model)
     with pytest.raises(ConfigError, match="give True or False"), moe_qlora.enabled(offload="ssd"):
         pass
+    with pytest.raises(ConfigError, match="give True or False"):
+        moe_qlora.plan(model, gpus="1TiB", offload=1)
 
 
 def test_a_load_under_zero3_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
