@@ -23,6 +23,7 @@ from moe_qlora.testing import run_distributed, tiny_inputs
 from tests.helpers.mxfp4 import write_gpt_oss
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+pytestmark = pytest.mark.nightly  # nf4 and int8 are sharded alike in every run
 
 
 def load(folder: Path, **named: Any) -> Any:

@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import Trainer
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
-from tests.helpers.training import NF4, four_steps, loaded, logged_losses, trainer_of
+from tests.helpers.training import (
+    NF4,
+    four_steps,
+    loaded,
+    logged_losses,
+    take_fsdp_on_cpus,
+    trainer_of,
+)
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 6, "vocab_size": 256}
 FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"]}
@@ -28,20 +35,6 @@ CASES: dict[str, dict[str, Any]] = {
         "cpu_ram_efficient_loading": False,
     },
 }
-
-
-def take_fsdp_on_cpus() -> None:
-    """Let accelerate shard on CPUs; by itself it takes its plugin on GPUs alone."""
-    stock = AcceleratorState.__init__
-
-    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
-            self.fsdp_plugin = fsdp_plugin
-        if self.__dict__.get("fsdp_plugin") is not None:  # a later call takes it back
-            self.distributed_type = DistributedType.FSDP
-
-    AcceleratorState.__init__ = init  # type: ignore[method-assign]
 
 
 def trainer(folder: Path, name: str, world: int, fsdp: dict[str, Any]) -> Trainer:
@@ -89,6 +82,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return run_distributed(all_cases, 2, folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on_from_a_checkpoint(
     results: list[dict[str, Any]], single: list[float], folder: Path, case: str

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, DistributedType
+from accelerate.state import AcceleratorState
 from peft import LoraConfig
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
-from tests.helpers.training import adamw, whole
+from tests.helpers.training import adamw, take_fsdp_on_cpus, whole
 
 STEPS, ROWS = 4, 4
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -45,20 +45,6 @@ def join_as_torchrun(rank: int, world: int) -> None:
     """Set what torchrun sets, for programs that ask the environment."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-
-
-def take_fsdp_on_cpus() -> None:
-    """Let accelerate shard on CPUs; by itself it takes its plugin on GPUs alone."""
-    stock = AcceleratorState.__init__
-
-    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
-        stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
-            self.distributed_type = DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-        torch.set_num_threads(1)
-
-    AcceleratorState.__init__ = init  # type: ignore[method-assign]
 
 
 def bnb_config() -> BitsAndBytesConfig:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState, DistributedType
 from peft import LoraConfig
 from torch import Tensor, distributed, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
@@ -123,3 +124,18 @@ def trainer_of(model: Any, arguments: TrainingArguments) -> Trainer:
 
 def logged_losses(trained: Trainer) -> list[float]:
     return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+
+
+def take_fsdp_on_cpus() -> None:
+    """Let accelerate shard on CPUs; by itself it takes its plugin on GPUs alone."""
+    stock = AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+        if self.__dict__.get("fsdp_plugin") is not None:  # a later call takes it back
+            self.distributed_type = DistributedType.FSDP
+        torch.set_num_threads(1)
+
+    AcceleratorState.__init__ = init  # type: ignore[method-assign]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -99,36 +95,6 @@ def plain_twin(quiet_loading):
     return twin
 
 
-@pytest.fixture
-def stock_logits(trainable_linears, plain_twin):
-    """A function: an adapter of a packed model, and stock PEFT's reading of it.
-
-    It takes the 16-bit folder, the adapter's folder and what the model was packed with, and returns
-    three float32 logits of the same tokens: of the packed model with the adapter; of stock PEFT
-    with the adapter over plain weights, each of the value that its packed form decodes to; of the
-    packed model alone.
-    """
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    import moe_qlora
-
-    def compute(folder, adapter, config):
-        with moe_qlora.enabled():
-            packed = AutoModelForCausalLM.from_pretrained(
-                folder, quantization_config=config, dtype=torch.float32
-            ).eval()
-        plain = plain_twin(folder, packed)
-        ids = torch.arange(2, 50).reshape(2, 24)
-        with torch.no_grad():
-            base = packed(ids).logits
-            stock = peft.PeftModel.from_pretrained(plain, adapter)(ids).logits
-            ours = moe_qlora.load_adapter(packed, str(adapter))(ids).logits
-        return ours, stock, base
-
-    return compute
-
-
 @pytest.fixture(scope="session")
 def stored():
     """nf4 with double quantization, decoded to float32: what the hosts here store, exactly."""
@@ -140,43 +106,3 @@ def stored():
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,
     )
-
-
-@pytest.fixture
-def check_adapter(model_folder, stored, stock_logits):
-    """A function: fails where a host's adapter, for `model_folder` in nf4, is not right.
-
-    It is on both projections of the experts and on two Linear layers in each of two layers, none of
-    it zero, and stock PEFT makes of it what we make of it.
-    """
-    from safetensors.torch import load_file
-
-    def check(adapter):
-        tensors = load_file(adapter / "adapter_model.safetensors")
-        experts = [key for key in tensors if ".experts." in key]
-        assert len(tensors) == 2 * 2 * 2 + 2 * 2 * 2 and len(experts) == 2 * 2 * 2
-        assert all(bool(tensor.any()) for tensor in tensors.values())
-        ours, stock, base = stock_logits(model_folder, adapter, stored)
-        assert (ours - base).abs().max() > 0.5
-        assert (ours - stock).abs().max() < 1e-4
-
-    return check
-
-
-@pytest.fixture(scope="session")
-def python():
-    """A function: Python run with these arguments in a folder."""
-    environment = {**os.environ, "DISABLE_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
-
-    def run(*arguments, cwd):
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            cwd=cwd,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-
-    return run

@@ -6,12 +6,10 @@ Runs where axolotl is installed; `bash tools/test_axolotl` makes such an environ
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import shutil
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +29,6 @@ with warnings.catch_warnings():
     from axolotl.integrations.base import PluginManager
     from axolotl.loaders import ModelLoader, load_tokenizer
 
-import bitsandbytes as bnb
 import peft
 import peft.tuners.lora.layer as peft_layer
 from peft.tuners.lora import LoraModel
@@ -46,8 +43,6 @@ from moe_qlora.errors import (
     AdapterError,
     CheckpointError,
     ConfigError,
-    DetectionError,
-    QuantizationError,
 )
 from moe_qlora.integrations.settings import PLUGIN as NAME
 from moe_qlora.lora import layer as lora
@@ -292,46 +287,6 @@ def test_the_users_lists_are_kept(config) -> None:
     assert written["target_parameters"] == ["mlp.experts.down_proj"]
 
 
-def test_dropout_is_that_of_the_file_and_stock_peft_reads_the_adapter(config, model_folder) -> None:
-    config |= {"lora_dropout": 0.3, "max_steps": 1}
-    model, _ = train(ours(config, lora_experts=True))
-    drops = [
-        module.lora_dropout["default"]
-        for module in model.modules()
-        if isinstance(module, peft_layer.LoraLayer)
-    ]
-    assert len(drops) == 8
-    assert {drop.p for drop in drops} == {0.3}
-    plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    stock = peft.PeftModel.from_pretrained(plain, config["output_dir"])
-    assert sum("lora_A" in name for name, _ in stock.named_parameters()) == 8
-
-
-def test_a_saved_adapter_is_trained_on(config, tmp_path) -> None:
-    model, _ = train(ours(config, lora_experts=True))
-    trained = logits(model)
-    config |= {"lora_model_dir": config["output_dir"], "output_dir": str(tmp_path / "second")}
-    again, _ = load(ours(config, lora_experts=True))
-    torch.testing.assert_close(logits(again), trained, atol=1e-5, rtol=1e-5)
-    wrappers = [module for module in again.modules() if isinstance(module, lora.ParamWrapper)]
-    assert len(wrappers) == 4
-    assert all(wrapper.lora_A["default"].weight.requires_grad for wrapper in wrappers)
-
-
-def test_a_trainer_that_makes_the_adapters_itself(config) -> None:
-    """DPO and KTO get the LoraConfig, and a model without adapters."""
-    cfg = read(ours(config, lora_experts=True))
-    cfg.rl = "dpo"
-    model, lora_config = ModelLoader(cfg, load_tokenizer(cfg)).load()
-    assert not isinstance(model, peft.PeftModel)
-    trainer = SimpleNamespace(model=peft.get_peft_model(model, lora_config))
-    PluginManager.get_instance().post_trainer_create(cfg, trainer)
-    logits(trainer.model)
-    wrappers = [m for m in trainer.model.modules() if isinstance(m, lora.ParamWrapper)]
-    assert len(wrappers) == 4
-    PluginManager.get_instance().post_train_unload(cfg)
-
-
 def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
     rows = tmp_path / "pairs.jsonl"
     pairs = (
@@ -370,60 +325,6 @@ def test_dpo(config, tmp_path, monkeypatch, model_folder) -> None:
     assert (logits(reloaded) - trained).abs().max() < moved / 50  # bfloat16 adapters
 
 
-def test_a_run_that_was_interrupted_goes_on_as_if_not(config, tmp_path) -> None:
-    """Half of the steps, and the rest from the checkpoint: the losses of an unbroken run."""
-    config |= {"save_strategy": "steps", "save_steps": STEPS // 2}
-    _, whole = train(ours(config, lora_experts=True))
-    middle = Path(config["output_dir"]) / f"checkpoint-{STEPS // 2}"
-    config |= {"output_dir": str(tmp_path / "on"), "resume_from_checkpoint": str(middle)}
-    _, resumed = train(ours(config, lora_experts=True))
-    assert len(resumed) == STEPS
-    assert resumed[STEPS // 2 :] == pytest.approx(whole[STEPS // 2 :], abs=2e-4)
-
-
-def test_eight_bit(config) -> None:
-    del config["bnb_config_kwargs"]
-    config |= {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}
-    model, _ = load(ours(config, lora_experts=["down"]))
-    assert {stack.kind for stack in packed(model).values()} == {"int8"}
-    wrappers = [module for module in model.modules() if isinstance(module, lora.ParamWrapper)]
-    assert [wrapper.parameter_name for wrapper in wrappers] == ["down_proj"] * 2
-
-
-def test_skips_and_no_lora_on_experts(config) -> None:
-    model, _ = load(ours(config, skip_modules=["model.layers.0.self_attn.k_proj"]))
-    assert len(packed(model)) == 4
-    linears = [name for name, part in model.named_modules() if type(part) is nn.Linear]
-    assert any(name.endswith("layers.0.self_attn.k_proj") for name in linears)
-    assert any(name.endswith("lm_head") for name in linears)
-    assert not any(isinstance(module, lora.ParamWrapper) for module in model.modules())
-    layer = model.base_model.model.model.layers[1]
-    assert isinstance(layer.self_attn.k_proj, bnb.nn.Linear4bit)
-
-
-def every_linear(config, model_type, folder) -> dict[str, object]:
-    """For LoRA on all Linear layers of another model, in `folder` with the same tokenizer."""
-    from moe_qlora.testing import tiny_model
-
-    shutil.copytree(config["base_model"], folder)
-    (folder / "model.safetensors").unlink()
-    (folder / "config.json").unlink()
-    tiny_model(model_type, vocab_size=258, dtype=torch.float32).save_pretrained(folder)
-    return {"base_model": str(folder), "lora_target_linear": True, "lora_target_modules": None}
-
-
-def test_linear_layers_all(config, tmp_path) -> None:
-    """`lora_target_linear` reaches shared experts, which PEFT's rewrite loses."""
-    config |= every_linear(config, "qwen2_moe", tmp_path / "model")
-    cfg = read(ours(config))
-    model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
-    adapted = {name for name, part in model.named_modules() if hasattr(part, "lora_A")}
-    assert any(name.endswith("shared_expert.down_proj") for name in adapted)
-    assert not any(name.endswith("mlp.experts") for name in adapted)
-    assert cfg.lora_target_linear is True
-    assert packed(model)
-
-
 def test_a_file_that_does_not_name_the_plugin_is_read_as_ever(config) -> None:
     config["lora_exclude_modules"] = ["v_proj"]
     assert read(ours(config)).lora_exclude_modules == ["v_proj"]
@@ -445,16 +346,6 @@ def test_the_users_own_target_parameters_train_alike(config, tmp_path) -> None:
     assert len(wrappers) == 4
 
 
-def test_routers_are_no_linear_layers(config, tmp_path) -> None:
-    """Llama 4's router is one by class, and gives two values."""
-    config |= every_linear(config, "llama4_text", tmp_path / "model")
-    model, _ = load(ours(config, lora_experts=True))
-    logits(model)
-    adapted = {name for name, part in model.named_modules() if hasattr(part, "lora_A")}
-    assert any(name.endswith("shared_expert.down_proj") for name in adapted)
-    assert not any(name.endswith("router") for name in adapted)
-
-
 def test_a_base_that_is_packed_already(config, tmp_path) -> None:
     folder = tmp_path / "packed"
     asked = {
@@ -474,52 +365,6 @@ def test_a_base_that_is_packed_already(config, tmp_path) -> None:
     assert again == losses
 
 
-def test_off_after_a_load_that_fails(config, tmp_path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(config["base_model"], broken)
-    file = next(broken.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:200])
-    config["base_model"] = str(broken)
-    with pytest.raises(Exception, match=r"(?i)header|invalid|incomplete|deserializ"):
-        load(ours(config))
-    assert not is_enabled()
-
-
-def test_off_where_a_plugin_behind_it_fails(config, monkeypatch) -> None:
-    manager = PluginManager.get_instance()
-    cfg = read(ours(config))
-
-    def fail(cfg: Any) -> None:
-        raise ZeroDivisionError
-
-    behind = SimpleNamespace(pre_model_load=fail)
-    monkeypatch.setitem(manager.plugins, "behind", behind)
-    with pytest.raises(ZeroDivisionError):
-        ModelLoader(cfg, load_tokenizer(cfg)).load()
-    assert not is_enabled()
-
-
-def test_hooks_without_axolotls_own_loader(config) -> None:
-    cfg = read(ours(config))
-    plugin = PluginManager.get_instance().plugins[NAME]
-    plugin.pre_model_load(cfg)
-    assert is_enabled()
-    model = AutoModelForCausalLM.from_pretrained(
-        cfg.base_model, quantization_config={"load_in_4bit": True}
-    )
-    plugin.post_model_build(cfg, model)
-    assert not is_enabled()
-    assert len(packed(model)) == 4
-    plugin.pre_model_load(cfg)
-    plugin.post_train_unload(cfg)
-    assert not is_enabled()
-    plugin.pre_model_load(cfg)
-    plain = AutoModelForCausalLM.from_pretrained(config["base_model"])
-    plain.config.quantization_config = model.config.quantization_config
-    with pytest.raises(QuantizationError, match=r"4 of 4 expert weights are not packed: model\."):
-        plugin.post_model_build(cfg, plain)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -536,27 +381,6 @@ def test_bad_yaml(config, nothing_loaded, change, message) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         read(bad)
     assert "\n" not in str(error.value)
-
-
-def test_a_dense_model_is_not_loaded(config, nothing_loaded, tmp_path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path / "dense"
-    shutil.copytree(config["base_model"], folder)
-    (folder / "model.safetensors").unlink()
-    dense = LlamaConfig(
-        vocab_size=258, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    LlamaForCausalLM(dense).save_pretrained(folder)
-    config["base_model"] = str(folder)
-    with pytest.raises(DetectionError, match="This llama model holds no fused expert weights"):
-        load(ours(config))
-
-
-def test_a_role_that_the_model_does_not_have(config, nothing_loaded) -> None:
-    with pytest.raises(ConfigError, match="'up', and the experts of this qwen3_moe model have"):
-        load(ours(config, lora_experts=["up"]))
 
 
 def test_a_merge_that_cannot_be_made_again_says_so(config) -> None:
@@ -586,40 +410,3 @@ def test_the_subcommand(config, capsys) -> None:
         cli(["moe-experts", str(out / "missing.yml")], standalone_mode=False)
     assert end.value.code == 2
     assert capsys.readouterr().err.strip().endswith("missing.yml does not exist.")
-
-
-def test_training_is_prepared(config, tmp_path) -> None:
-    """On a CPU `memory` alone takes effect; the losses stay what they were."""
-    _, expected = train(ours({**config, "output_dir": str(tmp_path / "without")}))
-    run = ours({**config, "output_dir": str(tmp_path / "with")})
-    run["moe_qlora"] = {**(run.get("moe_qlora") or {}), "prepare_training": "1GiB"}
-    model, losses = train(run)
-    assert losses == expected
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    assert "_moe_qlora_prepared" not in vars(base)  # `post_train_unload` has undone it
-
-
-def test_ligers_plugin_leaves_packed_experts_alone(config, monkeypatch, tmp_path) -> None:
-    swiglu = pytest.importorskip("liger_kernel.transformers.swiglu")
-    modeling = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    run = ours({**config, "output_dir": str(tmp_path / "without")}, lora_experts=True)
-    _, expected = train(run)
-    stock, calls = swiglu.LigerFusedMoEFunction, []
-
-    class Counting:
-        @staticmethod
-        def apply(x: Any, weight: Any, *rest: Any) -> Any:
-            if weight.is_meta:
-                raise NotImplementedError  # in a dry run of the detector
-            calls.append(weight.shape)
-            return stock.apply(x, weight, *rest)
-
-    monkeypatch.setattr(swiglu, "LigerFusedMoEFunction", Counting)
-    monkeypatch.setattr(modeling, "Qwen3MoeExperts", modeling.Qwen3MoeExperts)  # is put back
-    plugins = [NAME, "axolotl.integrations.liger.LigerPlugin"]
-    run |= {"plugins": plugins, "liger_glu_activation": True, "output_dir": str(tmp_path / "with")}
-    model, losses = train(run)
-    experts = {type(module).__mro__[1].__name__ for _, module, _ in parametrize.iter_packed(model)}
-    assert experts == {"LigerExperts"}
-    assert not calls
-    assert losses == expected

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,64 +171,6 @@ def tool():
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def test_what_is_seen_is_the_model_and_not_what_was_asked_for():
-    from peft import LoraConfig
-    from transformers import BitsAndBytesConfig
-
-    module = tool()
-    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
-    layout = moe_qlora.detect(model)
-    stacks = [(model.get_submodule(one.module_name), one.parameter_name) for one in layout]
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    assert len(model.model.layers) == 2 and len(stacks) == 4
-
-    def seen():
-        found = module.observe(model, stacks)
-        return SimpleNamespace(**found, cells=module.cells(found))
-
-    plain = seen()
-    assert plain.cells[0] == "gc:off, lora:no, quant:no, dtype:torch.bfloat16"
-    assert plain.experts == {"16-bit": 4}
-    assert plain.trainable == plain.total == weights
-
-    model.model.layers[1].gradient_checkpointing = True
-    model.model.norm.to(torch.float32)
-    model.model.embed_tokens.weight.requires_grad_(False)
-    changed = seen()
-    assert changed.cells[0] == ("gc:1 of 2, lora:no, quant:no, dtype:torch.bfloat16+torch.float32")
-    embedding = model.model.embed_tokens.weight.numel()
-    assert (changed.trainable, changed.total) == (weights - embedding, weights)
-    assert changed.nbytes == plain.nbytes + 2 * model.model.norm.weight.numel()
-
-    config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="fp4",
-        llm_int8_skip_modules=["layers.0.mlp.experts"],
-    )
-    report = moe_qlora.quantize_experts(model, config)
-    packed = seen()
-    assert packed.experts == {"16-bit": 2, "packed fp4": 2}
-    assert packed.cells[2] == "16-bit: 2, packed fp4: 2"
-    assert packed.quant == "4bit" and packed.total == weights
-    assert packed.nbytes == changed.nbytes - report.bytes_before + report.bytes_after
-
-    # A storage that two parameters share counts once.
-    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.detach())
-    assert seen().nbytes == packed.nbytes - 2 * embedding
-
-    moe_qlora.get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-    lora = seen()
-    assert lora.lora and lora.trainable == lora.total - weights
-    assert lora.dtype == packed.dtype
-
-
-def test_counts():
-    short = tool().short
-    assert [short(count) for count in (0, 999, 1_000, 1_149_999, 376_960_000, 30_532_122_624)] == [
-        *("0", "999", "1.0K", "1.1M", "377.0M", "30.5B")
-    ]
 
 
 def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:

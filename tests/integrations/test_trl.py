@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from pathlib import Path
 
 import datasets
 import peft
@@ -301,50 +300,6 @@ def test_each_adapter_that_a_run_saves_names_its_base(kind, way, model_folder, t
         moe_qlora.merge_adapter(tmp_path / "other", folders[0], tmp_path / "merged")
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant, model_folder, tmp_path):
-    """The trainer's own arguments, and the same losses as without."""
-    # transformers records router logits by hooks, and what these see carries no gradient under
-    # reentrant checkpointing, of any model: their loss is left out.
-    options = {"router_aux_loss_coef": 0.0, "max_steps": 5}
-    plain = trainer(
-        "sft", "folder", model_folder, tmp_path, gradient_checkpointing=False, **options
-    )
-    options["gradient_checkpointing_kwargs"] = {"use_reentrant": use_reentrant}
-    saving = trainer(
-        "sft", "folder", model_folder, tmp_path, gradient_checkpointing=True, **options
-    )
-    plain.train()
-    saving.train()
-    assert saving.model.base_model.model.is_activation_checkpointing
-    assert not plain.model.base_model.model.is_activation_checkpointing
-    assert losses(saving) == losses(plain)
-    left, right = adapter(saving.model), adapter(plain.model)
-    assert all(torch.equal(left[key], right[key]) for key in left)
-
-
-def test_evaluation_with_generation_and_the_best_model(model_folder, tmp_path):
-    """GRPO generates in evaluation; the best of its checkpoints is put back at the end."""
-    options = {
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "max_steps": 6,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_reward",
-        "greater_is_better": True,
-        "per_device_eval_batch_size": 2,
-    }
-    trained = trainer("grpo", "folder", model_folder, tmp_path, evaluate=True, **options)
-    trained.train()
-    assert [e for e in trained.state.log_history if "eval_reward" in e]
-    best = trained.state.best_model_checkpoint
-    stored = load_file(Path(best) / "adapter_model.safetensors")
-    for name, value in adapter(trained.model).items():
-        assert torch.equal(stored[name.replace(".default", "")], value), name
-
-
 def test_reward_trainer(model_folder, tmp_path):
     """The model of a reward trainer has another head than the checkpoint's own class."""
     config = moe_qlora.adapt_lora_config(
@@ -417,56 +372,6 @@ def test_a_config_that_nobody_adapted_trains_experts(model_folder, tmp_path):
     factors = {name: p for name, p in trained.model.named_parameters() if "experts" in name}
     assert sum("lora_B" in name for name in factors) == 4
     assert all(p.any() for name, p in factors.items() if "lora_B" in name)  # zero at first
-
-
-def test_packed_folder(model_folder, tmp_path):
-    """A folder that is packed already says by itself how: no other quantization_config."""
-    packed = tmp_path / "packed"
-    load(model_folder).save_pretrained(packed)
-    for file in model_folder.glob("tokenizer*"):
-        (packed / file.name).write_bytes(file.read_bytes())
-    config = moe_qlora.adapt_lora_config(packed, lora_config(), experts=True)
-    with moe_qlora.enabled():
-        trained = trl.SFTTrainer(
-            model=str(packed),
-            peft_config=config,
-            args=trl.SFTConfig(
-                output_dir=str(tmp_path / "run"),
-                max_steps=4,
-                per_device_train_batch_size=2,
-                learning_rate=5e-3,
-                lr_scheduler_type="constant",
-                logging_steps=1,
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                disable_tqdm=True,
-            ),
-            train_dataset=rows("sft"),
-        )
-    trained.train()
-    plain = trainer("sft", "folder", model_folder, tmp_path / "plain", max_steps=4)
-    plain.train()
-    assert losses(trained) == losses(plain)
-
-
-def test_merging_in_memory(model_folder, tmp_path):
-    """The PeftModel that TRL makes merges as this package's own once it is connected."""
-    experts_alone = LoraConfig(r=4, lora_alpha=16, target_modules=[], task_type="CAUSAL_LM")
-    trained = trainer("sft", "folder", model_folder, tmp_path, lora=experts_alone)
-    trained.train()
-    model = trained.accelerator.unwrap_model(trained.model.eval(), keep_fp32_wrapper=False)
-    ids = torch.tensor([[40, 60, 80, 100, 120, 7]])
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        before = codes(model)
-        moe_qlora.connect_adapters(model).merge_adapter(repack=True)
-        assert len(list(parametrize.iter_packed(model))) == 4
-        model.unmerge_adapter()
-        assert_same(codes(model), before)
-        merged = model.merge_and_unload(dtype=torch.float32)
-        assert not list(parametrize.iter_packed(merged))
-        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("kind", "way"), [*(("sft", way) for way in WAYS), ("dpo", "peft")])

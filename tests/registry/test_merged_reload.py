@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import testing
-from moe_qlora.packing import parametrize
 
 FAMILIES = [
     "qwen3_moe",
@@ -74,11 +73,3 @@ def test_what_stays_packed_stays_quantized(tmp_path: Path) -> None:
     merged.save_pretrained(tmp_path / "merged")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).train()
     assert torch.allclose(logits(loaded, inputs), before, atol=1e-5)
-
-
-def test_a_merge_that_packs_again_is_still_packed() -> None:
-    model = testing.tiny_model("qwen3_moe")
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**BNB))
-    merged = adapted(model).merge_and_unload(repack=True)
-    assert len(list(parametrize.iter_packed(merged))) == 4
-    assert merged.is_loaded_in_4bit and merged.config.quantization_config is not None

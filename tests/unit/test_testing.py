@@ -89,7 +89,7 @@ def crash_outside_of_python(rank, world_size, folder, times):
     return crashed
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_crash_outside_of_python_is_tried_once_more(times, tmp_path, caplog):
     if times == 1:
         assert run_distributed(crash_outside_of_python, 2, str(tmp_path), times) == [1, 1]

@@ -232,31 +232,3 @@ def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
     assert len(refused) > 0.8 * len(outcomes)
     assert not littered
     assert stuck <= 1
-
-
-def test_a_save_over_one_that_was_killed_is_safe_as_well(saves, copied, tmp_path):
-    folder, killed = tmp_path / "model", tmp_path / "killed"
-    report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
-    saves.start(killed, existing=True)
-    for file in saves.fresh(1).iterdir():  # killed just before config.json was renamed
-        if file.name != CONFIG:
-            shutil.copy(file, killed)
-    assert judge(saves, killed, existing=True) == "old"
-    # again the first model, whose files are in place, and the second, whose files are all there
-    for number, stop in ((0, 20), (1, 20)):  # before, only the staging folder changes
-        status, seen = KILLED, []
-        while status == KILLED:
-            stop += 1
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(killed, folder)
-
-            def work(stop: int = stop, number: int = number) -> None:
-                counting(folder.parent / "", stop, report)
-                saves.save(number, folder)
-
-            status = copied(work).ended()
-            assert status in (0, KILLED)
-            seen.append(judge(saves, folder, existing=True))
-        assert list(dict.fromkeys(seen)) == ["old", "new"][: number + 1]
-        assert files(folder) == files(saves.fresh(number)) | FOREIGN
-    os.close(report)

@@ -26,7 +26,6 @@ from typer.testing import CliRunner
 
 import moe_qlora
 from moe_qlora.checkpoint import base as bases
-from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint
 from moe_qlora.checkpoint.reader import INDEX
 from moe_qlora.checkpoint.verify import verify
@@ -190,33 +189,6 @@ def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
     assert any("is quantized with fp8" in note for note in json.loads(said.stdout)["notes"])
 
 
-def test_no_more_than_one_expert_is_decoded_at_a_time(
-    twins: Callable[[str], Twins], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gpt-oss's files hold all experts of a layer in one tensor."""
-    folder, sizes = twins("gpt_oss mxfp4"), dict[str, int]()
-    read = PrequantizedCheckpoint.read
-
-    def spy(self: Any, key: str, *args: Any) -> Tensor:
-        tensor = read(self, key, *args)
-        sizes[key] = max(sizes.get(key, 0), tensor.nbytes)
-        return tensor
-
-    monkeypatch.setattr(PrequantizedCheckpoint, "read", spy)
-    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1)
-    for work in (
-        lambda: pack(folder.makers, tmp_path / "packed"),
-        lambda: verify(tmp_path / "packed", folder.makers),
-        lambda: verify(folder.makers),
-        lambda: merged(folder.makers, adapt(folder), tmp_path / "merged"),
-    ):
-        sizes.clear()
-        work()
-        for name in ("gate_up_proj", "down_proj"):
-            key = f"model.layers.1.mlp.experts.{name}"
-            assert sizes[key] == folder.tensors[key][0].nbytes
-
-
 def test_a_configuration_of_a_dtype_that_is_none_to_compute_in(tmp_path: Path) -> None:
     """As DeepSeek-V4's, which also says what its experts are stored in."""
     root = tmp_path / "folders"
@@ -300,24 +272,6 @@ def test_a_merge_equals_that_into_the_plain_folder(
     assert verify(out).good
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
-@pytest.mark.parametrize(
-    "settings",
-    [{"like_training": True, "quantization_config": NF4}, {"dtype": torch.float32}],
-    ids=["like training", "float32"],
-)
-def test_a_merge_with_settings(
-    name: str, settings: dict[str, Any], twins: Callable[[str], Twins], tmp_path: Path
-) -> None:
-    folder = twins(name)
-    adapter = adapt(folder)
-    config = merged(folder.makers, adapter, tmp_path / "makers", **settings)
-    expected = merged(folder.plain, adapter, tmp_path / "plain", **settings)
-    assert_same_tensors(tensors(tmp_path / "makers"), tensors(tmp_path / "plain"))
-    assert config == expected
-    assert not (tmp_path / "makers" / INDEX).exists()
-
-
 def test_a_merge_says_what_it_wrote(twins: Callable[[str], Twins], tmp_path: Path) -> None:
     folder = twins("gpt_oss mxfp4")
     report = moe_qlora.merge_adapter(folder.makers, adapt(folder), tmp_path / "makers")
@@ -349,17 +303,6 @@ def test_an_adapter_tells_its_base_from_another(
 
 
 # Verifying
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
-def test_the_error_of_packing(name: str, twins: Callable[[str], Twins], tmp_path: Path) -> None:
-    folder = twins(name)
-    pack(folder.makers, tmp_path / "packed")
-    report = verify(tmp_path / "packed", folder.makers)
-    assert report.errors == verify(tmp_path / "packed", folder.plain).errors
-    assert report.good
-    assert len(report.errors) > 2
-    assert all(0.01 < error.relative < 0.2 for error in report.errors)
 
 
 def test_what_a_folder_is(twins: Callable[[str], Twins]) -> None:

@@ -154,20 +154,6 @@ def test_what_another_job_has_left_is_not_taken(
     assert files(out) == whole
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_a_folder_that_is_in_the_way_of_staging_is_left_alone(
-    source: Path, whole: dict[str, bytes], tmp_path: Path, linked: bool
-) -> None:
-    precious, in_the_way = tmp_path / "precious", tmp_path / ".packed.partial"
-    (precious if linked else in_the_way).mkdir()
-    if linked:
-        in_the_way.symlink_to(precious)
-    (in_the_way / "thesis.txt").write_text("kept")
-    pack(source, tmp_path / "packed")
-    assert files(tmp_path / "packed") == whole
-    assert files(in_the_way) == {"thesis.txt": b"kept"}
-
-
 def twin(source: Path, path: Path) -> Path:
     """Another checkpoint, with files of the same names, sizes and times as those of the source."""
     shutil.copytree(source, path)

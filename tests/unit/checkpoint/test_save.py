@@ -600,28 +600,6 @@ def test_a_save_leaves_the_files_that_another_one_has_put_in_their_place(
     assert check_folder(folder) == check_folder(other)
 
 
-def test_processes_that_save_into_one_folder_come_one_after_the_other(copied, tmp_path):
-    models = [packed(seed=seed) for seed in (0, 1)]
-    for number, model in enumerate(models):
-        model.save_pretrained(tmp_path / str(number))
-    whole = [files(tmp_path / str(number)) for number in (0, 1)]
-    for number in range(2):
-        folder = tmp_path / f"model{number}"
-        models[0].save_pretrained(folder)
-        (folder / "notes").write_text("kept")
-
-        def save_one(seed: int, folder: Path = folder) -> None:
-            models[seed].save_pretrained(folder)
-
-        copies = [copied(partial(save_one, index % 2)) for index in range(4)]
-        assert [copy.ended() for copy in copies] == [0] * 4
-        check_folder(folder)
-        found = files(folder)
-        assert found.pop("notes", b"kept") == b"kept"
-        assert found in whole
-        assert not left_behind(folder)
-
-
 def test_a_save_removes_what_a_killed_one_has_left_and_nothing_else(tmp_path):
     packed(seed=0).save_pretrained(tmp_path)
     left = ("model-0123abcd-00001-of-00001.safetensors", "moe_qlora-0123456789abcdef.json")

@@ -154,21 +154,6 @@ def test_each_compute_dtype_that_is_slow_has_a_cure(dtype):
     ]
 
 
-def test_the_cases_differ():
-    plain = config(**WIDE)
-    by = {
-        "fused layer": {},
-        "projection by projection": {"rank": 256},
-        "reference loop": {"quantization_config": FP32},
-    }
-    for name, settings in by.items():
-        report = moe_qlora.doctor(plain, **{"quantization_config": BF16, **settings}, gpu="H100")
-        assert [layer.backend for layer in report.layers] == [name]
-    assert [layer.backend for layer in moe_qlora.doctor(plain, BF16, gpu="T4").layers] == [
-        "reference loop"
-    ]
-
-
 def test_classes_with_a_forward_of_their_own():
     report = moe_qlora.doctor(config("llama4_text"), gpu="H200")
     (layer,) = report.layers

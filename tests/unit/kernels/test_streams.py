@@ -41,9 +41,13 @@ EVERY = ["few", "gelu", "few-transposed", "no-lora"]
 @pytest.mark.parametrize(
     ("name", "kernel", "apart", "cap"),
     [
-        *((name, *way, cap) for name in EVERY for way in WAYS for cap in (None, 1)),
         *(
-            (name, *WAYS[i % 5], (None, 1)[i % 2])
+            (name, *way, (None, 1)[(i + j) % 2])
+            for i, name in enumerate(EVERY)
+            for j, way in enumerate(WAYS)
+        ),
+        *(
+            pytest.param(name, *WAYS[i % 5], (None, 1)[i % 2], marks=pytest.mark.nightly)
             for i, name in enumerate(sorted(CASES.keys() - EVERY))
         ),
     ],

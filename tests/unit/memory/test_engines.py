@@ -264,14 +264,6 @@ def test_cli_plans_a_rank(cli, tmp_path):
     assert json.loads(out) == json.loads(json.dumps(made.as_dict()))
 
 
-@pytest.mark.parametrize("arguments", [("--ddp", "--json"), ("--json", "--ddp"),
-                                       ("--ddp", 3, "--json")])  # fmt: skip
-def test_cli_takes_ddp_with_and_without_a_number(cli, arguments):
-    code, out, err = cli("--gpus", "3x1GiB", *arguments)
-    assert (code, err) == (0, "")
-    assert json.loads(out)["engine"]["ranks"] == 3
-
-
 def test_cli_errors_of_engines_are_one_line(cli):
     for arguments in (("--ddp",), ("--fsdp", 1), ("--ddp", 2, "--fsdp", 2)):
         code, out, err = cli(*arguments)

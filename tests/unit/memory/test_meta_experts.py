@@ -88,6 +88,7 @@ def test_projections_allocate_on_meta_what_they_allocate_elsewhere(host, card, m
     assert planned == pytest.approx(real, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_a_plan_needs_no_triton():
     """As on a laptop that plans for a machine with GPUs."""
     script = (

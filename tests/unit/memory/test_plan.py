@@ -18,11 +18,10 @@ import moe_qlora
 from moe_qlora.experts import backend
 from moe_qlora.kernels import limits
 from moe_qlora.kernels.cards import PORTABLE, of_capability
-from moe_qlora.memory import blocks as block_names
 from moe_qlora.memory import budget, devices, meta_ops, meta_step
 from moe_qlora.memory import plan as planning
 from moe_qlora.memory.budget import Activity, Block, Settings, StepBudget, optimizer_nbytes
-from moe_qlora.memory.meta_model import alike, source_of
+from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.models import named
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
@@ -247,30 +246,6 @@ def test_peaks_under_liger_that_were_measured_on_an_h200(name, sizes, peak, tole
     made = moe_qlora.plan(model, quantization, liger=True, **settings)
     assert made.peak.nbytes == pytest.approx(peak, rel=tolerance)
     assert moe_qlora.plan(model, quantization, **settings).peak.nbytes > 1.02 * peak
-
-
-@pytest.mark.parametrize(
-    ("family", "targets", "checkpointing"),
-    [
-        *((name, "attention,experts", True) for name in ("qwen3_moe", "gpt_oss")),
-        *((name, "all-linear", False) for name in ("mixtral", "qwen3_next")),
-    ],
-)
-def test_alike_layers_need_not_all_run(family, targets, checkpointing):
-    """Running each layer gives what running two of each kind gives."""
-    layers = {} if family == "qwen3_next" else {"num_hidden_layers": 5}
-    model = tiny_model(family, device="meta", dtype=torch.bfloat16, **layers)
-    made = planner(model, Settings(seq=96, checkpointing=checkpointing, targets=targets))
-    meta, modules = made.meta, block_names.block_modules(made.meta.base)
-    trained = {block.name: 4 * sum(block.trained) for block in meta.blocks}
-    sizes = {"batch": 1, "seq": 96, "experts": 4}
-    assert alike(modules) or family == "qwen3_next"
-    some = meta_step.run_meta_step(meta.model, modules, trained, **sizes)
-    every, workspace = meta_step.run_meta_step(meta.model, modules, trained, **sizes, groups=())
-    assert some == (every, workspace)
-    layers = [activity for activity in every if ".layers." in activity.name]
-    assert len(layers) == len(every) - 4
-    assert all(layer.saved > 0 and layer.backward > layer.saved for layer in layers)
 
 
 def test_the_tracker_counts_like_saved_tensors():

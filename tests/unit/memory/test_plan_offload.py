@@ -32,7 +32,9 @@ def plan_of(gpus="1TiB", config=LARGE, **changes):
     return moe_qlora.plan(config, gpus=gpus, **ASKED | changes)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.nightly)]
+)
 def test_a_plan_has_what_offload_experts_moves(family):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
     config = config_of(family, 4)

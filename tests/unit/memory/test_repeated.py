@@ -46,8 +46,9 @@ SPREAD = {"targets": "all-linear", "gpus": "2x1GiB", "search": False}
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("deepseek_v3", SMALL),
-        *((family, RANKS | {"checkpointing": False}) for family in ("gpt_oss", "qwen3_next")),
+        pytest.param("deepseek_v3", SMALL, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", RANKS | {"checkpointing": False}, marks=pytest.mark.nightly),
+        ("qwen3_next", RANKS | {"checkpointing": False}),
         ("deepseek_v3", SPREAD),
     ],
 )

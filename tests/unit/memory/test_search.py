@@ -57,7 +57,9 @@ def test_readmes_models_on_24_gb_are_found_from_plans_defaults():
     )
 
 
-@pytest.mark.parametrize("rung", [0, 2, 4, 6])
+@pytest.mark.parametrize(
+    "rung", [0, 4, *(pytest.param(one, marks=pytest.mark.nightly) for one in (2, 6))]
+)
 def test_the_first_rung_that_fits_is_taken(rung):
     """A device with what a rung needs is given that rung, or one before it that needs no more."""
     size = needed(**RUNGS[rung])

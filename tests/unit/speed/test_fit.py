@@ -41,7 +41,7 @@ TYPES = {
     "afmoe": {},  # a norm behind the experts
     "gemma4_text": {},
 }
-NIGHTLY = ("afmoe", "gemma4_text")
+NIGHTLY = ("deepseek_v3", "qwen3_next", "afmoe", "gemma4_text")
 
 
 def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
@@ -219,7 +219,7 @@ def runs(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tupl
     return counted["norm"], attentions.count, counted["first"], counted["second"]
 
 
-@pytest.mark.parametrize("attended", [SEQ / 2, 1e5])
+@pytest.mark.parametrize("attended", [pytest.param(SEQ / 2, marks=pytest.mark.nightly), 1e5])
 def test_what_is_kept_is_not_computed_again(
     attended: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

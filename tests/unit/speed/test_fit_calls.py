@@ -365,7 +365,7 @@ def test_weights_of_any_kind_are_counted(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("order", [pytest.param("before", marks=pytest.mark.nightly), "after"])
 def test_compiled_layers_stay_compiled(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     model, plain = adapted(), adapted()

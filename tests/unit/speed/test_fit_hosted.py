@@ -47,11 +47,6 @@ def places(fit: Any) -> list[tuple[int, bool]]:
     return [(LEVELS.index(layer.level), layer.experts == "device") for layer in fit.layers]
 
 
-def in_host_memory(model: Any, layer: Any) -> bool:
-    modules = model.get_base_model().get_submodule(layer.name).modules()
-    return any(getattr(module, "host", None) is not None for module in modules)
-
-
 TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 5},  # a dense layer first
     "gpt_oss": {"num_hidden_layers": 4, "layer_types": None},
@@ -60,7 +55,7 @@ TYPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("model_type", "pace"),
-    [("deepseek_v3", "slow"), ("gpt_oss", "quick")],
+    [("deepseek_v3", "slow"), pytest.param("gpt_oss", "quick", marks=pytest.mark.nightly)],
     indirect=["pace"],
 )
 def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: str) -> None:
@@ -100,28 +95,6 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: s
     off.remove()
     model.load_state_dict(weights)
     assert equal(train(model, ids), resident)
-
-
-def test_experts_come_one_layer_after_the_other_from_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: SLOW)
-    model = adapted(num_hidden_layers=4)
-    ids, weights = token_ids(model), tensors(model)
-    resident = train(model, ids)
-    off = moe_qlora.offload_experts(model)
-    least, layer = least_memory(model), off.host_nbytes // 4
-    seen = []
-    for place in range(3):
-        model.load_state_dict(weights)
-        with fitted(model, least + place * layer) as fit:
-            host = [layer.name for layer in fit.layers if layer.experts == "host"]
-            assert host == [layer.name for layer in fit.layers if in_host_memory(model, layer)]
-            assert host == [layer.name for layer in fit.layers[len(fit.layers) - len(host) :]]
-            assert measured_peak(model, ids) <= fit.peak <= fit.memory
-            assert equal(train(model, ids), resident)
-            seen.append(len(host))
-    assert seen == [4, 3, 0]  # Two layers' slots are as large as two layers
 
 
 def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,7 +359,14 @@ def test_the_forward_says_which_arguments_it_takes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("level", [levels.RECOMPUTE, levels.ATTENTION, levels.KEEP])
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(levels.RECOMPUTE, marks=pytest.mark.nightly),
+        levels.ATTENTION,
+        levels.KEEP,
+    ],
+)
 def test_layers_are_compiled_once_for_rows_of_all_lengths(
     level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

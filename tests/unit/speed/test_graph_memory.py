@@ -114,16 +114,6 @@ def test_a_smaller_batch_gets_the_memory_of_the_graphs(fitted_first: bool, ran: 
     fits[0].remove()
 
 
-def test_with_memory_for_both_graphs_stay(ran: list[str]) -> None:
-    model = packed()
-    with fitted(model, ENOUGH), emulated(model.get_base_model()) as graphs:
-        ran.clear()
-        for rows in (2, 2, 1):
-            step(model, token_ids(model, rows))
-        assert graphs.recorded == LAYERS
-        assert ran == [levels.KEEP] * 2 * LAYERS
-
-
 @pytest.mark.parametrize("enough", [True, False])
 def test_a_second_forward_before_backward_keeps_what_memory_holds(
     enough: bool, ran: list[str]
@@ -185,14 +175,6 @@ def test_flat_rows_are_recorded_for_few_lengths(ran: list[str]) -> None:
             step(token_ids(model, 1, length))
         assert graphs.recorded == speed_graphs._MOST_FLAT * LAYERS
     rows.remove()
-
-
-def test_after_a_fifth_shape_nothing_is_recorded_even_if_nothing_was(ran: list[str]) -> None:
-    model = packed()
-    with fitted(model, tight(model)), emulated(model.get_base_model()) as graphs:
-        for length in (SEQ, 40, 32, 24, 16, SEQ, SEQ):
-            step(model, token_ids(model, 2, length))
-            assert graphs.recorded == 0
 
 
 def test_a_batch_that_comes_while_gradients_accumulate() -> None:
@@ -319,17 +301,6 @@ def test_a_reference_between_forward_and_backward_leaves_graphs_alone(
     assert len(recordings) == LAYERS
 
 
-def test_a_larger_reference_before_each_forward_leaves_graphs_alone(recordings: list[Any]) -> None:
-    model = packed()
-    ids = token_ids(model)
-    with recorded(model, ids, tight(model)):
-        for _ in range(6):
-            with torch.no_grad():  # In training mode, as GRPO's
-                model(input_ids=token_ids(model, 3))
-            step(model, ids)
-    assert len(recordings) == LAYERS
-
-
 TYPES = ["linear_attention", "full_attention"] * 2
 
 
@@ -388,14 +359,6 @@ def test_the_memory_that_first_steps_took_is_not_given_twice() -> None:
         assert all(layer is not None and layer.beside for layer in layers)
         fit._keep_less(memory // 2)
         assert not any(layer is not None and layer.beside for layer in layers)
-
-
-def test_giving_up_leaves_no_buffers() -> None:
-    model = packed()
-    with fitted(model, tight(model)), emulated(model.get_base_model()) as graphs:
-        for rows in (2, 2, 1):
-            step(model, token_ids(model, rows))
-        assert not graphs._buffers and not graphs._sources and graphs.lender.out is None
 
 
 @pytest.mark.parametrize("through", ["another", "none"])

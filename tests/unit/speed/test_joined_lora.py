@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import bitsandbytes as bnb
@@ -15,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
 
@@ -178,14 +176,6 @@ def test_as_near_to_exact_results_as_peft(
     assert {n: g.dtype for n, g in ours[1].items()} == {n: g.dtype for n, g in theirs[1].items()}
     assert ours[0].dtype == theirs[0].dtype
     assert distance(ours, wanted) <= 1.5 * distance(theirs, wanted) + 1e-6
-
-
-def test_int8_layers(products: list[int]) -> None:
-    model = adapted(linear_8bit)
-    assert type(member(model)) is joined_lora.Linear8bitLt
-    wanted = results(model)
-    with join_lora(model):
-        assert distance(results(model), wanted) < 1e-5 and products == [9] * 4
 
 
 @pytest.mark.filterwarnings("ignore:Merge lora module")
@@ -512,25 +502,6 @@ def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
     assert products == [9] * (2 if level == levels.KEEP else 4)
     first = vars(model.get_base_model().model.layers[0].self_attn.q_proj)["_moe_qlora_joined"]
     assert first.shared.held is None
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-@pytest.mark.parametrize("level", levels.EVERY[1:-1])
-def test_compiled_layers_that_keep_a_part(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one graph: else Dynamo would run all of a layer eagerly, and keep what it does then."""
-    compiles = partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(torch, "compile", compiles)
-    torch._dynamo.reset()
-    model, step = packed(hidden_size=256)
-    wanted = step()
-    join_lora(model)
-    for layer in model.get_base_model().model.layers:
-        layer.compile()
-        FittedLayer(layer, level, (1, 10_000), set())
-    counters.clear()
-    assert distance(step(), wanted) < 1e-4
-    assert not counters["graph_break"]
-    assert counters["frames"]["ok"] == counters["frames"]["total"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")

@@ -22,11 +22,10 @@ import moe_qlora
 from moe_qlora import ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.speed import offload as host_memory
-from moe_qlora.speed import slots
 from moe_qlora.speed.offload import tensors_of
 from moe_qlora.testing import tiny_inputs, tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import adapted, equal, fill, fitted, token_ids, train, with_lora
+from tests.helpers.fitting import adapted, equal, fill, token_ids, train, with_lora
 from tests.helpers.mxfp4 import write_gpt_oss
 from tests.helpers.representatives import REPRESENTATIVES
 
@@ -118,21 +117,6 @@ def test_steps_are_those_of_the_resident_model(
     model.load_state_dict(weights)
     assert equal(train(model, ids, 2), resident)
     assert same(bits(model), again)
-
-
-@pytest.mark.parametrize("codec", ["nf4 twice", "mxfp4"])
-def test_twelve_steps(codec: str, kept_folder: Path) -> None:
-    """Slots change hands two dozen times, with recomputation and without."""
-    base = kept_codes(kept_folder) if codec == "mxfp4" else packed(codec, layers=3)
-    model = with_lora(base)
-    ids, weights = token_ids(model, batch=1, seq=4), bits(model)
-    resident = train(model, ids, 12)
-    with moe_qlora.offload_experts(model) as off:
-        for passes in (1, 2):
-            model.load_state_dict(weights)
-            assert equal(train(model, ids, 12), resident)
-            assert off.copies >= passes * 12 * 2
-            checkpointed(model, "recomputed")
 
 
 @pytest.mark.parametrize("way", CHECKPOINTS)
@@ -229,22 +213,6 @@ def test_first_use_in_inference_mode_spoils_nothing() -> None:
 def train_again(model: Any, weights: Any, ids: Tensor) -> list[float]:
     model.load_state_dict(weights)
     return train(model, ids, 2)[0]
-
-
-def test_two_models_interleaved() -> None:
-    models = [with_lora(packed()), with_lora(packed("int8"))]
-    ids = token_ids(models[0])
-    expected = [train(copy.deepcopy(model), ids, 1) for model in models]
-    offs = [moe_qlora.offload_experts(model) for model in models]
-    losses = [model(input_ids=ids, labels=ids).loss for model in models]
-    for model, loss, (values, grads) in zip(models, losses, expected, strict=True):
-        loss.backward()
-        assert [loss.item()] == values
-        assert all(
-            torch.equal(p.grad, grads[n]) for n, p in model.named_parameters() if p.grad is not None
-        )
-    for off in offs:
-        off.remove()
 
 
 def test_some_layers_only() -> None:
@@ -465,15 +433,6 @@ def test_adapters_are_made_on_the_device_that_computes(monkeypatch: pytest.Monke
     assert equal(train(with_lora(packed()), token_ids(model)), found)
 
 
-def test_with_what_fit_memory_has_chosen_before() -> None:
-    model = with_lora(packed())
-    ids, weights = token_ids(model), bits(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    with fitted(model), moe_qlora.offload_experts(model):
-        assert equal(train(model, ids), resident)
-
-
 @pytest.mark.parametrize("layers", [0, -1, 5, True, 2.0, "2"])
 def test_wrong_numbers_of_layers(layers: Any) -> None:
     with pytest.raises(ConfigError, match=r"layers is .*from 1 to 4"):
@@ -569,17 +528,6 @@ def test_a_limit_of_locked_memory_changes_nothing(monkeypatch: pytest.MonkeyPatc
     assert same(bits(model), before) and "on host" not in repr(model)
     with moe_qlora.offload_experts(model):
         model(**tiny_inputs(model))
-
-
-def test_slots_of_the_cpu_copy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = with_lora(packed())
-    ids, weights = token_ids(model), bits(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    with monkeypatch.context() as patch:  # undone before what the fixture has set
-        patch.setattr("moe_qlora.speed.offload.copier_of", lambda _: slots.Copier())
-        with moe_qlora.offload_experts(model):
-            assert equal(train(model, ids), resident)
 
 
 @pytest.mark.parametrize("way", ["kept", "recomputed"])

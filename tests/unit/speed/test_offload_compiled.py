@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -18,11 +17,9 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.experts.operands import PackedOperand, packed_weight
 from moe_qlora.experts.projection import Projection
-from moe_qlora.memory import levels
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
 from moe_qlora.speed import offload
-from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import adapted, equal, token_ids, train, with_lora
@@ -137,37 +134,6 @@ def test_compiled_code_knows_whether_kernels_run(monkeypatch: pytest.MonkeyPatch
     assert asked == [torch.device("cpu")]
 
 
-def test_a_copy_and_evaluation(devices: list[Delayed]) -> None:
-    model = packed()
-    ids = token_ids(model, seq=12)
-    for layer in layers_of(model):
-        layer.compile(backend="eager")
-    with torch.no_grad():
-        expected = model.eval()(input_ids=ids).logits
-        with moe_qlora.offload_experts(model) as off:
-            twin = copy.deepcopy(model)
-            with moe_qlora.offload_experts(twin) as other, torch.inference_mode():
-                assert torch.equal(twin(input_ids=ids).logits, expected)
-                assert torch.equal(model(input_ids=ids).logits, expected)
-            assert off.copies == other.copies == 4 + 1
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_loaded_are_fetched(kind: str, devices: list[Delayed]) -> None:
-    model, other = packed(kind, layers=3), packed(kind, layers=3)
-    noise = {n: t.flip(0) if n.endswith("down_proj") else t for n, t in bits(other).items()}
-    other.load_state_dict(noise)
-    ids = token_ids(model, seq=12)
-    expected = other(input_ids=ids).logits
-    for layer in layers_of(model):
-        layer.compile(backend="eager")
-    with moe_qlora.offload_experts(model):
-        assert not torch.equal(model(input_ids=ids).logits, expected)
-        model.load_state_dict(noise)
-        for _ in range(2):
-            assert torch.equal(model(input_ids=ids).logits, expected)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_of_a_handle_is_the_one_that_eager_calls_read(kind: str) -> None:
     """Also by its number: layers have the same addresses in turns, and workspaces ask whose."""
@@ -219,18 +185,3 @@ def test_compiled_layers_are_recorded(
             found = train(model, ids)
             assert found[0] == pytest.approx(resident[0], rel=1e-5)
         assert graphs.recorded == 3 and off.copies - copies == 3 * 2
-
-
-def test_layers_that_keep_a_part(devices: list[Delayed], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    count = len(levels.LEVELS)
-    model = packed(layers=count)
-    ids, weights = token_ids(model, seq=12), bits(model)
-    resident = train(model, ids)
-    for layer, level in zip(layers_of(model), levels.LEVELS, strict=True):
-        layer.compile()
-        FittedLayer(layer, level, (1, 10_000), set())
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model) as off:
-        assert train(model, ids)[0] == pytest.approx(resident[0], rel=1e-5)
-        assert off.copies == 2 + 3 * 2 * (count - 2) and not counters["graph_break"]

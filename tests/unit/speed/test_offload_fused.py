@@ -10,7 +10,7 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.experts import backend, fused, operators
+from moe_qlora.experts import backend, fused
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import equal, token_ids, train, with_lora
@@ -55,22 +55,3 @@ def test_each_layer_is_copied_once_a_pass(
         assert equal(train(model, ids, 1), resident)
         assert off.copies == 2 + 2 * (LAYERS - 2)
     assert len(calls) == 2 * LAYERS * (1 if reentrant is None else 2)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_compiled_layers_fetch_in_one_operator(
-    devices: list[Delayed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, calls, make = packed(), [], fused.make_layer
-    monkeypatch.setattr(operators, "make_layer", lambda *of: calls.append(1) or make(*of))
-    ids = token_ids(model, batch=1, seq=6)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for layer in model.get_base_model().model.layers:
-        layer.compile(backend="aot_eager", fullgraph=True)
-    resident = train(model, ids, 1)
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model) as off:
-        assert equal(train(model, ids, 1), resident)
-        assert off.copies == 2 + 2 * (LAYERS - 2)
-    assert len(calls) == 2 * 2 * LAYERS
-    torch.compiler.reset()

@@ -145,20 +145,6 @@ def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: 
         off.remove()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("layers", "keep"), [(1, True), (2, False), (3, False)])
-def test_some_layers_only(layers: int, keep: bool, devices: list[Delayed]) -> None:
-    model = packed()
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights)
-    with moe_qlora.offload_experts(model, layers=layers) as off, graphed(model, keep=keep) as made:
-        with Reads(devices):
-            assert equal(steps(model, ids, weights), resident)
-            assert made.recorded == 4
-            copies = off.copies
-            assert equal(steps(model, ids, weights), resident)
-        assert off.copies - copies == STEPS * 2 * max(0, layers - 2)
-
-
 def test_layers_that_fit_memory_brings_to_the_device_and_back(devices: list[Delayed]) -> None:
     model = packed()
     ids, weights = token_ids(model), trained(model)
@@ -168,16 +154,6 @@ def test_layers_that_fit_memory_brings_to_the_device_and_back(devices: list[Dela
             off.hold(count)
             assert equal(steps(model, ids, weights), resident)
             assert graphs.recorded == 4 and off.slots == min(2, count)
-
-
-@pytest.mark.parametrize("model_type", ["gpt_oss", "jetmoe"])
-def test_model_types(model_type: str, devices: list[Delayed]) -> None:
-    model = packed(3, model_type)
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights)
-    with moe_qlora.offload_experts(model), graphed(model) as graphs, Reads(devices):
-        assert equal(steps(model, ids, weights), resident)
-        assert graphs.recorded == 3
 
 
 def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
