@@ -273,7 +273,8 @@ def measure(entry: str) -> dict[str, Any]:
 
 
 def _measure(kind: str, codec: str, root: Path) -> dict[str, Any]:
-    base, config, found = root / "base", quantization(codec, kind=kind), {}
+    found: dict[str, Any] = {}
+    base, config = root / "base", quantization(codec, kind=kind)
     mxfp4 = codec == "mxfp4"
     cls = write_base(kind, base, **(WIDE if mxfp4 else {}))
     if mxfp4:

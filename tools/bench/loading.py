@@ -205,7 +205,8 @@ def warm_up(device: str) -> None:
     from moe_qlora.testing import tiny_model
 
     with tempfile.TemporaryDirectory() as folder, moe_qlora.enabled():
-        tiny_model("qwen3_moe").save_pretrained(folder)
+        tiny: Any = tiny_model("qwen3_moe")
+        tiny.save_pretrained(folder)
         options = {"quantization_config": quantization(), "device_map": {"": device}}
         AutoModelForCausalLM.from_pretrained(folder, **options)
 

@@ -177,8 +177,8 @@ def _whole(
     if engine == "ddp":
         ids = [device.index] if device.type == "cuda" else None
         wrap = nn.parallel.DistributedDataParallel
-        options_of_ddp = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
-        return model, wrap(model, device_ids=ids, **options_of_ddp)
+        more: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
+        return model, wrap(model, device_ids=ids, **more)
     if engine == "whole":
         from torch.distributed.device_mesh import init_device_mesh
 
