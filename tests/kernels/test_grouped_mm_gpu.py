@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe_qlora.packing import codec
+from moe_qlora.packing.settings import CodecSettings
+
 pytestmark = pytest.mark.gpu
 
 HALVES = [torch.bfloat16, torch.float16]
