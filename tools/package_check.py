@@ -47,7 +47,8 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         capture_output=True,
         text=True,
     ).stdout.split()
-    wanted = {name for name in tracked if not name.endswith(".md")}  # pages of the repository
+    pages = ("moe_qlora/docs/", "moe_qlora/README")  # of the repository
+    wanted = {name for name in tracked if not name.startswith(pages) and name[-3:] != ".md"}
     with tarfile.open(sdist) as archive:
         packed = {str(PurePosixPath(*PurePosixPath(n).parts[1:])) for n in archive.getnames()}
     missing = wanted - packed
