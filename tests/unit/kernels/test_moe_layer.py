@@ -241,7 +241,7 @@ def test_the_compiler_is_told_the_right_shapes(tokens, transposed):
     act, gated, interleaved, _, alpha, shift = made.gate
     constants = (
         *numbers, act, [gated, interleaved], [alpha, shift], [True, False], [0.5],
-        case.transposed, False,
+        case.transposed,
     )  # fmt: skip
     arguments = x, weights, index, [], lora, packed, *constants
     real, promised = operators._layer_forward(*arguments), operators._layer_forward_fake(*arguments)

@@ -106,5 +106,5 @@ def test_without_a_recording_there_is_one_stream(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(streams, "_stream", lambda device: pytest.fail("a stream"))
     stream = SecondStream(torch.device("cuda"), 4096)
-    with stream.beside(), stream.joined():
+    with stream.beside():
         assert moe_layer.SecondStream is SecondStream
