@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -131,7 +131,7 @@ def _decode_kernel(
                 )  # fmt: skip
 
 
-def decode(
+def decoding(
     packed: PackedWeight,
     out: Tensor,
     *,
@@ -140,8 +140,10 @@ def decode(
     expert_offsets: Tensor | None = None,
     right: Tensor | None = None,
     below: Tensor | None = None,
-) -> None:
-    """Decode experts [first, first + len(out)), or a part of each, into `out`.
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return sizes and arguments of `launch_decode`, to decode experts into `out`.
+
+    Experts [first, first + len(out)), or a part of each, are decoded.
 
     `packed.dequantizes()` is true, and all tensors start at multiples of 16 bytes. `out` is `(E',
     rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows and cols are the
@@ -157,8 +159,8 @@ def decode(
         packed.spec, out.shape, out.stride(1), corner, expert_offsets is not None,
         0 if right is None else right.shape[2], 0 if below is None else below.shape[1],
     )  # fmt: skip
-    _launch_decode(
-        sizes, out,
+    return sizes, (
+        out,
         packed.flat_codes if packed.spec.is_int8 else packed.flat_codes.view(torch.int32),
         packed.absmax, none if packed.table is None else packed.table,
         table2, absmax2, offset, none if expert_offsets is None else expert_offsets,
@@ -169,7 +171,7 @@ def decode(
 
 
 @launcher(_decode_kernel)
-def _launch_decode(
+def launch_decode(
     spec: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
     skips: bool, rank_r: int, rank_b: int,
 ) -> Geometry:  # fmt: skip
@@ -184,6 +186,12 @@ def _launch_decode(
         "NESTED": spec.nested, "INT8": spec.is_int8, "SKIP": skips, "BLOCK": BLOCK,
         "UNROLL": UNROLL, "num_warps": WARPS, "enable_fp_fusion": False,
     }  # fmt: skip
+
+
+def decode(packed: PackedWeight, out: Tensor, **parts: Any) -> None:
+    """Decode experts into `out`; see `decoding`."""
+    sizes, arguments = decoding(packed, out, **parts)
+    launch_decode(sizes, *arguments)
 
 
 class Cut(NamedTuple):
@@ -404,7 +412,10 @@ def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name:
         right, below = None, None if below is None else below[:, :, first:end]
         view = out
     if not held:
-        decode(packed, out, corner=corner, expert_offsets=offsets, right=right, below=below)
+        sizes, arguments = decoding(
+            packed, out, corner=corner, expert_offsets=offsets, right=right, below=below
+        )
+        launch_decode(sizes, *arguments)
     return view
 
 
