@@ -141,7 +141,7 @@ def decoding(
     right: Tensor | None = None,
     below: Tensor | None = None,
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return sizes and arguments of `launch_decode`, to decode experts into `out`.
+    """Return sizes and arguments of `_launch_decode`, to decode experts into `out`.
 
     Experts [first, first + len(out)), or a part of each, are decoded.
 
@@ -171,7 +171,7 @@ def decoding(
 
 
 @launcher(_decode_kernel)
-def launch_decode(
+def _launch_decode(
     spec: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
     skips: bool, rank_r: int, rank_b: int,
 ) -> Geometry:  # fmt: skip
@@ -191,7 +191,7 @@ def launch_decode(
 def decode(packed: PackedWeight, out: Tensor, **parts: Any) -> None:
     """Decode experts into `out`; see `decoding`."""
     sizes, arguments = decoding(packed, out, **parts)
-    launch_decode(sizes, *arguments)
+    _launch_decode(sizes, *arguments)
 
 
 class Cut(NamedTuple):
@@ -415,7 +415,7 @@ def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name:
         sizes, arguments = decoding(
             packed, out, corner=corner, expert_offsets=offsets, right=right, below=below
         )
-        launch_decode(sizes, *arguments)
+        _launch_decode(sizes, *arguments)
     return view
 
 
