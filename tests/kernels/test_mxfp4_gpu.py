@@ -200,8 +200,8 @@ def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, mo
     weights = torch.rand(tokens, 2, device="cuda").to(dtype).requires_grad_()
     assert backend.choose_backend(module, backend.read_call(module, x)) == backend.FUSED
     decoded = []
-    real = grouped_mm.decode
-    monkeypatch.setattr(grouped_mm, "decode", lambda *a, **k: decoded.append(1) or real(*a, **k))
+    real = grouped_mm.decoding
+    monkeypatch.setattr(grouped_mm, "decoding", lambda *a, **k: decoded.append(1) or real(*a, **k))
     for module_ in (quantized_mm, quantized_mm_hopper):
         monkeypatch.setattr(module_, "prefers_quantized", lambda *args, **kwargs: few)
     if not few:  # nor weights in registers

@@ -69,7 +69,7 @@ def forbid_decoding(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("decoded")
 
-    monkeypatch.setattr(grouped_mm, "decode", forbidden)
+    monkeypatch.setattr(grouped_mm, "decoding", forbidden)
 
 
 def dequantize_all(monkeypatch):
