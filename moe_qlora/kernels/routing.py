@@ -178,7 +178,7 @@ class Routing:
     def __init__(self, ints: Tensor, count: int, experts: int, top_k: int) -> None:
         self.ints, self.count, self.experts, self.top_k = ints, count, experts, top_k  # R, E, k
         self.tile, self.counts, sizes = _sizes(count, experts)
-        parts = ints.split_with_sizes(sizes)
+        parts = ints[: sum(sizes)].split_with_sizes(sizes)
         self.order, self.inverse, self.expert_offsets, self.tiles, self.wide, self.widest = parts
 
     @cached_property
@@ -202,8 +202,12 @@ def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int, int], list[in
 
 
 def ints_size(count: int, experts: int) -> int:
-    """Return the length of `Routing.ints`; a compiler may ask with a symbol for the count."""
-    return sum(_sizes.__wrapped__(count, experts)[2])
+    """Return the length of `Routing.ints`, of which a few may be left over.
+
+    Without a comparison: a compiler asks with a symbol for the count, and would compile once for
+    each size of tiles. There are most tiles of 16 rows, or of `TILE` and two tables of wide ones.
+    """
+    return 2 * count + experts + 2 * (count // 16 + 3 * experts) + 32
 
 
 def route(index: Tensor, experts: int) -> Routing:
@@ -212,7 +216,7 @@ def route(index: Tensor, experts: int) -> Routing:
     Ids of no expert come last. At most `limits.MAX_EXPERTS` experts.
     """
     count = index.numel()
-    ints = torch.empty(sum(_sizes(count, experts)[2]), dtype=torch.int32, device=index.device)
+    ints = torch.empty(ints_size(count, experts), dtype=torch.int32, device=index.device)
     routing = Routing(ints, count, experts, index.shape[-1])
     sizes, one, bins = (count, experts), *_sorting(count, experts)
     if one:

@@ -9,7 +9,6 @@ graphs.py       decoder layers as CUDA graphs, for training
 recording.py    one call of a layer in training as graphs, and their replay
 lent.py         what graphs return, lent instead of copied
 passes.py       when graphs may run, so that nothing that is kept is overwritten
-masks.py        block masks of flex attention as arguments of graphs
 offload.py      packed experts in host memory
 slots.py        memory on the device that they are copied to ahead of use
 call_kinds.py   which calls graphs can replay, and experts that stay where these read them

@@ -7,9 +7,11 @@ checkpointing off on the model.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -75,7 +77,7 @@ class FittedLayer(RunsLevels):
         """Run the layer; in training, keep what its level says."""
         level = levels.KEEP
         if self.layer.training and torch.is_grad_enabled():
-            found = without_cache(self.layer, args, kwargs)
+            found = used_arguments(self.layer, args, kwargs)
             if found is not None:
                 args, kwargs = found
                 level = level_of(self.layer, args, kwargs, level)
@@ -168,16 +170,21 @@ def exceeds(layer: FittedLayer, args: Any, kwargs: Any) -> str | None:
     return None
 
 
-def without_cache(
+def used_arguments(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments without an empty key-value cache, which training has no use for.
+    """Return the arguments that a layer uses, without an empty key-value cache.
+
+    Arguments that it only hands on, such as `output_hidden_states` and Trainer's
+    `num_items_in_batch`, differ between callers, and a layer would be compiled for each.
 
     None where the cache holds something, or has a fixed size, and the layer writes to it: such a
     call is computed once. A layer that only reads its cache keeps it, and may be computed again.
     """
     from transformers.cache_utils import Cache
 
+    own = _parameters(type(layer))
+    kwargs = {n: v for n, v in kwargs.items() if n in own or not _is_of_the_stack(n, v)}
     named = [kwargs[name] for name in _CACHES if kwargs.get(name) is not None]
     found = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
     caches = found + [each for each in named if not isinstance(each, Cache)]
@@ -200,6 +207,16 @@ def without_cache(
         return None if any(value is cache for cache in caches) else value
 
     return tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
+
+
+@lru_cache
+def _parameters(kind: type) -> frozenset[str]:
+    own = getattr(kind.forward, "__wrapped__", kind.forward)  # type: ignore[attr-defined]
+    return frozenset(inspect.signature(own).parameters)
+
+
+def _is_of_the_stack(name: str, value: Any) -> bool:
+    return value is None or name.startswith("output_") or name == "num_items_in_batch"
 
 
 def _holds(cache: Any) -> bool:

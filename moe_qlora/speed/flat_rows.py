@@ -6,8 +6,8 @@
         -> hidden states, router logits `(B, T, ...)`, zeros at padding
 
 `L` is one of a few lengths, which come from the batches that come (`RowLengths`): CUDA graphs are
-recorded for each of these, and rows of other lengths run without. Compiled layers serve all of
-them. What calls the model, such as the head, the loss or a trainer, sees no difference.
+recorded for each of these. Compiled layers serve all of them. What calls the model, such as the
+head, the loss or a trainer, sees no difference.
 
 The forward of the decoder stack is replaced on its instance; labels never come there. Numbers of
 tokens and segments are read from the device where there is a mask or positions are given, as
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +40,12 @@ _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STEP = 64
 """Lengths are multiples of this: kernels are compiled anew for those that are not of 16."""
 _PLACES = ("attention_mask", "position_ids")
-_FIRST, _LAST = 8, 128
-"""Batches before lengths are chosen first, and most that a choice looks at."""
-_CHOSEN = 5
-"""Most lengths that are recorded beside the largest."""
+_OFTEN = 3
+"""How often a length comes before it is recorded although a longer one serves."""
+_RECORDED = 8
+"""Most lengths that are recorded: 1.2 s each (48 layers of Qwen3-30B-A3B, H200)."""
 _SHORT = 1024
 """Tokens of a row that takes hardly less time than one of fewer: all experts are read for it."""
-_GAIN = 0.03
-"""Least part of the time of all rows that a further length must save."""
 _OF_LOSS = ("num_items_in_batch", "labels")
 _OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments of packed rows beside positions, which say the same."""
@@ -70,41 +68,42 @@ def flatten_rows(model: nn.Module, batch_size: int, seq_len: int, *, fixed: bool
 
 
 class RowLengths:
-    """Which lengths of rows are recorded, and with which size of the table of segments.
+    """Which lengths rows are filled up to, and which sizes their tables of segments have.
 
-    The largest batch's, from the start; after 8, 32, 128, ... batches also those that leave least
-    of them to be filled. Others run without a recording, in steps of an eighth (fill 89 %).
+    Both come from the batches that come. CUDA graphs are recorded for a length when it first comes,
+    but where a recorded one of less than twice the tokens serves it; from the third time on, it is
+    recorded for itself. Lengths are quarters of powers of two (filled to 89 %), the largest
+    batch's, and not shorter than rows that would not be quicker.
     """
 
     def __init__(self, largest: int) -> None:
-        self.recorded: tuple[int, ...] = (largest,)
-        self.table = _TABLE
-        self._seen: deque[tuple[int, int]] = deque(maxlen=_LAST)  # Tokens and segments
-        self._count, self._choice = 0, _FIRST
+        self.largest = largest
+        self.recorded: list[tuple[int, int]] = []  # (L, S)
+        self._came: Counter[tuple[int, int]] = Counter()
 
-    def pick(self, tokens: int, segments: int) -> tuple[int, bool]:
-        """Return a row's length, and whether it is recorded with the table as it is."""
-        self._seen.append((tokens, segments))
-        self._count += 1
-        if self._count == self._choice:
-            self._choice *= 4
-            self._choose()
-        length = next((each for each in self.recorded if each >= tokens), None)
-        if length is None or segments > self.table or length > max(2 * tokens, 2 * _SHORT):
-            return rounded(tokens), False
-        return length, True
-
-    def _choose(self) -> None:
-        largest = self.recorded[-1]
-        counts = Counter(min(rounded(n), largest) for n, _ in self._seen if n <= largest)
-        self.recorded = (*(n for n in best_lengths(counts) if n < largest), largest)
-        tables = sorted(table_size(segments + 1) for _, segments in self._seen)
-        self.table = tables[len(tables) * 9 // 10]
+    def pick(self, tokens: int, segments: int) -> tuple[int, int, bool]:
+        """Return a row's length, the size of its table, and whether it is recorded."""
+        size = table_size(segments)
+        if tokens > self.largest:
+            return rounded(tokens), size, False
+        own = min(max(rounded(tokens), _SHORT), self.largest), size
+        self._came[own] += 1
+        free = len(self.recorded) < _RECORDED
+        serve = [each for each in self.recorded if each[0] >= own[0] and each[1] >= size]
+        if own not in self.recorded and not (free and self._came[own] >= _OFTEN):
+            serve = [each for each in serve if each[0] < 2 * own[0] or not free]
+            if serve:
+                return *min(serve), True
+            if not free:
+                return *own, False
+        if own not in self.recorded:
+            self.recorded.append(own)
+        return *own, True
 
 
 def rounded(tokens: int) -> int:
-    """Return the next length: in steps of an eighth of the power of two below."""
-    step = max(_STEP, 1 << max(0, tokens.bit_length() - 4))
+    """Return the next length: in steps of a quarter of the power of two below."""
+    step = max(_STEP, 1 << max(0, tokens.bit_length() - 3))
     return -(-tokens // step) * step
 
 
@@ -114,26 +113,6 @@ def table_size(segments: int) -> int:
     while size < segments:
         size *= 4
     return size
-
-
-def best_lengths(counts: Counter[int]) -> tuple[int, ...]:
-    """Return the few lengths, rising, that rows of these lengths fill up in least time."""
-    lengths = sorted(counts)
-    cost = _GAIN * sum((n + _SHORT) * counts[n] for n in lengths)  # Of one more length
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # By how many are covered
-    for _ in range(_CHOSEN):
-        for end in range(len(lengths), 0, -1):
-            longest = lengths[end - 1]
-            found = [
-                (
-                    spent + cost + (longest + _SHORT) * sum(counts[n] for n in lengths[start:end]),
-                    (*picked, longest),
-                )
-                for start, (spent, picked) in best.items()
-                if start < end
-            ]
-            best[end] = min([*found, *([best[end]] if end in best else [])])
-    return best.get(len(lengths), (0.0, ()))[1]
 
 
 def has_flat_rows(model: nn.Module) -> bool:
@@ -316,14 +295,14 @@ class _Row:
             count, segments, most = torch.stack(found).tolist()
         if not count:
             return None
-        length, recorded, size = count, False, 0
+        length, size, recorded = count, table_size(segments), False
         if lengths is not None:
-            length, recorded = lengths.pick(count, segments)
-            recorded, size = recorded and most <= longest, lengths.table
+            # Two more than fill any row: by at most a quarter, or up to the shortest length.
+            length, size, recorded = lengths.pick(count, segments + 2)
+            recorded = recorded and most <= longest
         longest = max(longest, most)
-        needed = segments + -(-(length - count) // longest)
-        if needed > size:
-            recorded, size = False, table_size(needed)
+        if (needed := segments + -(-(length - count) // longest)) > size:
+            size, recorded = table_size(needed), False
         offsets = _offsets(begins, places, length, longest, size)
         source = target = None
         if count < shape.numel():

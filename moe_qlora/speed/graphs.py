@@ -36,8 +36,15 @@ from torch import Tensor, nn
 from ..errors import ConfigError, first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
-from . import gathered, masks, recording, segments
-from .call_kinds import CallKinds, LayerExperts, Reserved, computing_devices, obstacle
+from . import gathered, recording, segments
+from .call_kinds import (
+    CallKinds,
+    LayerExperts,
+    Reserved,
+    computing_devices,
+    obstacle,
+    unflatten,
+)
 from .fitted import (
     RunsLevels,
     decoder_layers,
@@ -46,7 +53,7 @@ from .fitted import (
     level_of,
     measures,
     own_forward,
-    without_cache,
+    used_arguments,
 )
 from .lent import Lender, is_at
 from .passes import Passes
@@ -58,6 +65,8 @@ _MOST_KINDS = 4
 """Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
 _MOST_FLAT = 8
 """Likewise of flat rows, of which the one that was not run for longest is given up for a ninth."""
+_UNKNOWN = object()
+"""Of a kind of call that has not come before, of whose calls none is recorded yet: None."""
 _EVERY = 4
 """Fewest passes between evaluations that get the graphs' memory: recording takes over a step."""
 
@@ -320,7 +329,7 @@ class _GraphedLayer(RunsLevels):
             if own is not None and not layer.training and exceeds(own, args, kwargs):
                 self.shared.make_room_to_evaluate(layer)
             return type(layer).forward(layer, *args, **kwargs)
-        given, found = kwargs, self._needed(args, kwargs)
+        given, found = kwargs, used_arguments(layer, args, kwargs)
         if found is None:
             self.shared.warn("its key-value cache holds something")
             return type(layer).forward(layer, *args, **given)
@@ -331,11 +340,11 @@ class _GraphedLayer(RunsLevels):
         keeps = level != levels.RECOMPUTE
         admitted = in_backward() or self.shared.enters(self.place, keeps=keeps)
         try:
-            leaves, spec, kind = self._kinds.describe(args, kwargs)
+            leaves, structure, kind = self._kinds.describe(args, kwargs)
             may = admitted and self.active and not measures(layer) and segments.records()
             reserved = self._reserve() if may else None
             if reserved is not None:
-                call = self._replayable(level, kind, lambda: self._record(leaves, spec, level))
+                call = self._replayable(level, kind, lambda: self._record(leaves, structure, level))
                 if call is not None:
                     return gathered.delivered(call.run(leaves))
         except ObstacleError as met:
@@ -358,19 +367,17 @@ class _GraphedLayer(RunsLevels):
         self, level: str, kind: Hashable, make: Callable[[], RecordedCall]
     ) -> RecordedCall | None:
         """Return a call's graphs if it may run them now; after a change of level, others."""
-        for other in levels.EVERY:
-            if other != level:
-                self.calls.pop((other, kind), None)
-        call = self.calls.get((level, kind))
-        if call is not None and self.shared.passes.is_outdated(call):
-            self.calls[level, kind] = None
+        known = self.calls.get(kind, _UNKNOWN)
+        call = known if isinstance(known, RecordedCall) else None
+        if call is not None and (call.level != level or self.shared.passes.is_outdated(call)):
+            call = None
+        records = known is not _UNKNOWN
         if segments.running.get() is not None:
-            # Their lengths have come before: only the very first call runs without graphs.
-            if self.calls:
-                self.calls[level, kind] = self.calls.pop((level, kind), None)
-            if len(self.calls) > _MOST_FLAT:
-                del self.calls[next(iter(self.calls))]
-        elif (level, kind) not in self.calls:
+            # Their lengths are chosen: only the very first call runs without graphs.
+            records = bool(self.calls)
+            if known is _UNKNOWN and len(self.calls) >= _MOST_FLAT:
+                del self.calls[min(self.calls, key=lambda each: _last_pass(self.calls[each]))]
+        elif not records:
             many = len(self.calls) >= _MOST_KINDS
             self.shared.make_room(self.layer, for_good=many)
             if many:
@@ -378,40 +385,28 @@ class _GraphedLayer(RunsLevels):
                     f"it was called in more than {_MOST_KINDS} ways; train in batches of one fixed "
                     "length, packed or padded"
                 )
-        call = self.calls.get((level, kind))
-        if call is None and (level, kind) in self.calls:  # The second of its kind
+        if call is None and records:
             call = self.shared.record(self, make)
-        self.calls[level, kind] = call
+        if call is not known:
+            self.calls[kind] = call
+        if call is not None:
+            call.last_pass = self.shared.passes.count
         return call
 
-    def _record(self, leaves: Sequence[Any], spec: masks.Spec, level: str) -> RecordedCall:
+    def _record(self, leaves: Sequence[Any], structure: Hashable, level: str) -> RecordedCall:
         gathers = gathered.asked()
 
         def compute(arguments: Sequence[Any]) -> tuple[Any, ...]:
-            args, kwargs = masks.unflatten(arguments, spec)
+            args, kwargs = unflatten(structure, iter(arguments))
             with gathered.gathering(gathers) as logits:
                 out = self._compute(level, args, kwargs, preserve_rng_state=False)
             return out, *logits
 
-        keeps = level != levels.RECOMPUTE
         with gathered.gathering(False):  # A checkpoint's recomputation in warming up
             return RecordedCall(
                 self.layer, compute, self.shared, leaves,
-                reserve=partial(self.experts.reserve, self.places), role=spec, keeps=keeps,
+                reserve=partial(self.experts.reserve, self.places), role=structure, level=level,
             )  # fmt: skip
-
-    def _needed(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Return the arguments that a layer uses; None where it reads what its cache holds.
-
-        Trainer's `num_items_in_batch` is for the loss and changes from step to step.
-        """
-        checkpoints = getattr(self.layer, "gradient_checkpointing", False)
-        if checkpoints or fitted(self.layer) is not None:
-            found = without_cache(self.layer, args, kwargs)
-            if found is None:
-                return None
-            args, kwargs = found
-        return args, kwargs | {name: None for name in ("num_items_in_batch",) if name in kwargs}
 
     def _compute(self, level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool) -> Any:
         # In autocast's state of a recording, so that compilers need not compile for two.
@@ -419,6 +414,10 @@ class _GraphedLayer(RunsLevels):
             return self._run(
                 level, (self.layer, *args), kwargs, preserve_rng_state=preserve_rng_state
             )
+
+
+def _last_pass(call: RecordedCall | None) -> int:
+    return -1 if call is None else call.last_pass
 
 
 def _is_tight(layer: nn.Module) -> bool:

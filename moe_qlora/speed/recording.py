@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..kernels import workspace
+from ..memory import levels
 from .lent import Lender, Lent, is_at
 
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
@@ -89,7 +90,7 @@ class RecordedCall:
         *,
         reserve: Callable[[], object | None],
         role: Hashable = None,
-        keeps: bool = False,
+        level: str = levels.RECOMPUTE,
     ) -> None:
         """Record the forward.
 
@@ -102,14 +103,16 @@ class RecordedCall:
                 returns is referenced; None where they are elsewhere by then.
             role: Calls of one role share the buffers of all arguments: layers whose attention is
                 masked alike, so that these are filled once in a step.
-            keeps: Whether it keeps more than its inputs for backward.
+            level: What it keeps for its backward (memory/levels.py).
 
         Raises:
             ObstacleError: The layer has hooks that a graph would skip, or returns more than hidden
                 states.
         """
         check_hooks(layer)
-        self.layer, self.compute, self.shared, self.keeps = layer, compute, shared, keeps
+        self.layer, self.compute, self.shared, self.level = layer, compute, shared, level
+        self.keeps = keeps = level != levels.RECOMPUTE  # Whether more than its inputs
+        self.last_pass = 0  # The model's forward pass in which it was run last
         self.pool = shared.pool  # Which later recordings may not use
         self.reserve = reserve
         self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 triton = pytest.importorskip("triton")
 from moe_qlora.kernels import limits  # noqa: E402
@@ -106,3 +107,14 @@ def test_any_few_assignments(tokens, top_k, experts, dtype, part, seed):
         patch.setattr(routing_, "_sorting", lambda *args: (False, bins))
         check(routing_.route(index, experts), index, experts)
     assert routing.top_k == top_k
+
+
+def test_a_compiler_compares_nothing_to_know_the_length_of_a_routing():
+    rows = ShapeEnv().create_unbacked_symint()  # Raises where it is compared
+    assert isinstance(routing_.ints_size(rows * 8, 128), torch.SymInt)
+
+
+@pytest.mark.parametrize("experts", [1, 3, 60, 512])
+def test_the_length_of_a_routing_holds_all_its_parts(experts):
+    for count in [*range(0, 3000, 7), *range(3000, 300000, 9973)]:
+        assert sum(routing_._sizes(count, experts)[2]) <= routing_.ints_size(count, experts)

@@ -240,38 +240,32 @@ def test_embeddings_are_gathered_with_their_gradients() -> None:
 
 
 def test_recorded_lengths_come_from_the_batches_that_come() -> None:
-    assert [flat_rows.rounded(n) for n in (1, 64, 65, 530, 600, 4096, 4097, 4300, 9000)] == [
-        64, 64, 128, 576, 640, 4096, 4608, 4608, 9216,
+    assert [flat_rows.rounded(n) for n in (1, 64, 65, 530, 600, 4096, 4097, 9000)] == [
+        64, 64, 128, 640, 640, 4096, 5120, 10240,
     ]  # fmt: skip
     lengths = flat_rows.RowLengths(32768)
-    counts = [4300, 5200, 3900, 4450, 2800, 6100, 4350, 7900, *range(2900, 7900, 250)]
-    first = [lengths.pick(n, 9) for n in counts[:7]]
-    assert first == [(flat_rows.rounded(n), False) for n in counts[:7]]
-    found = [lengths.pick(n, 9) for n in counts[7:]]
-    assert all(recorded for _, recorded in found) and 2 < len({n for n, _ in found}) < 7
-    assert sum(counts[7:]) > 0.8 * sum(length for length, _ in found)
-    assert lengths.pick(32000, 9) == (32768, True) and lengths.pick(40000, 9) == (40960, False)
-    full = flat_rows.RowLengths(4096)
-    for n in range(3500, 4096):
-        length, recorded = full.pick(n, 9)
-        assert recorded and n >= 0.85 * length
+    came = [4300, 5200, 3900, 4450, 2800, 6100, 4350, 7900, *range(2900, 7900, 250)]
+    found = [lengths.pick(n, 9) for n in came * 3]
+    assert all(recorded for _, _, recorded in found)
+    assert sum(came) > 0.85 * sum(length for length, *_ in found[2 * len(came) :])
+    assert lengths.pick(32000, 9)[0] == 32768 and lengths.pick(40000, 9)[2] is False
+    assert len(lengths.recorded) <= 8
 
 
-def test_lengths_are_chosen_anew_as_batches_change() -> None:
+def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
     lengths = flat_rows.RowLengths(4096)
-    for _ in range(8):
-        lengths.pick(500, 2)
-    assert lengths.recorded == (512, 4096)
-    for n in range(512 - 8):
-        lengths.pick(2000 + n % 9, 2)
-    assert lengths.recorded == (2048, 4096)
+    picked = [lengths.pick(n, 3)[0] for n in (30, 500, 3000, 2000, 4096, 2300, 2300, 2300)]
+    # 2,048 tokens and less are half of 3,072: a length of their own.
+    assert picked == [1024, 1024, 3072, 3072, 4096, 3072, 3072, 2560]
+    for n in range(1024, 4097, 64):  # Nothing is recorded for ever more lengths
+        for count in (3, 40, 200):
+            lengths.pick(n, count)
+    assert len(lengths.recorded) == 8
 
 
-def test_the_table_of_segments_has_the_size_of_most_rows() -> None:
+def test_the_table_of_segments_holds_those_of_a_row() -> None:
     lengths = flat_rows.RowLengths(512)
-    sizes = [lengths.pick(500, count) for count in (5, 16, 17, 40, 40, 40, 40, 40)]
-    assert sizes == [(512, True)] * 2 + [(512, False)] * 5 + [(512, True)]
-    assert lengths.table == 64 and lengths.pick(500, 100) == (512, False)
+    assert [lengths.pick(500, count)[1] for count in (5, 16, 17, 5, 40)] == [16, 16, 64, 16, 64]
     model, seen = tiny_model("qwen3_moe", seed=0).train(), []
     model.model.layers[0].register_forward_pre_hook(
         lambda *_: seen.append((segments.records(), len(segments.running.get().offsets) - 1))
@@ -280,7 +274,7 @@ def test_the_table_of_segments_has_the_size_of_most_rows() -> None:
     with flat(model, 1, 256):
         for length in (256, 20, 16, 4, 1):
             model(input_ids=ids, position_ids=torch.arange(256)[None] % length)
-    assert seen == [(True, 16), (True, 16), (True, 16), (False, 64), (False, 256)]
+    assert seen == [(True, 16), (True, 16), (True, 64), (True, 256), (True, 1024)]
 
 
 def test_rows_are_filled_up_in_training() -> None:
@@ -293,7 +287,7 @@ def test_rows_are_filled_up_in_training() -> None:
             model(input_ids=torch.full((1, tokens), 7))
         with torch.no_grad():
             model(input_ids=torch.full((1, 33), 7), use_cache=False)
-    assert seen == [(64, False)] * 2 + [(128, False), (4096, True), (4608, False), (33, False)]
+    assert seen == [(1024, True)] * 3 + [(2560, True), (5120, False), (33, False)]
 
 
 def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
