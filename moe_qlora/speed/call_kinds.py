@@ -70,7 +70,9 @@ class CallKinds:
             if isinstance(leaf, Tensor):
                 if leaf.requires_grad and position:
                     raise ObstacleError("it takes gradients to more than its hidden states")
-                shapes.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad))
+                # Numbers on the host are read when a call is recorded.
+                values = tuple(leaf.tolist()) if leaf.is_cpu and leaf.dim() == 1 else None
+                shapes.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, values))
             elif isinstance(leaf, PLAIN):
                 shapes.append((type(leaf), leaf))
             else:

@@ -145,7 +145,6 @@ class FlatRows:
         self._names = parameters_of(stack)
         self._said: set[str] = set()
         self._plain: tuple[Any, _Row] | None = None
-        self._by_offsets = False
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
         self._watch = watch_packed_rows(stack)
@@ -221,10 +220,6 @@ class FlatRows:
         if plain and self._plain is not None and self._plain[0] == key:
             return self._plain[1]
         row = _Row.of(given, self.longest, lengths)
-        if row is not None:
-            # Layers are compiled for each of both: once by offsets, always so.
-            self._by_offsets |= row.rows == 0 or given.get("position_ids") is not None
-            row.rows = 0 if self._by_offsets else row.rows
         self._plain = (key, row) if plain and row is not None and row.recorded else None
         return row
 
@@ -272,7 +267,7 @@ class _Row:
     recorded: bool  # Whether rows of this length are recorded
     offsets: Tensor  # (S + 1,) int32
     positions: Tensor  # (1, L)
-    rows: int  # As of a `SegmentMask`
+    rows: int  # As of `Segments`
     source: Tensor | None  # (L,) of the batch's tokens, B * T for filling; None: in their order
     target: Tensor | None  # (B * T,) in the row, L for padding
 
