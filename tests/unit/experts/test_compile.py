@@ -102,10 +102,12 @@ def assert_same(compiled: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("model_type", "codes", "runs", "dynamic", "expected"),
     [
-        ("qwen3_moe", "nf4", "aot_eager", None, [1, 0, 1, 0]),
+        ("qwen3_moe", "bf16 storage", "eager", None, [1, 0, 1, 0]),
         ("gpt_oss", "kept", "eager", True, [1, 0, 0, 0]),
-        ("granitemoe", "int8", "eager", True, [1, 0, 0, 0]),
-        ("deepseek_v3", "bf16 storage", "eager", True, [2, 0, 0, 0]),
+        ("granitemoe", "int8", "aot_eager", True, [1, 0, 0, 0]),
+        pytest.param(
+            *("deepseek_v3", "nf4", "eager", True, [2, 0, 0, 0]), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_layers_share_a_graph_and_one_more_for_all_lengths(
