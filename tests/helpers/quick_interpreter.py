@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 core: Any = tl.core
+semantic: Any = TritonSemantic
 
 
 @functools.cache
@@ -26,7 +28,8 @@ def _tensor_shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - may be passed by name
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _tensor_shape(tuple(type.shape) if type.is_block() else ())
+    sizes = tuple(type.shape.values) if isinstance(type, core.block_type) else ()
+    self.shape, self.numel = _tensor_shape(sizes)
 
 
 @functools.cache
@@ -54,12 +57,29 @@ def _equal_block_types(self: Any, other: Any) -> bool:
     return bool(self.element_ty == other.element_ty and self.shape.values == other.shape.values)
 
 
+def _broadcast(self: Any, lhs: Any, rhs: Any, stock: Any = semantic.broadcast_impl_value) -> Any:
+    one, other = lhs.type, rhs.type
+    if one is other or (
+        isinstance(one, core.block_type)
+        and isinstance(other, core.block_type)
+        and one.shape.values == other.shape.values
+    ):
+        return lhs, rhs
+    return stock(self, lhs, rhs)
+
+
+def _unwrap(value: Any, stock: Any = core._unwrap_if_constexpr) -> Any:
+    return value if type(value) in (core.tensor, int, str) else stock(value)
+
+
 def quicken(patch: pytest.MonkeyPatch) -> None:
     """Patch the interpreter as long as `patch` lasts."""
     patch.setattr(core.tensor, "__init__", _init_tensor)
     patch.setattr(core.block_type, "__init__", _init_block_type)
     patch.setattr(core.block_type, "__eq__", _equal_block_types)
     patch.setattr(core.tuple, "__eq__", _equal_tuples)
+    patch.setattr(core, "_unwrap_if_constexpr", _unwrap)
+    patch.setattr(semantic, "broadcast_impl_value", _broadcast)
 
     # Three more operations look for the overflow of an integer one, for an assertion that only
     # debug mode executes.
