@@ -17,7 +17,6 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 core: Any = tl.core
-semantic: Any = TritonSemantic
 
 
 @functools.cache
@@ -57,19 +56,14 @@ def _equal_block_types(self: Any, other: Any) -> bool:
     return bool(self.element_ty == other.element_ty and self.shape.values == other.shape.values)
 
 
-def _broadcast(self: Any, lhs: Any, rhs: Any, stock: Any = semantic.broadcast_impl_value) -> Any:
+def _broadcast(
+    self: Any, lhs: Any, rhs: Any, stock: Any = TritonSemantic.broadcast_impl_value
+) -> Any:
     one, other = lhs.type, rhs.type
-    if one is other or (
-        isinstance(one, core.block_type)
-        and isinstance(other, core.block_type)
-        and one.shape.values == other.shape.values
-    ):
+    blocks = isinstance(one, core.block_type) and isinstance(other, core.block_type)
+    if one is other or (blocks and one.shape.values == other.shape.values):
         return lhs, rhs
     return stock(self, lhs, rhs)
-
-
-def _unwrap(value: Any, stock: Any = core._unwrap_if_constexpr) -> Any:
-    return value if type(value) in (core.tensor, int, str) else stock(value)
 
 
 def quicken(patch: pytest.MonkeyPatch) -> None:
@@ -78,8 +72,7 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.block_type, "__init__", _init_block_type)
     patch.setattr(core.block_type, "__eq__", _equal_block_types)
     patch.setattr(core.tuple, "__eq__", _equal_tuples)
-    patch.setattr(core, "_unwrap_if_constexpr", _unwrap)
-    patch.setattr(semantic, "broadcast_impl_value", _broadcast)
+    patch.setattr(TritonSemantic, "broadcast_impl_value", _broadcast)
 
     # Three more operations look for the overflow of an integer one, for an assertion that only
     # debug mode executes.

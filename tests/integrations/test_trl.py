@@ -122,10 +122,6 @@ def adapter(model, name="default"):
     }
 
 
-def announced(caplog):
-    return [one.getMessage() for one in caplog.records if one.name == "moe_qlora.lora.inject"]
-
-
 def losses(trained):
     return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
@@ -156,7 +152,7 @@ def test_training(kind, way, model_folder, tmp_path, caplog):
 
     trained.train()
 
-    (line,) = announced(caplog)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "moe_qlora.lora.inject"]
     assert line.startswith("The experts of 2 layers are packed (nf4 with double quantization): ")
     assert " and 4 of 4 expert weights (down_proj, gate_up_proj): " in line
     assert f" {sum(value.numel() for value in before.values()):,} weights (" in line
