@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 core: Any = tl.core
@@ -56,14 +55,15 @@ def _equal_block_types(self: Any, other: Any) -> bool:
     return bool(self.element_ty == other.element_ty and self.shape.values == other.shape.values)
 
 
-def _broadcast(
-    self: Any, lhs: Any, rhs: Any, stock: Any = TritonSemantic.broadcast_impl_value
-) -> Any:
+_stock_broadcast = interpreter.TritonSemantic.broadcast_impl_value
+
+
+def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
     one, other = lhs.type, rhs.type
     blocks = isinstance(one, core.block_type) and isinstance(other, core.block_type)
     if one is other or (blocks and one.shape.values == other.shape.values):
         return lhs, rhs
-    return stock(self, lhs, rhs)
+    return _stock_broadcast(self, lhs, rhs)
 
 
 def quicken(patch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(core.block_type, "__init__", _init_block_type)
     patch.setattr(core.block_type, "__eq__", _equal_block_types)
     patch.setattr(core.tuple, "__eq__", _equal_tuples)
-    patch.setattr(TritonSemantic, "broadcast_impl_value", _broadcast)
+    patch.setattr(interpreter.TritonSemantic, "broadcast_impl_value", _broadcast)
 
     # Three more operations look for the overflow of an integer one, for an assertion that only
     # debug mode executes.

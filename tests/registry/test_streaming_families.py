@@ -157,7 +157,6 @@ def test_packing_from_disk_equals_loading_and_saving(
 
 
 def check_packed_from_disk(cls: Any, tmp_path: Path, settings: dict[str, Any], model: Any) -> None:
-    """Packing `plain` from disk gives what `model` has saved as `saved`."""
     moe_qlora.quantize_checkpoint(
         tmp_path / "plain", tmp_path / "packed", settings, max_shard_size="50KB"
     )
