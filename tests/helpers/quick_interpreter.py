@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 core: Any = tl.core
+_stock_broadcast = interpreter.TritonSemantic.broadcast_impl_value
 
 
 @functools.cache
@@ -53,9 +54,6 @@ def _equal_block_types(self: Any, other: Any) -> bool:
     if not isinstance(other, core.block_type):
         return False
     return bool(self.element_ty == other.element_ty and self.shape.values == other.shape.values)
-
-
-_stock_broadcast = interpreter.TritonSemantic.broadcast_impl_value
 
 
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
