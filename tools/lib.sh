@@ -35,7 +35,10 @@ print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1")
     if [ ! -e "$stamp" ]; then
         echo "Installing moe-qlora[$1] into $(dirname "$stamp") (a few minutes the first time)" >&2
         # The machine's own pip settings choose torch's build; CUDA's is a download of 3 GB.
-        python -m pip install -qq -c tools/constraints.txt -e ".[$1]"
+        python -m pip install -qq --no-compile -c tools/constraints.txt -e ".[$1]"
+        # On every core: pip compiles on one, most of its time. Templates that are no Python fail.
+        python -m compileall -qq -j 0 \
+            "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
         touch "$stamp"
     fi
 }

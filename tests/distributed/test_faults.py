@@ -260,7 +260,7 @@ def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "timeout", 2.0)
-    codes, texts, seconds = ranks.run(save_without_one, tmp_path / "model", 5.0)
+    codes, texts, seconds = ranks.run(save_without_one, tmp_path / "model", 3.5)
     assert codes == [1, 0, 1]
     for rank in (0, 2):
         assert f"failed on rank {rank} while it gathered tensors from all ranks" in texts[rank]

@@ -67,7 +67,7 @@ def steps(model: Any, rank: int, world: int, case: dict[str, Any]) -> dict[str, 
         gradients.update({f"{step} {n}": p.grad.clone() for n, p in named if p.grad is not None})
 
     generator = torch.Generator().manual_seed(5)
-    batches = [torch.randint(5, 88, (4, 6), generator=generator) for _ in range(4)]
+    batches = [torch.randint(5, 88, (4, 6), generator=generator) for _ in range(3)]
     losses = training.train(wrapped, batches, rank, world, after_backward=keep)
     return {
         "losses": losses, "gradients": gradients, "wrapped": wrapped,

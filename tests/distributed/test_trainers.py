@@ -23,7 +23,7 @@ import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers.training import adamw, take_fsdp_on_cpus, whole
 
-STEPS, ROWS = 4, 4
+STEPS, ROWS = 3, 4
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"]}
 REENTRANT = {

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 core: Any = tl.core
+_stock_broadcast = interpreter.TritonSemantic.broadcast_impl_value
 
 
 @functools.cache
@@ -26,7 +27,8 @@ def _tensor_shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - may be passed by name
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _tensor_shape(tuple(type.shape) if type.is_block() else ())
+    sizes = tuple(type.shape.values) if isinstance(type, core.block_type) else ()
+    self.shape, self.numel = _tensor_shape(sizes)
 
 
 @functools.cache
@@ -54,12 +56,21 @@ def _equal_block_types(self: Any, other: Any) -> bool:
     return bool(self.element_ty == other.element_ty and self.shape.values == other.shape.values)
 
 
+def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+    one, other = lhs.type, rhs.type
+    blocks = isinstance(one, core.block_type) and isinstance(other, core.block_type)
+    if one is other or (blocks and one.shape.values == other.shape.values):
+        return lhs, rhs
+    return _stock_broadcast(self, lhs, rhs)
+
+
 def quicken(patch: pytest.MonkeyPatch) -> None:
     """Patch the interpreter as long as `patch` lasts."""
     patch.setattr(core.tensor, "__init__", _init_tensor)
     patch.setattr(core.block_type, "__init__", _init_block_type)
     patch.setattr(core.block_type, "__eq__", _equal_block_types)
     patch.setattr(core.tuple, "__eq__", _equal_tuples)
+    patch.setattr(interpreter.TritonSemantic, "broadcast_impl_value", _broadcast)
 
     # Three more operations look for the overflow of an integer one, for an assertion that only
     # debug mode executes.

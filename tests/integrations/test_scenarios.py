@@ -125,7 +125,7 @@ def test_a_model_of_ones_own(tmp_path, family):
     tiny_model(family, dtype=torch.bfloat16).save_pretrained(tmp_path)
     names = ("FFT", "LoRA", "Q-LoRA + GC")
     asked = [word for name in names for word in ("--scenario", name)]
-    done = scenarios("--cpu", "--steps", 3, "--model", tmp_path, *asked)
+    done = scenarios("--cpu", "--steps", 1, "--model", tmp_path, *asked)
     assert done.returncode == 0, done.stderr[-2000:]
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")

@@ -122,10 +122,6 @@ def adapter(model, name="default"):
     }
 
 
-def announced(caplog):
-    return [one.getMessage() for one in caplog.records if one.name == "moe_qlora.lora.inject"]
-
-
 def losses(trained):
     return [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
 
@@ -144,7 +140,7 @@ def assert_same(left, right):
         ("grpo", "packed"),
     ],
 )
-def test_training(kind, way, model_folder, tmp_path):
+def test_training(kind, way, model_folder, tmp_path, caplog):
     steps = 4 if kind == "grpo" else STEPS  # whose loss need not fall
     trained = trainer(kind, way, model_folder, tmp_path, max_steps=steps)
     model = trained.model
@@ -156,6 +152,10 @@ def test_training(kind, way, model_folder, tmp_path):
 
     trained.train()
 
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "moe_qlora.lora.inject"]
+    assert line.startswith("The experts of 2 layers are packed (nf4 with double quantization): ")
+    assert " and 4 of 4 expert weights (down_proj, gate_up_proj): " in line
+    assert f" {sum(value.numel() for value in before.values()):,} weights (" in line
     fresh = load(model_folder)
     assert_same(codes(model), codes(fresh))
     for name, value in adapter(model).items():
@@ -364,7 +364,7 @@ def test_a_config_that_nobody_adapted_trains_experts(model_folder, tmp_path):
                 ],
             ),
             args=trl.SFTConfig(
-                output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True
+                output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=2
             ),
             train_dataset=rows("sft"),
         )
@@ -372,17 +372,6 @@ def test_a_config_that_nobody_adapted_trains_experts(model_folder, tmp_path):
     factors = {name: p for name, p in trained.model.named_parameters() if "experts" in name}
     assert sum("lora_B" in name for name in factors) == 4
     assert all(p.any() for name, p in factors.items() if "lora_B" in name)  # zero at first
-
-
-@pytest.mark.parametrize(("kind", "way"), [*(("sft", way) for way in WAYS), ("dpo", "peft")])
-def test_a_run_says_once_what_is_packed_and_trained(kind, way, model_folder, tmp_path, caplog):
-    run = trainer(kind, way, model_folder, tmp_path, max_steps=2)
-    run.train()
-    (line,) = announced(caplog)
-    assert line.startswith("The experts of 2 layers are packed (nf4 with double quantization): ")
-    assert " and 4 of 4 expert weights (down_proj, gate_up_proj): " in line
-    trained = sum(value.numel() for value in adapter(run.model).values())
-    assert f" {trained:,} weights (" in line
 
 
 def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path):

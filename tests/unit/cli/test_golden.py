@@ -156,6 +156,7 @@ def check_fit(case: str, text: str, width: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_golden(case, cli, folder, steady, plans, monkeypatch, request):
     monkeypatch.setattr(memory_plan, "plan", plans)
+    monkeypatch.setattr(doctor, "plan", plans)
     shown = {60: "", 80: ""}
     for width in (60, 80):
         monkeypatch.setenv("COLUMNS", str(width))

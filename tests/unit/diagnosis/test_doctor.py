@@ -277,13 +277,14 @@ def test_a_card_says_with_what_settings_it_holds_a_step(stock_fit, monkeypatch):
     """They are the best of a plan; without a GPU or a model there are none."""
     monkeypatch.setattr(doctor, "_fit", stock_fit)
     plain = config()
-    said = moe_qlora.doctor(plain, BF16, gpu="H100").fit
+    diagnosis = moe_qlora.doctor(plain, BF16, gpu="H100")
+    said = diagnosis.fit
     made = moe_qlora.plan(plain, BF16, gpus="H100")
     assert said.startswith("H100 holds a training step (1 x 4,096 tokens, LoRA on attention,exp")
     assert f"{made.best}. With moe_qlora.fit_memory {made.best.fit}.\n" in said
     assert f"--gpus H100 {made.best.options}\n" in said and "experts=True" in said
     assert moe_qlora.doctor(gpu="H100").fit == ""
-    assert str(moe_qlora.doctor(plain, BF16, gpu="H100")).startswith(said)
+    assert str(diagnosis).startswith(said)
     large = {"num_hidden_layers": 8, "num_experts": 512, "hidden_size": 2048}
     large |= {"moe_intermediate_size": 2048, "device": "meta"}
     said = moe_qlora.doctor(tiny_model("qwen3_moe", **large).config, BF16, gpu="T4").fit

@@ -1,6 +1,6 @@
 """torch.compile of packed models as users switch it on: what is compiled, how often, and the same.
 
-Dynamo alone traces most cases (`Graphs("eager")`): graphs, breaks and recompilations are its own.
+Dynamo alone traces them: graphs, breaks and recompilations are its own.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ ADAPTER = "adapter_model.safetensors"
 
 
 class Graphs:
-    """A backend that counts the graphs it is given; another one runs them."""
+    """A backend that counts the graphs it is given, and runs them as they are."""
 
-    def __init__(self, runs: str = "eager") -> None:
-        self.count, self._run = 0, torch._dynamo.lookup_backend(runs)
+    count = 0
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Any:
         self.count += 1
-        return self._run(graph, inputs, **options)
+        return torch._dynamo.lookup_backend("eager")(graph, inputs, **options)
 
     def of(self, call: Callable[[], object]) -> int:
         """How many graphs a call has compiled."""
@@ -100,18 +99,17 @@ def assert_same(compiled: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "codes", "runs", "dynamic", "expected"),
+    ("model_type", "codes", "dynamic", "expected"),
     [
-        ("qwen3_moe", "nf4", "aot_eager", None, [1, 0, 1, 0]),
-        ("gpt_oss", "kept", "eager", True, [1, 0, 0, 0]),
-        ("granitemoe", "int8", "eager", True, [1, 0, 0, 0]),
-        ("deepseek_v3", "bf16 storage", "eager", True, [2, 0, 0, 0]),
+        ("qwen3_moe", "bf16 storage", None, [1, 0, 1, 0]),
+        ("gpt_oss", "kept", True, [1, 0, 0, 0]),
+        ("granitemoe", "int8", True, [1, 0, 0, 0]),
+        pytest.param("deepseek_v3", "nf4", True, [2, 0, 0, 0], marks=pytest.mark.nightly),
     ],
 )
 def test_layers_share_a_graph_and_one_more_for_all_lengths(
     model_type: str,
     codes: str,
-    runs: str,
     dynamic: bool | None,
     expected: list[int],
     tmp_path: Path,
@@ -121,7 +119,7 @@ def test_layers_share_a_graph_and_one_more_for_all_lengths(
     model.enable_input_require_grads()
     lengths = 12, 12, 17, 23
     plain = [step(model, length) for length in lengths]
-    graphs = Graphs(runs)
+    graphs = Graphs()
     for layer in layers_of(model):
         layer.compile(backend=graphs, fullgraph=True, dynamic=dynamic)
     compiled: list[dict[str, Tensor]] = []

@@ -64,10 +64,10 @@ def test_there_is_a_cell_for_each_model_gpu_and_length(fits):
 
 
 def some(fits):
-    """A cell of three models and of each quick one; others once the data is planned anew."""
+    """A cell of any model and of each quick one; others once the data is planned anew."""
     chance = random.Random(str(fits.described()))
     by_model = {name: [c for c in fits.read() if c.model == name] for name in fits.MODELS}
-    return [chance.choice(by_model[name]) for name in sorted({*chance.sample(MODELS, 3), *QUICK})]
+    return [chance.choice(by_model[name]) for name in sorted({*chance.sample(MODELS, 1), *QUICK})]
 
 
 def test_some_cells_are_what_plan_says(fits):
