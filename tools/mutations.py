@@ -69,8 +69,8 @@ class Mutation:
         return plain, ast.unparse(tree)
 
     def diff(self) -> list[str]:
-        lines = (source.splitlines() for source in self.sources())
-        return list(difflib.unified_diff(*lines, n=0, lineterm=""))[3:]
+        plain, changed = (source.splitlines() for source in self.sources())
+        return list(difflib.unified_diff(plain, changed, n=0, lineterm=""))[3:]
 
 
 def nodes(node: ast.AST) -> Iterator[ast.AST]:

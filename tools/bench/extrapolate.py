@@ -12,8 +12,6 @@ A step of N ranks, each with a micro-batch of its own, is the step of one GPU, a
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from common import RESULTS
 
 from moe_qlora.memory.budget import Engine, Settings

@@ -47,8 +47,8 @@ from transformers import AutoModelForCausalLM
 
 import moe_qlora
 
-sys.path.append(str(Path(__file__).parents[1]))
-from registry.checkpoints import FP8, MXFP4
+sys.path.append(str(Path(__file__).parents[2]))
+from tools.registry.checkpoints import FP8, MXFP4
 
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 WAYS = ("plain", "load-then-pack", "streaming", "reload")

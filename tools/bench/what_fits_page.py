@@ -58,8 +58,8 @@ def settings() -> str:
         have = {**DEFAULTS, **given}
         kept = "computed again" if have["checkpointing"] else "kept"
         lora = (have["targets"].replace(",", " and "), have["rank"], have["adapter_dtype"])
-        where = "host" if have["offload"] else "GPU"
-        rows.append((letter, *lora, have["optimizer"], kept, where, f"`{options_of(letter)}`"))
+        place = "host" if have["offload"] else "GPU"
+        rows.append((letter, *lora, have["optimizer"], kept, place, f"`{options_of(letter)}`"))
     header = ("", "LoRA on", "rank", "adapters", "optimizer", "activations", "experts in")
     return f"{planned}\n\n{table((*header, 'options of `moe-qlora plan`'), rows)}"
 
@@ -137,8 +137,7 @@ def filled(page: Path) -> str:
         if text.count(begin) != 1 or text.count(end) != 1:
             raise LookupError(f"no place for {name}: give one line {begin} and, below, one {end}")
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        new = f"{begin}\n\n{block}\n\n{end}"
-        text = pattern.sub(lambda _, new=new: new, text)
+        text = pattern.sub(f"{begin}\n\n{block}\n\n{end}".replace("\\", r"\\"), text)
     return text
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parent / "bench"), str(HERE.parent)]  # shapes.py and corpus_entries.py
+sys.path += [str(HERE.parent / "bench"), str(HERE.parents[1])]  # for shapes.py, and for tools
 
 SIZES = {
     "qwen3_moe": "qwen3-30b-a3b", "gpt_oss": "gpt-oss-20b", "mixtral": "mixtral-8x7b",
@@ -154,11 +154,11 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
 def write_model(folder: Path, model_type: str, *, tiny: bool) -> None:
     """Save a random model of this type, and a tokenizer of bytes, as a checkpoint's folder."""
     import torch
-    from corpus_entries import publish_mxfp4
     from shapes import whole_config, write_tokenizer
     from transformers import AutoModelForCausalLM
 
     from moe_qlora.testing import tiny_model
+    from tools.corpus_entries import publish_mxfp4
 
     torch.manual_seed(0)
     model: Any
