@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +37,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build")
-COMPARISONS: dict[type[ast.cmpop], str] = {
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
-    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
 }  # fmt: skip
-OPERATORS: dict[type[ast.operator], str] = {
-    ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*", ast.Div: "*", ast.Mod: "//",
-    ast.BitOr: "&", ast.BitAnd: "|", ast.LShift: ">>", ast.RShift: "<<",
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult, ast.Mod: ast.FloorDiv, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
+    ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 LEFT_ALONE = ("annotation", "returns", "bases", "decorator_list")
 # Rooms whose tests lie elsewhere than in tests/unit/<room>.
@@ -51,113 +53,71 @@ TESTS = {"integrations": ["tests/integrations", "tests/unit/models"], "testing.p
 
 @dataclass(frozen=True)
 class Mutation:
-    """Text that takes the place of a part of one line."""
+    """One change of a file's tree: the number of a node, and of a change of it."""
 
     file: str
     kind: str
-    line: int  # from 1
-    start: int
-    end: int
-    text: str
+    line: int
+    node: int
+    change: int
 
-    def apply(self, source: str) -> str:
-        lines = source.splitlines(keepends=True)
-        raw = lines[self.line - 1].encode()
-        lines[self.line - 1] = (raw[: self.start] + self.text.encode() + raw[self.end :]).decode()
-        return "".join(lines)
+    def sources(self) -> tuple[str, str]:
+        """Return the file as the parser has it, and changed."""
+        tree = ast.parse((ROOT / self.file).read_text(encoding="utf-8"))
+        plain = ast.unparse(tree)
+        changes(list(nodes(tree))[self.node])[self.change][1]()
+        return plain, ast.unparse(tree)
 
     def diff(self) -> list[str]:
-        source = (ROOT / self.file).read_text(encoding="utf-8")
-        lines = (source.splitlines(), self.apply(source).splitlines())
-        return list(difflib.unified_diff(*lines, n=0, lineterm=""))[3:]
+        plain, changed = (source.splitlines() for source in self.sources())
+        return list(difflib.unified_diff(plain, changed, n=0, lineterm=""))[3:]
 
 
-class Places:
-    """The places of a file's code that can be changed: those within one line."""
-
-    def __init__(self, file: str, source: str) -> None:
-        self.file, self.lines = file, source.encode().splitlines()
-        self.found: list[Mutation] = []
-        self._visit(ast.parse(source))
-
-    def _visit(self, node: ast.AST) -> None:
-        self._look(node)
-        for field, value in ast.iter_fields(node):  # without annotations and texts of errors
-            if field not in LEFT_ALONE and not isinstance(node, ast.Raise):
-                for child in value if isinstance(value, list) else [value]:
-                    if isinstance(child, ast.AST):
-                        self._visit(child)
-
-    def _look(self, node: Any) -> None:
-        match node:
-            case ast.UnaryOp(op=ast.USub() | ast.Not()):
-                kind = "sign" if isinstance(node.op, ast.USub) else "not"
-                self._replace(kind, node, node, f"({self._text(node.operand)})")
-            case ast.BinOp() if type(node.op) in OPERATORS and not _is_text(node.left):
-                self._between("sign", node.left, node.right, OPERATORS[type(node.op)])
-                if isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv):
-                    self._swap(node.left, node.right)
-            case ast.BoolOp():
-                new = "or" if isinstance(node.op, ast.And) else "and"
-                self._between("and/or", node.values[0], node.values[1], new)
-            case ast.Compare() if len(node.ops) == 1:
-                new = COMPARISONS[type(node.ops[0])]
-                self._between("comparison", node.left, node.comparators[0], new)
-            case ast.Call(args=[one, two, *_]):
-                starred = isinstance(one, ast.Starred) or isinstance(two, ast.Starred)
-                if not starred and self._text(node.func) not in ("min", "max"):
-                    self._swap(one, two)
-            case ast.Subscript() if _is_number(node.slice):
-                text = self._text(node.slice)
-                self._replace("index", node.slice, node.slice, f"{text} + 1")
-                self._replace("index", node.slice, node.slice, f"{text} - 1")
-            case ast.Constant(value=bool(value)):
-                self._replace("constant", node, node, str(not value))
-            case ast.Constant() if _is_number(node):
-                self._replace("constant", node, node, f"({self._text(node)} + 1)")
-
-    def _text(self, node: Any) -> str:
-        return self.lines[node.lineno - 1][node.col_offset : node.end_col_offset].decode()
-
-    def _inside(self, left: Any, right: Any) -> str:
-        return self.lines[right.lineno - 1][left.end_col_offset : right.col_offset].decode()
-
-    def _replace(self, kind: str, first: Any, last: Any, new: str) -> None:
-        if first.lineno == last.end_lineno:
-            span = (first.col_offset, last.end_col_offset)
-            self.found.append(Mutation(self.file, kind, first.lineno, *span, new))
-
-    def _between(self, kind: str, left: Any, right: Any, new: str) -> None:
-        """Replace an operator, but not the brackets around it."""
-        if left.end_lineno == right.lineno:
-            inside = self._inside(left, right)
-            head, tail = inside[: inside.rfind(")") + 1], inside[len(inside.rstrip("( ")) :].strip()
-            span = (left.end_col_offset, right.col_offset)
-            text = f"{head} {new} {tail}"
-            self.found.append(Mutation(self.file, kind, right.lineno, *span, text))
-
-    def _swap(self, one: Any, two: Any) -> None:
-        if one.lineno == two.end_lineno and self._text(one) != self._text(two):
-            middle = self._inside(one, two)
-            self._replace("swap", one, two, f"{self._text(two)}{middle}{self._text(one)}")
+def nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of code, without annotations and texts of errors."""
+    yield node
+    for field, value in ast.iter_fields(node):
+        if field not in LEFT_ALONE and not isinstance(node, ast.Raise):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from nodes(child)
 
 
-def _is_number(node: ast.AST) -> bool:
-    value = node.value if isinstance(node, ast.Constant) else None
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def changes(node: Any) -> list[tuple[str, Callable[[], None]]]:
+    """Return the kind of each change of a node, and how it is made."""
+
+    def put(kind: str, **fields: Any) -> tuple[str, Callable[[], None]]:
+        return kind, lambda: vars(node).update(fields)
+
+    match node:
+        case ast.UnaryOp(op=ast.USub()):
+            return [put("sign", op=ast.UAdd())]
+        case ast.UnaryOp(op=ast.Not()):
+            return [put("not", op=ast.Not(), operand=ast.UnaryOp(ast.Not(), node.operand))]
+        case ast.BinOp() if type(node.op) in OPERATORS and not _is_text(node.left):
+            swaps = isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv)
+            swap = [put("swap", left=node.right, right=node.left)] if swaps else []
+            return [put("sign", op=OPERATORS[type(node.op)]()), *swap]
+        case ast.BoolOp():
+            return [put("and/or", op=ast.Or() if isinstance(node.op, ast.And) else ast.And())]
+        case ast.Compare(ops=[op]):
+            return [put("comparison", ops=[COMPARISONS[type(op)]()])]
+        case ast.Call(args=[one, two, *rest]):
+            starred = isinstance(one, ast.Starred) or isinstance(two, ast.Starred)
+            alike = starred or ast.unparse(one) == ast.unparse(two)
+            plain = alike or ast.unparse(node.func) in ("min", "max")
+            return [] if plain else [put("swap", args=[two, one, *rest])]
+        case ast.Subscript(slice=ast.Constant(value=int(value))):
+            return [put("index", slice=ast.Constant(value + step)) for step in (1, -1)]
+        case ast.Constant(value=bool(value)):
+            return [put("constant", value=not value)]
+        case ast.Constant(value=int(value) | float(value)):
+            return [put("constant", value=value + 1)]
+    return []
 
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
-
-
-def _compiles(mutation: Mutation) -> bool:
-    source = (ROOT / mutation.file).read_text(encoding="utf-8")
-    try:
-        compile(mutation.apply(source), mutation.file, "exec")
-    except (SyntaxError, ValueError):
-        return False
-    return True
 
 
 def draw(options: argparse.Namespace) -> list[Mutation]:
@@ -166,14 +126,16 @@ def draw(options: argparse.Namespace) -> list[Mutation]:
     for path in sorted((ROOT / "moe_qlora").rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if any(name.startswith(prefix) for prefix in options.only or [name]):
-            for mutation in Places(name, path.read_text(encoding="utf-8")).found:
-                kinds[mutation.kind].append(mutation)
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            for number, node in enumerate(nodes(tree)):
+                for change, (kind, _) in enumerate(changes(node)):
+                    line = getattr(node, "lineno", 0)
+                    kinds[kind].append(Mutation(name, kind, line, number, change))
     lots = random.Random(options.seed)
     chosen: list[Mutation] = []
     while len(chosen) < options.count and any(kinds.values()):
         places = kinds[lots.choice(sorted(kind for kind in kinds if kinds[kind]))]
-        mutation = places.pop(lots.randrange(len(places)))
-        chosen += [mutation] if _compiles(mutation) else []
+        chosen.append(places.pop(lots.randrange(len(places))))
     part, parts = map(int, options.shard.split("/"))
     return chosen[part::parts]
 
@@ -209,13 +171,13 @@ class Copies:
     def judge(self, mutation: Mutation, deselect: list[str]) -> dict[str, Any]:
         """Return what was changed and which command noticed, or None."""
         copy, started, caught = self._free.get(), time.monotonic(), None
-        file = copy / mutation.file
+        file, (plain, changed) = copy / mutation.file, mutation.sources()
         source = file.read_text(encoding="utf-8")
         try:
             for command in commands(mutation.file, deselect):
-                file.write_text(mutation.apply(source), encoding="utf-8")
+                file.write_text(changed, encoding="utf-8")
                 failed = not self._run(command, copy)
-                file.write_text(source, encoding="utf-8")
+                file.write_text(plain, encoding="utf-8")
                 if failed and self._passes_without(command, copy):
                     caught = command
                     break

@@ -4,7 +4,7 @@
     python tools/scenarios.py --model FOLDER     on a 16-bit checkpoint of yours
 
 Each scenario loads the model anew, prepares it and trains a few steps with `transformers.Trainer`;
-a row says what was found meanwhile in modules, parameters and storages: layers that checkpoint,
+a row says what is found then in modules, parameters and storages: layers that checkpoint,
 the dtype of all weights but LoRA's (of packed ones the dtype that they compute in or decode to),
 trained weights of all (a packed weight is one), expert parameters, bytes with each storage once.
 
@@ -26,7 +26,6 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from torch import nn
 import moe_qlora
 from moe_qlora.checkpoint.integrity import open_checkpoint
 from moe_qlora.errors import CheckpointError, MoeQloraError
+from moe_qlora.memory.meta_model import lora_config_of
 
 FAILED, BAD_INPUT, NO_EXPERTS = 1, 2, 3
 RANK = 4
@@ -50,7 +50,6 @@ SCENARIOS = {
     "Q-LoRA": "half lora packed",
     "Q-LoRA + GC": "half lora packed checkpointing",
 }
-Owners = Sequence[tuple[nn.Module, str]]  # of each expert parameter: its module, its name there
 
 
 def main() -> int:
@@ -86,16 +85,12 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/scenarios.py", description=__doc__.splitlines()[0])
     parser.add_argument("--model", metavar="FOLDER", help="a model of yours, instead of a new one")
-    names = ", ".join(SCENARIOS)
-    parser.add_argument("--scenario", metavar="NAME", action="append", help=f"some of {names}")
+    parser.add_argument("--scenario", choices=SCENARIOS, action="append", help="some of them")
     parser.add_argument("--steps", type=int, default=4, help="steps of each training (4)")
     parser.add_argument("--cpu", action="store_true", help="leave a GPU alone")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error("--steps must be at least 1")
-    for name in options.scenario or ():
-        if name not in SCENARIOS:
-            parser.error(f"there is no scenario {name!r}; choose from {names}")
     return options
 
 
@@ -132,22 +127,22 @@ def _has_experts(folder: str) -> bool:
         )
     if type(source.config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         kind = source.config.model_type
-        raise CheckpointError(
-            f"--model {folder} is of type {kind!r}, which is no causal language model"
-        )
+        raise CheckpointError(f"--model {folder} is {kind!r}, which is no causal language model.")
     if any(Path(folder).glob("*.safetensors")):
         open_checkpoint(folder).close()  # reads the headers, and names what is cut off
     return bool(moe_qlora.detect(named.build(source)))
 
 
-def prepare(folder: str, how: str, device: str) -> tuple[Any, Owners]:
-    """Load the model, and put LoRA on it if the scenario has it.
+def _row(name: str, folder: str, options: argparse.Namespace) -> tuple[str, ...]:
+    """Train on one batch of random tokens, again and again, and look at the model then.
 
     Raises:
         CheckpointError: The weights cannot be loaded.
+        RuntimeError: A loss was not finite, or no gradient reached the weights to be trained.
     """
-    from peft import LoraConfig
-
+    how = SCENARIOS[name]
+    gc.collect()  # the model of the row before
+    device = "cuda:0" if torch.cuda.is_available() and not options.cpu else "cpu"
     half = torch.float16
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
@@ -155,7 +150,7 @@ def prepare(folder: str, how: str, device: str) -> tuple[Any, Owners]:
     )  # fmt: skip
     try:
         with moe_qlora.enabled():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=half if "half" in how else "auto",
                 quantization_config=config if "packed" in how else None,
@@ -166,38 +161,11 @@ def prepare(folder: str, how: str, device: str) -> tuple[Any, Owners]:
         raise CheckpointError(f"{folder} cannot be loaded: {reason}") from error
     experts = moe_qlora.detect(model).experts
     owners = [(model.get_submodule(one.module_name), one.parameter_name) for one in experts]
-    if "lora" not in how:
-        return model, owners
-    attention = [
-        f"{name}.{inner}"
-        for name, module in model.named_modules()
-        if type(module).__name__.endswith("Attention")
-        for inner, layer in module.named_modules()
-        if isinstance(layer, nn.Linear)
-    ]
-    names = [param.name for param in experts]
-    lora_config = LoraConfig(r=RANK, target_modules=attention, target_parameters=names)
-    unpacked_ok = "packed" not in how  # 16-bit experts under LoRA are a way of their own
-    return moe_qlora.get_peft_model(model, lora_config, unpacked_ok=unpacked_ok), owners
-
-
-def _row(name: str, folder: str, options: argparse.Namespace) -> tuple[str, ...]:
-    """Train on one batch of random tokens, again and again, and look at the model meanwhile.
-
-    Raises:
-        RuntimeError: A loss was not finite, or no gradient reached the weights to be trained.
-    """
-    how = SCENARIOS[name]
-    gc.collect()  # the model of the row before
-    device = "cuda:0" if torch.cuda.is_available() and not options.cpu else "cpu"
-    model, owners = prepare(folder, how, device)
-    observed: list[dict[str, Any]] = []
-
-    class Watch(transformers.TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            if not observed:
-                observed.append(observe(kwargs["model"], owners))
-
+    if "lora" in how:
+        lora_config = lora_config_of(model, (), "attention", RANK)
+        lora_config.target_parameters = [param.name for param in experts]
+        unpacked_ok = "packed" not in how  # 16-bit experts under LoRA are a way of their own
+        model = moe_qlora.get_peft_model(model, lora_config, unpacked_ok=unpacked_ok)
     vocabulary = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (2, 64), generator=generator)
@@ -211,7 +179,7 @@ def _row(name: str, folder: str, options: argparse.Namespace) -> tuple[str, ...]
         if arguments.n_gpu > 1:
             arguments._n_gpu = 1  # as Trainer does for spread models: no copy on every other GPU
         data: Any = [{"input_ids": row, "labels": row} for row in tokens]
-        trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[Watch()])
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -221,37 +189,29 @@ def _row(name: str, folder: str, options: argparse.Namespace) -> tuple[str, ...]
             raise RuntimeError(f"{name} does not train: {entry}")
     losses = f"loss {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f} in {len(steps)} steps"
     sys.stderr.write(f"{name}: {losses}\n")
-    return (name, *cells(observed[0]))
+    return (name, *observe(model, owners))
 
 
-def observe(model: nn.Module, owners: Owners) -> dict[str, Any]:
-    """Look at a model that is being trained."""
+def observe(model: nn.Module, owners: list[tuple[Any, str]]) -> tuple[str, ...]:
+    """Look at a model that was trained: the cells of its row."""
     from bitsandbytes.nn import Linear4bit, Params4bit
-    from peft.tuners.lora import LoraLayer
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     from moe_qlora.packing.decoders import state_tensors
 
-    layers: list[bool] = []
-    adapters: set[int] = set()
-    computed: dict[int, torch.dtype] = {}
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            layers.append(bool(module.gradient_checkpointing))
-        if isinstance(module, Linear4bit):
-            computed[id(module.weight)] = module.compute_dtype
-        if isinstance(module, LoraLayer):
-            for name in module.adapter_layer_names:
-                adapters.update(map(id, getattr(module, name).parameters()))
+    modules = [*model.modules()]
+    layers = [
+        m.gradient_checkpointing for m in modules if isinstance(m, GradientCheckpointingLayer)
+    ]
+    computed = {id(m.weight): m.compute_dtype for m in modules if isinstance(m, Linear4bit)}
+    adapters = {id(one) for name, one in model.named_parameters() if ".lora_" in name}
     dtypes: Counter[torch.dtype] = Counter()
-    quants: set[str] = set()
-    trainable = total = 0
-    tensors = [*model.buffers()]
+    quant, trainable, total = "no", 0, 0
+    tensors = [*model.buffers(), *model.parameters()]
     for parameter in model.parameters():
-        tensors.append(parameter)
         shape, dtype = parameter.shape, parameter.dtype
         if isinstance(parameter, Params4bit):
-            quants.add("4bit")
+            quant = "4bit"
             shape = parameter.quant_state.shape
             dtype = computed.get(id(parameter), parameter.quant_state.dtype)
             tensors += state_tensors(parameter.quant_state)
@@ -260,32 +220,20 @@ def observe(model: nn.Module, owners: Owners) -> dict[str, Any]:
         if id(parameter) not in adapters:
             dtypes[dtype] += shape.numel()
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    on, all_of = sum(layers), len(layers)
-    return {
-        "gc": "off" if on == 0 else "on" if on == all_of else f"{on} of {all_of}",
-        "lora": bool(adapters),
-        "quant": "+".join(sorted(quants)) or "no",
-        "dtype": "+".join(str(dtype) for dtype, _ in dtypes.most_common()),
-        "trainable": trainable,
-        "total": total,
-        "experts": dict(Counter(_storage(module, name) for module, name in owners)),
-        "nbytes": sum(storages.values()),
-    }
-
-
-def cells(seen: dict[str, Any]) -> tuple[str, ...]:
-    """Observed, trainable, experts and bytes, as the table gives them."""
-    flags = f"gc:{seen['gc']}, lora:{'yes' if seen['lora'] else 'no'}"
-    observed = f"{flags}, quant:{seen['quant']}, dtype:{seen['dtype']}"
-    share = f"{short(seen['trainable'])} / {short(seen['total'])}"
-    stored = ", ".join(f"{how}: {count}" for how, count in seen["experts"].items())
-    return observed, share, stored, f"{seen['nbytes']:,}"
-
-
-def _storage(module: Any, name: str) -> str:
-    if name in module._parameters:
-        return f"{8 * module._parameters[name].itemsize}-bit"
-    return f"packed {module.parametrizations[name].original.quant_state.quant_type}"
+    on = sum(layers)
+    gc_is = "off" if on == 0 else "on" if on == len(layers) else f"{on} of {len(layers)}"
+    named = "+".join(str(dtype) for dtype, _ in dtypes.most_common())
+    flags = f"gc:{gc_is}, lora:{'yes' if adapters else 'no'}, quant:{quant}, dtype:{named}"
+    stored: Counter[str] = Counter()
+    for module, name in owners:
+        plain = module._parameters.get(name)
+        packed = None if plain is not None else module.parametrizations[name].original.quant_state
+        stored[
+            f"{8 * plain.itemsize}-bit" if packed is None else f"packed {packed.quant_type}"
+        ] += 1
+    experts = ", ".join(f"{how}: {count}" for how, count in stored.items())
+    share = f"{short(trainable)} / {short(total)}"
+    return flags, share, experts, f"{sum(storages.values()):,}"
 
 
 def short(count: int) -> str:

@@ -1,7 +1,6 @@
 """Extrapolates measured steps to 8, 64 and 1,024 GPUs by arithmetic; writes many_gpus.md.
 
     python tools/bench/extrapolate.py                    on a CPU; plans memory, runs nothing
-    python tools/bench/extrapolate.py --out page.md --gpus 8,64
 
 A step of N ranks, each with a micro-batch of its own, is the step of one GPU, and
 
@@ -12,9 +11,6 @@ A step of N ranks, each with a micro-batch of its own, is the step of one GPU, a
 """
 
 from __future__ import annotations
-
-import argparse
-from pathlib import Path
 
 from common import RESULTS
 
@@ -135,11 +131,7 @@ def page(counts: list[int]) -> str:
 
 def main() -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--gpus", default="8,64,1024")
-    parser.add_argument("--out", type=Path, default=PAGE)
-    options = parser.parse_args()
-    options.out.write_text(page([int(count) for count in options.gpus.split(",")]), "utf-8")
+    PAGE.write_text(page([8, 64, 1024]), "utf-8")
 
 
 if __name__ == "__main__":

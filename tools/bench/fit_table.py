@@ -1,7 +1,6 @@
 """Measures what memory gives in speed: models fitted to limits, or offloaded, and bf16; model.csv.
 
     python tools/bench/fit_table.py                          one H200, within nine minutes
-    python tools/bench/fit_table.py --within 1200 --list     the cases, and what each runs
     python tools/bench/fit_table.py --only one,one-frozen    some of them
     python tools/bench/fit_table.py --tiny --device cpu      whether it runs, without a GPU's part
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -91,10 +89,6 @@ def main() -> None:
     options = _options()
     named = {case.name: case for case in CASES}
     cases = [named[name] for name in options.only]
-    if options.list:
-        for case in cases:
-            print(f"{case.name:24s} {case.limit:4.0f} s  {shlex.join(command(case, options))}")
-        return
     print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER), flush=True)
     end = time.monotonic() + options.within
     for case in cases:
@@ -111,7 +105,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="names of cases, by commas, in this order; default: all"
     )
-    parser.add_argument("--list", action="store_true", help="say what would be run")
     parser.add_argument("--layers", type=int, help="default: all")
     log = Path(tempfile.gettempdir()) / "fit_table.log"
     parser.add_argument("--log", type=Path, default=log, help=f"default: {log}")

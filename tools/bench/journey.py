@@ -10,8 +10,6 @@ user would, and trains by these parts, each one line in results/journey.csv:
     chat     TRL's SFTTrainer, one conversation a row, --accumulate of them
     batch8   8 conversations a batch, padded
     bfd      packing=True, TRL's best fit
-    padfree  padding_free=True, one conversation a row
-    check    loss and gradients of one padded and one packed batch beside those without flat rows
 
 Conversations have log-normal lengths, a median of --median tokens; padding is not counted. With
 `--no-prepare` the same parts run without `prepare_training`; `--stock` trains bf16 experts by PEFT.
@@ -191,7 +189,7 @@ class Journey:
             **self.arguments(
                 per_device_train_batch_size=rows,
                 gradient_accumulation_steps=accumulate,
-                max_length=None if more.get("padding_free") else self.o.seq,
+                max_length=self.o.seq,
                 router_aux_loss_coef=0.0,
                 assistant_only_loss=True,
                 **more,
@@ -206,43 +204,6 @@ class Journey:
             mean = statistics.mean(len(ids) for ids in trainer.train_dataset["input_ids"])
             trainer.train()
         self.report(name, clock, mean * rows * accumulate)
-
-    def check(self) -> None:
-        """Compare losses and gradients of the first steps with those of rows that stay apart."""
-        seq = self.o.seq // 4
-        lengths = torch.tensor([seq, seq // 3, seq // 2, 17])
-        ids = torch.randint(0, 256, (4, seq), device=self.model.device)
-        mask = (torch.arange(seq)[None] < lengths[:, None]).long().to(ids.device)
-        padded = {"input_ids": ids, "attention_mask": mask}
-        padded["labels"] = ids.masked_fill(mask == 0, -100)
-        real = mask.bool()
-        positions = (torch.arange(seq, device=ids.device).expand(4, seq))[real]
-        labels = ids[real].masked_fill(positions == 0, -100)
-        packed = {"input_ids": ids[real][None], "position_ids": positions[None]}
-        packed["labels"] = labels[None]
-        self.model.train()
-
-        def step(batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-            self.model.zero_grad()
-            with torch.autocast("cuda" if self.gpu else "cpu", torch.bfloat16, enabled=self.gpu):
-                loss = self.model(**batch, use_cache=False).loss
-            loss.backward()
-            named = self.model.named_parameters()
-            return loss.item(), {n: p.grad.clone() for n, p in named if p.grad is not None}
-
-        batches = {"padded": padded, "packed": packed}
-        sure = {name: step(batch) for name, batch in batches.items()}
-        with self.prepared(4):
-            for kind in ("padded", "packed", "padded", "packed", "padded", "packed"):
-                (loss, found), (expected, theirs) = step(batches[kind]), sure[kind]
-                apart = [
-                    float((found[name] - each).norm() / (each.norm() + 1e-20))
-                    for name, each in theirs.items()
-                ]
-                self.rows.add(f"check {kind}: loss", "relative", abs(loss / expected - 1))
-                self.rows.add(f"check {kind}: gradients", "relative", *sorted(apart))
-                print(kind, loss, expected, "largest", max(apart), flush=True)
-        self.model.zero_grad()
 
 
 def main() -> None:
@@ -266,8 +227,6 @@ def main() -> None:
         "chat": lambda: journey.sft("chat"),
         "batch8": lambda: journey.sft("batch8", 8, 1),
         "bfd": lambda: journey.sft("bfd", packing=True),
-        "padfree": lambda: journey.sft("padfree", padding_free=True),
-        "check": journey.check,
     }
     for name in options.parts.split(","):
         try:

@@ -60,12 +60,11 @@ def main() -> None:
     name = "tiny" if options.tiny else options.shape
     for tokens in options.tokens:
         for peer in options.peers:
-            cap = "" if options.cap is None else f" cap={options.cap}"
             words = f"tokens={tokens} r={options.rank} peer={peer}"
             print(f"\n{name} {words}", flush=True)
             release_workspace()
             packed = "mxfp4" if peer == "mxfp4" else "nf4+double"
-            rows = Rows(options.out, where, name, f"{words} {packed} bf16{cap}")
+            rows = Rows(options.out, where, name, f"{words} {packed} bf16")
             try:
                 measure(peer, options, tokens, device, rows)
             except Exception as error:
@@ -82,7 +81,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--cap", type=int, default=None, help="bytes of scratch, for ours")
     options = parser.parse_args()
     options.tokens = [32] if options.tiny else [int(n) for n in options.tokens.split(",")]
     options.peers = words_of(parser, "--peers", options.peers, KNOWN)
@@ -169,10 +167,6 @@ def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
             return terms[parameter_name]
 
     operands.set_lora_source(module, Provider())
-    if options.cap is not None:
-        from moe_qlora.kernels import workspace
-
-        workspace.set_workspace_cap(options.cap)
     return [t for both in terms.values() for term in both for t in (term.a, term.b)]
 
 

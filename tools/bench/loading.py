@@ -47,6 +47,9 @@ from transformers import AutoModelForCausalLM
 
 import moe_qlora
 
+sys.path.append(str(Path(__file__).parents[2]))
+from tools.registry.checkpoints import FP8, MXFP4
+
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 WAYS = ("plain", "load-then-pack", "streaming", "reload")
 MAKER_WAYS = ("maker", "maker-stock")
@@ -54,20 +57,8 @@ GIB = 2**30
 SAMPLE_SECONDS = 0.002
 FP8_BLOCK = 128
 MAKERS: dict[str, dict[str, Any]] = {
-    "fp8": {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        "modules_to_not_convert": ["lm_head", "model.embed_tokens"],
-    },
-    "mxfp4": {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [
-            *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
-            *("model.embed_tokens", "lm_head"),
-        ],
-    },
+    "fp8": {**FP8, "modules_to_not_convert": ["lm_head", "model.embed_tokens"]},
+    "mxfp4": MXFP4,
 }
 
 
@@ -219,12 +210,12 @@ def ways(arguments: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[
     if arguments.maker:
         settings.quantization_config = MAKERS[arguments.maker]
         write_checkpoint(folders["maker"], settings, arguments.device, ENCODE[arguments.maker])
-    for way in arguments.ways.split(","):
+    for way in WAYS + (MAKER_WAYS if arguments.maker else ()):
         source = folders.get(way.partition("-")[0], folders["bf16"])
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
         command = [sys.executable, __file__, "--measure", way, "--folder", str(source)]
         command += ["--device", arguments.device]
-        if way == "streaming" and "reload" in arguments.ways:
+        if way == "streaming":
             command += ["--save-to", str(folders["reload"])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -245,10 +236,8 @@ def main() -> None:
     parser = parser_of(__doc__, "loading.csv", "cpu")
     parser.add_argument("--model", choices=MODELS, default=MODELS[0])
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--num-experts", type=int, help="of the Qwen model, 128 by default")
     parser.add_argument("--maker", choices=tuple(MAKERS), help="also as its makers quantize it")
-    parser.add_argument("--experts-gib", type=float, help="instead of both: about so much of bf16")
-    parser.add_argument("--ways", help="default: those that the other options allow")
+    parser.add_argument("--experts-gib", type=float, help="of bf16, in 2 layers of fewer experts")
     parser.add_argument("--measure", choices=WAYS + MAKER_WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--save-to", type=Path, help=argparse.SUPPRESS)
@@ -257,7 +246,7 @@ def main() -> None:
         figures = measure(arguments.measure, arguments.folder, arguments.device, arguments.save_to)
         print(json.dumps(figures))
         return
-    arguments.ways = arguments.ways or ",".join(WAYS + (MAKER_WAYS if arguments.maker else ()))
+    arguments.num_experts = None
     if arguments.experts_gib is not None:
         expert = 3 * 2048 * 768 * 2
         arguments.layers = 2

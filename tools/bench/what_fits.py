@@ -1,15 +1,15 @@
 """Plans eight models on six sets of GPUs; planned/what_fits.csv and moe_qlora/docs/what-fits.md.
 
-    python tools/bench/what_fits.py                     every cell, minutes on a CPU, then the page
+    python tools/bench/what_fits.py                     every cell, minutes on a CPU, then the pages
     python tools/bench/what_fits.py --models mixtral-8x7b    these models' cells anew
-    python tools/bench/what_fits.py --write-only        the page and README's lines, from the data
+    python tools/bench/what_fits.py --write-only        tables of both pages, from the data
 
 A cell is a model, a set of GPUs and a length of sequence, micro-batch 1. It holds the first setting
 of `SETTINGS` that `moe_qlora.plan` says fits, under the first engine of `engines_of`; where none
 does, the smallest memory that the last setting needs. Settings with packed experts in host memory
 are for one GPU: several share the experts. Runs that GPUs measured are planned as well,
 with today's plan, to show how near it comes; planned/what_fits_checked.csv has these.
-`what_fits_page.py` says what the page says.
+`what_fits_page.py` writes the tables of the page and of README.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "bench"))  # shapes.py, for published sizes
+sys.path += [str(HERE.parent / "bench"), str(HERE.parents[1])]  # for shapes.py, and for tools
 
 SIZES = {
     "qwen3_moe": "qwen3-30b-a3b", "gpt_oss": "gpt-oss-20b", "mixtral": "mixtral-8x7b",
@@ -36,7 +36,6 @@ SIZES = {
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 LOSS = r"(?:(?<![a-z_])(?<!held-out )loss'?:? '?|^(?:nothing|both) .* )([\d.]+)"
-EXPERT_KEYS = ("experts.gate_up_proj", "experts.down_proj")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ DATA: dict[str, Callable[[int], dict[str, Any]]] = {
 def main() -> int:
     options = _options()
     rows = []
-    with tempfile.TemporaryDirectory(dir=options.folder) as root:
+    with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         for kind, make in DATA.items():
             lines = [json.dumps(make(i)) for i in range(60)]
@@ -105,7 +104,7 @@ def main() -> int:
             else:
                 model = folder / recipe.model
                 if not model.exists():
-                    write_model(model, recipe.model, tiny=options.tiny, layers=options.layers)
+                    write_model(model, recipe.model, tiny=options.tiny)
                 rows.append((name, run(name, recipe, folder, options)))
             print(f"{rows[-1][0]:22}{rows[-1][1]}", flush=True)
     return int(any(text.startswith("FAILED") for _, text in rows))
@@ -114,10 +113,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", help="names of recipes, by comma")
-    parser.add_argument("--layers", type=int, default=2, help="of each model; 2 or more")
-    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tiny", action="store_true", help="tiny models, for a CPU")
-    parser.add_argument("--folder", type=Path, help="where models are made; a temporary one")
     return parser.parse_args()
 
 
@@ -134,7 +130,7 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
         *(part.format(gpus=gpus) for part in recipe.launcher),
         str(HERE / f"{name}.py"),
         *(str(folder / f"{recipe.data}.jsonl"), str(folder / "out" / name)),
-        *("--model", str(folder / recipe.model), "--steps", str(options.steps), *arguments),
+        *("--model", str(folder / recipe.model), "--steps", "6", *arguments),
     ]
     paths = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
     # Tiny tensors: several threads would do little but wait for each other.
@@ -155,52 +151,28 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
     return f"loss {first} -> {last}, {saved} saved, {seconds:.0f} s {' '.join(graphs[:1])}"
 
 
-def write_model(folder: Path, model_type: str, *, tiny: bool, layers: int = 2) -> None:
+def write_model(folder: Path, model_type: str, *, tiny: bool) -> None:
     """Save a random model of this type, and a tokenizer of bytes, as a checkpoint's folder."""
     import torch
     from shapes import whole_config, write_tokenizer
     from transformers import AutoModelForCausalLM
 
     from moe_qlora.testing import tiny_model
+    from tools.corpus_entries import publish_mxfp4
 
     torch.manual_seed(0)
     model: Any
     if tiny:
         model = tiny_model(model_type, vocab_size=300)
     else:
-        config = whole_config(SIZES[model_type], layers=layers)
+        config = whole_config(SIZES[model_type], layers=2)
         config.vocab_size = 32768  # so that less is written and read
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size="1TB")
     write_tokenizer(folder)
     if model_type == "gpt_oss":
-        quantize_as_published(folder)
-
-
-def quantize_as_published(folder: Path) -> None:
-    """Put random MXFP4 codes in the place of a saved gpt-oss's experts, under their keys."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    for file in folder.glob("*.safetensors"):
-        tensors = load_file(file)
-        for key in [key for key in tensors if key.endswith(EXPERT_KEYS)]:
-            experts, inner, out = tensors.pop(key).shape
-            blocks = torch.randint(256, (experts, out, inner // 32, 16), dtype=torch.uint8)
-            tensors[f"{key}_blocks"] = blocks
-            tensors[f"{key}_scales"] = torch.full(blocks.shape[:-1], 120, dtype=torch.uint8)
-        save_file(tensors, file, {"format": "pt"})
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        table = json.loads(index.read_text("utf-8"))
-        for key in [key for key in table["weight_map"] if key.endswith(EXPERT_KEYS)]:
-            home = table["weight_map"].pop(key)
-            table["weight_map"] |= {f"{key}_blocks": home, f"{key}_scales": home}
-        index.write_text(json.dumps(table), encoding="utf-8")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        publish_mxfp4(folder)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Sizes:
     config: dict[str, Any] = field(default_factory=dict)  # Keyword arguments of the configuration
 
 
-_MXFP4 = {
+MXFP4 = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
         "model.layers.*.self_attn",
@@ -31,7 +31,7 @@ _MXFP4 = {
         "lm_head",
     ],
 }
-_FP8 = {
+FP8 = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
@@ -58,11 +58,11 @@ CHECKPOINTS: dict[str, tuple[Sizes, ...]] = {
                   "deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1",
                   "deepseek-ai/DeepSeek-R1-0528",
               ), 671,
-              {"quantization_config": _FP8}),
+              {"quantization_config": FP8}),
         Sizes(("moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2-Base"), 1026,
               {
                   "first_k_dense_replace": 1, "n_group": 1, "n_routed_experts": 384,
-                  "num_attention_heads": 64, "num_key_value_heads": 64, "quantization_config": _FP8,
+                  "num_attention_heads": 64, "num_key_value_heads": 64, "quantization_config": FP8,
                   "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
               }),
         Sizes(("moonshotai/Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B-Instruct"), 16,
@@ -101,8 +101,8 @@ CHECKPOINTS: dict[str, tuple[Sizes, ...]] = {
     ),
     "gpt_oss": (
         Sizes(("openai/gpt-oss-20b",), 20.9,
-              {"num_hidden_layers": 24, "num_local_experts": 32, "quantization_config": _MXFP4}),
-        Sizes(("openai/gpt-oss-120b",), 116.8, {"quantization_config": _MXFP4}),
+              {"num_hidden_layers": 24, "num_local_experts": 32, "quantization_config": MXFP4}),
+        Sizes(("openai/gpt-oss-120b",), 116.8, {"quantization_config": MXFP4}),
     ),
     "granitemoe": (
         Sizes((
@@ -148,7 +148,7 @@ CHECKPOINTS: dict[str, tuple[Sizes, ...]] = {
     "minimax_m2": (
         Sizes(("MiniMaxAI/MiniMax-M2", "MiniMaxAI/MiniMax-M2.5"), 229,
               {
-                  "quantization_config": {**_FP8,
+                  "quantization_config": {**FP8,
                       "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
               }),
     ),

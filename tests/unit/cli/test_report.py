@@ -33,9 +33,7 @@ def test_a_report_of_a_folder(cli, folder, tmp_path):
     ("arguments", "message"),
     [
         (["gone", "-o", "{out}"], "gone"),
-        (["{folder}", "-o", "{out}", "--text", "gone.jsonl"], "text is gone.jsonl"),
         (["{folder}", "-o", "{folder}"], "no .html file that can be written"),
-        (["{folder}", "-o", "{out}", "--max-tokens", "0"], "max_tokens is 0"),
     ],
 )
 def test_mistakes_end_with_one_line(cli, folder, tmp_path, arguments, message):

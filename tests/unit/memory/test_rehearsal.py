@@ -7,7 +7,8 @@ import torch
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.report.write import KINDS, take_inventory
+from moe_qlora.memory.meta_model import source_of
+from moe_qlora.report.write import KINDS, bytes_by_kind
 from moe_qlora.testing import tiny_config, tiny_model
 
 NF4 = BitsAndBytesConfig(
@@ -20,42 +21,37 @@ INT8 = BitsAndBytesConfig(load_in_8bit=True)
 @pytest.mark.parametrize("packing", [NF4, INT8], ids=["nf4", "int8"])
 def test_bytes_by_kind_add_up_to_the_plan(model_type, packing):
     config = tiny_config(model_type)
-    inventory = take_inventory(config, packing)
+    _, kinds = bytes_by_kind(source_of(config, packing, None, False))
     plan = moe_qlora.plan(config, packing, search=False, seq=64)
-    assert sum(kind.before for kind in inventory.kinds) == plan.unpacked
-    assert sum(kind.after for kind in inventory.kinds) == plan.resident
-    assert [kind.kind for kind in inventory.kinds] == [
-        kind for kind in KINDS if kind in {one.kind for one in inventory.kinds}
-    ]
-    experts = inventory.kinds[0]
-    assert experts.kind == "experts"
+    _, before, after = map(sum, zip(*kinds.values(), strict=True))
+    assert (before, after) == (plan.unpacked, plan.resident)
+    assert [*kinds] == [kind for kind in KINDS if kind in kinds]
     layout = moe_qlora.detect(tiny_model(model_type, dtype=config.dtype))
-    assert experts.weights == sum(param.numel for param in layout.experts)
+    assert kinds["experts"][0] == sum(param.numel for param in layout.experts)
 
 
 def test_kinds_of_a_plain_model_by_hand():
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
-    kinds = {kind.kind: kind for kind in take_inventory(model.config, NF4).kinds}
+    _, kinds = bytes_by_kind(source_of(model.config, NF4, None, False))
     tables = model.get_input_embeddings().weight.numel()
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         tables += model.get_output_embeddings().weight.numel()
-    assert kinds["embeddings and head"].weights == tables
+    assert kinds["embeddings and head"][0] == tables
     routers = [m.mlp.gate.weight.numel() for m in model.model.layers]
-    assert kinds["routers"].weights == sum(routers)
+    assert kinds["routers"][0] == sum(routers)
     linears = [
         m.weight.numel()
         for name, m in model.named_modules()
         if isinstance(m, torch.nn.Linear) and "self_attn" in name
     ]
-    assert kinds["Linear layers"].weights == sum(linears)
-    assert kinds["Linear layers"].after < kinds["Linear layers"].before
-    assert kinds["routers"].after == kinds["routers"].before
+    weights, before, after = kinds["Linear layers"]
+    assert weights == sum(linears) and after < before
+    assert kinds["routers"][1] == kinds["routers"][2]
 
 
 def test_a_packed_model_counts_as_its_configuration_does():
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     moe_qlora.quantize_experts(model, NF4)
-    packed = {kind.kind: kind for kind in take_inventory(model).kinds}["experts"]
-    plain = {kind.kind: kind for kind in take_inventory(model.config, NF4).kinds}["experts"]
-    assert (packed.weights, packed.after) == (plain.weights, plain.after)
-    assert packed.before == plain.before  # what was packed, though it is gone
+    _, packed = bytes_by_kind(source_of(model, None, None, False))
+    _, plain = bytes_by_kind(source_of(model.config, NF4, None, False))
+    assert packed["experts"] == plain["experts"]  # with the bytes before, though these are gone

@@ -97,7 +97,7 @@ def test_the_heat_map_has_the_counts_of_the_router(
         write.ExpertCounts, "read", lambda self: read.append(counts(self)) or read[-1]
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folders / "plain")
-    texts = ["one text", "and another"]
+    texts = ["one text", [{"role": "user", "content": "and another"}]]
     _, missing = page_of(model, tmp_path, text=texts, tokenizer=tokenizer)
     assert missing == ("Packing error", "Training") and model.training
     for layer, module in enumerate(model.model.layers):
@@ -105,7 +105,7 @@ def test_the_heat_map_has_the_counts_of_the_router(
         hook = module.mlp.gate.register_forward_hook(
             lambda gate, args, out, seen=seen: seen.update(out[-1].flatten().tolist())
         )
-        for text in texts:
+        for text in ("one text", "and another\n"):
             model.eval()(input_ids=torch.tensor([tokenizer(text)["input_ids"]]))
         hook.remove()
         count = read[0][f"model.layers.{layer}.mlp.experts"]

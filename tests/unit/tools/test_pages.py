@@ -37,15 +37,11 @@ def fits(script):
     return script("what_fits")
 
 
-def test_the_page_of_memory_is_what_its_script_writes(script):
+@pytest.mark.parametrize("name", ["PAGE", "README"])
+def test_tables_of_memory_are_what_the_script_writes(script, name):
     page = script("what_fits_page")
-    assert page.PAGE.read_text(encoding="utf-8") == page.text(), "run what_fits.py --write-only"
-
-
-def test_the_readme_shows_what_the_page_says(script):
-    page = script("what_fits_page")
-    readme = page.README.read_text(encoding="utf-8")
-    assert readme == page.filled(readme, "what-fits", page.readme_block()), "run it again"
+    file = getattr(page, name)
+    assert file.read_text(encoding="utf-8") == page.filled(file), "run what_fits.py --write-only"
 
 
 def test_measured_runs_of_the_page_are_rows(fits):
