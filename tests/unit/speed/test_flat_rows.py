@@ -355,7 +355,7 @@ def test_the_forward_says_which_arguments_it_takes() -> None:
     "level",
     [
         pytest.param(levels.RECOMPUTE, marks=pytest.mark.nightly),
-        levels.ATTENTION,
+        pytest.param(levels.ATTENTION, marks=pytest.mark.nightly),
         levels.KEEP,
     ],
 )
