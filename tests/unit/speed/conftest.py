@@ -1,5 +1,7 @@
 """What `fit_memory` measures of a model on a level serves all of its calls in a test."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import pytest

@@ -30,7 +30,7 @@ from moe_qlora.testing import tiny_model
 from tests.helpers.fitting import ENOUGH, SEQ, equal, fill, fitted, token_ids, train, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-LAYERS = 3
+LAYERS = 2
 
 
 @pytest.fixture
