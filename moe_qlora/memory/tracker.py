@@ -44,6 +44,8 @@ _UNIT = 256
 _SHORT = 4 * _UNIT  # up to which the function itself runs
 
 _lock, _patched = RLock(), dict[tuple[str, str], tuple[int, Any]]()
+_MOST_KNOWN = 1 << 14
+_made = dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]()
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -76,8 +78,28 @@ class MemoryTracker(TorchDispatchMode):
                 # CUDA's first multiplies the gradient by the output, into a tensor of that size.
                 product = torch.empty_like(args[0])
                 self._count(product)
-            out = func(*args, **(kwargs or {}))
+            out = self._run(func, args, kwargs or {})
         return self.counted(out)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator, whose rule on meta is slow Python, once for arguments that are alike."""
+        if not _makes_one(func):
+            return func(*args, **kwargs)
+        try:
+            key = func, torch.get_default_dtype(), _described((*args, *kwargs.items()))
+            known = _made.get(key)
+        except TypeError:  # of another device, or an argument that cannot be a key
+            return func(*args, **kwargs)
+        if known is not None:
+            shape, stride, dtype = known
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        out = func(*args, **kwargs)
+        if type(out) is Tensor and out.is_meta and out.untyped_storage()._cdata not in self._seen:
+            if len(_made) == _MOST_KNOWN:
+                _made.clear()
+            if out.untyped_storage().nbytes() == out.nbytes:
+                _made[key] = tuple(out.shape), out.stride(), out.dtype
+        return out
 
     def counted(self, out: Any) -> Any:
         """Count the tensors that an operation returns, and return them."""
@@ -116,6 +138,24 @@ class MemoryTracker(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.live -= size
+
+
+@cache
+def _makes_one(func: Any) -> bool:
+    """Whether an operator of torch's makes one new tensor, and changes none."""
+    schema = func._schema
+    alone = len(schema.returns) == 1 and schema.returns[0].alias_info is None
+    return func.namespace == "aten" and alone and not schema.is_mutable
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            raise TypeError
+        return value.dtype, value.shape, value.stride()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    return type(value), value
 
 
 class _Spec(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 import zlib
@@ -23,15 +24,19 @@ from moe_qlora.speed.offload import tensors_of
 from moe_qlora.testing import tiny_model
 
 BATCH, SEQ = 2, 48
+_built: dict[str, Any] = {}
 ENOUGH = 1 << 40
 _LINEARS = ("q_proj", "v_proj", "o_proj")
 
 
 def adapted(model_type: str = "qwen3_moe", *, kind: str = "4bit", **overrides: Any) -> Any:
     """A packed model in training, with adapters that change what it computes."""
-    model = tiny_model(model_type, seed=0, **overrides)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**{f"load_in_{kind}": True}))
-    return with_lora(model)
+    key = f"{model_type} {kind} {overrides}"
+    if key not in _built:
+        model = tiny_model(model_type, seed=0, **overrides)
+        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**{f"load_in_{kind}": True}))
+        _built[key] = with_lora(model)
+    return copy.deepcopy(_built[key])
 
 
 def with_lora(model: Any, *, dropout: float = 0.0, experts: bool = True) -> Any:

@@ -182,15 +182,12 @@ def test_parts_of_a_rank_make_its_peak(name):
     json.dumps(said)
 
 
-def test_one_process_says_nothing_of_engines():
+def test_one_process_says_nothing_of_engines_and_how_several_gpus_are_used():
     made = moe_qlora.plan(small(), gpus="2GiB", seq=64, search=False)
     said = made.as_dict()
     assert not {"engine", "whole"} & (said.keys() | said["training"].keys())
     assert not {"gathered weights", "gradient buckets"} & said["peak"]["at_peak"].keys()
     assert not any("device_map" in note for note in made.notes)
-
-
-def test_several_gpus_alone_are_one_process():
     (note,) = moe_qlora.plan(small(), gpus="8x1GiB", seq=64, search=False).notes
     assert "spread over the 8 GPUs in one process (device_map)" in note
     assert note.endswith("compute one after the other.")
@@ -262,10 +259,3 @@ def test_cli_plans_a_rank(cli, tmp_path):
     assert (code, err) == (0, "")
     made = moe_qlora.plan(str(tmp_path), seq=64, fsdp=4)
     assert json.loads(out) == json.loads(json.dumps(made.as_dict()))
-
-
-def test_cli_errors_of_engines_are_one_line(cli):
-    for arguments in (("--ddp",), ("--fsdp", 1), ("--ddp", 2, "--fsdp", 2)):
-        code, out, err = cli(*arguments)
-        assert (code, out) == (2, ""), arguments
-        assert err.startswith("error: ") and err.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -82,6 +83,7 @@ def test_the_inner_levels_keep_what_experts_and_attention_save(family, attention
     assert saved["keep"] > saved["attention"]
 
 
+@cache
 def fit_at(gpus, **changes):
     return moe_qlora.plan(config_of(), gpus=gpus, **ASKED | changes)
 
@@ -102,8 +104,8 @@ def test_a_plan_keeps_all_that_its_device_holds_and_never_more():
     # By the embeddings' output at most, which a layer that is computed again keeps.
     assert peak <= every.fit.peak <= peak + 2 * 2 * SEQ * config_of().hidden_size
     before = None
-    for part in range(5):
-        size = reserve + (most - reserve) * part // 4
+    for part in range(3):
+        size = reserve + (most - reserve) * part // 2
         made = fit_at(f"{size}B")
         levels = [LEVELS.index(layer.level) for layer in made.fit.layers]
         assert made.fits and needs(made) == made.fit.needed <= made.fit.memory == size
@@ -145,7 +147,7 @@ def test_layers_over_devices_keep_what_the_fullest_holds():
     alone = fit_at("2x1TiB", checkpointing=True)
     assert alone.fit.counts["keep"] == 4
     # The first device holds the embeddings, the second the loss.
-    sizes = [use.needed + (1 << 20) for use in alone.devices]
+    sizes = tuple(use.needed + (1 << 20) for use in alone.devices)
     made = fit_at(sizes)
     kept = made.fit.counts
     assert kept["keep"] < 4 and sum(kept.values()) == 4
@@ -159,6 +161,6 @@ def test_layers_that_do_not_run_on_a_level_are_a_note(monkeypatch):
 
     expected = fit_at("1TiB")
     monkeypatch.setattr(levels, "compute", fails)
-    made = fit_at("1TiB")
+    made = fit_at.__wrapped__("1TiB")
     assert made.fit is None and made.peak == expected.peak and not made.estimated
     assert "RuntimeError: no level" in made.notes[-1]

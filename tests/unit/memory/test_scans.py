@@ -50,3 +50,25 @@ def test_the_loops_are_back_afterwards_and_run_on_other_devices():
     assert torch.equal(given, expected)
     assert modeling.torch_chunk_gated_delta_rule is own
     assert not tracker._patched
+
+
+def test_what_an_operator_made_before_is_what_it_makes(monkeypatch):
+    """Of each layout and type; what is a view of its input stays one, and is not counted."""
+    monkeypatch.setattr(tracker, "_made", {})
+    x = torch.empty(4, 6, 8, device="meta")
+    other = torch.empty(4, 8, 6, device="meta").transpose(1, 2)  # of the same shape
+    inputs = [x, other, x[:, :3], x.bfloat16(), x.int()]
+    functions = [lambda t: t * 2, lambda t: t * 2.0, lambda t: t + x.sum(), torch.empty_like]
+    functions += [lambda t: t.sum(1), lambda t: torch.cat([t, t], 1), lambda t: t.view(t.dtype)]
+    functions.append(lambda t: torch.ops.aten._unsafe_view(t, t.shape))
+
+    def kinds():
+        made = [(t.untyped_storage(), function(t)) for t in inputs for function in functions]
+        views = [own._cdata == out.untyped_storage()._cdata for own, out in made]
+        return views, [(out.shape, out.stride(), out.dtype) for _, out in made]
+
+    plain = kinds()
+    for mode in (tracker.MemoryTracker(inputs), tracker.MemoryTracker(inputs)):
+        with mode:
+            assert kinds() == plain
+    assert len(tracker._made) > 4 * len(inputs)

@@ -28,8 +28,10 @@ def plan(gpus, config=LARGE, **given):
 
 
 @pytest.fixture(autouse=True)
-def _no_longest_sequence(monkeypatch):
+def _no_longest_sequence_and_no_levels(monkeypatch):
     monkeypatch.setattr("moe_qlora.memory.plan._largest", lambda *args: 64)
+    for name in ("plan", "search"):
+        monkeypatch.setattr(f"moe_qlora.memory.{name}.fit_of", lambda *args: None)
 
 
 @cache

@@ -34,14 +34,14 @@ def nested(seen: list[list[int]]) -> bool:
 
 
 TYPES = {
-    "qwen3_moe": {"num_hidden_layers": 4},
+    "qwen3_moe": {"num_hidden_layers": 3},
     "gpt_oss": {},  # eager attention, with masks of two kinds
     "deepseek_v3": {},  # a dense layer first
     "qwen3_next": {},  # gated delta nets
     "afmoe": {},  # a norm behind the experts
     "gemma4_text": {},
 }
-NIGHTLY = ("deepseek_v3", "qwen3_next", "afmoe", "gemma4_text")
+NIGHTLY = ("gpt_oss", "deepseek_v3", "qwen3_next", "afmoe", "gemma4_text")
 
 
 def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:

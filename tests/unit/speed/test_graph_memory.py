@@ -30,7 +30,7 @@ from moe_qlora.testing import tiny_model
 from tests.helpers.fitting import ENOUGH, SEQ, equal, fill, fitted, token_ids, train, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-LAYERS = 3
+LAYERS = 2
 
 
 @pytest.fixture
@@ -201,8 +201,10 @@ def test_a_batch_that_comes_while_gradients_accumulate() -> None:
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("rows", "length"), [(3, SEQ), (1, 2 * SEQ), (2, SEQ), (4, SEQ // 2)])
-@pytest.mark.parametrize("enough", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "length", "enough"),
+    [(3, SEQ, True), *((*size, False) for size in ((3, SEQ), (1, 2 * SEQ), (2, SEQ)))],
+)
 def test_an_evaluation_of_larger_batches_gets_the_memory_of_the_graphs(
     rows: int, length: int, enough: bool, ran: list[str]
 ) -> None:
