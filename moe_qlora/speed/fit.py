@@ -72,7 +72,6 @@ _log = logging.getLogger(__name__)
 
 _OF_GRAPHS = 256 << 20
 """Bytes of libraries' workspaces on the stream of recordings, and of buffers that graphs share."""
-_OF_TRL = {f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "grpo", "reward", "kto")}
 _GAPS_OF_EXPANDABLE = 0.02
 """`FRAGMENTATION` where torch's allocator has expandable segments."""
 
@@ -326,7 +325,7 @@ class Fit:
             layer.level, layer.measures = level, True
         try:
             holds = name == levels.KEEP
-            with _trainers_autocast(self._measured.base, self._device):
+            with _trainers_autocast(self._measured):
                 done = self._measured.step(batch, seq, holds=holds, loss=self._loss)
         except torch.cuda.OutOfMemoryError:
             if level == levels.RECOMPUTE:
@@ -461,20 +460,21 @@ def _resident(measured: MeasuredModel, device: torch.device, freed: int) -> int:
     return torch.cuda.memory_allocated(device) - (counted_bytes - freed)
 
 
-def _trainers_autocast(base: Any, device: torch.device) -> Any:
-    """Return the autocast that a trainer will run steps in, as far as it is known.
+def _trainers_autocast(measured: MeasuredModel) -> Any:
+    """Return the autocast that steps will run in, as far as it is known.
 
     Layers are compiled for it: else they would be compiled again in the first step.
     """
+    device, dtype = measured.device, getattr(measured.base, "dtype", None)
     if device.type != "cuda" or torch.is_autocast_enabled(device.type):
         return nullcontext()
     accelerate = sys.modules.get("accelerate.state")  # Imported, if there is a trainer
     states = {} if accelerate is None else accelerate.AcceleratorState._shared_state
-    known = states.get("_mixed_precision")
-    if known is None and getattr(base, "dtype", None) == torch.bfloat16:  # TRL's default
-        known = "bf16" if _OF_TRL & sys.modules.keys() else None
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(known))
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    known = str(states.get("_mixed_precision"))
+    if known == "None" and any(p.dtype == torch.float32 for p in measured.trained):
+        known = str(dtype)  # Adapters in float32, as PEFT makes them, are for autocast
+    named = {"bf16": torch.bfloat16, "fp16": torch.float16, "torch.bfloat16": torch.bfloat16}
+    return torch.autocast(device.type, named[known]) if known in named else nullcontext()
 
 
 def _budget(measured: MeasuredModel, settings: Settings, activities: tuple[Activity, ...]) -> Peak:

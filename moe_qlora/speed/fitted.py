@@ -175,7 +175,7 @@ def used_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments that a layer uses, without an empty key-value cache.
 
-    Arguments that it only hands on, such as `output_hidden_states` and Trainer's
+    Constants that it only hands on, such as `output_hidden_states` and Trainer's
     `num_items_in_batch`, differ between callers, and a layer would be compiled for each.
 
     None where the cache holds something, or has a fixed size, and the layer writes to it: such a
@@ -216,7 +216,7 @@ def _parameters(kind: type) -> frozenset[str]:
 
 
 def _is_of_the_stack(name: str, value: Any) -> bool:
-    return value is None or name.startswith("output_") or name == "num_items_in_batch"
+    return name != "is_causal" and isinstance(value, type(None) | bool | int | float | str)
 
 
 def _holds(cache: Any) -> bool:

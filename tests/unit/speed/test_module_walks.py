@@ -21,7 +21,10 @@ def model() -> PeftModel:
 def assert_as_class(model: PeftModel) -> None:
     base = model.get_base_model()
     assert list(model.named_modules()) == list(type(model).named_modules(model))
-    assert [*model.parameters()] == [*copy.copy(model.base_model).parameters()]
+    named = list(type(model).named_parameters(model))
+    found = list(model.named_parameters())
+    assert [name for name, _ in found] == [name for name, _ in named]
+    assert all(one is other for (_, one), (_, other) in zip(found, named, strict=True))
     for trainable in (False, True):
         for without in (False, True):
             counted = base.num_parameters(trainable, without)
@@ -39,8 +42,10 @@ def test_as_the_class_after_each_change_of_the_tree(model: PeftModel) -> None:
     assert_as_class(model)
     next(model.parameters()).requires_grad_(True)
     assert_as_class(model)
+    model.get_base_model().lm_head.weight = nn.Parameter(torch.zeros(4, 8))
+    assert_as_class(model)
     undo()
-    assert not {"train", "named_modules"} & set(vars(model))
+    assert not {"train", "named_modules", "named_parameters"} & set(vars(model))
     assert "num_parameters" not in vars(model.get_base_model())
 
 
@@ -59,6 +64,8 @@ def test_arguments_go_to_the_class(model: PeftModel) -> None:
     quicken_walks(model)
     assert dict(model.named_modules(prefix="a"))["a"] is model
     assert [*model.named_modules(memo=set(model.modules()))] == []
+    assert [*model.named_parameters(recurse=False)] == []
+    assert next(model.named_parameters(prefix="a"))[0].startswith("a.")
 
 
 def test_a_copy_walks_its_own_modules(model: PeftModel) -> None:
