@@ -30,6 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..kernels import cards
+
 PREFIX = "moe_qlora_segments_"
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)  # of flash attention
 _WIDEST_HEAD = 256  # likewise
@@ -304,7 +306,7 @@ def suits_rows(q: Tensor, rows: int, window: int) -> bool:
 
 def has_cudnn(q: Tensor) -> bool:
     """Whether cuDNN has quicker attention for these queries than flash attention is."""
-    hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
+    hopper = q.is_cuda and cards.card(q.device).capability == cards.HOPPER
     return hopper and q.shape[-1] <= 128 and torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -67,6 +67,7 @@ args = TrainingArguments(
     per_device_eval_batch_size=1,
     gradient_accumulation_steps=8,
     learning_rate=2e-4,
+    bf16=gpu,
     optim="adamw_torch_fused",
     logging_steps=1,
     eval_strategy="steps",
