@@ -61,30 +61,24 @@ class _Tree:
         self.version = 0
         self._modules: list[tuple[str, nn.Module]] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        # Of each module its children and its parameters, and what these were
-        self._held: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
-        self._children: list[int] = []
-        self._weights: list[int] = []
+        self._children = self._weights = _Dicts([])
 
     def modules(self) -> list[tuple[str, nn.Module]]:
         """Return `(name, module)` as the class's `named_modules()` yields them."""
-        if not self._modules or self._children != _ids(self._held[0]):
+        if not self._modules or self._children.have_changed():
             self._modules = list(type(self.root).named_modules(self.root))
-            found = [vars(module) for _, module in self._modules]
-            self._held = (
-                [each["_modules"] for each in found],
-                [each["_parameters"] for each in found],
-            )
-            self._children, self._weights = _ids(self._held[0]), []
+            held = [vars(module) for _, module in self._modules]
+            self._children = _Dicts([each["_modules"] for each in held])
+            self._weights, self._parameters = _Dicts([each["_parameters"] for each in held]), []
             self.version += 1
         return self._modules
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return `(name, parameter)` as the class's `named_parameters()` yields them."""
         self.modules()
-        if self._weights != (now := _ids(self._held[1])):
+        if not self._parameters or self._weights.have_changed():
             self._parameters = list(type(self.root).named_parameters(self.root))
-            self._weights = now
+            self._weights = _Dicts(self._weights.dicts)
         return self._parameters
 
     def named_modules(
@@ -108,9 +102,20 @@ class _Tree:
         return self.root
 
 
-def _ids(held: list[dict[str, Any]]) -> list[int]:
-    """Return which children or parameters modules have, and how many each."""
-    return [*map(id, chain.from_iterable(map(dict.values, held))), *map(len, held)]
+class _Dicts:
+    """Dicts of modules, and what they held."""
+
+    def __init__(self, dicts: list[dict[str, Any]]) -> None:
+        self.dicts = dicts
+        self._some = [each for each in dicts if each]
+        self._sizes, self._ids = self._now()
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        held = chain.from_iterable(map(dict.values, self._some))
+        return list(map(len, self.dicts)), list(map(id, held))
+
+    def have_changed(self) -> bool:
+        return self._now() != (self._sizes, self._ids)
 
 
 class _Count:

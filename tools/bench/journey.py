@@ -117,7 +117,9 @@ class Journey:
         if options.stock:
             self.model = stock_peft_model(model, lora)
         else:
-            self.model = moe_qlora.get_peft_model(model, lora, experts=True)
+            self.model = moe_qlora.get_peft_model(
+                model, lora, experts=True, autocast_adapter_dtype=not options.adapters16
+            )
         self.tokenizer = AutoTokenizer.from_pretrained(options.folder)
         where = environment(torch.device("cuda" if self.gpu else "cpu"), options.commit)
         peer = "stock" if options.stock else "ours" if options.prepare else "ours, not prepared"
@@ -131,7 +133,8 @@ class Journey:
         own = {
             "output_dir": tempfile.mkdtemp(), "max_steps": self.o.steps, "report_to": [],
             "optim": "adamw_torch_fused" if self.gpu else "adamw_torch", "logging_steps": 1,
-            "per_device_train_batch_size": 1, "save_strategy": "no", "bf16": self.gpu,
+            "per_device_train_batch_size": 1, "save_strategy": "no",
+            "bf16": self.gpu and not self.o.adapters16,
             "use_cpu": not self.gpu, "learning_rate": 1e-4, "disable_tqdm": True,
             "gradient_checkpointing": not self.o.prepare,
         }  # fmt: skip
@@ -183,11 +186,12 @@ class Journey:
         trained, clock = [p for p in self.model.parameters() if p.requires_grad], Clock()
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=self.gpu)
         clock.on_train_begin()
+        autocast = self.gpu and not self.o.adapters16
         with self.prepared():
             self.model.train()
             for _ in range(3 * self.o.steps):
                 ids = torch.randint(0, 256, (1, self.o.seq), device=self.model.device)
-                with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.gpu):
+                with torch.autocast(ids.device.type, torch.bfloat16, enabled=autocast):
                     loss = self.model(input_ids=ids, labels=ids).loss
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(trained, 1.0)
@@ -287,6 +291,7 @@ def main() -> None:
     parser.add_argument("--memory", help="of prepare_training, and of this process: 22GiB")
     parser.add_argument("--no-prepare", dest="prepare", action="store_false")
     parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
+    parser.add_argument("--adapters16", action="store_true", help="adapters in 16 bit")
     parser.add_argument("--ampere", action="store_true", help="without Hopper's kernels")
     options = parser.parse_args()
     if options.ampere:
