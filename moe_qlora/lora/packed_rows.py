@@ -10,8 +10,10 @@ rows run by their positions alone, and refuses them where the model was found to
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from torch.nn import functional
 
 from ..errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 SEPARATES = "_moe_qlora_separates_rows"
-"""Entry of a decoder stack's `__dict__` where it runs packed rows rightly by itself."""
+"""Entry of a prepared decoder stack's `__dict__`: whether it keeps packed rows apart by itself."""
 _MIXES = "_moe_qlora_mixes_rows"
 """Entry of one that is watched: whether it mixes packed rows, as far as that was tried, by which
 arguments beside positions tell it of them."""
@@ -150,7 +154,7 @@ def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, 
         reason = "transformers masks no packed row where there is a cache (use_cache=True)"
     elif of_axes and len(positions) < 4:
         reason = "its position_ids have several axes, and none of the text"
-    elif tried[told]:
+    elif tried[told] or ("flash" in str(stack.config._attn_implementation) and len(real) > 1):
         reason = state or "transformers masks this model without their positions"
     elif _sees_across(given.get("attention_mask"), starts):
         reason = "the attention_mask that was made for them does not keep them apart"
@@ -185,9 +189,20 @@ def _sees_across(mask: Any, starts: Tensor) -> bool:
 def _look(
     stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if torch.compiler.is_compiling() or SEPARATES in vars(stack):
+    if torch.compiler.is_compiling() or vars(stack).get(SEPARATES):
         return None
+    if SEPARATES not in vars(stack) and stack.training and next(stack.parameters()).is_cuda:
+        _suggest_preparing()
     return (), kept_apart(stack, kwargs | dict(zip(parameters_of(stack), args, strict=False)))
+
+
+@cache
+def _suggest_preparing() -> None:
+    """Log once that eager, checkpointed steps wait for Python."""
+    _log.warning(
+        "moe_qlora.prepare_training(model, batch_size=..., seq_len=...) before training makes its "
+        "steps several times as fast: compiled layers, CUDA graphs, no computing of padding."
+    )
 
 
 @torch.no_grad()

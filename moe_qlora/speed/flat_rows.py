@@ -183,8 +183,8 @@ class FlatRows:
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
         self._watch = watch_packed_rows(stack)
+        vars(stack)[SEPARATES] = self.obstacle is None
         if self.obstacle is None:
-            vars(stack)[SEPARATES] = True
             stack.config._attn_implementation = segmented(self._attention or "eager")
         stack.__dict__[_FLAT] = self
         self.__signature__ = inspect.signature(self._before or stack.forward)
