@@ -31,6 +31,7 @@ _MIXES = "_moe_qlora_mixes_rows"
 arguments beside positions tell it of them."""
 OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Arguments of packed rows beside positions, which say the same."""
+PLACES = ("attention_mask", "position_ids")
 _STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _TRIED = 8  # Tokens
 _NOISE = 8  # Rounding of a dtype
@@ -80,65 +81,50 @@ def state_of(stack: Any) -> str | None:
     return None
 
 
-def tokens_of(given: Mapping[str, Any]) -> torch.Size | None:
-    """Return `(B, T)` of a call's arguments."""
-    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    found = ids if isinstance(ids, Tensor) else embeds
-    return found.shape[:2] if isinstance(found, Tensor) else None
+def tokens_of(given: Mapping[str, Any]) -> Any:
+    """Return a call's ids `(B, T)` or embeddings `(B, T, H)`, or None."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
 
 
-def starts_of(real: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-    """Return which tokens `(B, T)` begin a sequence.
+def sequences_of(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return which tokens `(B, T)` of a call are real, and which begin a sequence.
 
     The first one of a row, and those at which positions begin again, or ids of sequences change,
     which some collators give as the mask.
     """
+    tokens, (mask, positions) = tokens_of(given), map(given.get, PLACES)
+    shape: Any = tokens.shape[:2]
+    theirs = mask if isinstance(mask, Tensor) and mask.shape == shape else None
+    mask = tokens.new_ones(shape, dtype=torch.bool) if theirs is None else theirs.to(tokens.device)
+    real = mask != 0
     before = functional.pad(real[:, :-1], (1, 0))  # Whether the token before is real
     starts = real & (real.cumsum(1) == 1)
     if positions is not None:
-        jumps = functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
-        starts = starts | (real & torch.where(before, jumps, positions == 0))
-    if mask is not None and mask.dtype != torch.bool:
+        seen, positions = positions.dim() > 2, positions.to(tokens.device)
+        # Of several axes the first is the text's, or time, which stands still within an image.
+        first = (positions[0] if seen else positions).expand(shape)
+        last, timed = functional.pad(first[:, :-1], (1, 0)), seen and len(positions) < 4
+        jumps = first < last if timed else first != last + 1
+        starts = starts | (real & torch.where(before, jumps, first == 0))
+    if mask.dtype != torch.bool:
         changes = functional.pad(mask[:, 1:] != mask[:, :-1], (1, 0))
         starts = starts | (real & before & changes)
-    return starts
+    return real, starts
 
 
 def packed_starts(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Return which tokens `(B, T)` are real, and which begin a sequence; None of plain rows."""
-    tokens, mask, positions = tokens_of(given), given.get("attention_mask"), _positions(given)
-    mask = mask if isinstance(mask, Tensor) and mask.shape == tokens else None
-    if tokens is None or (mask is None and positions is None):
+    """Return `sequences_of` a call in which a row has several, else None."""
+    if tokens_of(given) is None or all(given.get(name) is None for name in PLACES):
         return None
-    real = positions >= 0 if mask is None else mask != 0
-    positions = None if positions is None else positions.to(real.device).expand(tokens)
-    starts = starts_of(real.expand(tokens), mask, positions)
+    real, starts = sequences_of(given)
     return (real, starts) if bool((starts.sum(1) > 1).any()) else None
 
 
-def _positions(given: Mapping[str, Any]) -> Tensor | None:
-    """Return positions `(B, T)` of the text, also where a model that sees has several axes."""
-    positions = given.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() == 2:
-        return positions
-    if len(positions) > 3:
-        return positions[0]
-    # Time stands still within an image, and goes back with the next conversation.
-    columns = torch.arange(positions.shape[-1], device=positions.device)
-    falls = functional.pad(positions[0, :, 1:] < positions[0, :, :-1], (1, 0))
-    return columns - torch.where(falls, columns, 0).cummax(1).values
-
-
 def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, Any]:
-    """Return arguments by which transformers keeps packed rows apart; those of other rows stay.
+    """Return arguments by which transformers keeps packed rows apart, or raise where it mixes them.
 
-    Args:
-        stack: A decoder stack.
-        given: Arguments of its forward by name.
-        run: Its forward, if that is not what a call of it runs.
-
-    Raises:
-        ConfigError: It mixes them.
+    Those of other rows stay. `run` is the stack's forward, if a call of it runs another.
     """
     packed = None if given.get("past_key_values") is not None else packed_starts(given)
     if packed is None:
@@ -146,25 +132,26 @@ def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, 
     real, starts = packed
     told = tuple(name for name in OF_SEGMENTS if given.get(name) is not None)
     tried: dict[Any, bool] = vars(stack).setdefault(_MIXES, {})
-    positions, state = given.get("position_ids"), None if "seq_idx" in told else state_of(stack)
+    mask, positions = map(given.get, PLACES)
+    state = None if "seq_idx" in told else state_of(stack)
     if told not in tried:
         tried[told] = state is not None or _mixes(stack, given, told, run or stack)
-    of_axes = positions is not None and positions.dim() > 2
+    axes = len(positions) if positions is not None and positions.dim() > 2 else 0
     if given.get("use_cache"):
         reason = "transformers masks no packed row where there is a cache (use_cache=True)"
-    elif of_axes and len(positions) < 4:
+    elif 0 < axes < 4:
         reason = "its position_ids have several axes, and none of the text"
     elif tried[told] or ("flash" in str(stack.config._attn_implementation) and len(real) > 1):
         reason = state or "transformers masks this model without their positions"
-    elif _sees_across(given.get("attention_mask"), starts):
+    elif _sees_across(mask, starts):
         reason = "the attention_mask that was made for them does not keep them apart"
-    elif not isinstance(given.get("attention_mask"), Tensor | None):
+    elif mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
         return given | {"use_cache": False}
     else:
         columns = torch.arange(real.shape[1], device=real.device)
         within = columns - torch.where(starts, columns, 0).cummax(1).values
         # Padding is a sequence for each token. With a mask, positions would not be looked at.
-        positions = positions if of_axes else torch.where(real, within, 0)
+        positions = positions if axes else torch.where(real, within, 0)
         return given | {"position_ids": positions, "attention_mask": None, "use_cache": False}
     raise ConfigError(
         f"{type(stack).__name__}: position_ids begin again within a row, as packed conversations "
@@ -175,20 +162,14 @@ def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, 
 
 def _sees_across(mask: Any, starts: Tensor) -> bool:
     """Whether a ready mask `(B, 1, T, T)` lets the first token of a sequence see the one before."""
-    for each in mask.values() if isinstance(mask, Mapping) else (mask,):
-        if isinstance(mask, Mapping) and each is None:
-            return True
-        if isinstance(each, Tensor) and each.dim() == 4:
-            seen = each[:, 0].diagonal(-1, 1, 2)
-            seen = seen if seen.dtype == torch.bool else seen == 0
-            if bool((seen & starts[:, 1:]).any()):
-                return True
-    return False
+    found = list(mask.values()) if isinstance(mask, Mapping) else [mask]
+    dense = [x[:, 0].diagonal(-1, 1, 2) for x in found if isinstance(x, Tensor) and x.dim() == 4]
+    seen = [x if x.dtype == torch.bool else x == 0 for x in dense]
+    unmasked = isinstance(mask, Mapping) and None in found
+    return unmasked or any(bool((x & starts[:, 1:]).any()) for x in seen)
 
 
-def _look(
-    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _look(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling() or vars(stack).get(SEPARATES):
         return None
     if SEPARATES not in vars(stack) and stack.training and next(stack.parameters()).is_cuda:
@@ -213,7 +194,7 @@ def _mixes(stack: Any, given: Mapping[str, Any], told: tuple[str, ...], run: Any
     last = numbers == _TRIED - 1
     bounds = numbers.new_tensor([0, _TRIED - 1, _TRIED]).int()
     says = {"cu": bounds, "ma": _TRIED - 1, "se": last[None].int()}
-    known = {each: says[each[:2]] for each in told}
+    known: dict[str, Any] = {each: says[each[:2]] for each in told}
     rows = [torch.where(last, 5, numbers + first)[None] for first in (6, 6 + _TRIED)]
     training = [module for module in stack.modules() if module.training]
     held, tried = vars(stack), vars(stack)[_MIXES]
@@ -221,16 +202,12 @@ def _mixes(stack: Any, given: Mapping[str, Any], told: tuple[str, ...], run: Any
     stack.eval()
     try:
         rows = rows if name == "input_ids" else list(map(stack.get_input_embeddings(), rows))
-        positions = torch.where(last, 0, numbers)[None]
-        first, second = (
-            run(**{name: row}, position_ids=positions, use_cache=False, **known).last_hidden_state[
-                0, -1
-            ]
-            for row in rows
-        )
+        known |= {"position_ids": torch.where(last, 0, numbers)[None], "use_cache": False}
+        outputs = [run(**{name: row}, **known).last_hidden_state for row in rows]
     finally:
         held[_MIXES] = tried
         for module in training:
             module.training = True
+    first, second = (output[0, -1] for output in outputs)
     apart = (first - second).abs().max() / first.abs().max()
     return bool(apart > _NOISE * torch.finfo(first.dtype).eps)

@@ -28,12 +28,13 @@ from torch.nn import functional
 
 from ..lora.packed_rows import (
     OF_SEGMENTS,
+    PLACES,
     SEPARATES,
     decoder_stacks,
     kept_apart,
     packed_starts,
     parameters_of,
-    starts_of,
+    sequences_of,
     state_of,
     tokens_of,
     watch_packed_rows,
@@ -50,7 +51,6 @@ attention takes a microsecond for an empty segment and head, or so (4,096 tokens
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STEP = 64
 """Lengths are multiples of this: kernels are compiled anew for those that are not of 16."""
-_PLACES = ("attention_mask", "position_ids")
 _FIRST, _LAST = 8, 128
 """Batches before lengths are chosen first, and most that a choice looks at."""
 _CHOSEN = 5
@@ -255,9 +255,9 @@ class FlatRows:
 
     def _row(self, given: dict[str, Any], trains: bool) -> _Row | None:
         """Return the row of a batch; that of recorded plain rows is the same each step."""
-        lengths, ids = self.lengths if trains else None, given.get("input_ids")
-        plain = trains and all(given.get(name) is None for name in _PLACES)
-        key = tokens_of(given), (given["inputs_embeds"] if ids is None else ids).device
+        lengths, tokens = self.lengths if trains else None, tokens_of(given)
+        plain = trains and all(given.get(name) is None for name in PLACES)
+        key = tokens.shape[:2], tokens.device
         if plain and self._plain is not None and self._plain[0] == key:
             return self._plain[1]
         row = _Row.of(given, self.longest, lengths)
@@ -280,15 +280,14 @@ def _reason(stack: Any, given: dict[str, Any]) -> str | None:
     attentions = given.get("output_attentions")
     if getattr(stack.config, "output_attentions", False) if attentions is None else attentions:
         return "asks for attention weights (output_attentions)"
-    tokens = tokens_of(given)
-    if tokens is None:
+    if tokens_of(given) is None:
         return "has neither input_ids nor inputs_embeds"
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    tokens, (mask, positions) = tokens_of(given).shape[:2], map(given.get, PLACES)
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == tokens):
         return "has an attention_mask that is not one of its tokens"
     if positions is not None and not (isinstance(positions, Tensor) and positions.dim() == 2):
         return "has position_ids of several axes"
-    known = ("attention_mask", "position_ids", *_OF_LOSS, *OF_SEGMENTS)
+    known = (*PLACES, *_OF_LOSS, *OF_SEGMENTS)
     for name, value in given.items():
         other = isinstance(value, Tensor) and name not in known and value.dim() > 1
         if other and value.shape[:2] != tokens:
@@ -312,14 +311,10 @@ class _Row:
 
     @classmethod
     def of(cls, given: dict[str, Any], longest: int, lengths: RowLengths | None) -> _Row | None:
-        ids, shape = given.get("input_ids"), tokens_of(given)
-        assert shape is not None
-        device = (given["inputs_embeds"] if ids is None else ids).device
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        mask = None if mask is None else mask.to(device)
+        real, starts = sequences_of(given)
+        shape, device = real.shape, real.device
+        mask, positions = map(given.get, PLACES)
         positions = None if positions is None else positions.to(device).expand(shape)
-        real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
-        starts = starts_of(real, mask, positions)
         flags, begins = real.flatten(), starts.flatten()
         places = flags.cumsum(0) - 1  # Of each token in the row
         within = places - torch.where(begins, places, 0).cummax(0).values  # and in its segment
