@@ -174,7 +174,8 @@ def _look(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     if SEPARATES not in vars(stack) and stack.training and next(stack.parameters()).is_cuda:
         _suggest_preparing()
-    return (), kept_apart(stack, kwargs | dict(zip(parameters_of(stack), args, strict=False)))
+    given = kwargs | dict(zip(parameters_of(stack), args, strict=False))
+    return None if (found := kept_apart(stack, given)) is given else ((), found)
 
 
 @cache
