@@ -180,6 +180,8 @@ class MoeQloraPlugin(BasePlugin):
             base: Any = model.get_base_model()
             self._undo.callback(_put_back, vars(base), "save_pretrained", dict(vars(base)))
             base.save_pretrained = model.save_pretrained
+        if cfg.get("torch_compile") or (cfg.get("context_parallel_size") or 1) > 1:
+            return  # Other code compiles the layers, or cuts rows in pieces
         prepared = self.host.before_training(
             model,
             batch_size=cfg["micro_batch_size"],

@@ -17,6 +17,7 @@ A loader with hooks instead of blocks calls `before_build` and, on every way out
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,6 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import AdapterError, CheckpointError, ConfigError, DetectionError, QuantizationError
 from .settings import ExpertsSettings
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -216,25 +219,31 @@ class ExpertsHost:
         seq_len: int,
         objective: str = "sft",
     ) -> PreparedTraining | None:
-        """Call `moe_qlora.prepare_training` if the settings ask for it; return what it set.
+        """Call `moe_qlora.prepare_training` unless the settings say not to; return what it set.
 
         `batch_size` counts rows of up to `seq_len` tokens in a forward of one device. `objective`
         is the loader's word for what is trained: a row of `dpo`, `ipo`, `orpo`, `simpo`, `cpo` and
         `rm` is two sequences, and all but `sft`, `pt` and `rm` keep the logits of all tokens. A
-        `ConfigError` says where the step does not fit.
+        `ConfigError` says where the step does not fit, if the settings ask for it.
         """
         asked = self.settings.prepare_training
-        if not asked:
+        if asked is False:
             return None
         from .prepare import prepare_training
 
-        return prepare_training(
-            model,
-            batch_size=batch_size * (2 if objective in _PAIRS else 1),
-            seq_len=seq_len,
-            memory=None if asked is True else asked,
-            loss=loss_of(objective),
-        )
+        try:
+            return prepare_training(
+                model,
+                batch_size=batch_size * (2 if objective in _PAIRS else 1),
+                seq_len=seq_len,
+                memory=asked if isinstance(asked, str) else None,
+                loss=loss_of(objective),
+            )
+        except ConfigError as error:
+            if asked is not None:
+                raise
+            _log.warning("moe_qlora.prepare_training is not used: %s", error)
+            return None
 
     # After training.
 

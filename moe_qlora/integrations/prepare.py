@@ -27,9 +27,9 @@ from ..lora.names import base_model
 from ..memory.measure import Loss
 from ..progress import reporting
 from ..speed.fitted import RunsLevels, decoder_layers
-from ..speed.flat_rows import flatten_rows
+from ..speed.flat_rows import flatten_rows, has_flat_rows
 from ..speed.module_walks import quicken_walks
-from ..world import runs_distributed
+from ..world import runs_distributed, world
 from .liger import apply_liger, has_trls_loss, loss_obstacle
 
 if TYPE_CHECKING:
@@ -104,9 +104,14 @@ def prepare_training(
         sizes |= {"loss": loss} if loss is not None else {}
         check_numbers(batch_size=batch_size, seq_len=seq_len)
         on_cuda = _is_on_cuda(model)
-        for rows in flatten_rows(model, batch_size, seq_len, fixed=on_cuda):
+        flat = flatten_rows(model, batch_size, seq_len, fixed=on_cuda)
+        for rows in flat:
             undo.callback(rows.remove)
         prepared = (_on_cuda if on_cuda else _on_cpu)(model, sizes, undo)
+        kept = [f"{type(rows.stack).__name__}: {rows.obstacle}" for rows in flat if rows.obstacle]
+        if kept or not flat:
+            kept = kept or ["this model has no decoder stack that takes input_ids and position_ids"]
+            prepared._lines.insert(1, f"Rows: each in its own shape; {'; '.join(kept)}.")
         vars(base)[_PREPARED] = prepared
         undo.callback(vars(base).pop, _PREPARED, None)
         undo.callback(quicken_walks(model))
@@ -150,10 +155,10 @@ class PreparedTraining:
 def _on_cpu(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> PreparedTraining:
     where = "prepare_training: this model is not on a CUDA device, where Liger, torch.compile and"
     where += " CUDA graphs would make it quicker"
-    if sizes["memory"] is None:
-        return PreparedTraining([f"{where}; batches run as flat rows."])
+    where += "; batches run as flat rows" if has_flat_rows(model) else ""
     prepared = PreparedTraining([f"{where}."])
-    _fit(prepared, model, sizes, undo)
+    if sizes["memory"] is not None:
+        _fit(prepared, model, sizes, undo)
     return prepared
 
 
@@ -168,6 +173,8 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
         prepared._lines += _quicken(prepared, model, layers, compiles, undo)
     else:
         prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
+    if not sys.stderr.isatty() and world().first:  # Where a bar would not be seen
+        print(f"{_MEASURES}.", file=sys.stderr, flush=True)
     with reporting(sys.stderr.isatty(), _MEASURES, "Prepared", stderr=True, transient=True):
         _fit(prepared, model, sizes, undo)
     prepared._lines.append(_YOURS)

@@ -162,7 +162,7 @@ class ExpertsSettings(BaseModel):
         skip_modules: Modules, as `llm_int8_skip_modules` names them, that stay in 16 bit besides
             those of the host's own config.
         prepare_training: Call `moe_qlora.prepare_training` before training; a string is its
-            `memory`, such as "40GiB".
+            `memory`, such as "40GiB". None does so where it can: a refusal is a warning.
         progress: Show a bar while a built model is packed, and while an adapter is merged.
     """
 
@@ -172,7 +172,7 @@ class ExpertsSettings(BaseModel):
     lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = False
     lora_router: StrictBool = False
     skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = ()
-    prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] = False
+    prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] | None = None
     progress: StrictBool = True
 
     @classmethod

@@ -110,18 +110,7 @@ def get_peft_model(
     options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
     peft_model = make_peft_model(model, lora_config, adapter_name, options, **peft_kwargs)
     log_coverage(peft_model, adapter_name, [name for param in plain for name in param.names])
-    if any(parameter.is_cuda for parameter in model.parameters()):
-        _suggest_preparing()
     return peft_model
-
-
-@cache
-def _suggest_preparing() -> None:
-    """Log once that eager, checkpointed steps wait for Python."""
-    _log.warning(
-        "moe_qlora.prepare_training(model, batch_size=..., seq_len=...) before training makes its "
-        "steps several times as fast: compiled layers, CUDA graphs, no computing of padding."
-    )
 
 
 def make_peft_model(

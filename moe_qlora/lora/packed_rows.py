@@ -1,28 +1,37 @@
 """Packed rows: several conversations in one, whose positions begin again with each.
 
 transformers keeps their attention apart where a model hands `position_ids` to its masks. Some do
-not (gpt_oss, afmoe), nor is there a mask where a cache is made, as models do in training unless
-told not to; and layers with a state (Mamba, linear attention, short convolutions) carry it on.
-Conversations then see each other, and nothing says so. `watch_packed_rows` lets rows with positions
-train without a cache, and refuses packed ones where the model was found to mix them.
+not (gpt_oss, afmoe), nor does any where a mask of padding is given, or where it makes a cache, as
+it does unless told not to; and layers with a state (Mamba, linear attention, short convolutions)
+carry it on. Conversations then see each other, and nothing says so. `watch_packed_rows` lets packed
+rows run by their positions alone, and refuses them where the model was found to mix them.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 SEPARATES = "_moe_qlora_separates_rows"
-"""Entry of a decoder stack's `__dict__` where it runs packed rows rightly by itself."""
+"""Entry of a prepared decoder stack's `__dict__`: whether it keeps packed rows apart by itself."""
 _MIXES = "_moe_qlora_mixes_rows"
-"""Entry of one that is watched: whether it mixes packed rows; None until that was tried."""
+"""Entry of one that is watched: whether it mixes packed rows, as far as that was tried, by which
+arguments beside positions tell it of them."""
+OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments of packed rows beside positions, which say the same."""
+PLACES = ("attention_mask", "position_ids")
 _STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _TRIED = 8  # Tokens
 _NOISE = 8  # Rounding of a dtype
@@ -30,31 +39,32 @@ _NOISE = 8  # Rounding of a dtype
 
 def decoder_stacks(model: nn.Module) -> list[Any]:
     """Return the modules that own decoder layers and take token ids."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    owners = {
-        name.rpartition(".")[0].rpartition(".")[0]
-        for name, module in model.named_modules()
-        if isinstance(module, GradientCheckpointingLayer)
-    }
-    stacks = [model.get_submodule(owner) for owner in sorted(owners)]
-    return [stack for stack in stacks if "input_ids" in parameters_of(stack)]
+    found = [
+        module
+        for module in model.modules()
+        if any(isinstance(child, nn.ModuleList) for child in module.children())
+        and {"input_ids", "position_ids"} <= set(parameters_of(module))
+    ]
+    # A model with a list of heads is around one.
+    return [one for one in found if not any(x in found for x in one.modules() if x is not one)]
 
 
 def parameters_of(stack: nn.Module) -> list[str]:
     """Return the names of a stack's arguments."""
-    return [name for name in inspect.signature(type(stack).forward).parameters if name != "self"]
+    forward = type(stack).forward
+    found = inspect.signature(forward).parameters if callable(forward) else ()
+    return [name for name in found if name != "self"]
 
 
 def watch_packed_rows(model: nn.Module) -> ExitStack:
-    """Refuse packed rows in training, from the first on, where this model would mix them.
+    """Keep the conversations of packed rows apart, or refuse them where this model mixes them.
 
     Returns what stops that when it is closed.
     """
     undo = ExitStack()
     for stack in decoder_stacks(model):
-        if _MIXES not in vars(stack) and "position_ids" in parameters_of(stack):
-            vars(stack)[_MIXES] = None
+        if _MIXES not in vars(stack):
+            vars(stack)[_MIXES] = {}
             undo.callback(vars(stack).pop, _MIXES, None)
             undo.callback(stack.register_forward_pre_hook(_look, with_kwargs=True).remove)
     return undo
@@ -71,52 +81,134 @@ def state_of(stack: Any) -> str | None:
     return None
 
 
-def _look(
-    stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    held = vars(stack)
-    if torch.compiler.is_compiling() or not (stack.training and torch.is_grad_enabled()):
+def tokens_of(given: Mapping[str, Any]) -> Any:
+    """Return a call's ids `(B, T)` or embeddings `(B, T, H)`, or None."""
+    ids = given.get("input_ids")
+    return given.get("inputs_embeds") if ids is None else ids
+
+
+def sequences_of(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return which tokens `(B, T)` of a call are real, and which begin a sequence.
+
+    The first one of a row, and those at which positions begin again, or ids of sequences change,
+    which some collators give as the mask.
+    """
+    tokens, (mask, positions) = tokens_of(given), map(given.get, PLACES)
+    shape: Any = tokens.shape[:2]
+    theirs = mask if isinstance(mask, Tensor) and mask.shape == shape else None
+    mask = tokens.new_ones(shape, dtype=torch.bool) if theirs is None else theirs.to(tokens.device)
+    real = mask != 0
+    before = functional.pad(real[:, :-1], (1, 0))  # Whether the token before is real
+    starts = real & (real.cumsum(1) == 1)
+    if positions is not None:
+        seen, positions = positions.dim() > 2, positions.to(tokens.device)
+        # Of several axes the first is the text's, or time, which stands still within an image.
+        first = (positions[0] if seen else positions).expand(shape)
+        last, timed = functional.pad(first[:, :-1], (1, 0)), seen and len(positions) < 4
+        jumps = first < last if timed else first != last + 1
+        starts = starts | (real & torch.where(before, jumps, first == 0))
+    if mask.dtype != torch.bool:
+        changes = functional.pad(mask[:, 1:] != mask[:, :-1], (1, 0))
+        starts = starts | (real & before & changes)
+    return real, starts
+
+
+def packed_starts(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return `sequences_of` a call in which a row has several, else None."""
+    if tokens_of(given) is None or all(given.get(name) is None for name in PLACES):
         return None
-    given = dict(zip(parameters_of(stack), args, strict=False)) | dict(kwargs)
-    positions = given.get("position_ids")
-    known = "seq_idx" in given or SEPARATES in held
-    if known or not isinstance(positions, Tensor) or positions.dim() != 2:
+    real, starts = sequences_of(given)
+    return (real, starts) if bool((starts.sum(1) > 1).any()) else None
+
+
+def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, Any]:
+    """Return arguments by which transformers keeps packed rows apart, or raise where it mixes them.
+
+    Those of other rows stay. `run` is the stack's forward, if a call of it runs another.
+    """
+    packed = None if given.get("past_key_values") is not None else packed_starts(given)
+    if packed is None:
+        return given
+    real, starts = packed
+    told = tuple(name for name in OF_SEGMENTS if given.get(name) is not None)
+    tried: dict[Any, bool] = vars(stack).setdefault(_MIXES, {})
+    mask, positions = map(given.get, PLACES)
+    state = None if "seq_idx" in told else state_of(stack)
+    if told not in tried:
+        tried[told] = state is not None or _mixes(stack, given, told, run or stack)
+    axes = len(positions) if positions is not None and positions.dim() > 2 else 0
+    if given.get("use_cache"):
+        reason = "transformers masks no packed row where there is a cache (use_cache=True)"
+    elif 0 < axes < 4:
+        reason = "its position_ids have several axes, and none of the text"
+    elif tried[told] or ("flash" in str(stack.config._attn_implementation) and len(real) > 1):
+        reason = state or "transformers masks this model without their positions"
+    elif _sees_across(mask, starts):
+        reason = "the attention_mask that was made for them does not keep them apart"
+    elif mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 2):
+        return given | {"use_cache": False}
+    else:
+        columns = torch.arange(real.shape[1], device=real.device)
+        within = columns - torch.where(starts, columns, 0).cummax(1).values
+        # Padding is a sequence for each token. With a mask, positions would not be looked at.
+        positions = positions if axes else torch.where(real, within, 0)
+        return given | {"position_ids": positions, "attention_mask": None, "use_cache": False}
+    raise ConfigError(
+        f"{type(stack).__name__}: position_ids begin again within a row, as packed conversations "
+        f"have them, and they would see each other: {reason}; prepare_training keeps some models' "
+        "apart. Train one conversation a row (packing=False, padding_free=False)."
+    )
+
+
+def _sees_across(mask: Any, starts: Tensor) -> bool:
+    """Whether a ready mask `(B, 1, T, T)` lets the first token of a sequence see the one before."""
+    found = list(mask.values()) if isinstance(mask, Mapping) else [mask]
+    dense = [x[:, 0].diagonal(-1, 1, 2) for x in found if isinstance(x, Tensor) and x.dim() == 4]
+    seen = [x if x.dtype == torch.bool else x == 0 for x in dense]
+    unmasked = isinstance(mask, Mapping) and None in found
+    return unmasked or any(bool((x & starts[:, 1:]).any()) for x in seen)
+
+
+def _look(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling() or vars(stack).get(SEPARATES):
         return None
-    if held[_MIXES] is None:
-        held[_MIXES] = state_of(stack) is not None or _mixes(stack, given)
-    if held[_MIXES] and bool((positions[:, 1:] < positions[:, :-1]).any()):
-        reason = state_of(stack) or "transformers masks this model without their positions"
-        raise ConfigError(
-            f"{type(stack).__name__}: position_ids begin again within a row, as packed "
-            f"conversations have them, and they would see each other: {reason}; prepare_training "
-            "keeps some models' apart. Train one conversation a row (packing=False, "
-            "padding_free=False)."
-        )
-    asks = given.get("use_cache") is not None or given.get("past_key_values") is not None
-    return None if asks else (args, kwargs | {"use_cache": False})
+    if SEPARATES not in vars(stack) and stack.training and next(stack.parameters()).is_cuda:
+        _suggest_preparing()
+    given = kwargs | dict(zip(parameters_of(stack), args, strict=False))
+    return None if (found := kept_apart(stack, given)) is given else ((), found)
+
+
+@cache
+def _suggest_preparing() -> None:
+    """Log once that eager, checkpointed steps wait for Python."""
+    _log.warning(
+        "moe_qlora.prepare_training(model, batch_size=..., seq_len=...) before training makes its "
+        "steps several times as fast: compiled layers, CUDA graphs, no computing of padding."
+    )
 
 
 @torch.no_grad()
-def _mixes(stack: Any, given: Mapping[str, Any]) -> bool:
+def _mixes(stack: Any, given: Mapping[str, Any], told: tuple[str, ...], run: Any) -> bool:
     """Whether a row's last token, at position 0, depends on those before."""
     name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-    row = given[name][:1, :_TRIED]
-    if row.shape[1] < 2:
-        return False
-    positions = torch.arange(row.shape[1], device=row.device)[None]
-    positions[:, -1] = 0
-    other = row.clone()
-    others = other[:, :-1]
-    others.copy_(torch.where(others == 7, 8, 7) if name == "input_ids" else -others)
+    numbers = torch.arange(_TRIED, device=given[name].device)
+    last = numbers == _TRIED - 1
+    bounds = numbers.new_tensor([0, _TRIED - 1, _TRIED]).int()
+    says = {"cu": bounds, "ma": _TRIED - 1, "se": last[None].int()}
+    known: dict[str, Any] = {each: says[each[:2]] for each in told}
+    rows = [torch.where(last, 5, numbers + first)[None] for first in (6, 6 + _TRIED)]
     training = [module for module in stack.modules() if module.training]
+    held, tried = vars(stack), vars(stack)[_MIXES]
+    held[_MIXES] = {told: False}
     stack.eval()
     try:
-        first, second = (
-            stack(**{name: each}, position_ids=positions, use_cache=False).last_hidden_state[0, -1]
-            for each in (row, other)
-        )
+        rows = rows if name == "input_ids" else list(map(stack.get_input_embeddings(), rows))
+        known |= {"position_ids": torch.where(last, 0, numbers)[None], "use_cache": False}
+        outputs = [run(**{name: row}, **known).last_hidden_state for row in rows]
     finally:
+        held[_MIXES] = tried
         for module in training:
             module.training = True
+    first, second = (output[0, -1] for output in outputs)
     apart = (first - second).abs().max() / first.abs().max()
     return bool(apart > _NOISE * torch.finfo(first.dtype).eps)

@@ -26,7 +26,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..lora.packed_rows import SEPARATES, decoder_stacks, parameters_of, state_of, watch_packed_rows
+from ..lora.packed_rows import (
+    OF_SEGMENTS,
+    PLACES,
+    SEPARATES,
+    decoder_stacks,
+    kept_apart,
+    packed_starts,
+    parameters_of,
+    sequences_of,
+    state_of,
+    tokens_of,
+    watch_packed_rows,
+)
 from .segments import Segments, running, segmented
 
 _log = logging.getLogger(__name__)
@@ -39,7 +51,6 @@ attention takes a microsecond for an empty segment and head, or so (4,096 tokens
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STEP = 64
 """Lengths are multiples of this: kernels are compiled anew for those that are not of 16."""
-_PLACES = ("attention_mask", "position_ids")
 _OFTEN = 8
 """How often a length comes before it is recorded although a longer one serves: recording takes as
 long as 12 rows of 2,048 tokens save (1.2 s; 48 layers of Qwen3-30B-A3B, H200)."""
@@ -48,8 +59,6 @@ _RECORDED = 8
 _SHORT = 1024
 """Tokens of a row that takes hardly less time than one of fewer: all experts are read for it."""
 _OF_LOSS = ("num_items_in_batch", "labels")
-_OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments of packed rows beside positions, which say the same."""
 
 
 def flatten_rows(model: nn.Module, batch_size: int, seq_len: int, *, fixed: bool) -> list[FlatRows]:
@@ -128,9 +137,13 @@ def has_flat_rows(model: nn.Module) -> bool:
 
 def obstacle(stack: Any) -> str | None:
     """Return why the rows of a decoder stack stay apart, or None."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     config = stack.config
     if (state := state_of(stack)) is not None:
         return state
+    if not any(isinstance(each, GradientCheckpointingLayer) for each in stack.modules()):
+        return "its layers are not of transformers' class for checkpointing"
     if not getattr(stack, "_supports_attention_backend", False):
         return "its attention is not one of transformers' interface"
     if not getattr(config, "is_causal", True):
@@ -153,8 +166,8 @@ class FlatRows:
         self._before = vars(stack).get("forward")
         self._attention = stack.config._attn_implementation
         self._watch = watch_packed_rows(stack)
+        vars(stack)[SEPARATES] = self.obstacle is None
         if self.obstacle is None:
-            vars(stack)[SEPARATES] = True
             stack.config._attn_implementation = segmented(self._attention or "eager")
         stack.__dict__[_FLAT] = self
         self.__signature__ = inspect.signature(self._before or stack.forward)
@@ -174,17 +187,20 @@ class FlatRows:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch as one flat row; as before where it cannot be."""
         given = kwargs | dict(zip(self._names, args, strict=False))
+        if torch.compiler.is_compiling() or self.obstacle is not None:
+            return self._own(**given)
         trains = self.stack.training and torch.is_grad_enabled()
-        # An evaluation expects a cache, unless it says that it does not.
+        # An evaluation of plain rows expects a cache, unless it says that it does not.
         wanted = trains or given.get("use_cache") is False
-        if torch.compiler.is_compiling() or not wanted or self.obstacle is not None:
+        cached = given.get("past_key_values") is not None
+        if not wanted and (cached or packed_starts(given) is None):
             return self._own(**given)
         reason = _reason(self.stack, given)
         if reason is not None:
             if trains and reason not in self._said:
                 self._said.add(reason)
                 _log.warning("prepare_training: a batch runs in its own shape: it %s.", reason)
-            return self._within(_APART, given)
+            return self._apart(given)
         return self._flat(given, trains)
 
     def _own(self, **given: Any) -> Any:
@@ -199,17 +215,20 @@ class FlatRows:
         finally:
             running.reset(token)
 
+    def _apart(self, given: dict[str, Any]) -> Any:
+        return self._within(_APART, kept_apart(self.stack, given, self._own))
+
     def _flat(self, given: dict[str, Any], trains: bool) -> Any:
         row = self._row(given, trains)
-        if row is None:  # No token is real
-            return self._within(_APART, given)
+        if row is None:
+            return self._apart(given)
         # Attention wants masks of all pairs of tokens where flash attention has none.
         dense = not getattr(self.stack, "_supports_flash_attn", False)
         segments = Segments(row.length, row.offsets, row.longest, row.recorded, dense, row.rows)
         flat = {
             name: row.gathered(value) if row.has_tokens(value) else value
             for name, value in given.items()
-            if name not in (*_OF_SEGMENTS, *_OF_LOSS)
+            if name not in (*OF_SEGMENTS, *_OF_LOSS)
         }
         flat |= {"position_ids": row.positions, "use_cache": False, "past_key_values": None}
         # All of one: without a mask, transformers would look for segments by itself.
@@ -219,9 +238,9 @@ class FlatRows:
 
     def _row(self, given: dict[str, Any], trains: bool) -> _Row | None:
         """Return the row of a batch; that of recorded plain rows is the same each step."""
-        lengths, ids = self.lengths if trains else None, given.get("input_ids")
-        plain = trains and all(given.get(name) is None for name in _PLACES)
-        key = _tokens(given), (given["inputs_embeds"] if ids is None else ids).device
+        lengths, tokens = self.lengths if trains else None, tokens_of(given)
+        plain = trains and all(given.get(name) is None for name in PLACES)
+        key = tokens.shape[:2], tokens.device
         if plain and self._plain is not None and self._plain[0] == key:
             return self._plain[1]
         row = _Row.of(given, self.longest, lengths)
@@ -240,26 +259,19 @@ def _reason(stack: Any, given: dict[str, Any]) -> str | None:
     attentions = given.get("output_attentions")
     if getattr(stack.config, "output_attentions", False) if attentions is None else attentions:
         return "asks for attention weights (output_attentions)"
-    tokens = _tokens(given)
-    if tokens is None:
+    if tokens_of(given) is None:
         return "has neither input_ids nor inputs_embeds"
-    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    tokens, (mask, positions) = tokens_of(given).shape[:2], map(given.get, PLACES)
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == tokens):
         return "has an attention_mask that is not one of its tokens"
     if positions is not None and not (isinstance(positions, Tensor) and positions.dim() == 2):
         return "has position_ids of several axes"
-    known = ("attention_mask", "position_ids", *_OF_LOSS, *_OF_SEGMENTS)
+    known = (*PLACES, *_OF_LOSS, *OF_SEGMENTS)
     for name, value in given.items():
         other = isinstance(value, Tensor) and name not in known and value.dim() > 1
         if other and value.shape[:2] != tokens:
             return f"has {name} of shape {tuple(value.shape)}"
     return None
-
-
-def _tokens(given: dict[str, Any]) -> torch.Size | None:
-    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    found = ids if isinstance(ids, Tensor) else embeds
-    return found.shape[:2] if isinstance(found, Tensor) else None
 
 
 @dataclass
@@ -278,23 +290,21 @@ class _Row:
 
     @classmethod
     def of(cls, given: dict[str, Any], longest: int, lengths: RowLengths | None) -> _Row | None:
-        ids, shape = given.get("input_ids"), _tokens(given)
-        assert shape is not None
-        device = (given["inputs_embeds"] if ids is None else ids).device
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        mask = None if mask is None else mask.to(device)
+        real, starts = sequences_of(given)
+        shape, device = real.shape, real.device
+        mask, positions = map(given.get, PLACES)
         positions = None if positions is None else positions.to(device).expand(shape)
-        real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask != 0
-        starts = _starts(real, mask, positions)
         flags, begins = real.flatten(), starts.flatten()
         places = flags.cumsum(0) - 1  # Of each token in the row
         within = places - torch.where(begins, places, 0).cummax(0).values  # and in its segment
         count, segments, most = real.numel(), *shape
         if mask is not None or positions is not None:  # transformers reads masks, too
-            found = [real.sum(), starts.sum(), torch.where(flags, within, 0).max() + 1]
-            count, segments, most = torch.stack(found).tolist()
-        if not count:
-            return None
+            before = functional.pad(real[:, :-1], (1, 0))
+            holes = (real & ~before & ~starts).any() & (starts.sum(1) < 2).all()
+            found = [real.sum(), starts.sum(), torch.where(flags, within, 0).max() + 1, holes]
+            count, segments, most, holes = torch.stack(found).tolist()
+            if holes or not count:  # Positions go on behind a hole, and windows with them
+                return None
         length, size, recorded = count, table_size(segments), False
         if lengths is not None:
             # Two more than fill any row: by at most a quarter, or up to the shortest length.
@@ -349,23 +359,6 @@ class _Row:
         padding = self.target == self.length
         found = x.index_select(0, self.target.clamp(max=self.length - 1))
         return found.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0)
-
-
-def _starts(real: Tensor, mask: Tensor | None, positions: Tensor | None) -> Tensor:
-    """Return which tokens `(B, T)` begin a segment.
-
-    The first one of a row, and those at which positions begin again, or ids of segments change,
-    which some collators give as the mask.
-    """
-    before = functional.pad(real[:, :-1], (1, 0))  # Whether the token before is real
-    starts = real & (real.cumsum(1) == 1)
-    if positions is not None:
-        jumps = functional.pad(positions[:, 1:] != positions[:, :-1] + 1, (1, 0))
-        starts = starts | (real & torch.where(before, jumps, positions == 0))
-    if mask is not None and mask.dtype != torch.bool:
-        changes = functional.pad(mask[:, 1:] != mask[:, :-1], (1, 0))
-        starts = starts | (real & before & changes)
-    return starts
 
 
 def _offsets(starts: Tensor, places: Tensor, length: int, longest: int, size: int) -> Tensor:

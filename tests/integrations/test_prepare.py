@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost, prepare
 from moe_qlora.integrations.liger import apply_liger
 from moe_qlora.integrations.settings import PLUGIN
-from moe_qlora.lora import model as lora_model
+from moe_qlora.lora import packed_rows
 from moe_qlora.speed import fit as speed_fit
 from moe_qlora.speed import graphs as speed_graphs
 from moe_qlora.speed.flat_rows import has_flat_rows
@@ -108,6 +109,14 @@ def cuda(monkeypatch, events) -> list[str]:
     monkeypatch.setattr(speed_graphs, "graph_layers", graph_layers)
     monkeypatch.setattr(prepare, "_is_on_cuda", lambda module: True)
     return events
+
+
+@pytest.mark.parametrize("kind", ["Qwen3NextModel", "DiffusionGemmaEncoderTextModel"])
+def test_rows_that_stay_apart_are_said(kind):
+    model = tiny_model("qwen3_next" if "Qwen" in kind else "diffusion_gemma")
+    with moe_qlora.prepare_training(model, **SIZES) as prepared:
+        assert f"\nRows: each in its own shape; {kind}: it" in str(prepared)
+    assert "flat rows" not in str(prepared)
 
 
 def test_on_a_cpu_rows_are_flat_without_memory(events, caplog):
@@ -397,26 +406,40 @@ def test_memory_is_measured_with_trls_loss():
     assert before and not calls
 
 
-def test_adapters_on_a_gpu_suggest_it_once(monkeypatch, caplog):
-    lora_model._suggest_preparing.cache_clear()
-    adapted()
-    with caplog.at_level(logging.INFO, "moe_qlora.lora.model"):
-        assert not caplog.records
-        monkeypatch.setattr(nn.Parameter, "is_cuda", True)
-        for _ in range(2):
-            adapted()
-    said = [r.getMessage() for r in caplog.records if "prepare_training" in r.getMessage()]
-    assert len(said) == 1 and "\n" not in said[0]
-    lora_model._suggest_preparing.cache_clear()
+def test_a_step_on_a_gpu_suggests_it_once(monkeypatch):
+    """The first step does; not where it was called, nor an evaluation, nor on a CPU."""
+    packed_rows._suggest_preparing.cache_clear()
+    models = [adapted() for _ in range(3)]
+    inputs = tiny_inputs(models[0].get_base_model())
+    moe_qlora.prepare_training(models[0], **SIZES)
+    said: list[str] = []
+    monkeypatch.setattr(packed_rows._log, "warning", said.append)
+    models[1](**inputs)
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True)
+    with torch.no_grad():
+        models[0](**inputs)
+        models[1].eval()(**inputs)
+    assert not said
+    for model in (models[1].train(), models[2]):
+        with suppress(Exception):  # There is no GPU
+            model(**inputs)
+    assert len(said) == 1 and "prepare_training" in said[0] and "\n" not in said[0]
+    packed_rows._suggest_preparing.cache_clear()
 
 
-@pytest.mark.parametrize(("asked", "memory"), [(True, None), ("40GiB", "40GiB")])
-def test_hosts_prepare_what_their_settings_ask_for(asked, memory, cuda):
-    model = adapted()
-    assert ExpertsHost().before_training(model, **SIZES) is None and not cuda
-    prepared = ExpertsHost({"prepare_training": asked}).before_training(model, **SIZES)
+@pytest.mark.parametrize(("asked", "memory"), [(None, None), (True, None), ("40GiB", "40GiB")])
+def test_hosts_prepare_unless_told_not_to(asked, memory, cuda, monkeypatch, caplog, capsys):
+    model, off, host = adapted(), *(ExpertsHost({"prepare_training": x}) for x in (False, asked))
+    assert off.before_training(model, **SIZES) is None and not cuda
+    prepared = host.before_training(model, **SIZES)
     assert prepared is not None and f"'memory': {memory!r}" in cuda[1]
     prepared.remove()
+    assert capsys.readouterr().err.startswith(prepare._MEASURES)  # No terminal, which has a bar
+    refused = Mock(side_effect=ConfigError("7 bytes are missing"))
+    monkeypatch.setattr(speed_fit, "fit_memory", refused)
+    with pytest.raises(ConfigError, match="7 bytes") if asked else nullcontext():
+        assert host.before_training(model, **SIZES) is None
+    assert ("not used: 7 bytes" in caplog.text) == (asked is None)
 
 
 @pytest.mark.parametrize(
@@ -447,6 +470,8 @@ def in_order(sizes: dict[str, Any]) -> dict[str, Any]:
         ({"rl": "dpo"}, {"batch_size": 6, "seq_len": 64}),
         ({"rl": "kto"}, {"batch_size": 3, "seq_len": 64}),
         ({"sample_packing": True}, {"batch_size": 3, "seq_len": 64}),
+        ({"torch_compile": True}, None),
+        ({"context_parallel_size": 2}, None),
     ],
 )
 def test_axolotls_plugin_prepares_the_trainers_model(more, sizes, events, monkeypatch):
@@ -464,6 +489,9 @@ def test_axolotls_plugin_prepares_the_trainers_model(more, sizes, events, monkey
     plugin.host = ExpertsHost({"prepare_training": "1GiB"})
     cfg = {"plugins": [PLUGIN], "micro_batch_size": 3, "sequence_len": 64, **more}
     plugin.post_trainer_create(cfg, SimpleNamespace(model=model))
+    if sizes is None:
+        assert not events
+        return
     said = repr(in_order(sizes))
     if "rl" in more:
         said = f"{said[:-1]}, 'loss': functools.partial(<function _of_probabilities"

@@ -259,11 +259,12 @@ def test_the_loss_of_chats_is_on_replies(marks, folder, tmp_path, monkeypatch, t
     assert len(trainer.eval_dataset) == (1 if marks else 2)
 
 
-def test_chats_in_rows_of_one_length(folder, tmp_path, monkeypatch, trainers):
+def test_whole_chats_share_rows(folder, tmp_path, monkeypatch, trainers):
     with pytest.raises(Stop):
-        run("chat", folder, tmp_path, monkeypatch, "--pack")
-    lengths = [len(row["input_ids"]) for row in trainers[0].train_dataset]
-    assert len(lengths) > 5 and sorted(lengths)[1:] == [64] * (len(lengths) - 1)  # one is the rest
+        run("chat", folder, tmp_path, monkeypatch, "--pack", "--seq", "256")
+    rows = trainers[0].train_dataset
+    assert len(rows) < 18 == sum(len(row["seq_lengths"]) for row in rows)
+    assert max(len(row["input_ids"]) for row in rows) <= 256
 
 
 def test_a_word_names_the_log_of_chats(folder, tmp_path, monkeypatch, trainers, capsys):

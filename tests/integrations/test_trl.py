@@ -17,6 +17,7 @@ from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 import moe_qlora
 from moe_qlora.packing import parametrize
+from moe_qlora.speed.flat_rows import has_flat_rows
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
@@ -231,6 +232,27 @@ def assert_stock_peft_reads_what_is_saved(trained, model_folder, folder):
         with stock.disable_adapter():
             without = stock(input_ids=ids).logits
         assert (without - stock(input_ids=ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("sft", {"evaluate": True}), ("sft", {"packing": True, "max_length": 64}), ("dpo", {})],
+)
+def test_prepared_training_logs_the_same(kind, more, first, model_folder, tmp_path):
+    """Loss, gradients' norm, tokens, accuracy, entropy: whichever is made first."""
+    plain = trainer(kind, "peft", model_folder, tmp_path, max_steps=2, **more)
+    torch.manual_seed(1)
+    model = moe_qlora.get_peft_model(load(model_folder), lora_config(), experts=True)
+    sizes = {"batch_size": 4, "seq_len": 64}
+    flat = moe_qlora.prepare_training(model, **sizes) if first else None
+    quick = trainer(kind, model, model_folder, tmp_path, max_steps=2, **more)
+    flat = flat or moe_qlora.prepare_training(quick.model, **sizes)
+    for run in (plain, quick):
+        run.train()
+    for ours, theirs in zip(quick.state.log_history[:2], plain.state.log_history[:2], strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-2, abs=2e-3) and "grad_norm" in ours
+    assert has_flat_rows(quick.model)
 
 
 @pytest.mark.parametrize(("kind", "way"), [("dpo", "stock peft"), ("grpo", "peft")])

@@ -14,8 +14,7 @@ The loss is on the assistant's tokens alone. TRL knows which these are for the c
 Qwen3, gpt-oss, GLM-4.5 and many more. For any other template, each reply becomes a row, with the
 messages before it as its prompt.
 
---pack puts conversations one after another into rows of --seq tokens, which are all of one length,
-so that decoder layers are recorded as CUDA graphs. A row then begins anywhere in a conversation.
+--pack puts whole conversations one after another into rows of --seq tokens: fewer and fuller steps.
 """
 
 import argparse
@@ -43,7 +42,7 @@ parser.add_argument("--seq", type=int, default=2048, help="tokens in a row at mo
 parser.add_argument("--epochs", type=float, default=3)
 parser.add_argument("--steps", type=int, default=-1, help="stop here, whatever --epochs says")
 parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
-parser.add_argument("--pack", action="store_true", help="rows of one length, and CUDA graphs")
+parser.add_argument("--pack", action="store_true", help="several conversations in a row")
 parser.add_argument("--log", choices=["none", "tensorboard", "wandb", "trackio"], default="none")
 parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUT")
 options = parser.parse_args()
@@ -104,7 +103,6 @@ args = SFTConfig(
     max_steps=options.steps,
     max_length=options.seq,
     packing=options.pack,
-    packing_strategy="wrapped",
     assistant_only_loss=marked,
     per_device_train_batch_size=1,
     per_device_eval_batch_size=1,
@@ -126,8 +124,7 @@ args = SFTConfig(
 )
 held_out = max(1, len(chats) // 10)
 model = moe_qlora.get_peft_model(load(), lora_config, experts=True)
-if options.pack:  # rows of one length
-    print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
+print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
 trainer = SFTTrainer(
     model=model,
     args=args,

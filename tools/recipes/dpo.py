@@ -69,5 +69,7 @@ trainer = DPOTrainer(
     train_dataset=Dataset.from_list(pairs[kept:]),
     eval_dataset=Dataset.from_list(pairs[:kept]),
 )
+# A pair is two sequences
+print(moe_qlora.prepare_training(trainer.model, batch_size=2, seq_len=options.seq))
 trainer.train()
 trainer.save_model(options.out)

@@ -2,9 +2,8 @@
 
     python tools/recipes/grpo.py data.jsonl out                 {"prompt": "...", "answer": "..."}
 
-Put your own function in the place of `reward`. The model that trains generates, packed, with its
-adapter; with `--server URL` a vLLM server does, which takes the adapter after each step. `--model`
-is then a folder; "RL with vLLM" in moe_qlora/docs/trainers.md says how to start the server.
+Put your own function in the place of `reward`. The model that trains generates; with `--server URL`
+and a folder as `--model` a vLLM server does: see "RL with vLLM" in moe_qlora/docs/trainers.md.
 """
 
 import argparse
@@ -76,5 +75,6 @@ with adapters_to_vllm(base=options.model):  # of use with a server alone
         train_dataset=Dataset.from_list(tasks[kept:]),
         eval_dataset=Dataset.from_list(tasks[:kept]),
     )
+print(moe_qlora.prepare_training(trainer.model, batch_size=4, seq_len=2 * options.length))
 trainer.train()
 trainer.save_model(options.out)

@@ -33,6 +33,7 @@ attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
 lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
 model = moe_qlora.get_peft_model(model, lora_config, experts=True).train()
 if "--ddp" in sys.argv:
+    print(moe_qlora.prepare_training(model, batch_size=2, seq_len=32))
     model = DistributedDataParallel(model)
 else:
     with moe_qlora.shards_integers():  # torch before 2.13 shards no packed weights by itself

@@ -52,6 +52,7 @@ trainer = SFTTrainer(
     train_dataset=Dataset.from_dict({"input_ids": rows[8:]}),
     eval_dataset=Dataset.from_dict({"input_ids": rows[:8]}),
 )
+print(moe_qlora.prepare_training(trainer.model, batch_size=8, seq_len=32))
 with moe_qlora.shards_integers():  # torch before 2.13 shards no packed weights by itself
     trainer.train()
 trainer.save_model(out)

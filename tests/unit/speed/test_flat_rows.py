@@ -90,11 +90,26 @@ def packed_in_two(rows: list[Tensor]) -> Batch:
     return both
 
 
+def numbered(rows: list[Tensor]) -> Batch:
+    """A packed row whose mask counts its sequences, without positions."""
+    mask = torch.cat([torch.full_like(row, i) for i, row in enumerate(rows, 1)])[None]
+    return {"attention_mask": mask} | {n: x for n, x in packed(rows).items() if "pos" not in n}
+
+
+def left_with_positions(rows: list[Tensor]) -> Batch:
+    """As `generate` makes them: those of padding are 1, which is no new sequence."""
+    batch = padded(rows, left=True)
+    mask = batch["attention_mask"]
+    return batch | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
+
+
 BATCHES: dict[str, Callable[[list[Tensor]], Batch]] = {
     "right": lambda rows: padded(rows, left=False),
     "left": lambda rows: padded(rows, left=True),
     "packed": packed,
     "two packed": packed_in_two,
+    "numbered": numbered,
+    "left with positions": left_with_positions,
 }
 
 
@@ -386,22 +401,77 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(
     assert not counters["graph_break"]
 
 
-MIXING = ("gpt_oss", "afmoe", "granitemoehybrid", "lfm2_moe", "jamba")
+def test_a_mask_with_holes_runs_as_before() -> None:
+    """Positions go on behind a hole, and windows count it."""
+    model = tiny_model("mixtral", seed=0, sliding_window=8).train()
+    batch = padded(sequences(model), left=False)
+    batch["attention_mask"][0, 5:9] = 0
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    expected = step(model, batch)
+    with flat(model):
+        check(model, expected, batch)
 
 
-@pytest.mark.parametrize("family", [*MIXING, "qwen3_moe", "mixtral", "olmoe"])
+def test_evaluation_keeps_packed_rows_apart_without_being_told() -> None:
+    model = tiny_model("gpt_oss", seed=0, sliding_window=8)
+    rows = sequences(model)
+    with torch.no_grad():
+        alone = torch.cat([model(row[None]).logits[0] for row in rows])
+        watch_packed_rows(model)
+        with flat(model):
+            torch.testing.assert_close(model(**packed(rows)).logits[0], alone)
+        with pytest.raises(ConfigError, match="position_ids begin again"):
+            model(**packed(rows))
+
+
+MIXING = (
+    "gpt_oss", "afmoe", "granitemoehybrid", "lfm2_moe", "jamba", "zaya", "diffusion_gemma_text",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*MIXING, "qwen3_moe", "mixtral", "olmoe", "deepseek_v4"])
 def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(family: str) -> None:
+    """Also with a mask, which stock transformers takes for one of padding alone."""
     model = tiny_model(family, seed=0).train()
+    if family == "diffusion_gemma_text":  # Without a head, and with a cache always
+        table = model.embed_tokens.weight
+        model.register_forward_hook(lambda _, args, out: setattr(out, "logits", out[0] @ table.T))
     watch_packed_rows(model)
     rows = sequences(model)
-    if family not in MIXING:
-        check(model, alone(model), packed(rows))
-        return
-    for batch in (packed(rows[:1]), padded(rows, left=False)):
+    ones = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+    packs = [packed(rows), packed(rows) | {"attention_mask": ones}, packed_in_two(rows)]
+    packs += [numbered(rows), packed(rows) | {"seq_idx": numbered(rows)["attention_mask"].int()}]
+    for batch in (packed(rows[:1]), padded(rows, left=False), left_with_positions(rows)):
         step(model, batch)
+    if family not in MIXING:
+        expected = alone(model)
+        for batch in packs:
+            check(model, expected, batch)
+        with pytest.raises(ConfigError, match="use_cache=True"):
+            model(**packed(rows), use_cache=True)
+        return
+    for batch in packs:  # Where a state can be told of segments, transformers wants kernels for it
+        with pytest.raises((ConfigError, ValueError), match=r"begin again|keep packed"):
+            model(**batch)
     assert all(module.training for module in model.modules())
-    with pytest.raises(ConfigError, match="position_ids begin again"):
-        model(**packed(rows))
+
+
+def test_models_that_see_keep_packed_rows_apart_or_refuse_them() -> None:
+    """Their outer part makes the masks, and positions have an axis for time."""
+    model = tiny_model("gemma4", seed=0).train()
+    watch_packed_rows(model)
+    rows = sequences(model)
+    step(model, padded(rows, left=False))
+    check(model, alone(model), packed(rows))
+    with pytest.raises(ConfigError, match="does not keep them apart"):
+        model(**packed_in_two(rows))
+    seeing = tiny_model("qwen3_vl_moe_text", seed=0).train()
+    batch = packed([row % 99 for row in rows])
+    positions, ids = batch["position_ids"].expand(3, 1, -1), batch["input_ids"]
+    watch_packed_rows(seeing)
+    for within in (nullcontext(), flat(seeing)):
+        with within, pytest.raises(ConfigError, match="none of the text"):
+            seeing(input_ids=ids, position_ids=positions)
 
 
 def test_adapters_watch_packed_rows() -> None:
