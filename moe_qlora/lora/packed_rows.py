@@ -21,6 +21,8 @@ from ..errors import ConfigError
 
 SEPARATES = "_moe_qlora_separates_rows"
 """Entry of a decoder stack's `__dict__` where it runs packed rows rightly by itself."""
+CACHES = ("past_key_values", "cache")
+"""A key-value cache among a stack's arguments: until transformers 5.23, and from 5.24 on."""
 _MIXES = "_moe_qlora_mixes_rows"
 """Entry of one that is watched: whether it mixes packed rows; None until that was tried."""
 _STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
@@ -92,7 +94,7 @@ def _look(
             "keeps some models' apart. Train one conversation a row (packing=False, "
             "padding_free=False)."
         )
-    asks = given.get("use_cache") is not None or given.get("past_key_values") is not None
+    asks = any(given.get(name) is not None for name in ("use_cache", *CACHES))
     return None if asks else (args, kwargs | {"use_cache": False})
 
 
