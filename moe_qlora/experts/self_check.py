@@ -48,7 +48,8 @@ def _is_right(device: torch.device, tokens: int) -> bool:
     E, H, width, r, scaling = 4, 256, 128, 16, 0.5
     generator = torch.Generator(device).manual_seed(0)
     stacks = [
-        table.random_weight(shape, NF4, device, generator) for shape in ((E, 2 * width, H), (E, H, width))
+        table.random_weight(shape, NF4, device, generator)
+        for shape in ((E, 2 * width, H), (E, H, width))
     ]
     dtype = stacks[0].dtype
 
