@@ -1,5 +1,5 @@
 # Sourced by demo, test, check and others. Takes two options from their arguments:
-#   --newest  the newest version of each range that pip finds, in .venv-newest, not the constraints'
+#   --newest  the newest version of each range that uv, else pip, finds, in .venv-newest, not the constraints'
 #   --here    into the environment that is active, whose torch and others this may change
 newest='' here='' arguments=()
 for argument in "$@"; do
@@ -50,7 +50,9 @@ print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1$n
         echo "Installing moe-qlora[$1] into $(dirname "$stamp") (a few minutes the first time)" >&2
         # The machine's own pip settings choose torch's build, and may cap its version; CUDA's is a
         # download of 3 GB.
-        if [ -n "$newest" ]; then
+        if [ -n "$newest" ] && command -v uv >/dev/null; then
+            uv pip install -q --upgrade --python "$(command -v python)" -e ".[$1]"
+        elif [ -n "$newest" ]; then
             python -m pip install -qq --upgrade --upgrade-strategy eager -e ".[$1]"
         else
             python -m pip install -qq -c tools/constraints.txt -e ".[$1]"

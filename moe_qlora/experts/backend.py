@@ -313,11 +313,10 @@ def kernels_run(device: torch.device) -> bool:
         )
         if _kernels_run[index]:
             from ..kernels import table
-            from .self_check import layer_is_right, runs_untested
+            from .self_check import layer_is_right
 
             table.prepare(device)
-            if runs_untested(device):
-                _kernels_run[index] = layer_is_right(device)
+            _kernels_run[index] = layer_is_right(device)
             if rocm and _kernels_run[index]:
                 warnings.warn(
                     f"moe_qlora's kernels are not tested on ROCm. A small layer is right on "
