@@ -1,5 +1,5 @@
 # Sourced by demo, test, check and others. Takes two options from their arguments:
-#   --newest  the newest version of each range that uv, else pip, finds, in .venv-newest, not the constraints'
+#   --newest  the newest versions that uv, else pip, finds in the ranges, in .venv-newest
 #   --here    into the environment that is active, whose torch and others this may change
 newest='' here='' arguments=()
 for argument in "$@"; do
