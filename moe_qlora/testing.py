@@ -40,8 +40,10 @@ _FED_HIDDEN_STATES = {"Qwen3OmniMoeTalkerModel"}
 
 
 def registry_families() -> tuple[str, ...]:
-    """Return every model type that `tiny_model` can build, sorted."""
-    return registry.model_types()
+    """Return every model type of the registry that the installed transformers knows, sorted."""
+    from transformers import CONFIG_MAPPING
+
+    return tuple(name for name in registry.model_types() if name in CONFIG_MAPPING)
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
@@ -72,10 +74,12 @@ def model_class(model_type: str) -> Any:
 
     One that the installed transformers does not have is a `CheckpointError`.
     """
-    from transformers import CONFIG_MAPPING
+    import transformers
 
     name = registry.load(model_type).class_name
-    folder, _, _ = CONFIG_MAPPING[model_type].__module__.rpartition(".")
+    if hasattr(transformers, name):  # which may be of another folder than the configuration
+        return getattr(transformers, name)
+    folder, _, _ = transformers.CONFIG_MAPPING[model_type].__module__.rpartition(".")
     package = Path(str(importlib.import_module(folder).__file__)).parent
     for path in sorted(package.glob("modeling_*.py")):
         modeling = importlib.import_module(f"{folder}.{path.stem}")

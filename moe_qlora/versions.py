@@ -29,8 +29,8 @@ class Range(NamedTuple):
 PYTHON = Range("3.11", "3.13")
 
 REQUIRED = {
-    "torch": Range("2.11", "2.13"),
-    "transformers": Range("5.20", "5.23"),
+    "torch": Range("2.11", "2.15"),
+    "transformers": Range("5.20", "5.24"),
     "bitsandbytes": Range("0.50", "0.50"),
     "peft": Range("0.20", "0.21"),
     "accelerate": Range("1.4", "1.15"),
@@ -39,7 +39,7 @@ REQUIRED = {
 """Dependencies whose internals matter here; pip handles the others."""
 
 OPTIONAL = {
-    "triton": Range("3.6", "3.7"),
+    "triton": Range("3.6", "3.9"),
     "trl": Range("1.14", "1.16"),
     "liger-kernel": Range("0.8", "0.8"),
     "deepspeed": Range("0.19", "0.19"),

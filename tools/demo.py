@@ -193,7 +193,9 @@ def _adapted(model: Any, *, save_memory: bool) -> Any:
     from peft import LoraConfig
 
     if save_memory:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Its name from transformers 5.24 on, and before.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     lora_config = LoraConfig(
         r=8,
         lora_alpha=16,

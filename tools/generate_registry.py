@@ -8,6 +8,9 @@ Each file describes one `model_type` that can hold fused experts. What is an exp
 transformers' own class definitions (see tools/registry/definitions.py), never from
 `moe_qlora.detect`, so that the tests can hold the two against each other. Models are built on the
 meta device; nothing is downloaded or allocated.
+
+A file names the transformers that it was written from, and stays as it is where another one agrees.
+Types of a later transformers than the installed one are left as they are, and not checked.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -26,6 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "model_registry"
+VERSION = re.compile(r'"transformers(_version)?": ')
 sys.path.insert(0, str(ROOT))
 
 
@@ -49,17 +54,34 @@ def text_of(model_type: str) -> tuple[str, str | None, str | None]:
 
 
 def drift(path: Path, text: str | None) -> str:
-    """Return a unified diff from the file as it is to `text`; empty where they agree."""
-    before = path.read_text(encoding="utf-8") if path.is_file() else ""
+    """Return a unified diff from the file as it is to `text`; empty where they agree.
+
+    The version of transformers by itself is no difference.
+    """
+    before = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    after = (text or "").splitlines()
+    one, other = ([x for x in lines if not VERSION.search(x)] for lines in (before, after))
+    if one == other:
+        return ""
     lines = difflib.unified_diff(
-        before.splitlines(),
-        (text or "").splitlines(),
+        before,
+        after,
         f"{path.name} (in the repository)",
         f"{path.name} (from transformers)",
         lineterm="",
         n=1,
     )
     return "\n".join(lines)
+
+
+def _is_later(path: Path) -> bool:
+    """Whether a file was written from a later series of transformers than the installed one."""
+    import transformers
+
+    from moe_qlora.versions import release_of
+
+    of_file = json.loads(path.read_text(encoding="utf-8"))["transformers"]
+    return release_of(of_file)[:2] > release_of(transformers.__version__)[:2]
 
 
 def main() -> int:
@@ -81,19 +103,21 @@ def main() -> int:
         print(f"{model_type}: {problem}", file=sys.stderr)
 
     known = {*texts, *failures}
-    stale = [] if options.only else [p for p in FOLDER.glob("*.json") if p.stem not in known]
+    others = [] if options.only else sorted(p for p in FOLDER.glob("*.json") if p.stem not in known)
+    stale = [path for path in others if not _is_later(path)]
+    wanted = {FOLDER / f"{name}.json": text for name, text in sorted(texts.items())}
+    changed = {path: diff for path, text in wanted.items() if (diff := drift(path, text))}
+    left = f", {len(others) - len(stale)} are of a later transformers" if others != stale else ""
     if options.check:
-        diffs = [drift(FOLDER / f"{name}.json", text) for name, text in sorted(texts.items())]
-        diffs += [drift(path, None) for path in sorted(stale)]
-        changed = [diff for diff in diffs if diff]
-        print("\n".join([*changed, f"{len(changed)} of {len(texts)} files have drifted."]))
-        return 1 if changed or failures else 0
+        print("\n".join([*changed.values(), *(drift(path, None) for path in stale)]))
+        print(f"{len(changed) + len(stale)} of {len(texts)} files have drifted{left}.")
+        return 1 if changed or stale or failures else 0
     FOLDER.mkdir(exist_ok=True)
-    for name, text in texts.items():
-        (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
+    for path in changed:
+        path.write_text(wanted[path], encoding="utf-8")
     for path in stale:
         path.unlink()
-    print(f"{len(texts)} files written to {FOLDER}, {len(stale)} removed.")
+    print(f"{len(changed)} files written to {FOLDER}, {len(stale)} removed{left}.")
     return 1 if failures else 0
 
 

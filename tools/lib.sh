@@ -1,4 +1,15 @@
-# Sourced by demo, test and check.
+# Sourced by demo, test, check and others. Takes two options from their arguments:
+#   --newest  the newest versions that uv, else pip, finds in the ranges, in .venv-newest
+#   --here    into the environment that is active, whose torch and others this may change
+newest='' here='' arguments=()
+for argument in "$@"; do
+    case $argument in
+        --newest) newest=yes ;;
+        --here) here=yes ;;
+        *) arguments+=("$argument") ;;
+    esac
+done
+set -- "${arguments[@]}"
 
 # A Python that is tested: the machine's own first, since its package settings are made for it.
 find_python() {
@@ -16,29 +27,41 @@ assert (3, 11) <= sys.version_info[:2] <= (3, 13)' 2>/dev/null; then
     return 1
 }
 
-# prepare EXTRAS: goes to the checkout, activates .venv where no environment is active, and installs
-# the package with these extras, once for each state of pyproject.toml and the constraints.
+# prepare EXTRAS: goes to the checkout, activates its .venv, and installs the package with these
+# extras, once for each state of pyproject.toml and the constraints.
 prepare() {
     cd "$(dirname "${BASH_SOURCE[0]}")/.."
-    local python stamp
-    if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
-        if [ ! -x .venv/bin/python ]; then
-            python=$(find_python)
-            "$python" -m venv .venv
+    local python stamp active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} folder=.venv${newest:+-newest}
+    if [ -z "$here" ] || [ -z "$active" ]; then
+        if [ -n "$active" ] && [ ! "$active" -ef "$folder" ]; then
+            echo "$active is active and left as it is: this takes $folder (--here: $active)" >&2
         fi
-        . .venv/bin/activate
+        if [ ! -x "$folder/bin/python" ]; then
+            python=$(find_python)
+            "$python" -m venv "$folder"
+        fi
+        . "$folder/bin/activate"
     fi
     stamp=$(python -c 'import hashlib, os, sys
 key = b"".join(open(name, "rb").read() for name in ("pyproject.toml", "tools/constraints.txt"))
 key += (os.getcwd() + sys.argv[1]).encode()
-print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1")
+print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1$newest")
     if [ ! -e "$stamp" ]; then
         echo "Installing moe-qlora[$1] into $(dirname "$stamp") (a few minutes the first time)" >&2
-        # The machine's own pip settings choose torch's build; CUDA's is a download of 3 GB.
-        python -m pip install -qq --no-compile -c tools/constraints.txt -e ".[$1]"
+        # The machine's own pip settings choose torch's build, and may cap its version; CUDA's is a
+        # download of 3 GB.
+        if [ -n "$newest" ] && command -v uv >/dev/null; then
+            uv pip install -q --upgrade --python "$(command -v python)" -e ".[$1]"
+        elif [ -n "$newest" ]; then
+            python -m pip install -qq --upgrade --upgrade-strategy eager -e ".[$1]"
+        else
+            python -m pip install -qq --no-compile -c tools/constraints.txt -e ".[$1]"
+        fi
         # On every core: pip compiles on one, most of its time. Templates that are no Python fail.
         python -m compileall -qq -j 0 \
             "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+        python -c 'from moe_qlora.versions import OPTIONAL, REQUIRED, installed_version as installed
+print("Installed:", *(f"{one} {installed(one)}," for one in (*REQUIRED, *OPTIONAL) if installed(one)))' >&2
         touch "$stamp"
     fi
 }

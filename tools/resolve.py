@@ -1,6 +1,8 @@
 """Check that the package installs on every Python it supports, with PyPI's torch for CUDA.
 
-    bash tools/resolve
+    bash tools/resolve            what CI checks
+    bash tools/resolve --hosts    the newest of each trainer, alone and together with this package;
+                                  writes the table of moe_qlora/docs/trainers.md
 
 A machine whose pip takes a CPU build of torch cannot notice that the versions exclude each other
 elsewhere: torch's CUDA builds pin packages that its CPU builds do not ask for. Here uv resolves for
@@ -13,6 +15,7 @@ import re
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28")
 EXTRAS = ("test", "demo", "trl", "dev")
 CONSTRAINTS = ROOT / "tools/constraints.txt"
+HOSTS = ("axolotl", "trl", "unsloth", "ms-swift", "llamafactory", "vllm")
+PAGE, MARK = ROOT / "moe_qlora/docs/trainers.md", "Resolved by `bash tools/resolve --hosts`"
 OF_TORCH = re.compile(r"triton|(nvidia|cuda)-.*")
 
 
@@ -53,13 +58,6 @@ def check_constraints(python: str, platform: str) -> None:
     loose = sorted(name for name in found if name not in pinned and not OF_TORCH.fullmatch(name))
     if loose:
         fail(f"tools/constraints.txt has no version of {', '.join(loose)}: Python {python}")
-    beside_cpu = resolve(python, platform, "--no-deps", "--extra=kernels")["triton"]
-    if found["triton"] != beside_cpu:
-        fail(
-            f"torch {found['torch']} for CUDA comes with triton {found['triton']}, but beside a "
-            f"build for CPUs {beside_cpu} is installed: let the extra kernels in pyproject.toml "
-            f"end at {found['triton']}"
-        )
     print(f"Python {python}, {platform}: torch {found['torch']}, triton {found['triton']}")
 
 
@@ -77,20 +75,56 @@ def check_ranges(python: str, *arguments: str) -> None:
     print(f"Python {python}, no constraints, {' '.join(arguments)}: {chosen}")
 
 
+def write_hosts() -> None:
+    """Write the table of what the newest trainers install, alone and beside this package."""
+    rows = [f"{MARK} on {date.today()}, for Python 3.12 on Linux:", ""]
+    rows += ["| | alone | together with this package |", "|---|---|---|"]
+    for host in HOSTS:
+        alone = resolve("3.12", PLATFORMS[0], "--build", project=host)
+        try:
+            both = resolve("3.12", PLATFORMS[0], "--build", also=f"{host}=={alone[host]}")
+            beside = "the same" if stack(both) == stack(alone) else stack(both)
+        except ResolveError:
+            beside = "impossible"
+        rows.append(f"| {host} {alone[host]} | {stack(alone)} | {beside} |")
+    page = PAGE.read_text("utf-8")
+    start = page.index(MARK)
+    rest = page[page.index("\n\n", page.index("|---", start)) :]
+    PAGE.write_text(page[:start] + "\n".join(rows) + rest, encoding="utf-8")
+    print("\n".join(rows))
+
+
+def stack(found: dict[str, str]) -> str:
+    names = "torch", "transformers", "peft", "trl"
+    return ", ".join(f"{name} {found[name]}" for name in names if name in found)
+
+
 def fail(message: str) -> NoReturn:
     sys.exit(f"resolve: {message}")
 
 
-def resolve(python: str, platform: str, *arguments: str) -> dict[str, str]:
-    """Return the version of each package that would be installed; exit where there is none."""
+class ResolveError(Exception):
+    """Nothing satisfies all."""
+
+
+def resolve(
+    python: str, platform: str, *arguments: str, project: str = "", also: str = ""
+) -> dict[str, str]:
+    """Return the version of each package that would be installed: of this project, or of one named.
+
+    `also` is another requirement; where there are no such versions this raises `ResolveError`.
+    """
+    source = "-" if project else "pyproject.toml"
     command = [
-        *("uv", "pip", "compile", "pyproject.toml", "--quiet", "--no-header", "--no-annotate"),
-        *("--no-build", "--no-python-downloads", "--python-version", python),
+        *("uv", "pip", "compile", source, *(["-"] if also else []), "--quiet", "--no-header"),
+        *("--no-annotate", "--no-build", "--no-python-downloads", "--python-version", python),
         *("--python-platform", platform, *arguments),
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, input=project or also, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        fail(f"{' '.join(command)}:\n{done.stderr}")
+        raise ResolveError(f"{' '.join(command)}:\n{done.stderr}")
     rows = (line.split() for line in done.stdout.splitlines())
     return {
         canonicalize_name(name): version for name, version in (row[0].split("==") for row in rows)
@@ -98,4 +132,7 @@ def resolve(python: str, platform: str, *arguments: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        write_hosts() if "--hosts" in sys.argv else main()
+    except ResolveError as error:
+        fail(str(error))

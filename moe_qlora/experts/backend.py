@@ -154,10 +154,9 @@ def _device_obstacle(device: torch.device, card: Card | None = None) -> Obstacle
         return "the fused kernels need CUDA of compute capability 8.0, not {}.{}", card.capability
     if card is not None:
         device = torch.device({"amd": "cuda", "intel": "xpu"}.get(card.maker, "cpu"))
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "the fused kernels do not compile for {}, or are not right (ROCm is not tested)", (
-            device,
-        )
+    rocm = torch.version.hip is not None
+    if device.type == "cuda" and (rocm or _suit(rocm, torch.cuda.get_device_capability(device))):
+        return "the fused kernels do not compile for {}, or are not right there", (device,)
     if device.type == "xpu":
         return "the fused kernels are launched by CUDA or ROCm, not {} (XPU is not tested)", (
             device,
@@ -296,8 +295,9 @@ def _suit(rocm: bool, capability: tuple[int, int]) -> bool:
 def kernels_run(device: torch.device) -> bool:
     """Whether the fused kernels run on this device: Triton, and CUDA of capability 8.0 or ROCm.
 
-    On ROCm they are untested: small products are compared first, and a warning says so. On meta the
-    card that is planned for decides, whose machine has Triton.
+    On a card or with a Triton that no test has seen, small layers are compared first
+    (self_check.py); on ROCm a warning says so. On meta the card that is planned for decides, whose
+    machine has Triton.
     """
     if (planned := planned_card(device)) is not None:
         return _multiplies(planned)
@@ -313,23 +313,18 @@ def kernels_run(device: torch.device) -> bool:
         )
         if _kernels_run[index]:
             from ..kernels import table
+            from .self_check import layer_is_right
 
             table.prepare(device)
-            if rocm:
-                _kernels_run[index] = _runs_on_rocm(table, device)
+            _kernels_run[index] = layer_is_right(device)
+            if rocm and _kernels_run[index]:
+                warnings.warn(
+                    f"moe_qlora's kernels are not tested on ROCm. A small layer is right on "
+                    f"{device}; compare the first losses of a run with those of the same run on a "
+                    "CUDA GPU or a CPU.",
+                    stacklevel=2,
+                )
     return _kernels_run[index]
-
-
-def _runs_on_rocm(kernels: Any, device: torch.device) -> bool:
-    """Whether `kernels.table` finds small products right; warn that no more was tested."""
-    right = bool(kernels.is_right_untested(device))
-    if right:
-        warnings.warn(
-            f"moe_qlora's kernels are not tested on ROCm. Small products are right on {device}; "
-            "compare the first losses of a run with those of the same run on a CUDA GPU or a CPU.",
-            stacklevel=2,
-        )
-    return right
 
 
 def find_gate(module: Any) -> tuple[Any, ...] | None:

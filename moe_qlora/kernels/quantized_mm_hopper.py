@@ -24,14 +24,12 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
 from .expert_mm import ExpertMatmul, Kernel, Problem
+from .gluon_names import async_load, barrier, reinterpret
 from .launch import Geometry, Launcher, launcher
 from .limits import TILE, WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
 from .quantized_mm import FAILURES, Operands, fall_back, prepare
 from .routing import Routing, Tiled
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES, WeightSpec
-
-# Of a program's threads, so named up to Triton 3.6 and from 3.7 on.
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
@@ -191,17 +189,11 @@ def _copy(
 ):  # fmt: skip
     group = step * STEP
     ahead = group * stride_r if BACK else (group // BLOCKSIZE) * stride_b
-    hopper.async_copy.async_copy_global_to_shared(lefts.index(step % SLOTS), left + group)
-    hopper.async_copy.async_copy_global_to_shared(
-        words.index(step % WORDS), spots + step * stride_w, mask=here
-    )
-    hopper.async_copy.async_copy_global_to_shared(
-        scales.index(step % WORDS), block + ahead, mask=some
-    )
+    async_load(lefts.index(step % SLOTS), left + group)
+    async_load(words.index(step % WORDS), spots + step * stride_w, mask=here)
+    async_load(scales.index(step % WORDS), block + ahead, mask=some)
     if BLOCKSIZE == 32:
-        hopper.async_copy.async_copy_global_to_shared(
-            seconds.index(step % WORDS), block + ahead + stride_b, mask=some
-        )
+        async_load(seconds.index(step % WORDS), block + ahead + stride_b, mask=some)
 
 
 @gluon.jit
@@ -247,7 +239,7 @@ def _product(
     pairs_layout: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
     lefts = gl.allocate_shared_memory(dtype, [SLOTS, BM, STEP], left_layout)
     rights = gl.allocate_shared_memory(dtype, [BUFFERS, R, NB * 64], right_layout)
-    pairs = rights._reinterpret(gl.int32, [BUFFERS, R, NB * 32], pairs_layout)
+    pairs = reinterpret(rights, gl.int32, [BUFFERS, R, NB * 32], pairs_layout)
 
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 2, [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -28,11 +28,11 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
 from .expert_mm import ExpertMatmul, Kernel, Problem
+from .gluon_names import async_load, barrier
 from .launch import Geometry, launcher
 from .limits import TILE, WIDEST_TILE, ColumnOrder, cdiv, suits_rs
 from .quantized_mm import prepare
 from .quantized_mm_hopper import (
-    barrier,
     block_values,
     launch_on,
     load_tail,
@@ -169,7 +169,7 @@ def _product(
     left = x + source_rows(order, row, last_row, TOP_K)[:, None] * STRIDE + k[None, :]
     for i in gl.static_range(SLOTS - 2):
         if i < STEPS:
-            hopper.async_copy.async_copy_global_to_shared(rights.index(i), left + i * 64)
+            async_load(rights.index(i), left + i * 64)
         hopper.async_copy.commit_group()
     words = gl.load(spots, mask=here, other=0)
     scale = gl.load(blocks + group * 64 // BLOCKSIZE * stride_b, mask=some, other=0.0)
@@ -206,9 +206,7 @@ def _product(
             total = hopper.warpgroup_mma(operand, right, total, is_async=True)
             coming = step + SLOTS - 2
             if coming < STEPS:
-                hopper.async_copy.async_copy_global_to_shared(
-                    rights.index(coming % SLOTS), left + coming * 64
-                )
+                async_load(rights.index(coming % SLOTS), left + coming * 64)
             hopper.async_copy.commit_group()
             if p == 1:
                 # Of the next pass; there is always something to read.

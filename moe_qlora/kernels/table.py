@@ -101,11 +101,6 @@ def prepare(device: torch.device) -> None:
         works(kernel, spec)
 
 
-def is_right_untested(device: torch.device) -> bool:
-    """Whether small products are right on a device that no test has seen, of few rows and many."""
-    return is_right(quantized_mm.KERNEL, device, NF4)
-
-
 def is_right(kernel: Kernel, device: torch.device, kind: str) -> bool:
     """Whether a kernel's small random products are those of the decoded weights."""
     try:
@@ -122,7 +117,7 @@ def _is_right(kernel: Kernel, device: torch.device, kind: str, tile: int, by_row
     generator = torch.Generator(device).manual_seed(0)
     # Several steps and blocks of features, the last one half full.
     shape = 2, 192, 256 if kernel.both_ways else 512
-    packed = _random_weight(shape, kind, device, generator)
+    packed = random_weight(shape, kind, device, generator)
     weight = torch.empty(shape, device=device, dtype=packed.dtype)
     decode(packed, weight)
     count, inner = 144, shape[2 if by_rows else 1]
@@ -137,9 +132,10 @@ def _is_right(kernel: Kernel, device: torch.device, kind: str, tile: int, by_row
     return bool((y.float() - right).norm() < 4e-3 * right.norm())
 
 
-def _random_weight(
+def random_weight(
     shape: tuple[int, int, int], kind: str, device: torch.device, generator: torch.Generator
 ) -> PackedWeight:
+    """Return a packed weight of random codes, in bf16 on CUDA, else in fp32."""
     numel = math.prod(shape)
     codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
     blocksize = {MXFP4: MX_BLOCK}.get(kind, 64)

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 SEPARATES = "_moe_qlora_separates_rows"
 """Entry of a prepared decoder stack's `__dict__`: whether it keeps packed rows apart by itself."""
+CACHES = ("past_key_values", "cache")
+"""A key-value cache among a stack's arguments: until transformers 5.23, and from 5.24 on."""
 _MIXES = "_moe_qlora_mixes_rows"
 """Entry of one that is watched: whether it mixes packed rows, as far as that was tried, by which
 arguments beside positions tell it of them."""
@@ -126,7 +128,8 @@ def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, 
 
     Those of other rows stay. `run` is the stack's forward, if a call of it runs another.
     """
-    packed = None if given.get("past_key_values") is not None else packed_starts(given)
+    cached = any(given.get(name) is not None for name in CACHES)
+    packed = None if cached else packed_starts(given)
     if packed is None:
         return given
     real, starts = packed

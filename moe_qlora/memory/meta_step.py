@@ -175,7 +175,9 @@ def enable_checkpointing(model: Any) -> bool:
     # Function modes do not reach into backward; what checkpointing computes again has this way in.
     how = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), FusedAttention())}
     try:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        # Its name from transformers 5.24 on, and before.
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)(how)
     except (ValueError, AttributeError):
         return False
     return True

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..lora.packed_rows import (
+    CACHES,
     OF_SEGMENTS,
     PLACES,
     SEPARATES,
@@ -192,7 +193,7 @@ class FlatRows:
         trains = self.stack.training and torch.is_grad_enabled()
         # An evaluation of plain rows expects a cache, unless it says that it does not.
         wanted = trains or given.get("use_cache") is False
-        cached = given.get("past_key_values") is not None
+        cached = any(given.get(name) is not None for name in CACHES)
         if not wanted and (cached or packed_starts(given) is None):
             return self._own(**given)
         reason = _reason(self.stack, given)
@@ -230,7 +231,8 @@ class FlatRows:
             for name, value in given.items()
             if name not in (*OF_SEGMENTS, *_OF_LOSS)
         }
-        flat |= {"position_ids": row.positions, "use_cache": False, "past_key_values": None}
+        flat |= {"position_ids": row.positions, "use_cache": False}
+        flat |= {name: None for name in CACHES if name in self._names}
         # All of one: without a mask, transformers would look for segments by itself.
         ones = torch.ones((1, row.length), dtype=torch.long, device=row.offsets.device)
         flat["attention_mask"] = ones
@@ -254,7 +256,7 @@ _APART = Segments(0, torch.zeros(1), 0, False, True)
 
 def _reason(stack: Any, given: dict[str, Any]) -> str | None:
     """Return why a call cannot run as a flat row, or None."""
-    if given.get("past_key_values") is not None or given.get("use_cache"):
+    if given.get("use_cache") or any(given.get(name) is not None for name in CACHES):
         return "has a key-value cache (use_cache)"
     attentions = given.get("output_attentions")
     if getattr(stack.config, "output_attentions", False) if attentions is None else attentions:

@@ -21,12 +21,12 @@ from moe_qlora.detection import detect
 from moe_qlora.experts import forward, operands
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import codec, parametrize, settings
-from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
 
 RANK, SCALING = 3, 0.7
 FAMILIES = representatives.first(
     name
-    for name in registry.model_types()
+    for name in registry_families()
     if any(item["dispatches"] for item in registry.load(name).experts)
 )
 # Models without a forward that takes text: their experts modules are called by themselves.

@@ -194,7 +194,7 @@ QUESTIONS = {
         "quickstart.md", "Serve with vLLM", ["vllm serve", "--lora-modules", "moe-qlora export"],
     ),
     "Which versions are tested?": (
-        "quickstart.md", "Versions", ["torch 2.11 to 2.13", "constraints.txt"],
+        "quickstart.md", "Versions", ["torch 2.11 to 2.15", "constraints.txt"],
     ),
     "My loss is NaN": ("troubleshooting.md", "My loss is NaN", ["bfloat16", "learning rate"]),
     "How do I resume?": ("saving.md", "Resuming", ["resume_from_checkpoint=True"]),

@@ -70,11 +70,11 @@ def test_pythons_are_those_that_were_tested():
     assert f"No Python {', '.join(names[:-1])} or {names[-1]} with venv" in script
 
 
-def test_constraints_are_of_the_last_series():
+def test_constraints_are_of_tested_series():
+    """Not all of the last: CI's machines have a build of torch for CPUs."""
     pinned = pins()
     for name, tested in TESTED.items():
-        if name in pinned:
-            assert ".".join(map(str, pinned[name].release[:2])) == tested.last, name
+        assert name not in pinned or tested.includes(str(pinned[name])), name
     assert set(REQUIRED) < set(pinned)
     for one in requirements():
         name = canonicalize_name(one.name)

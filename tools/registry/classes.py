@@ -30,8 +30,10 @@ _ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Model")
 
 
 def folder_of(config_class: type) -> str:
-    """Return the folder under transformers' models/ that defines a configuration."""
-    return config_class.__module__.split(".")[-2]
+    """Return the folder under models/ with a configuration's modeling code: its own or a base's."""
+    modules = (base.__module__.split(".") for base in config_class.__mro__)
+    folders = [parts[-2] for parts in modules if parts[:2] == ["transformers", "models"]]
+    return next((f for f in folders if any((MODELS / f).glob("modeling_*.py"))), folders[0])
 
 
 def candidates() -> Iterator[str]:

@@ -53,7 +53,7 @@ def stock_fit(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("2.13.0+cpu", "tested"),
         ("2.12", "tested"),
         ("2.10.1", "too old"),
-        ("2.14.0.dev20261122", "untested"),
+        ("2.16.0.dev20261122", "untested"),
         (None, "missing"),
     ],
 )

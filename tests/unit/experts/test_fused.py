@@ -370,6 +370,7 @@ def test_each_reason_against_the_fused_layer(case, monkeypatch):
 
 @pytest.mark.parametrize("right", [True, False])
 def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
+    from moe_qlora.experts import self_check
     from moe_qlora.kernels import table
 
     device = torch.device("cuda", 0)
@@ -378,7 +379,7 @@ def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (0, 0))
     monkeypatch.setattr(table, "prepare", lambda device: None)
-    monkeypatch.setattr(table, "is_right_untested", lambda device: asked.append(device) or right)
+    monkeypatch.setattr(self_check, "layer_is_right", lambda device: asked.append(device) or right)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert backend.kernels_run(device) == right
@@ -388,7 +389,7 @@ def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
     grouped = backend._grouped.__wrapped__
     assert grouped((E, 24, 16), 0, torch.bfloat16, ()) == right
     template, values = backend._device_obstacle(device)
-    assert "cuda:0, or are not right (ROCm is not tested)" in template.format(*values)
+    assert "cuda:0, or are not right there" in template.format(*values)
 
 
 def test_xpu_is_refused_for_its_launches():

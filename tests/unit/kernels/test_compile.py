@@ -7,8 +7,8 @@ sm_90, up to PTX, of which ptxas need not make the best code.
 The matmuls, which are what runs out of registers and shared memory, go through the compiler for
 five targets as they are cut untuned there, and through ptxas, whose report is held: no register is
 spilled, and a program has no more shared memory than the card. (All kernels for all targets would
-take minutes.) Every run has the smallest card; `.ci/run` has the layers, by
-`tools/test_triton`; the rest is nightly.
+take minutes.) Every run has the smallest card; `.ci/run` has the layers and each Triton's matmuls
+for Hopper, by `tools/test_triton`; the rest is nightly.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,10 +54,15 @@ REGISTERS = 65536
 """Of a multiprocessor, on all of them."""
 
 
-def lines_of(folder: Path, *mode: str) -> list[str]:
-    """Run this file by itself and return what it prints."""
+TRITONS = sorted(Path(sys.prefix).glob("triton-3.*"))
+"""The folders of `tools/test_triton`, one for each version."""
+
+
+def lines_of(folder: Path, *mode: str, triton: Path | None = None) -> list[str]:
+    """Run this file by itself, with the installed Triton or one of TRITONS; return its output."""
     environment = {key: v for key, v in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    first = [] if triton is None else [str(triton)]
+    environment |= {"PYTHONPATH": os.pathsep.join([*first, str(ROOT), *sys.path])}
     environment |= {"TRITON_DISABLE_LINE_INFO": "1", "DISABLE_PTXAS_OPT": "1"}
     done = subprocess.run(
         [sys.executable, __file__, *mode],
@@ -71,18 +77,38 @@ def lines_of(folder: Path, *mode: str) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_all_kernels_compile(tmp_path):
+@pytest.mark.parametrize("triton", sorted({*TRITONS[:1], *TRITONS[-1:]}) or [None])
+def test_all_kernels_compile(triton, tmp_path):
     pytest.importorskip("triton")
-    compiled = {tuple(line.split()) for line in lines_of(tmp_path, "layers")}
+    lines = lines_of(tmp_path, "layers", triton=triton)
+    compiled = {tuple(line.split()) for line in lines if line.startswith("sm_")}
     both = {(capability, name) for capability in ("sm_80", "sm_90") for name in NAMES}
     assert compiled == both | {("sm_90", name) for name in OF_HOPPER}
 
 
-def reports_of(target, folder):
+def reports_of(target, folder, triton=None):
     pytest.importorskip("triton")
-    found = [json.loads(line) for line in lines_of(folder, "matmuls", str(target))]
-    assert len({report["matmul"] for report in found}) == len(found) == 14
+    lines = lines_of(folder, "matmuls", str(target), triton=triton)
+    found = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len({report["matmul"] for report in found}) == len(found) == (24 if target == 90 else 14)
     return found
+
+
+@pytest.mark.nightly
+def test_each_triton_makes_as_good_matmuls(tmp_path):
+    """Its matmuls spill nothing, and as many of their programs fit a multiprocessor."""
+    oldest, *newer = TRITONS or pytest.skip("tools/test_triton installs them")
+    before = {report["matmul"]: report for report in reports_of(90, tmp_path / "0", oldest)}
+    for triton in newer:
+        for report in reports_of(90, tmp_path / triton.name, triton):
+            reference = before[report["matmul"]]
+            print(triton.name, report["matmul"], report["registers"], reference["registers"])
+            assert report["spilled"] == reference["spilled"] == 0, report
+            assert report["shared"] <= reference["shared"], report
+            fit, fitted = (
+                REGISTERS // (r["registers"] * r["threads"]) for r in (report, reference)
+            )
+            assert fit >= fitted, (report, reference)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +126,7 @@ def test_matmuls_fit_their_card(target, tmp_path):
         assert "wgmma" not in instructions or target == 90, report
         assert "tcgen05" not in instructions or target == 100, report
         assert "cp.async.bulk" not in instructions or target in (90, 100), report
-    many = [r for r in mine if "128 rows" in r["matmul"]]
+    many = [r for r in mine if "128 rows" in r["matmul"] and "hopper" not in r["matmul"]]
     assert len(many) == 7
     own = {90: "wgmma", 100: "tcgen05"}.get(target, "mma.sync")
     assert all(own in r["instructions"] for r in many)
@@ -219,7 +245,7 @@ def matmuls(goal: str) -> None:
     else:  # what goes without PTX goes as far as AMD's machine code
         cards.takes_ptx = lambda device: False
     with cards.acting_as(card):
-        for matmul in matmul_launches():
+        for matmul in chain(matmul_launches(), hopper_launches() if goal == "90" else ()):
             kernel = compiled.pop()
             report = {"matmul": matmul, "shared": kernel.metadata.shared}
             if isinstance(target.capability, int):
@@ -442,7 +468,8 @@ def main() -> None:
         gate_of(512, rank, 64, quantized_mm_rs.ORDER, False)
     workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, 1024)
-    on_hopper()
+    quantized_mm_rs.reorder(x)
+    assert list(hopper_launches())
     size, rank = 2048, 128
     arguments = x, ints, x, ints, ints, x, x, None, None, 1.0
     permute = row_kernels.launch_permute
@@ -463,8 +490,8 @@ def main() -> None:
     launch.Launcher(permute.kernel, lambda: (grid, raced))((), *arguments)
 
 
-def on_hopper() -> None:
-    """The kernel for Hopper: both directions, dtypes and kinds, tiles, and the fewest steps."""
+def hopper_launches() -> Iterator[str]:
+    """The kernels for Hopper: both directions, dtypes and kinds, tiles, and the fewest steps."""
     import torch
 
     from moe_qlora.kernels import quantized_mm_hopper, quantized_mm_rs
@@ -493,6 +520,7 @@ def on_hopper() -> None:
         x = x if fetches else torch.empty(16, inner + rank, dtype=dtype)
         tile = 64 if rows == 192 else 128
         multiply(hopper, x, stack, factor, tile, back, products=products)
+        yield f"hopper {kind}, {rows} x {cols}, {tile} rows, {'back' if back else 'out'}"
     # Weights in registers: out alone, and sums over whole groups of 256.
     for rows, cols, rank, kind, dtype in [
         (128, 512, 16, "nf4", torch.bfloat16),
@@ -504,7 +532,7 @@ def on_hopper() -> None:
             x, factor = x[:8], torch.empty(2, rows, rank, dtype=dtype)
             products = torch.empty(16 * rank, dtype=dtype)
         multiply(in_registers, x, stack, factor, 256, False, products=products)
-        quantized_mm_rs.reorder(x)
+        yield f"hopper {kind}, {rows} x {cols}, in registers"
     narrow = packed_like((2, 128, 64), "nf4", False).spec
     assert not hopper.supports(Problem(narrow, torch.bfloat16, 400, True))
 

@@ -19,8 +19,7 @@ from moe_qlora.memory.budget import Engine, Settings
 from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.models import named
-from moe_qlora.registry import model_types
-from moe_qlora.testing import model_class, tiny_config, tiny_model
+from moe_qlora.testing import model_class, registry_families, tiny_config, tiny_model
 
 EAGERS = ("gpt_oss", "granitemoe_swa", "flint", "openai_privacy_filter")
 KERNEL = "kernels-community/vllm-flash-attn3"
@@ -63,7 +62,7 @@ def test_nothing_is_said_where_nothing_can_be_done_or_eager_was_asked_for(name):
 def test_these_are_all_of_the_registry():
     """A type that joins them in a later transformers is to be looked at."""
     found = set()
-    for model_type in model_types():
+    for model_type in registry_families():
         model = named.build(named.Source(model_type, tiny_config(model_type)))
         seen = attention.eager_attention(model)
         if seen is not None and seen.flex:

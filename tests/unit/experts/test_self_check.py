@@ -1,0 +1,55 @@
+"""What no test has run is compared with plain torch once, and given up where it is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_qlora.experts import backend, self_check
+from moe_qlora.kernels import moe_layer, table
+from moe_qlora.versions import OPTIONAL
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_small_layer_is_right():
+    pytest.importorskip("triton")
+    assert self_check.layer_is_right(CPU)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("part", ["launch_gate_backward", "launch_unpermute", "factor_grad"])
+def test_what_is_wrong_is_said(part, monkeypatch):
+    pytest.importorskip("triton")
+    own = getattr(moe_layer, part)
+
+    def wrong(sizes, first, *rest, **options):
+        first.mul_(1.1)
+        return own(sizes, first, *rest, **options)
+
+    monkeypatch.setattr(moe_layer, part, wrong)
+    with pytest.warns(UserWarning, match="kernels give wrong results on cpu"):
+        assert not self_check.layer_is_right(CPU)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "untested"),
+    [((9, 0), OPTIONAL["triton"].last, False), ((9, 0), "3.99.0", True), ((8, 0), "3.7.1", True)],
+)
+def test_only_what_no_test_has_seen_is_checked(capability, triton, untested, monkeypatch):
+    checked = []
+    monkeypatch.setattr(backend, "_kernels_run", {})
+    monkeypatch.setattr(backend, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(self_check, "installed_version", lambda name: triton)
+    monkeypatch.setattr(self_check, "_is_right", lambda *_: checked.append(1) or 1 / 0)
+    monkeypatch.setattr(table, "prepare", lambda device: None)
+    device = torch.device("cuda", 0)
+    if untested:
+        with pytest.warns(UserWarning, match=r"do not run \(ZeroDivisionError\)"):
+            assert not backend.kernels_run(device)
+        template, values = backend._device_obstacle(device)
+        assert "cuda:0, or are not right there" in template.format(*values)
+    assert backend.kernels_run(device) is not untested
+    assert len(checked) == untested
