@@ -3,18 +3,14 @@
 The checkpoint is in 16 bit, or prequantized: then rows are dequantized as they are read.
 
 Apart from shard boundaries, the folder equals that of a load under `enabled()` and
-`save_pretrained`. An interrupted run resumes after the last complete shard, and its folder equals
-that of an uninterrupted run.
+`save_pretrained`.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -42,9 +38,9 @@ from .conversion import Group
 from .integrity import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
-from .reader import check_plain, read_header
+from .reader import check_plain
 from .save import copy_auxiliary_files
-from .source import Identity, identify
+from .source import identify
 from .staging import absolute, check_new, new_folder
 from .training_codec import from_config
 from .writer import GrowingShard, plan_shards
@@ -64,8 +60,7 @@ def quantize_checkpoint(
     """Pack a checkpoint into a new folder, which loads under `enabled()`.
 
     Memory use is one parameter at a time; for a fused expert weight, a few experts and the packed
-    weight. An interrupted run leaves complete shards next to the destination, and the same call
-    resumes there.
+    weight.
 
     Args:
         source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one in a format
@@ -112,21 +107,12 @@ def quantize_checkpoint(
     job = PackingJob(folder, model, config, place)
     with (
         closing(job.base),
-        new_folder(out, job=job.checksum(identity, max_shard_size)) as work,
+        new_folder(out) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
-        for entry in work.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry.is_symlink() or not entry.match("shard-*.safetensors"):
-                entry.unlink()
         shards = job.write(work, max_shard_size, tell)
         _write_auxiliary_files(folder, work, model, config)
-        try:
-            identity.check_again()
-        except CheckpointError:
-            shutil.rmtree(work)
-            raise
+        identity.check_again()
         origin = identity.source(file.name for file in job.base.checkpoint.files)
         return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
 
@@ -235,20 +221,8 @@ class PackingJob:
             entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
         return entries
 
-    def checksum(self, identity: Identity, max_shard_size: int | str) -> str:
-        """Return a checksum of everything that determines the shards' content."""
-        job = {
-            "source": identity.files,
-            "config": self.config.to_dict(),
-            "dtypes": {name: str(dtype) for name, dtype in self.dtypes.items()},
-            "shard": max_shard_size,
-            "device": self.device.type,
-        }
-        text = json.dumps(job, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
-
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
-        """Write the missing shards; return all, in order."""
+        """Write the shards; return them in order."""
         sizes = {
             index: sum(self._nbytes(name, group.shapes[name]) for name in names)
             for index, (group, names) in enumerate(self.steps)
@@ -257,17 +231,13 @@ class PackingJob:
         for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
             path = work / f"shard-{number:05d}.safetensors"
             shards.append(path)
-            if path.exists():
-                read_header(path)
-                continue
             keys = [key for i in indices for name in self.steps[i][1] for key in self._keys(name)]
-            with GrowingShard(path.with_suffix(".partial"), keys, {"format": "pt"}) as shard:
+            with GrowingShard(path, keys, {"format": "pt"}) as shard:
                 for index in indices:
                     group, names = self.steps[index]
                     tell(index, len(self.steps), names[0])
                     for key, tensor in self._tensors(group, names):
                         shard.add(key, tensor)
-            shard.path.rename(path)
         tell(len(self.steps), len(self.steps), "")
         return shards
 

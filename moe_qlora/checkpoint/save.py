@@ -45,11 +45,10 @@ from .manifest import (
     PackedEntry,
     Source,
     is_packed,
-    read_manifest,
 )
 from .prequantized.open import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, SINGLE, check_link, plain_weights
-from .staging import absolute, discard, move_files, rename_new, staging
+from .staging import absolute, discard, move_files, new_folder, staging
 from .writer import ShardWriter, plan_shards
 
 # Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.
@@ -71,8 +70,8 @@ def save_pretrained(
 
     A new folder appears whole or not at all. In one that exists, the model that was there stays
     valid until the new config.json replaces the old one. Only then its weight files are removed:
-    packed shards, or a 16-bit checkpoint's model.safetensors and what its index names. While
-    another process saves into the folder, this one waits, with a warning.
+    packed shards, or a 16-bit checkpoint's model.safetensors and what its index names. A second
+    process that saves into the folder meanwhile is refused.
 
     In a distributed run the first rank writes. Where ranks hold shares of the model, all of them
     must call this: tensors are gathered one at a time, and all return, or raise the same error,
@@ -188,57 +187,22 @@ def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source:
 @contextmanager
 def _target(folder: Path) -> Iterator[Path]:
     """Yield a staging folder; at the end it becomes `folder`, or its files move into it."""
-    if folder.is_dir():
-        folder = folder.resolve()
-    elif folder.exists() and not folder.is_dir():  # another save may have made it meanwhile
-        raise CheckpointError(f"{folder} is a file: name a folder to save to.")
-    while True:
-        new = _can_be_renamed_to(folder)
-        with staging(folder, inside=not new, wait=True) as work:
-            if new == _can_be_renamed_to(folder):  # otherwise another save was quicker
-                yield work
-                (rename_new if new else _publish)(work, folder)
-                return
-
-
-def _can_be_renamed_to(folder: Path) -> bool:
     if not folder.is_dir():
-        return True
-    # To rename over the current folder would pull it from under its process.
-    fixed = folder.is_mount() or folder == Path.cwd() or not os.access(folder.parent, os.W_OK)
-    return not fixed and not any(folder.iterdir())
-
-
-def _publish(work: Path, folder: Path) -> None:
-    """Move a finished save into a folder with files; after an error, remove the new ones again."""
-    names = {entry.name for entry in work.iterdir()}
-    outdated: list[Path] = []
-    with suppress(CheckpointError):  # a damaged config.json does not name its model's files
-        if os.path.lexists(folder / CONFIG) and not is_packed(folder):
-            outdated = plain_weights(folder)
-    added: list[Path] = []
-    try:
+        with new_folder(folder) as work:
+            yield work
+        return
+    folder = folder.resolve()
+    with staging(folder, inside=True) as work:
+        yield work
+        outdated: list[Path] = []
+        with suppress(CheckpointError):  # a damaged config.json does not name its model's files
+            if (folder / CONFIG).exists() and not is_packed(folder):
+                outdated = plain_weights(folder)
+        outdated += [file for file in folder.iterdir() if is_save_file(file.name)]
+        new = {file.name for file in work.iterdir()}
         # the new config.json turns the old model into the new one
-        move_files(work, folder, CONFIG, added)
-    except OSError:
-        if (work / CONFIG).exists():  # otherwise the folder holds the new model after all
-            with suppress(CheckpointError):
-                named = _named(folder)
-                discard(*(file for file in added if file.name not in named))
-        raise
-    named = _named(folder)
-    for file in outdated if named else []:
-        if file.name not in named:
-            file.replace(work / file.name)  # at once, however large, and removed with `work`
-    for file in folder.iterdir():
-        if is_save_file(file.name) and file.name not in names | named:
-            file.unlink(missing_ok=True)
-
-
-def _named(folder: Path) -> set[str]:
-    """Return the files that the folder's manifest names (without locks, maybe another save's)."""
-    manifest = read_manifest(folder)
-    return {manifest.file_name, *manifest.shards} if manifest else set()
+        move_files(work, folder, CONFIG)
+        discard(*(file for file in outdated if file.name not in new))
 
 
 def is_save_file(name: str) -> bool:

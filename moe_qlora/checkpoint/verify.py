@@ -249,7 +249,7 @@ def _packed_problems(
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
     for file in left_behind(folder):
         next_save = "the next save removes it" if file.parent == folder else "remove it"
-        yield f"{file} is left of an interrupted save: {next_save}."
+        yield f"{file} is of a save that was interrupted, or still runs: {next_save}."
     own = {*manifest.shards, manifest.file_name}
     for file in sorted(file for file in folder.iterdir() if file.name not in own):
         other = file.name.startswith(("adapter_", "training_args"))

@@ -272,7 +272,7 @@ def save_pretrained(
             key: value for key, value in state_dict.items() if not ranks.plain_tensor(value).divided
         }
         whole |= {key: read(key).cpu() for key in tensors}
-        with staging(folder, inside=True, wait=True) as work:
+        with staging(folder, inside=True) as work:
             if (folder / CARD).is_file():  # PEFT adds to it
                 shutil.copyfile(folder / CARD, work / CARD)
             stock(str(work), is_main_process=True, state_dict=whole)

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -70,11 +69,6 @@ def dense(path: Path) -> Path:
     return path
 
 
-def stop(done: int, total: int, name: str) -> None:
-    if done > total // 2:
-        raise KeyboardInterrupt
-
-
 def files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
@@ -122,38 +116,6 @@ def test_killed_before_every_change_of_the_disk(
     assert stop > 10
 
 
-def test_a_killed_run_goes_on(
-    source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
-) -> None:
-    out, again = tmp_path / "packed", []
-
-    def stop(done: int, total: int, name: str) -> None:
-        if done > total // 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def note(done: int, total: int, name: str) -> None:
-        again.append(done)
-
-    run = partial(moe_qlora.quantize_checkpoint, source, out, NF4, max_shard_size=SHARD)
-    assert copied(partial(run, progress=stop)).ended() == -signal.SIGKILL
-    run(progress=note)
-    assert again[0] > 0
-    assert files(out) == whole
-    assert not left_behind(out)
-
-
-def test_what_another_job_has_left_is_not_taken(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    out = tmp_path / "packed"
-
-    other = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
-    with pytest.raises(KeyboardInterrupt):
-        moe_qlora.quantize_checkpoint(source, out, other, max_shard_size=SHARD, progress=stop)
-    pack(source, out)
-    assert files(out) == whole
-
-
 def twin(source: Path, path: Path) -> Path:
     """Another checkpoint, with files of the same names, sizes and times as those of the source."""
     shutil.copytree(source, path)
@@ -165,23 +127,6 @@ def twin(source: Path, path: Path) -> Path:
         for one in (file, path / file.name):
             os.utime(one, ns=(0, 0))
     return path
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_source_that_changes_before_a_run_goes_on_is_not_mixed(
-    source: Path, tmp_path: Path, in_place: bool
-) -> None:
-    other, own = twin(source, tmp_path / "other"), tmp_path / "own" / "qwen3_moe"
-    shutil.copytree(source, own)
-    pack(other, tmp_path / "wanted")
-
-    with pytest.raises(KeyboardInterrupt):
-        moe_qlora.quantize_checkpoint(
-            own, tmp_path / "packed", NF4, max_shard_size=SHARD, progress=stop
-        )
-    swap(own, other, in_place)
-    pack(own, tmp_path / "packed")
-    assert check_folder(tmp_path / "packed").tensors == check_folder(tmp_path / "wanted").tensors
 
 
 def swap(own: Path, other: Path, in_place: bool) -> None:

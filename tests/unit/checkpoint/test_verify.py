@@ -296,7 +296,7 @@ def test_leftovers_are_warnings(cli, tmp_path):
     names = [stray, "model.safetensors", "pytorch_model.bin", "moe_qlora-0123456789abcdef.json"]
     for name in names:
         (folder / name).write_bytes(b"")
-    staged = [".moe_qlora.0123abcd.partial", ".packed.moe_qlora.0123abcd.partial"]
+    staged = [".moe_qlora.partial", ".packed.moe_qlora.partial"]
     (folder / staged[0]).mkdir()
     (folder / "training_args.bin").write_bytes(b"")
     (tmp_path / staged[1]).mkdir()
