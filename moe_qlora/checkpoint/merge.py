@@ -60,7 +60,7 @@ from .manifest import CONFIG, CONFIG_KEY, is_packed
 from .prequantized import plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
 from .save import auxiliary_files
-from .source import fingerprint, identify
+from .source import fingerprint
 from .staging import absolute, check_new, new_folder
 from .training_codec import TrainingCodec
 from .writer import ShardWriter, plan_shards
@@ -151,7 +151,6 @@ def merge_adapter(
     plan_shards({}, max_shard_size)  # Refused for a base too whose own files are kept
     check_new(target)
     auxiliary_files(source)
-    before = [identify(folder) for folder in (source, adapter_folder)]
     with ExitStack() as stack:
         lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
@@ -189,8 +188,6 @@ def merge_adapter(
         ):
             merge.write(folder, tell)
             copied = _write_auxiliary_files(source, adapter_folder, folder, opened, merge, dtype)
-            for identity in before:
-                identity.check_again()
     return merge.report(target, copied)
 
 

@@ -40,7 +40,7 @@ from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry, is_packed
 from .reader import check_plain
 from .save import copy_auxiliary_files
-from .source import identify
+from .source import describe_source
 from .staging import absolute, check_new, new_folder
 from .training_codec import from_config
 from .writer import GrowingShard, plan_shards
@@ -93,7 +93,6 @@ def quantize_checkpoint(
         )
     check_new(out)
     config = copy_config(quantization_config)
-    identity = identify(folder)  # before anything of it is read
     save.auxiliary_files(folder)
     model = build_model(folder, dtype, trust_remote_code)
     if device is None:
@@ -112,8 +111,7 @@ def quantize_checkpoint(
     ):
         shards = job.write(work, max_shard_size, tell)
         _write_auxiliary_files(folder, work, model, config)
-        identity.check_again()
-        origin = identity.source(file.name for file in job.base.checkpoint.files)
+        origin = describe_source(folder, job.base.checkpoint.files)
         return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
 
 

@@ -1,8 +1,7 @@
-"""Identify the checkpoint in a folder by its content, and the base of an adapter by a fingerprint.
+"""Describe the checkpoint in a folder, and the base of an adapter by a fingerprint.
 
-Sizes and times alone do not identify a file: object stores and reproducible archives give equal
-ones to different files. Compared are the header of each file, samples of its content, and its inode
-and times, which mostly change when a file is replaced, even by one with equal samples.
+A file is described by its size, its header and samples of its content: object stores and
+reproducible archives give equal sizes and times to different files.
 
 The fingerprint in the note beside an adapter tells its base from a model whose names and shapes
 happen to fit: configuration fields that change the forward, and for each of some hundred unpacked
@@ -15,7 +14,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +29,6 @@ from .manifest import CONFIG, Source, SourceFile
 from .prequantized.open import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, header_bytes
 
-_Facts = tuple[int, str, str, int, int, int]
 # Samples of a file: number of pieces at even distances, bytes of each.
 _PIECES, _PIECE = 64, 1 << 16
 TOP_K_FIELDS = (
@@ -53,66 +50,32 @@ _WEIGHTS, _BITS = 8, 256  # sampled weights, and bits of each
 _LEAST_AGREEMENT = 0.8
 
 
-@dataclass(frozen=True)
-class Identity:
-    """The identity of the checkpoint in a folder.
-
-    `files` has configurations, the index and the safetensors files by name: the fields of a
-    `SourceFile`, the inode, and the times of the last changes of content and of metadata.
-    """
-
-    folder: Path
-    files: dict[str, _Facts]
-
-    def source(self, names: Iterable[str]) -> Source:
-        """Return the manifest's entry for the checkpoint, given the names of the read files."""
-        files = {name: SourceFile(*self.files[name][:3]) for name in names}
-        return Source(self.folder.name, self.files[CONFIG][2], files)
-
-    def check_again(self) -> None:
-        """Raise if the checkpoint has changed."""
-        # Inode and times suffice here; the content is not sampled again.
-        seen, now = (_without_samples(files) for files in (self.files, _files(self.folder, False)))
-        changed = sorted(name for name in {*seen, *now} if seen.get(name) != now.get(name))
-        if changed:
-            raise CheckpointError(
-                f"{self.folder / changed[0]} changed while the folder was read, and two "
-                "checkpoints are not mixed: run it again when nothing writes there."
-            )
+def describe_source(folder: Path, files: Iterable[Path]) -> Source:
+    """Return the manifest's entry for the checkpoint in a folder, of which `files` are packed."""
+    described = {file.name: _describe(file) for file in files}
+    return Source(folder.name, _describe(folder / CONFIG).sample_sha256, described)
 
 
 def file_facts(folder: Path) -> dict[str, str]:
     """Return size and content hash of each file, to compare copies that ranks read."""
     facts = {}
-    for name, (size, header, sample, *_) in identify(folder).files.items():
-        content = hashlib.sha256((header + sample).encode()).hexdigest()
-        facts[f"{name} of the checkpoint"] = f"{size:,} bytes, {content[:12]}"
+    for file in sorted(folder.glob("*")):
+        named = file.name in (CONFIG, MODELOPT_CONFIG)
+        named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
+        if named and file.is_file():  # opening a pipe would wait for its writer
+            one = _describe(file)
+            content = hashlib.sha256((one.header_sha256 + one.sample_sha256).encode()).hexdigest()
+            facts[f"{file.name} of the checkpoint"] = f"{one.nbytes:,} bytes, {content[:12]}"
     return facts
 
 
-def identify(folder: Path) -> Identity:
-    """Identify the checkpoint in a folder."""
-    return Identity(folder, _files(folder, True))
-
-
-def _without_samples(files: dict[str, _Facts]) -> dict[str, tuple[object, ...]]:
-    return {name: (size, header, *times) for name, (size, header, _, *times) in files.items()}
-
-
-def _files(folder: Path, samples: bool) -> dict[str, _Facts]:
-    files = {}
-    with reading(folder):
-        for file in sorted(folder.glob("*")):  # none where there is no folder
-            named = file.name in (CONFIG, MODELOPT_CONFIG)
-            named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
-            if named and file.is_file():  # opening a pipe would wait for its writer
-                header, status = "", file.stat()
-                with suppress(CheckpointError):  # configurations have none
-                    header = hashlib.sha256(header_bytes(file)).hexdigest()
-                times = (status.st_mtime_ns, status.st_ctime_ns)
-                sample = _sample(file, status.st_size) if samples else ""
-                files[file.name] = (status.st_size, header, sample, status.st_ino, *times)
-    return files
+def _describe(file: Path) -> SourceFile:
+    header = ""
+    with suppress(CheckpointError):  # configurations have none
+        header = hashlib.sha256(header_bytes(file)).hexdigest()
+    with reading(file):
+        size = file.stat().st_size
+        return SourceFile(size, header, _sample(file, size))
 
 
 def _sample(file: Path, size: int) -> str:

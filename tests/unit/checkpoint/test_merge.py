@@ -626,26 +626,6 @@ def test_codes_of_another_tool_are_copied_and_never_rounded(folders: Path, tmp_p
     assert torch.equal(tensors(tmp_path / "out")[v_proj], codes)
 
 
-@pytest.mark.parametrize("name", ["model-*.safetensors", "config.json"])
-def test_a_base_that_changes_during_a_merge_is_not_mixed(
-    folders: Path, tmp_path: Path, name: str
-) -> None:
-    shutil.copytree(folders / "base", tmp_path / "base")
-    file = min((tmp_path / "base").glob(name))
-
-    def change(done: int, total: int, key: str) -> None:
-        if done == total:
-            content = file.read_bytes()
-            file.unlink()
-            file.write_bytes(content + b" ")
-
-    with pytest.raises(CheckpointError, match=rf"{file.name} changed while the folder was read"):
-        moe_qlora.merge_adapter(
-            *(tmp_path / "base", folders / "adapter", tmp_path / "out"), progress=change
-        )
-    assert not (tmp_path / "out").exists()
-
-
 # Links in a base that comes from somebody else
 
 

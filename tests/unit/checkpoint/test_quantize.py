@@ -116,48 +116,6 @@ def test_killed_before_every_change_of_the_disk(
     assert stop > 10
 
 
-def twin(source: Path, path: Path) -> Path:
-    """Another checkpoint, with files of the same names, sizes and times as those of the source."""
-    shutil.copytree(source, path)
-    for file in path.glob("*.safetensors"):
-        tensors = {key: -value for key, value in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
-    for file in source.iterdir():
-        assert (path / file.name).stat().st_size == file.stat().st_size
-        for one in (file, path / file.name):
-            os.utime(one, ns=(0, 0))
-    return path
-
-
-def swap(own: Path, other: Path, in_place: bool) -> None:
-    """Give a checkpoint's files the content of another one's."""
-    for file in own.iterdir():
-        if in_place:
-            file.write_bytes((other / file.name).read_bytes())
-        else:
-            shutil.copy2(other / file.name, own / "new")
-            (own / "new").rename(file)
-        os.utime(file, ns=(0, 0))
-
-
-def test_a_source_that_changes_during_a_run_is_not_mixed(source: Path, tmp_path: Path) -> None:
-    other, own = twin(source, tmp_path / "other"), tmp_path / "own" / "qwen3_moe"
-    shutil.copytree(source, own)
-    pack(other, tmp_path / "wanted")
-
-    def change(done: int, total: int, name: str) -> None:
-        if done == total // 2:
-            swap(own, other, in_place=False)
-
-    with pytest.raises(CheckpointError, match=r"own/qwen3_moe/.* changed while"):
-        moe_qlora.quantize_checkpoint(
-            own, tmp_path / "packed", NF4, max_shard_size=SHARD, progress=change
-        )
-    assert not (tmp_path / "packed").exists() and not left_behind(tmp_path / "packed")
-    pack(own, tmp_path / "packed")
-    assert check_folder(tmp_path / "packed").tensors == check_folder(tmp_path / "wanted").tensors
-
-
 def test_what_is_no_file_and_not_of_the_model_is_not_opened(
     source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
