@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..models import named
 from ..packing import codec
+from .adapter import Adapter
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
 from .integrity import (
     canonical_name,
@@ -33,7 +34,7 @@ from .integrity import (
     parts_of,
     warn_of_changes,
 )
-from .manifest import Manifest
+from .manifest import CONFIG_KEY, Manifest, is_packed
 from .prequantized import (
     PrequantizedCheckpoint,
     describe_plain,
@@ -44,6 +45,8 @@ from .reader import SINGLE, Checkpoint, header_bytes
 from .source import SAMPLED_ROWS
 from .writer import plan_shards
 
+PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
+"""Keys of config.json that a plain folder does not have."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -63,7 +66,7 @@ class Base(ABC):
     layout: DiskLayout  # how its tensors make the model's parameters
     checkpoint: Checkpoint  # the base's own files
     keeps_files: bool  # whether the merged folder has the base's files
-    _model: Any
+    model: Any  # on meta, tied
 
     @abstractmethod
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
@@ -78,7 +81,7 @@ class Base(ABC):
 
         `name` may be that of the model inside this one, or around it.
         """
-        known = canonical_name(self._model, name, self.layout.by_name)
+        known = canonical_name(self.model, name, self.layout.by_name)
         if known is None:
             return None
         group = self.layout.by_name[known]
@@ -97,7 +100,7 @@ class Base(ABC):
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Add a parameter to the merged folder."""
-        (key,) = revert(self._model, blank({name: (shape, dtype)}), name)
+        (key,) = revert(self.model, blank({name: (shape, dtype)}), name)
         self._put(key, name, shape, dtype)
 
     def _put(self, key: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -167,7 +170,7 @@ class PlainBase(Base):
         keys = self.checkpoint if self.keeps_files else sorted(self.checkpoint, key=dot_natural_key)
         infos = {key: self.checkpoint.info(key) for key in keys}
         self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
-        self._model, self.layout = model, DiskLayout(model, self.disk)
+        self.model, self.layout = model, DiskLayout(model, self.disk)
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         if not self.keeps_files:
@@ -253,7 +256,7 @@ class PackedBase(Base):
         self._limit, self.keeps_files = max_shard_size, False
         self.checkpoint = open_shards(folder, self.manifest)
         self._folder = folder
-        self._model = model
+        self.model = model
         self._weights = PackedWeights(folder, self.manifest, self.checkpoint, model)
         self.params = self._parameters()
         on_disk = revert(model, blank(self.params), type(model).__name__)
@@ -280,16 +283,16 @@ class PackedBase(Base):
             elif key not in parts:
                 info = self.checkpoint.info(key)
                 params[key] = (info.shape, info.dtype)
-        problem = next(model_problems(self.manifest, self._model), None)
+        problem = next(model_problems(self.manifest, self.model), None)
         if problem is not None:
             raise CheckpointError(
                 f"{self._folder}: {problem}: config.json is not the one it was saved with."
             )
-        unknown = params.keys() - self._model.state_dict().keys()
+        unknown = params.keys() - self.model.state_dict().keys()
         if unknown:
             raise CheckpointError(
                 f"{self._folder}: {sorted(unknown)[0]} is no tensor of a "
-                f"{type(self._model).__name__}: config.json is not the one it was saved with."
+                f"{type(self.model).__name__}: config.json is not the one it was saved with."
             )
         return params
 
@@ -323,12 +326,46 @@ def stored_apart(base: Base, stored: list[str]) -> bool:
     return False
 
 
-def resolve_plain(folder: Path, wanted: str, trust_remote_code: bool) -> named.Source:
-    """Return the source of a 16-bit folder's model; of one that its maker quantized, dequantized.
+def open_base(
+    folder: Path,
+    adapter: Adapter | None = None,
+    trust_remote_code: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> PlainBase | PackedBase:
+    """Open a checkpoint folder with its model on meta.
 
-    What bitsandbytes quantized is refused; `wanted` says what to name instead. Makers' methods are
-    left to the reader, which refuses what it does not read.
+    Of a multimodal checkpoint that is its text model, if the adapter was trained on that alone.
     """
+    source = resolve_checkpoint(folder, trust_remote_code, packed=True)
+
+    def build(source: named.Source) -> Any:
+        for name in PACKED_KEYS:
+            vars(source.config).pop(name, None)
+        vars(source.config.get_text_config()).pop("transformers_weights", None)
+        model: Any = named.build(source, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+        return model
+
+    model, text = build(source), named.text_model(source)
+    if adapter is not None and text is not None and not adapter.is_on(model):
+        model = build(text)
+    if is_packed(folder):
+        return PackedBase(folder, model, max_shard_size)
+    return PlainBase(folder, model, max_shard_size=max_shard_size)
+
+
+def resolve_checkpoint(
+    folder: Path, trust_remote_code: bool, *, packed: bool = False
+) -> named.Source:
+    """Return the source of a folder's model; of one that its maker quantized, dequantized.
+
+    What bitsandbytes quantized is refused, and what this package `packed` unless that is allowed.
+    Makers' methods are left to the reader, which refuses what it does not read.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    if packed and is_packed(folder):
+        return named.resolve(str(folder), trust_remote_code=trust_remote_code)
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if described_method(source.config) is not None:
         describe_plain(source.config)
@@ -336,5 +373,6 @@ def resolve_plain(folder: Path, wanted: str, trust_remote_code: bool) -> named.S
     if quantized is not None:
         settings = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
         method = settings.get("quant_method") or "bitsandbytes"
+        wanted = "the 16-bit checkpoint" + ", or a folder that moe_qlora packed" * packed
         raise CheckpointError(f"{folder} is quantized ({method}); name {wanted}.")
     return source

@@ -33,11 +33,11 @@ from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
-from .base import PlainBase, resolve_plain, stored_apart
+from .base import PlainBase, resolve_checkpoint, stored_apart
 from .conversion import Group
 from .integrity import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
-from .manifest import CONFIG, Manifest, PackedEntry, is_packed
+from .manifest import CONFIG, Manifest, PackedEntry
 from .reader import check_plain
 from .save import copy_auxiliary_files
 from .source import describe_source
@@ -85,15 +85,8 @@ def quantize_checkpoint(
         UnsupportedWeightError: An expert weight cannot be packed.
     """
     folder, out = absolute(source), absolute(destination)
-    if not folder.is_dir():
-        seen = "is no folder" if folder.exists() else "does not exist"
-        raise CheckpointError(
-            f"{source} {seen}; name a folder on disk (a model on the hub: download it first, with "
-            "huggingface_hub.snapshot_download)."
-        )
     check_new(out)
     config = copy_config(quantization_config)
-    save.auxiliary_files(folder)
     model = build_model(folder, dtype, trust_remote_code)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,8 +102,8 @@ def quantize_checkpoint(
         new_folder(out) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
-        shards = job.write(work, max_shard_size, tell)
         _write_auxiliary_files(folder, work, model, config)
+        shards = job.write(work, max_shard_size, tell)
         origin = describe_source(folder, job.base.checkpoint.files)
         return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
 
@@ -130,9 +123,7 @@ def copy_config(config: Any) -> Any:
 
 def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     """Build the checkpoint's model on meta."""
-    if is_packed(folder):
-        raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
-    source = resolve_plain(folder, "the 16-bit checkpoint", trust_remote_code)
+    source = resolve_checkpoint(folder, trust_remote_code)
     if dtype is not None:
         source.config.dtype = dtype
         for name in source.config.sub_configs:

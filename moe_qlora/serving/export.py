@@ -35,9 +35,7 @@ from ..checkpoint.adapter import (
     check_adapter_patterns,
     open_adapter,
 )
-from ..checkpoint.base import Base, PackedBase, PlainBase
-from ..checkpoint.manifest import is_packed
-from ..checkpoint.merge import check_roles, model_builder
+from ..checkpoint.base import Base, open_base
 from ..checkpoint.per_expert import (
     PREFIX,
     Factors,
@@ -117,15 +115,13 @@ def export_adapter(
     if target not in servers():
         raise ConfigError(f"target is {target!r}; give one of {', '.join(servers())}.")
     source, folder, place = absolute(base), absolute(adapter), absolute(out)
-    check_roles(source, folder)
     check_new(place)
     with ExitStack() as stack:
-        model = model_builder(source, trust_remote_code)()
+        opened = stack.enter_context(closing(open_base(source, None, trust_remote_code)))
+        model = opened.model
         named = read_json(source / "config.json").get("architectures")
         named = named if isinstance(named, list) and named else [type(model).__name__]
         layout = layout_for(target, named[0])
-        kind = PackedBase if is_packed(source) else PlainBase
-        opened = stack.enter_context(closing(kind(source, model, max_shard_size="5GB")))
         if not any_base:
             training_codec.check_noted_base(
                 folder, lambda names: fingerprint(model, str(base), names, opened.first_rows)
@@ -133,11 +129,6 @@ def export_adapter(
         check_adapter_patterns(folder, model)
         lora = open_adapter(stack.enter_context(fused(folder, model)))
         stack.enter_context(lora.file)
-        if type(model_builder(source, trust_remote_code, lora)()) is not type(model):
-            raise AdapterError(
-                f"{folder} was trained on the text model of {base} alone, and an export is for all "
-                f"of it: {MERGE}."
-            )
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()
         for key in updates.disk_deltas:

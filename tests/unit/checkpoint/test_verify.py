@@ -153,7 +153,7 @@ def test_every_change_of_config_json_is_found(cli, tmp_path):
     [
         (lambda c: c.update(num_experts_per_tok=1), "it changed in num_experts_per_tok"),
         (lambda c: c.pop("rms_norm_eps"), "it changed in rms_norm_eps"),
-        (lambda c: c.pop("moe_qlora"), "does not say that the folder is packed"),
+        (lambda c: c.pop("moe_qlora"), "was not packed by moe_qlora"),
         (lambda c: c["moe_qlora"].update(id="0" * 64), "do not fit moe_qlora-"),
         (lambda c: c["moe_qlora"].update(entry="x.safetensors"), "moe_qlora.entry is 'x.safe"),
         (lambda c: c["moe_qlora"].update(format_version=3), "moe_qlora.format_version 3"),
@@ -380,8 +380,8 @@ def test_what_is_no_checkpoint_is_bad_input(cli, tmp_path):
         ((tmp_path / "file",), "is no folder"),
         ((tmp_path / "empty",), "holds no checkpoint"),
         ((tmp_path / "plain", "--against", tmp_path / "plain"), "not packed by moe_qlora"),
-        ((tmp_path / "packed", "--against", tmp_path / "packed"), "no 16-bit checkpoint"),
-        ((tmp_path / "packed", "--against", tmp_path / "missing"), "no 16-bit checkpoint"),
+        ((tmp_path / "packed", "--against", tmp_path / "packed"), "name the 16-bit checkpoint"),
+        ((tmp_path / "packed", "--against", tmp_path / "missing"), "is no folder"),
     ):
         code, _, err = cli(*arguments)
         assert code == 2, arguments
