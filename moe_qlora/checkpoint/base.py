@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,15 +35,16 @@ from .integrity import (
     parts_of,
     warn_of_changes,
 )
-from .manifest import CONFIG_KEY, Manifest, is_packed
+from .manifest import CONFIG, CONFIG_KEY, MANIFEST_NAME, Manifest, is_packed
 from .prequantized import (
     PrequantizedCheckpoint,
     describe_plain,
     described_method,
     open_plain,
 )
-from .reader import SINGLE, Checkpoint, header_bytes
-from .source import SAMPLED_ROWS
+from .prequantized.open import MODELOPT_CONFIG
+from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_link, header_bytes
+from .training_codec import SAMPLED_ROWS
 from .writer import plan_shards
 
 PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
@@ -222,11 +224,6 @@ class PackedWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the decoded weight."""
         entry = self._manifest.experts.get(name)
-        if entry is None and name not in self._plain:
-            raise CheckpointError(
-                f"{self._folder}: {name} is no tensor of the model: config.json is not the one it "
-                "was saved with."
-            )
         return tuple(entry.shape if entry else self._plain[name].shape)
 
     def weight(self, name: str) -> PackedWeight:
@@ -255,10 +252,32 @@ class PackedBase(Base):
         warn_of_changes(folder, self.manifest)
         self._limit, self.keeps_files = max_shard_size, False
         self.checkpoint = open_shards(folder, self.manifest)
-        self._folder = folder
         self.model = model
         self._weights = PackedWeights(folder, self.manifest, self.checkpoint, model)
-        self.params = self._parameters()
+        parts = {key for keys in self._weights.keys.values() for key in keys} - {
+            *self._weights.keys
+        }
+        problems = [
+            *model_problems(self.manifest, model),
+            *(
+                f"{key} is no tensor of a {type(model).__name__}"
+                for key in self.checkpoint
+                if key not in parts and key not in model.state_dict()
+            ),
+        ]
+        if problems:
+            raise CheckpointError(
+                f"{folder}: {problems[0]}: config.json is not the one it was saved with."
+            )
+        self.params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for key in self.checkpoint:
+            if key in self._weights.keys:
+                entry = self.manifest.experts.get(key)
+                dtype = getattr(torch, entry.dtype) if entry else self._weights.weight(key).dtype
+                self.params[key] = (self._weights.shape(key), dtype)
+            elif key not in parts:
+                info = self.checkpoint.info(key)
+                self.params[key] = (info.shape, info.dtype)
         on_disk = revert(model, blank(self.params), type(model).__name__)
         self.disk = {
             key: (tuple(on_disk[key].shape), on_disk[key].dtype)
@@ -271,30 +290,6 @@ class PackedBase(Base):
                 f"{folder}: {sorted(lost)[0]} of the packed model has no name in the original "
                 "layout that leads back to it, so that it cannot be written."
             )
-
-    def _parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        parts = {key for keys in self._weights.keys.values() for key in keys}
-        params = {}
-        for key in self.checkpoint:
-            if key in self._weights.keys:
-                entry = self.manifest.experts.get(key)
-                dtype = getattr(torch, entry.dtype) if entry else self._weights.weight(key).dtype
-                params[key] = (self._weights.shape(key), dtype)
-            elif key not in parts:
-                info = self.checkpoint.info(key)
-                params[key] = (info.shape, info.dtype)
-        problem = next(model_problems(self.manifest, self.model), None)
-        if problem is not None:
-            raise CheckpointError(
-                f"{self._folder}: {problem}: config.json is not the one it was saved with."
-            )
-        unknown = params.keys() - self.model.state_dict().keys()
-        if unknown:
-            raise CheckpointError(
-                f"{self._folder}: {sorted(unknown)[0]} is no tensor of a "
-                f"{type(self.model).__name__}: config.json is not the one it was saved with."
-            )
-        return params
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         return planned_files(self.disk, dtypes, self._limit)
@@ -376,3 +371,40 @@ def resolve_checkpoint(
         wanted = "the 16-bit checkpoint" + ", or a folder that moe_qlora packed" * packed
         raise CheckpointError(f"{folder} is quantized ({method}); name {wanted}.")
     return source
+
+
+_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")
+_NEVER = (
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy"),
+    *(".gguf", ".onnx", ".ot", ".tflite", ".partial"),
+)
+_FOLDERS = ("additional_chat_templates",)
+
+
+def auxiliary_files(source: Path) -> dict[Path, Path]:
+    """Return files by their path in the folder; no configurations, weights, adapters, hidden files.
+
+    A link that leads out of the folder is a `CheckpointError`: its target is not the model's.
+    """
+    files: list[Path] = []
+    for file in sorted(source.iterdir()):
+        name = file.name
+        if file.is_dir():
+            files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
+        elif not (
+            name.startswith((".", "adapter_"))
+            or name in (CONFIG, MODELOPT_CONFIG)
+            or MANIFEST_NAME.fullmatch(name)
+            or name.lower().endswith(_WEIGHTS + _NEVER)
+        ):
+            files.append(file)
+    for file in files:
+        check_link(file, source)
+    return {file.relative_to(source): file for file in files if file.is_file()}
+
+
+def copy_files(files: Mapping[Path, Path], folder: Path) -> None:
+    """Copy files, given by their path in the folder."""
+    for name, file in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / name)

@@ -47,17 +47,26 @@ from .adapter import (
     Updates,
     check_adapter_patterns,
     open_adapter,
+    single_experts,
     vocabulary,
 )
-from .base import FLOATS, PACKED_KEYS, Base, PackedBase, PlainBase, open_base, stored_apart
+from .base import (
+    FLOATS,
+    PACKED_KEYS,
+    Base,
+    PackedBase,
+    PlainBase,
+    auxiliary_files,
+    copy_files,
+    open_base,
+    stored_apart,
+)
 from .conversion import Group, same_bits
 from .integrity import canonical_name
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, is_packed
 from .prequantized import plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
-from .save import auxiliary_files
-from .source import fingerprint
 from .staging import absolute, check_new, new_folder
 from .training_codec import TrainingCodec
 from .writer import ShardWriter
@@ -153,10 +162,8 @@ def merge_adapter(
         model = opened.model
         check_adapter_patterns(adapter_folder, model)
         if not any_base:
-            training_codec.check_noted_base(
-                lora.folder, lambda names: fingerprint(model, str(base), names, opened.first_rows)
-            )
-        singles = per_expert.single_experts(lora.file)
+            training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
+        singles = single_experts(lora.file)
         if any(canonical_name(model, f"{one}.weight", opened.disk) is None for one in singles):
             fused = stack.enter_context(per_expert.fused(adapter_folder, model))
             lora = replace(open_adapter(fused), folder=adapter_folder)
@@ -186,10 +193,6 @@ def _named_as(training: TrainingCodec, model: nn.Module) -> TrainingCodec:
         return frozenset(canonical_name(model, name, names) or name for name in noted)
 
     return replace(training, experts=known(training.experts), linears=known(training.linears))
-
-
-_Write = Callable[[str, Tensor, int | None], None]
-"""Called with key, tensor, and the first row if the tensor is only rows; casts to the spec."""
 
 
 class _Merge:
@@ -254,13 +257,13 @@ class _Merge:
         done: set[str] = set()
         writers: dict[str, ShardWriter] = {}
 
-        def write(key: str, tensor: Tensor, start: int | None) -> None:
+        def write(key: str, tensor: Tensor) -> None:
             file = files[key]
             if file.name not in writers:
                 specs = {key: self._specs[key] for key in file.keys}
                 writer = ShardWriter(folder / file.name, specs, file.metadata)
                 writers[file.name] = stack.enter_context(writer)
-            writers[file.name].write(key, tensor.to(self._specs[key][0]), start)
+            writers[file.name].write(key, tensor.to(self._specs[key][0]))
 
         with ExitStack() as stack:
             for key in files:
@@ -274,15 +277,14 @@ class _Merge:
                         writers.pop(file.name).close()
         tell(len(groups), len(groups), "")
 
-    def _write_group(self, group: Group, write: _Write) -> None:
+    def _write_group(self, group: Group, write: Callable[[str, Tensor], None]) -> None:
         changes, packed = self._changes(group), self._pack(group)
         untied = self._updates.untied.get(group.target)
         unchanged = not changes and not packed and not untied
         if unchanged and isinstance(self._base, PlainBase):
             for key in group.keys:
                 for start, stop in Group((key,), {key: self._base.disk[key][0]}).slices():
-                    rows = self._base.checkpoint.read(key, start, stop)
-                    write(key, rows, None if stop is None else start)
+                    write(key, self._base.checkpoint.read(key, start, stop))
             return
         self._factors = {}
         for start, stop in group.slices():
@@ -294,16 +296,16 @@ class _Merge:
             sums = {name: self._sum(name, value, start, stop) for name, value in values.items()}
             on_disk = self._base.layout.restore(group, sums)
             for key, stand_in in group.part(start, stop).items():
-                first = start if stop is not None and group.unit == "row" else None
+                first = start if group.unit == "row" else 0
                 deltas = self._updates.disk_deltas.get(key, ())
-                tensor = self._add_deltas(on_disk[stand_in], deltas, first or 0)
+                tensor = self._add_deltas(on_disk[stand_in], deltas, first)
                 tensor = tensor.to(self.dtypes[key])
-                if not unchanged and codec.first_nonfinite(tensor) is not None:
+                if not unchanged and not bool(tensor.isfinite().all()):
                     raise AdapterError(
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
                         "base, is broken, or the dtype too narrow."
                     )
-                write(key, tensor, first)
+                write(key, tensor)
         if changes:
             self._changed.update(group.keys)
         self._factors = {}
@@ -418,17 +420,13 @@ _KINDS = (
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
     """Copy the base's files; a tokenizer, processor or generation config of the adapter wins."""
-    files = {file.relative_to(source): file for file in auxiliary_files(source)}
-    found = [file.relative_to(adapter) for file in auxiliary_files(adapter)]
+    files, found = auxiliary_files(source), auxiliary_files(adapter)
     copied: list[Path] = []
     for kind, whole in _KINDS:
         if Path(whole) in found:
             files = {name: f for name, f in files.items() if not kind.fullmatch(name.parts[0])}
         copied += [name for name in found if kind.fullmatch(name.parts[0])]
-    files.update({name: adapter / name for name in copied})
-    for name, file in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, folder / name)
+    copy_files(files | {name: found[name] for name in copied}, folder)
     return tuple(map(str, copied))
 
 

@@ -33,13 +33,18 @@ from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
-from .base import PlainBase, resolve_checkpoint, stored_apart
+from .base import (
+    PlainBase,
+    auxiliary_files,
+    copy_files,
+    resolve_checkpoint,
+    stored_apart,
+)
 from .conversion import Group
 from .integrity import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry
 from .reader import check_plain
-from .save import copy_auxiliary_files
 from .source import describe_source
 from .staging import absolute, check_new, new_folder
 from .training_codec import from_config
@@ -293,7 +298,7 @@ class PackingJob:
 
 
 def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:
-    copy_auxiliary_files(folder, work)
+    copy_files(auxiliary_files(folder), work)
     model.config.quantization_config = config
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(work)

@@ -11,7 +11,6 @@ import glob
 import json
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -46,8 +45,7 @@ from .manifest import (
     Source,
     is_packed,
 )
-from .prequantized.open import MODELOPT_CONFIG
-from .reader import INDEX_SUFFIX, SINGLE, check_link, plain_weights
+from .reader import SINGLE, plain_weights
 from .staging import absolute, discard, move_files, new_folder, staging
 from .writer import ShardWriter, plan_shards
 
@@ -377,41 +375,3 @@ def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]
         commit_message=kwargs.get("commit_message") or "Upload model",
         create_pr=kwargs.get("create_pr", False),
     )
-
-
-_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")
-_NEVER = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy"),
-    *(".gguf", ".onnx", ".ot", ".tflite", ".partial"),
-)
-_FOLDERS = ("additional_chat_templates",)
-
-
-def auxiliary_files(source: Path) -> list[Path]:
-    """List files other than configurations, weights in any format, adapters and hidden files.
-
-    A link that leads out of the folder is a `CheckpointError`: its target is not the model's.
-    """
-    files: list[Path] = []
-    for file in sorted(source.iterdir()):
-        name = file.name
-        if file.is_dir():
-            files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
-        elif not (
-            name.startswith((".", "adapter_"))
-            or name in (CONFIG, MODELOPT_CONFIG)
-            or MANIFEST_NAME.fullmatch(name)
-            or name.lower().endswith(_WEIGHTS + _NEVER)
-        ):
-            files.append(file)
-    for file in files:
-        check_link(file, source)
-    return [file for file in files if file.is_file()]
-
-
-def copy_auxiliary_files(source: Path, folder: Path) -> None:
-    """Copy the `auxiliary_files` of a checkpoint."""
-    for file in auxiliary_files(source):
-        copy = folder / file.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)

@@ -44,7 +44,7 @@ from .integrity import (
     parts_of,
     settings_problem,
 )
-from .manifest import CONFIG, EARLIER_SENTENCES, SENTENCE, Manifest, has_manifest, is_packed
+from .manifest import CONFIG, Manifest, has_manifest, is_packed
 from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
 from .save import is_save_file
@@ -197,19 +197,16 @@ def _verify_packed(
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield differences of config.json, whose bytes follow from the manifest."""
-    file = inside(folder, CONFIG)
-    earlier = (manifest.config_bytes(one, of_text=False) for one in (SENTENCE, *EARLIER_SENTENCES))
-    if file.read_bytes() not in (manifest.config_bytes(), *earlier):
-        written, now = json.loads(manifest.config_bytes()), read_json(file)
-        missing = object()
-        names = [
-            name
-            for name in sorted({*written, *now})
-            if written.get(name, missing) != now.get(name, missing)
-        ]
-        changed = f"it changed in {listed(names, 5)}" if names else "its layout changed"
-        yield f"{CONFIG} is not the one that was written: {changed}"
+    """Yield differences of config.json, whose content follows from the manifest."""
+    written, now = json.loads(manifest.config_bytes()), read_json(inside(folder, CONFIG))
+    for part in (written, now):  # earlier versions had other sentences there
+        if isinstance(part.get("transformers_weights"), str):
+            part["transformers_weights"] = ""
+        if isinstance(text := part.get("text_config"), dict):
+            text.pop("transformers_weights", None)
+    names = [name for name in sorted({*written, *now}) if written.get(name) != now.get(name)]
+    if names:
+        yield f"{CONFIG} is not the one that was written: it changed in {listed(names, 5)}"
     try:
         asked = BitsAndBytesConfig.from_dict(dict(manifest.config["quantization_config"]))
         if problem := settings_problem(manifest, CodecSettings.from_config(asked)):
@@ -339,9 +336,9 @@ def _errors(
             other = next((one for one in names if one in base.layout.by_name), "")
             shape = base.layout.by_name[other].shapes[other] if other else None
             if shape is None or (entry is not None and shape != entry.shape):
+                wanted = f" in the shape {entry.shape}" if entry else ""
                 raise CheckpointError(
-                    f"{source} is of another model: {name} was packed with the shape "
-                    f"{weights.shape(name)}, and has {shape} there."
+                    f"{source} is of another model: it does not hold {name}{wanted}."
                 )
             places.append((name, other, counts.get(name, counts.get(other)) if entry else None))
         for number, place in enumerate(places):

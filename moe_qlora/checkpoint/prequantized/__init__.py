@@ -15,7 +15,6 @@ from .open import (
     described_method,
     open_plain,
     plain_json,
-    stored_codes,
     unread_method,
 )
 
@@ -27,6 +26,5 @@ __all__ = [
     "maker_method",
     "open_plain",
     "plain_json",
-    "stored_codes",
     "unread_method",
 ]

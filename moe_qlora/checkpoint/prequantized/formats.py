@@ -33,7 +33,7 @@ from .config import (
     MODELOPT,
     MXFP4,
     MXFP8,
-    Block,
+    TENSOR,
     MakerConfig,
     Scheme,
 )
@@ -192,20 +192,16 @@ def plan_int(
     read.
     """
     words, scale, said = stored[key], f"{name}_scale", f"{name}_shape"
-    check_dims(key, words.shape)
+    check_dims(key, words)
     group, per = scheme.blocks[0][1], 32 // scheme.bits
     if group is None:
         shape = shape_of(said)
     else:
-        columns = stored[scale].shape[-1] * group if stored[scale].shape else 0
-        shape = (*words.shape[:-1], columns)
-    wanted = (*shape[:-1], cdiv(shape[-1], per)) if shape else ()
+        shape = (*words.shape[:-1], (stored[scale].shape or (0,))[-1] * group)
+    wanted = (*shape[:-1], cdiv(shape[-1], per))
     if words.dtype != torch.int32 or words.shape != wanted:
-        source = f"{said} has" if group is None else f"{scale} and groups of {group} have"
-        raise CheckpointError(
-            f"{key} is {described(words)}, and {scheme.bits} bits for each of {shape}, as {source} "
-            f"it, take int32 of shape {wanted}: copy the files again."
-        )
+        codes = f"int32 of shape {wanted}, {scheme.bits} bits for each of {shape}"
+        raise misfit(key, words, f"{codes}, which {said if group is None else scale} asks for")
     block, one = find_block(key, shape, scale, stored[scale], scheme, FLOAT_SCALES)
     parts = {CODES: key, SCALE: scale, SHAPE: said}
     return Quantized(parts, shape, block, _UNPACK[scheme.bits], one_scale=one)
@@ -246,33 +242,20 @@ def plan_fp4(
 ) -> Quantized:
     """Return how bytes of codes and their scales make a plain tensor twice as wide.
 
-    Args:
-        key: Of the codes.
-        name: That keys of scales begin with.
-        scale: Key of the scales.
-        stored: What lies on disk.
-        scheme: Of the codes; where it is nested, the scales have a scale.
+    Keys of scales begin with `name`; where the scheme is nested, the scales have a scale.
     """
     codes = stored[key]
-    check_dims(key, codes.shape)
+    check_dims(key, codes)
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     dtypes = NVFP4_SCALES if scheme.nested else MXFP4_SCALES
     block, one = find_block(key, shape, scale, stored[scale], scheme, dtypes)
     parts = {CODES: key, SCALE: scale}
     if scheme.nested:
-        role, other = (
-            (FACTOR, f"{name}_scale_2") if key == name else (DIVISOR, f"{name}_global_scale")
-        )
-        if other not in stored:
-            raise CheckpointError(
-                f"{other} is missing, without which {key} cannot be read: copy the whole folder."
-            )
+        role, end = (FACTOR, "_scale_2") if key == name else (DIVISOR, "_global_scale")
+        other = parts[role] = f"{name}{end}"
+        check_part(other, key, stored)
         if prod(stored[other].shape) != 1 or stored[other].dtype not in FLOAT_SCALES:
-            raise CheckpointError(
-                f"{other} is {described(stored[other])}, and one floating-point value belongs to "
-                f"{key}: copy both files again."
-            )
-        parts[role] = other
+            raise misfit(other, stored[other], f"one floating-point value for {key}")
     return Quantized(parts, shape, block, unpack_e2m1, one_scale=one)
 
 
@@ -293,7 +276,7 @@ FP8_SCALES = (*FLOAT_SCALES, torch.float8_e8m0fnu, torch.uint8)
 def plan_fp8(key: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Scheme) -> Quantized:
     """Return how codes of 8 bits and their scales make a plain tensor of the codes' shape."""
     shape = stored[key].shape
-    check_dims(key, shape)
+    check_dims(key, stored[key])
     block, one = find_block(key, shape, scale, stored[scale], scheme, FP8_SCALES)
     return Quantized({CODES: key, SCALE: scale}, shape, block, unpack_bytes, one_scale=one)
 
@@ -317,13 +300,26 @@ def described(info: TensorInfo) -> str:
     return f"{dtype_name(info.dtype)} of shape {info.shape}"
 
 
-def check_dims(key: str, shape: tuple[int, ...]) -> None:
-    """Refuse what is no matrix and no stack of them."""
-    if len(shape) not in (2, 3) or 0 in shape:
+def misfit(key: str, info: TensorInfo, wanted: str) -> CheckpointError:
+    """Return the error for a stored tensor that does not fit the others or the configuration."""
+    return CheckpointError(
+        f"{key} is {described(info)}, and wanted is {wanted}: copy the files again, or put the "
+        "maker's config.json back."
+    )
+
+
+def check_part(part: str, key: str, stored: Mapping[str, TensorInfo]) -> None:
+    """Refuse codes of which another part is missing."""
+    if part not in stored:
         raise CheckpointError(
-            f"{key} has codes of shape {shape}: quantized weights are (out, in) or "
-            "(experts, out, in); copy the file again."
+            f"{part} is missing, without which {key} cannot be read: copy the whole folder."
         )
+
+
+def check_dims(key: str, info: TensorInfo) -> None:
+    """Refuse codes that are no matrix and no stack of them."""
+    if len(info.shape) not in (2, 3) or 0 in info.shape:
+        raise misfit(key, info, "codes of shape (out, in) or (experts, out, in)")
 
 
 def find_block(
@@ -336,55 +332,28 @@ def find_block(
 ) -> tuple[tuple[int, int], bool]:
     """Return the block that a grid of scales belongs to, and whether one scale is for all.
 
-    Args:
-        key: Of the codes.
-        shape: Of the matrix of codes once unpacked, or of the stack.
-        scale: Key of the scales.
-        info: Of the scales.
-        scheme: Of which one of the blocks must fit.
-        dtypes: That scales of such codes are stored in.
-
-    Raises:
-        CheckpointError: The grid does not belong to any of the scheme's blocks, or the dtype does
-            not.
+    `shape` is that of the codes once unpacked; `info`, of the scales; `dtypes`, that such scales
+    are stored in. One of the scheme's blocks must fit.
     """
-    if info.dtype not in dtypes:
-        raise CheckpointError(
-            f"{scale} is {described(info)}, and scales of {key} are "
-            f"{' or '.join(map(dtype_name, dtypes))} by {scheme.setting} of quantization_config: "
-            "copy both files again, or put the maker's config.json back."
-        )
     rows, columns = shape[-2:]
-    stack = shape[:-2]
     # modelopt keeps dimensions of 1 between; a scale of a tensor may have none
     grid = tuple(size for size in info.shape if size != 1)
+    fitting = []
     for block in scheme.blocks:
-        high, wide = _sizes(block, rows, columns)
-        wanted = (*stack, cdiv(rows, high), cdiv(columns, wide))
-        if grid == tuple(size for size in wanted if size != 1) and _first_fits(info, wanted):
-            return (high, wide), prod(wanted) == 1
-        if block == (None, None) and not grid:
-            return (high, wide), True
-    fitting = " or ".join(_described(block, stack, rows, columns) for block in scheme.blocks)
-    raise CheckpointError(
-        f"{scale} has shape {info.shape}, which does not belong to {key} of shape {shape} and "
-        f"{scheme.setting} of quantization_config: wanted are scales of shape {fitting}; copy both "
-        "files again."
+        high, wide = block[0] or rows, block[1] or columns
+        wanted = (*shape[:-2], cdiv(rows, high), cdiv(columns, wide))
+        fitting.append(str(wanted))
+        one = prod(wanted) == 1 or (block == TENSOR and not grid)
+        # rows are read by the first dimension of the scales
+        same = grid == tuple(size for size in wanted if size != 1) and info.shape[:1] == wanted[:1]
+        if info.dtype in dtypes and ((one and not grid) or same):
+            return (high, wide), one
+    raise misfit(
+        scale,
+        info,
+        f"scales of {key} of shape {shape}, which are {' or '.join(map(dtype_name, dtypes))} of "
+        f"shape {' or '.join(fitting)} by {scheme.setting}",
     )
-
-
-def _first_fits(info: TensorInfo, wanted: tuple[int, ...]) -> bool:
-    """Whether the scales' first dimension is the first one of the grid, by which rows are read."""
-    return prod(wanted) == 1 or info.shape[0] == wanted[0]
-
-
-def _sizes(block: Block, rows: int, columns: int) -> tuple[int, int]:
-    return block[0] or rows, block[1] or columns
-
-
-def _described(block: Block, stack: tuple[int, ...], rows: int, columns: int) -> str:
-    high, wide = _sizes(block, rows, columns)
-    return str((*stack, cdiv(rows, high), cdiv(columns, wide)))
 
 
 ShapeOf = Callable[[str], tuple[int, ...]]
@@ -433,29 +402,19 @@ def plan_tensors(
                 raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
             tensors[name] = tensor
     used = {key for tensor in tensors.values() for key in tensor.parts.values()}
-    rest = {key: info for key, info in stored.items() if key not in used}
-    rest = {key: info for key, info in rest.items() if not _is_idle(key, tensors)}
-    for key, info in rest.items():
-        if _holds_codes(key, info, config):
-            if (scale := _scale_of(key, stored)) is not None:
-                raise CheckpointError(
-                    f"{key} is {described(info)} beside {scale}, and {config.method} stores no "
-                    f"such codes: copy the whole folder, or {ADVICE}."
-                )
-            end = "_scale_inv" if config.method in (FP8, MXFP8) else "_scale"
-            wanted = _like(key, SCALE, tensors) or f"{key}{end}"
-            raise CheckpointError(
-                f"{key} is {described(info)}, which are codes, and {wanted}, without which they "
-                f"cannot be read, is missing: copy the whole folder, or {ADVICE}."
-            )
-    for key, info in rest.items():
-        if _is_scale(key, info, config):
-            codes = _like(key, CODES, tensors) or "the tensor it belongs to"
-            raise CheckpointError(
-                f"{key} is a part of a quantized weight, and {codes} is missing or holds no codes: "
-                "copy the whole folder."
-            )
-    return tensors, list(rest)
+    rest = [key for key in stored if key not in used and not _is_idle(key, tensors)]
+    codes = [key for key in rest if _holds_codes(key, stored[key], config)]
+    for key in (*codes, *(key for key in rest if _is_scale(key, stored[key], config))):
+        end = "_scale_inv" if config.method in (FP8, MXFP8) else "_scale"
+        other = _like(key, SCALE if key in codes else CODES, tensors)
+        if key in codes:
+            other = _scale_of(key, stored) or other or f"{key}{end}"
+        raise CheckpointError(
+            f"{key} is {described(stored[key])}, a part of a quantized weight, and "
+            f"{other or 'the other part'} is missing, or does not go with it in {config.method}: "
+            f"copy the whole folder, or {ADVICE}."
+        )
+    return tensors, rest
 
 
 def _plan(
@@ -475,32 +434,26 @@ def _plan(
         if not key.endswith("_blocks"):
             return None
         name = key.removesuffix("_blocks")
-        _need(f"{name}_scales", key, stored)
-        blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-        is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == MX_BLOCK // 2
-        if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
-            raise CheckpointError(
-                f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
-                "rows, groups, 16); copy the file again."
-            )
-        experts, rows, groups = blocks.shape[:3]
-        if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
-            raise CheckpointError(
-                f"{name}_scales is {described(scales)}: wanted are bytes of shape "
-                f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
-            )
-        parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
+        check_part(f"{name}_scales", key, stored)
+        scales = stored[f"{name}_scales"]
+        is_blocks = len(info.shape) == 4 and info.shape[3] == MX_BLOCK // 2
+        if not is_blocks or info.dtype != torch.uint8 or 0 in info.shape:
+            raise misfit(key, info, "bytes of shape (experts, rows, groups, 16)")
+        experts, rows, groups = info.shape[:3]
+        if scales.shape != info.shape[:3] or scales.dtype not in MXFP4_SCALES:
+            raise misfit(f"{name}_scales", scales, f"bytes of shape {info.shape[:3]} for {key}")
+        parts = {CODES: key, SCALE: f"{name}_scales"}
         shape = (experts, groups * MX_BLOCK, rows)
         return name, Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
     if config.method == COMPRESSED and last.endswith("_packed"):
         name = key.removesuffix("_packed")
-        _need(f"{name}_scale", key, stored)
+        check_part(f"{name}_scale", key, stored)
         module = name.rpartition(".")[0]
         if stored[key].dtype == torch.uint8:
             return name, plan_fp4(
                 key, name, f"{name}_scale", stored, _scheme(key, module, config, FLOAT, 4)
             )
-        _need(f"{name}_shape", key, stored)
+        check_part(f"{name}_shape", key, stored)
         return name, plan_int(key, name, stored, _scheme(key, module, config, INT), shape_of)
     if info.dtype not in (*FP8_DTYPES, torch.int8, torch.uint8):
         return None
@@ -516,13 +469,6 @@ def _plan(
     if info.dtype == torch.uint8 and config.method == MODELOPT:
         return key, plan_fp4(key, key, scale, stored, _scheme(key, module, config, FLOAT, 4))
     return None
-
-
-def _need(part: str, key: str, stored: Mapping[str, TensorInfo]) -> None:
-    if part not in stored:
-        raise CheckpointError(
-            f"{part} is missing, without which {key} cannot be read: copy the whole folder."
-        )
 
 
 def _scheme(

@@ -387,14 +387,14 @@ def refuses(
 def test_folders_in_the_wrong_place(folders: Path, tmp_path: Path) -> None:
     base, adapter, out = folders / "base", folders / "adapter", tmp_path / "out"
     full = folders / "out"
-    refuses(CheckpointError, "holds a full model", adapter, full, out)
+    refuses(CheckpointError, "is no adapter: it has no", adapter, full, out)
     refuses(CheckpointError, "holds an adapter and no model", adapter, adapter, out)
-    refuses(CheckpointError, "holds a full model", base, full, out)
-    refuses(CheckpointError, "is no folder", base, tmp_path / "nothing", out)
+    refuses(CheckpointError, "is no adapter: it has no", base, full, out)
+    refuses(CheckpointError, "is no adapter", base, tmp_path / "nothing", out)
     refuses(CheckpointError, "is no folder", tmp_path / "nothing", adapter, out)
     (tmp_path / "empty").mkdir()
     refuses(CheckpointError, "without config.json", tmp_path / "empty", adapter, out)
-    refuses(CheckpointError, "is no PEFT adapter", base, tmp_path / "empty", out)
+    refuses(CheckpointError, "is no adapter: it has no", base, tmp_path / "empty", out)
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,10 @@ def test_infinite_weights_are_named(source: Path, tmp_path: Path, value: str) ->
     ("call", "message"),
     [
         (lambda s, t: moe_qlora.quantize_checkpoint(s, s, NF4), "exists and is not empty"),
-        (lambda s, t: moe_qlora.quantize_checkpoint(t / "no", t / "o", NF4), "is no folder: name one"),
+        (
+            lambda s, t: moe_qlora.quantize_checkpoint(t / "no", t / "o", NF4),
+            "is no folder: name one",
+        ),
         (lambda s, t: pack(s / "config.json", t / "o"), "is no folder: name one"),
         (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", {}), "neither 4 nor 8 bit"),
         (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", 4), "quantization_config is int"),
