@@ -272,9 +272,6 @@ class _Merge:
                 tell(len(done), len(groups), key)
                 self._write_group(groups[key], write)
                 done.update(groups[key].keys)
-                for file in self.files:
-                    if file.name in writers and done.issuperset(file.keys):
-                        writers.pop(file.name).close()
         tell(len(groups), len(groups), "")
 
     def _write_group(self, group: Group, write: Callable[[str, Tensor], None]) -> None:
@@ -376,8 +373,9 @@ def _write_config(
     else:
         config = config if base.keeps_files else plain_json(config)
         for part in (config, config.get("text_config")):
-            for name in PACKED_KEYS if isinstance(part, dict) else ():
-                part.pop(name, None)
+            if isinstance(part, dict):
+                for name in PACKED_KEYS:
+                    part.pop(name, None)
         if dtype is not None:
             for part in _parts(config):
                 part.update({k: dtype_name(dtype) for k in ("dtype", "torch_dtype") if part.get(k)})

@@ -174,14 +174,14 @@ class _Fusion:
             pairs: list[tuple[ExpertParam, Factors]] = []
             for param in self.modules[module].values():
                 parts = ("gate", "up") if param.role == "gate_up" else (param.role,)
-                own = {role: roles[role] for role in parts if role in roles}
-                for role, factors in own.items():
+                given = {role: roles[role] for role in parts if role in roles}
+                for role, factors in given.items():
                     self._check(f"{module}.{param.parameter_name}", param, role, factors)
-                if own and param.role == "gate_up":
+                if given and param.role == "gate_up":
                     alternate = interleaved(self.model.get_submodule(param.module_name))
-                    pairs.append((param, _fuse(own.get("gate"), own.get("up"), alternate)))
-                elif own:
-                    pairs.append((param, own[param.role]))
+                    pairs.append((param, _fuse(given.get("gate"), given.get("up"), alternate)))
+                elif given:
+                    pairs.append((param, given[param.role]))
             for depth, (param, factors) in enumerate(reversed(pairs)):
                 name = f"{module}.{param.parameter_name}"
                 self.ranks[name], self.scalings[name] = factors.rank, factors.scaling

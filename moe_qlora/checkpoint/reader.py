@@ -31,7 +31,7 @@ MAX_HEADER = 100 << 20
 """Longest header that the safetensors format allows, in bytes."""
 
 _T = TypeVar("_T")
-_WeightMap = Annotated[dict[str, str], Field(min_length=1)]
+_WeightMap: Any = Annotated[dict[str, str], Field(min_length=1)]
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -201,7 +201,7 @@ def check_link(path: Path, folder: Path) -> None:
         )
 
 
-def parse_fields(kind: type[_T] | Any, value: Any, file: Path, prefix: str = "") -> _T:
+def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T:
     """Build a pydantic dataclass from JSON; in errors, `prefix` stands before the fields' keys."""
     with reading(file):
         try:

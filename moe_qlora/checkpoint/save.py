@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -312,20 +312,24 @@ def finish_packed(
 
 
 def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSettings]:
-    names: dict[int, list[str]] = {}
-    weights: dict[int, PackedWeight] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
-    settings: dict[CodecSettings, str] = {}
+    weights: dict[int, tuple[PackedWeight, list[str]]] = {}  # tied names share a parameter
     for module_name, module, leaf in parametrize.iter_packed(model):
         key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
-        names.setdefault(key, []).append(name)
-        weights[key] = parametrize.read_packed(module, leaf)
-        shapes[key] = tuple(weights[key].shape)
-        own = CodecSettings.of(weights[key])
+        weights.setdefault(key, (parametrize.read_packed(module, leaf), []))[1].append(name)
+    entries: dict[str, PackedEntry] = {}
+    settings: dict[CodecSettings, str] = {}
+    for weight, tied in weights.values():
+        own = CodecSettings.of(weight)
         if not own.codec.is_kept:
-            settings.setdefault(own, name)
+            settings.setdefault(own, tied[0])
+        for name in tied:
+            aliases = tuple(other for other in tied if other != name)
+            codec = own.to_dict() if own.codec.is_kept else None
+            dtype = dtype_name(weight.dtype)
+            entries[name] = PackedEntry(tuple(weight.shape), dtype, aliases, codec)
     if not settings:
-        settings[_config_settings(model)] = ""
+        own = CodecSettings.from_config(cast(Any, model).hf_quantizer.quantization_config)
+        settings[replace(own, skip_modules=())] = ""
     (first, _), *others = settings.items()
     if others:
         other, name = others[0]
@@ -333,20 +337,7 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
             f"{name} is packed otherwise than the weights before it ({other.to_dict()} and "
             f"{first.to_dict()}), and a folder holds one kind: pack the model again."
         )
-    entries = {}
-    for key, tied in names.items():
-        dtype, own = dtype_name(weights[key].dtype), CodecSettings.of(weights[key])
-        for name in tied:
-            aliases = tuple(other for other in tied if other != name)
-            codec = own.to_dict() if own.codec.is_kept else None
-            entries[name] = PackedEntry(shapes[key], dtype, aliases, codec)
     return entries, first
-
-
-def _config_settings(model: Any) -> CodecSettings:
-    return replace(
-        CodecSettings.from_config(model.hf_quantizer.quantization_config), skip_modules=()
-    )
 
 
 def _plain_linears(model: Any) -> list[str]:

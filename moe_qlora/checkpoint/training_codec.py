@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field
@@ -27,7 +27,7 @@ from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..errors import AdapterError, CheckpointError, ConfigError
+from ..errors import AdapterError, ConfigError
 from ..layout import dtype_name, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
@@ -35,14 +35,13 @@ from ..packing.bnb4bit import NF4
 from ..packing.codec import Packer
 from ..packing.linear import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
-from ..packing.settings import FLOAT_DTYPES, CodecSettings
+from ..packing.settings import CodecSettings
 from .reader import inside, parse_fields
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1
 _CPU = torch.device("cpu")
-_DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
 
 TOP_K_FIELDS = (
     "num_experts_per_tok",
@@ -160,20 +159,14 @@ def _packed_linears(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _check_dtype(name: str | None) -> str | None:
-    if name is not None and name not in _DTYPES:
-        raise ValueError(f"no dtype of weights ({', '.join(_DTYPES)})")
-    return name
-
-
 @checked
 class _Note:
-    format_version: int
+    format_version: Literal[1]
     codec: Annotated[dict[str, Any], AfterValidator(CodecSettings.from_dict)]
     experts: list[str]
     linears: list[str]
     base: Fingerprint | None = None
-    dtype: Annotated[str | None, AfterValidator(_check_dtype)] = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
     chosen_experts: dict[str, list[int]] | None = None  # of earlier versions: others have zeros
 
 
@@ -195,26 +188,14 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
 
 def from_note(folder: Path) -> TrainingCodec | None:
     """Read the note beside an adapter; None if there is none."""
-    fields = _read_note(folder)
-    if fields is None:
-        return None
-    settings: Any = fields.codec
-    experts, linears = frozenset(fields.experts), frozenset(fields.linears)
-    dtype = None if fields.dtype is None else _DTYPES[fields.dtype]
-    return TrainingCodec(settings, experts, linears, fields.base, dtype=dtype)
-
-
-def _read_note(folder: Path) -> _Note | None:
     file = folder / NOTE
     if not file.exists():
         return None
-    note = read_json(inside(folder, NOTE))
-    if note.get("format_version") != NOTE_VERSION:
-        raise CheckpointError(
-            f"{file} has the format version {note.get('format_version')!r}; this moe_qlora reads "
-            f"{NOTE_VERSION}."
-        )
-    return parse_fields(_Note, note, file)
+    note = parse_fields(_Note, read_json(inside(folder, NOTE)), file)
+    settings: Any = note.codec
+    experts, linears = frozenset(note.experts), frozenset(note.linears)
+    dtype = None if note.dtype is None else getattr(torch, note.dtype)
+    return TrainingCodec(settings, experts, linears, note.base, dtype=dtype)
 
 
 def choose(adapter: Path, by_config: TrainingCodec | None) -> TrainingCodec:

@@ -537,7 +537,7 @@ def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
     refuses(ConfigError, match, base, note, out, like_training=True, **given)
     for number, (fields, match) in enumerate(
         (
-            ({"format_version": 2}, "format version 2"),
+            ({"format_version": 2}, "is damaged: format_version is 2"),
             ({"codec": {}}, "is damaged"),
             (
                 {"experts": ["model.layers.7.mlp.experts.down_proj"]},
