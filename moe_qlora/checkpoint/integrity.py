@@ -86,15 +86,13 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
             raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
         if len(files) != 1:
             others = [*folder.glob("*.gguf"), *folder.glob("*.bin"), *folder.glob("*.pt*")]
-            found = f" but {min(others).name}, which is not read" if others else ""
-            found = f"no safetensors file{found}"
-            if files:
-                found = (
-                    f"{len(files)} safetensors files and no index that says which belong together"
-                )
-            raise CheckpointError(
-                f"{folder} holds {found}: name one with the model in safetensors."
-            )
+            found = f"{len(files)} safetensors files and no index of those that belong together"
+            if not files:
+                found = "no safetensors file"
+            if not files and others:
+                kind = "GGUF" if min(others).suffix == ".gguf" else "a pickle"
+                found += f" but {min(others).name}, {kind}, which is never read"
+            raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
         return Checkpoint([inside(folder, files[0].name)])
     weight_map = read_index(index)
     if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():

@@ -106,7 +106,7 @@ def test_a_single_file_beside_an_index_is_refused_as_transformers_would_read_it(
 def test_a_folder_without_safetensors_is_named(tmp_path, files):
     for name in files:
         (tmp_path / name).write_bytes(b"\x80")
-    pattern = f"{files[0]}, which is not read" if files else "no safetensors file"
+    pattern = f"{files[0]}, a pickle" if files else "no safetensors file"
     with pytest.raises(CheckpointError, match=pattern):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is no folder"):

@@ -253,7 +253,7 @@ def test_a_name_that_is_stored_twice_is_named(tmp_path):
 
 def test_a_folder_of_gguf_files_is_named(tmp_path):
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"model-Q4_K_M\.gguf, which is not read"):
+    with pytest.raises(CheckpointError, match=r"model-Q4_K_M\.gguf, GGUF, which is never read"):
         open_plain(tmp_path)
 
 
