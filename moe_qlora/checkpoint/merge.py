@@ -32,7 +32,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ..errors import AdapterError, ConfigError
+from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
 from ..models.files import MAX_JSON, read_json
@@ -229,14 +229,21 @@ class _Merge:
         rounded = frozenset[str]() if training is None else training.experts | training.linears
         for name in (*updates.deltas, *updates.replacements, *sorted(rounded - updates.tied)):
             if name not in base.layout.by_name:
-                raise AdapterError(
+                changed = name in updates.deltas or name in updates.replacements
+                raise (AdapterError if changed else CheckpointError)(
                     f"{adapter.folder} is for a model with {name}, which the base's files do not "
                     "hold: name the base that it was trained on."
                 )
         for group in base.layout.groups:
-            if self._changes(group) or (training and any(n in training for n in group.shapes)):
+            if training and any(name in training for name in group.shapes):
                 for key in group.keys:
                     check_plain(key, base.disk[key][1])
+            for key in group.keys if self._changes(group) else ():
+                if base.disk[key][1] not in FLOATS:
+                    raise CheckpointError(
+                        f"{key} is {base.disk[key][1]}, which an adapter cannot be added to: name "
+                        "a base in 16 bit."
+                    )
 
     def _changes(self, group: Group) -> bool:
         updates = self._updates

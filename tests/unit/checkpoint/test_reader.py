@@ -375,7 +375,7 @@ def test_a_written_shard_is_what_safetensors_writes(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_rows_may_come_in_any_order_and_from_views(tmp_path):
+def test_rows_come_in_pieces_and_from_views(tmp_path):
     whole = noise(torch.bfloat16, 5, 4, 3)
     with ShardWriter(
         tmp_path / "f", {"w": (whole.dtype, whole.shape), "x": (torch.int8, (0, 2))}

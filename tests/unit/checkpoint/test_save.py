@@ -22,7 +22,7 @@ from moe_qlora import quantize_experts
 from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
 from moe_qlora.checkpoint.manifest import SHARD_NAME, has_manifest, read_manifest
 from moe_qlora.checkpoint.save import is_save_file
-from moe_qlora.checkpoint.staging import left_behind
+from moe_qlora.checkpoint.staging import left_behind, staging
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
@@ -548,6 +548,20 @@ def test_the_dtype_of_the_config_is_that_of_most_weights(tmp_path):
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert reload(tmp_path).lm_head.weight.dtype == torch.bfloat16
+
+
+def test_a_second_saver_is_refused_and_the_first_one_finishes(tmp_path):
+    folder = tmp_path / "model"
+    packed(seed=0).save_pretrained(folder)
+    before = files(folder)
+    with (
+        staging(folder, inside=True),
+        pytest.raises(CheckpointError, match=r"Another process is writing to .*is_main_process"),
+    ):
+        packed(seed=1).save_pretrained(folder)
+    assert files(folder) == before
+    packed(seed=1).save_pretrained(folder)
+    assert files(folder) != before and not left_behind(folder)
 
 
 def test_a_save_removes_what_a_killed_one_has_left_and_nothing_else(tmp_path):
