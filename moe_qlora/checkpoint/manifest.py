@@ -113,24 +113,6 @@ class ShardEntry:
     header_sha256: str
 
 
-@dataclass(frozen=True, slots=True, config=_EXACT)
-class SourceFile:
-    """A file that was packed: its size, and checksums of its header and of samples of it."""
-
-    nbytes: _Size
-    header_sha256: str
-    sample_sha256: str
-
-
-@dataclass(frozen=True, slots=True, config=_EXACT)
-class Source:
-    """The checkpoint that was packed: the folder's name, and its safetensors files by name."""
-
-    folder: str
-    config_sha256: str
-    files: dict[str, SourceFile]
-
-
 @dataclass(frozen=True, config=_EXACT)
 class Manifest:
     """The content of a manifest; FORMAT.md has each key's meaning."""
@@ -143,7 +125,7 @@ class Manifest:
     shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
     tensors: dict[str, TensorEntry]  # by key
     config: dict[str, Any]  # config.json without what this package adds to it
-    source: Source | None = None  # None where a model in memory was saved
+    source: dict[str, Any] | None = None  # of FORMAT.md; None where a model in memory was saved
 
     @property
     def settings(self) -> CodecSettings:

@@ -42,7 +42,6 @@ from .manifest import (
     SHARD_NAME,
     Manifest,
     PackedEntry,
-    Source,
     is_packed,
 )
 from .reader import SINGLE, plain_weights
@@ -268,7 +267,7 @@ def finish_packed(
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
     plain: Sequence[str] = (),
-    source: Source | None = None,
+    source: dict[str, Any] | None = None,
 ) -> Manifest:
     """Name the shards of a save, and write its manifest and config.json.
 

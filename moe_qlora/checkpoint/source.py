@@ -9,10 +9,11 @@ import hashlib
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
 from ..models.files import reading
-from .manifest import CONFIG, Source, SourceFile
+from .manifest import CONFIG
 from .prequantized.open import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, header_bytes
 
@@ -20,10 +21,13 @@ from .reader import INDEX_SUFFIX, header_bytes
 _PIECES, _PIECE = 64, 1 << 16
 
 
-def describe_source(folder: Path, files: Iterable[Path]) -> Source:
+def describe_source(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
     """Return the manifest's entry for the checkpoint in a folder, of which `files` are packed."""
-    described = {file.name: _describe(file) for file in files}
-    return Source(folder.name, _describe(folder / CONFIG).sample_sha256, described)
+    return {
+        "folder": folder.name,
+        "config_sha256": _describe(folder / CONFIG)["sample_sha256"],
+        "files": {file.name: _describe(file) for file in files},
+    }
 
 
 def file_facts(folder: Path) -> dict[str, str]:
@@ -34,18 +38,20 @@ def file_facts(folder: Path) -> dict[str, str]:
         named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
         if named and file.is_file():  # opening a pipe would wait for its writer
             one = _describe(file)
-            content = hashlib.sha256((one.header_sha256 + one.sample_sha256).encode()).hexdigest()
-            facts[f"{file.name} of the checkpoint"] = f"{one.nbytes:,} bytes, {content[:12]}"
+            both = one["header_sha256"] + one["sample_sha256"]
+            content = hashlib.sha256(both.encode()).hexdigest()
+            facts[f"{file.name} of the checkpoint"] = f"{one['nbytes']:,} bytes, {content[:12]}"
     return facts
 
 
-def _describe(file: Path) -> SourceFile:
+def _describe(file: Path) -> dict[str, Any]:
     header = ""
     with suppress(CheckpointError):  # configurations have none
         header = hashlib.sha256(header_bytes(file)).hexdigest()
     with reading(file):
         size = file.stat().st_size
-        return SourceFile(size, header, _sample(file, size))
+        sample = _sample(file, size)
+    return {"nbytes": size, "header_sha256": header, "sample_sha256": sample}
 
 
 def _sample(file: Path, size: int) -> str:

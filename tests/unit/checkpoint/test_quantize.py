@@ -133,16 +133,18 @@ def test_the_manifest_names_the_source(source: Path, tmp_path: Path) -> None:
     assert verify(tmp_path / "packed").good
     named = check_folder(tmp_path / "packed").source
     assert named is not None
-    assert named.folder == "qwen3_moe"
+    assert named["folder"] == "qwen3_moe"
     config = (source / "config.json").read_bytes()
-    assert named.config_sha256 == hashlib.sha256(config).hexdigest()
-    assert set(named.files) == {file.name for file in source.glob("*.safetensors")}
-    for name, entry in named.files.items():
+    assert named["config_sha256"] == hashlib.sha256(config).hexdigest()
+    assert set(named["files"]) == {file.name for file in source.glob("*.safetensors")}
+    for name, entry in named["files"].items():
         raw = (source / name).read_bytes()
         header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
-        assert entry.nbytes == len(raw)
-        assert entry.header_sha256 == hashlib.sha256(header).hexdigest()
-        assert entry.sample_sha256 == hashlib.sha256(raw).hexdigest()  # a small file is its sample
+        assert entry["nbytes"] == len(raw)
+        assert entry["header_sha256"] == hashlib.sha256(header).hexdigest()
+        assert (
+            entry["sample_sha256"] == hashlib.sha256(raw).hexdigest()
+        )  # a small file is its sample
 
 
 def test_the_folder_is_complete(source: Path, whole: dict[str, bytes]) -> None:
