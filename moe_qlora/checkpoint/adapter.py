@@ -65,7 +65,7 @@ _PAIR = re.compile(
 )
 _WRAPPED = ".base_layer"
 _TOKENS = ".token_adapter.trainable_tokens_delta"
-_LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 Variant = tuple[str, tuple[Any, ...], str]
 """A setting of LoraConfig: its field, the values that leave it off, and why it is not supported."""
@@ -446,7 +446,7 @@ class Resolver:
             if hits and f"{module_name}.{name}" in self._shapes:
                 named.append(name)
                 self._matched.update(hits)
-        is_layer = isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
+        is_layer = isinstance(module, LAYERS) or type(module).__name__ == "Conv1D"
         by_layer = len(pairs) == 1 and len(named) != 1 and is_layer
         parameters = ["weight"] if by_layer else named
         if len(parameters) != len(pairs):

@@ -34,6 +34,7 @@ from ..layout import ExpertParam, unwrapped_name
 from ..models.files import MAX_CONFIG, read_json, read_raw
 from .adapter import (
     CONFIG,
+    LAYERS,
     PREFIX,
     ROLE_OF_LEAF,
     SINGLE_EXPERT,
@@ -209,7 +210,7 @@ class _Fusion:
             known = renamed.removesuffix(".weight") if renamed in own else path
             rank, scaling = self.settings.rank_and_scaling(path)
             module = inner.get(known)
-            bare = module is not None and not _is_layer(module)
+            bare = module is not None and not isinstance(module, LAYERS)
             name = f"{known}.weight" if bare else known
             (parameters if bare else modules).add(name)
             self.ranks[name], self.scalings[name] = rank, scaling
@@ -313,7 +314,3 @@ def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
     padded_up = torch.nn.functional.pad(b_up, (gate.rank, 0))
     a = torch.cat((gate.a, up.a), 1)
     return Factors(a, joined(padded_gate, padded_up, alternate), gate.scaling)
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)

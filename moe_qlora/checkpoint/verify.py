@@ -310,14 +310,11 @@ def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
             sane = not bool(checkpoint.read(key).isnan().any())
         else:
             slices = Group((key,), {key: info.shape}).slices()
-            sane = all(_is_finite(checkpoint.read(key, *rows)) for rows in slices)
+            read = (checkpoint.read(key, *rows).reshape(1, -1) for rows in slices)
+            sane = all(codec.first_nonfinite(rows) is None for rows in read)
     except CheckpointError as error:
         return [str(error)]
     return [] if sane else [f"{info.file}: {key} holds NaN or inf."]
-
-
-def _is_finite(rows: torch.Tensor) -> bool:
-    return codec.first_nonfinite(rows.reshape(1, -1)) is None
 
 
 def _errors(

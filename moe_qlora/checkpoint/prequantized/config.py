@@ -99,28 +99,23 @@ class MakerConfig:
         self._by_name: dict[str, Scheme] = {}
         self._by_pattern: list[tuple[re.Pattern[str], Scheme]] = []
         self._default: Scheme | None = None
-        for targets, scheme in self._groups(config, inner):
-            self._add(targets, scheme)
+        groups: Groups = iter(())  # MXFP4 has one layout
+        if self.method == COMPRESSED:
+            groups = _compressed_groups(config)
+        elif self.method == MODELOPT:
+            groups = _modelopt_groups(inner)
+        elif self.method != MXFP4:
+            groups = iter([((), _fp8_scheme(config, self.method))])
+        for targets, scheme in groups:
+            for target in targets or ("Linear",):
+                if target.startswith("re:"):
+                    self._by_pattern.append((_pattern(target), scheme))
+                elif re.fullmatch(r"[A-Z]\w*", target):
+                    self._default = self._default or scheme
+                else:
+                    self._by_name.setdefault(target, scheme)
         if self.method == COMPRESSED:
             self._ignored_patterns = [_pattern(n) for n in self._ignored if n.startswith("re:")]
-
-    def _groups(self, config: Mapping[str, Any], inner: Mapping[str, Any]) -> Groups:
-        if self.method == COMPRESSED:
-            return _compressed_groups(config)
-        if self.method == MODELOPT:
-            return _modelopt_groups(inner)
-        if self.method == MXFP4:
-            return iter(())
-        return iter([((), _fp8_scheme(config, self.method))])
-
-    def _add(self, targets: tuple[str, ...], scheme: Scheme) -> None:
-        for target in targets or ("Linear",):
-            if target.startswith("re:"):
-                self._by_pattern.append((_pattern(target), scheme))
-            elif re.fullmatch(r"[A-Z]\w*", target):
-                self._default = self._default or scheme
-            else:
-                self._by_name.setdefault(target, scheme)
 
     def check_patterns(self, modules: Iterable[str]) -> None:
         """Raise where a pattern of the configuration may run for ever on these modules' names."""
