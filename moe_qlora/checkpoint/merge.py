@@ -22,7 +22,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ from .conversion import Group, same_bits
 from .integrity import canonical_name
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, is_packed
-from .prequantized import plain_json
+from .prequantized.open import json_parts, plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
 from .staging import absolute, check_new, new_folder
 from .training_codec import TrainingCodec
@@ -384,9 +384,9 @@ def _write_config(
                 for name in PACKED_KEYS:
                     part.pop(name, None)
         if dtype is not None:
-            for part in _parts(config):
+            for part in json_parts(config):
                 part.update({k: dtype_name(dtype) for k in ("dtype", "torch_dtype") if part.get(k)})
-        text = [part for part in _parts(config) if part.get("model_type") == merge.text_type]
+        text = [part for part in json_parts(config) if part.get("model_type") == merge.text_type]
         new = merge.new_config
         config.update({key: value for key, value in new.items() if key != "vocab_size"})
         for key in new.keys() & {"vocab_size", "tie_word_embeddings"}:
@@ -503,13 +503,6 @@ def reshape(
             )
         changes["vocab_size"] = next(iter(rows.values()))
     return changes
-
-
-def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield config
-    for value in config.values():
-        if isinstance(value, dict):
-            yield from _parts(value)
 
 
 # Tied weights: one tensor under several names, which an adapter may change in different ways.

@@ -14,7 +14,6 @@ from .open import (
     describe_plain,
     described_method,
     open_plain,
-    plain_json,
     unread_method,
 )
 
@@ -25,6 +24,5 @@ __all__ = [
     "described_method",
     "maker_method",
     "open_plain",
-    "plain_json",
     "unread_method",
 ]

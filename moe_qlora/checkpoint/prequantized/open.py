@@ -311,7 +311,7 @@ def _parts(config: Any) -> list[Any]:
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the 16-bit folder, given that of the quantized one."""
     plain = copy.deepcopy(dict(config))
-    for part in _dicts(plain):
+    for part in json_parts(plain):
         if _method(part.get(_SETTINGS)) is not None:
             del part[_SETTINGS]
         part.pop(_STORED_DTYPE, None)
@@ -322,11 +322,12 @@ def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _dicts(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def json_parts(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a configuration, and the configurations in it."""
     yield value
     for inner in list(value.values()):
         if isinstance(inner, dict):
-            yield from _dicts(inner)
+            yield from json_parts(inner)
 
 
 def _method(settings: Any) -> str | None:
