@@ -286,8 +286,9 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
     manifest = _parse(Manifest, parse_json(file, raw), file)
     for name in manifest.shards:
         inside(folder, name)
-    named = Mark(manifest.id, mark.manifest, manifest.entry, manifest.version)
-    if mark != named:
+    identity = manifest_id(manifest.tensors, manifest.codec, manifest.experts)
+    named = Mark(identity, mark.manifest, manifest.entry, manifest.version)
+    if mark != named or manifest.id != identity:
         raise CheckpointError(
             f"{folder / CONFIG} has {CONFIG_KEY} {asdict(mark)}, and that of {mark.manifest} is "
             f"{asdict(named)}: copy the whole folder again."
