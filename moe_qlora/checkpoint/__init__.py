@@ -12,9 +12,11 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
     load_spec         what one load packs
     save, quantize    write a packed folder: from a packed model, from a 16-bit folder
-    source            which checkpoint a folder holds, and which base an adapter has, by content
+    source            which files a folder was packed from, by content
     adapter           an adapter as deltas to weights
-    training_codec    the codec that an adapter was trained on, by its note; its model card
-    base, merge       the base's weights; the merged folder, tied weights, other shapes
+    per_expert        adapters with LoRA on each single expert
+    training_codec    what an adapter was trained on, by its note: the codec, the base's fingerprint
+    card              the model card of an adapter
+    base, merge       the base's weights and files; the merged folder, tied weights, other shapes
     verify            damage in a folder; the error of packing its weights
 """

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,6 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
-from ..detection.tree import join
 from ..errors import AdapterError, CheckpointError
 from ..layout import listed, unwrapped_name
 from ..models.files import check_patterns, read_json
@@ -49,13 +48,24 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+ROLE_OF_LEAF = {
+    "gate_proj": "gate",
+    "w1": "gate",
+    "up_proj": "up",
+    "w3": "up",
+    "down_proj": "down",
+    "w2": "down",
+}
+SINGLE_EXPERT = re.compile(
+    r"(?P<path>.+\.experts)\.(?:(?P<expert>\d{1,9})\.)?(?P<leaf>\w+)\.lora_(?P<half>[AB])\.weight$"
+)
 _PAIR = re.compile(
     r"(?P<path>.+)\.lora_(?:(?P<half>[AB])\.(?P<leaf>weight|bias)|embedding_(?P<rows>[AB]))$"
 )
 _WRAPPED = ".base_layer"
 _TOKENS = ".token_adapter.trainable_tokens_delta"
-_LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 Variant = tuple[str, tuple[Any, ...], str]
 """A setting of LoraConfig: its field, the values that leave it off, and why it is not supported."""
@@ -222,13 +232,13 @@ class Adapter:
 
     def whole_tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of tensors trained in full, by the model's names."""
-        names = {key.removeprefix(_PREFIX): key for key in self.file}
+        names = {key.removeprefix(PREFIX): key for key in self.file}
         return {n: self.file.info(key).shape for n, key in names.items() if "lora_" not in n}
 
     def is_on(self, model: nn.Module) -> bool:
         """Whether a model has the modules that LoRA is on, as far as the file's names tell."""
         modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        found = (_PAIR.match(key.removeprefix(_PREFIX)) for key in self.file)
+        found = (_PAIR.match(key.removeprefix(PREFIX)) for key in self.file)
         paths = {match["path"].replace(_WRAPPED, "") for match in found if match}
         return all(canonical_name(model, path, modules) for path in paths)
 
@@ -255,14 +265,10 @@ def check_config_patterns(config: Mapping[str, Any], model: nn.Module, where: st
 
 def open_adapter(folder: Path) -> Adapter:
     """Open a LoRA adapter folder."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; name the folder that PEFT saved.")
     path = folder / CONFIG
     if not path.is_file():
-        kind = "holds a full model" if (folder / "config.json").is_file() else "is no PEFT adapter"
         raise CheckpointError(
-            f"The adapter folder {folder} {kind}: it has no {CONFIG}; name the folder that PEFT "
-            "saved the adapter to."
+            f"{folder} is no adapter: it has no {CONFIG}; name the folder that PEFT saved it to."
         )
     config = read_json(inside(folder, CONFIG))
     settings = parse_fields(LoraSettings, config, path)
@@ -277,18 +283,21 @@ def open_adapter(folder: Path) -> Adapter:
             f"{folder} was trained with {name}={shown}, which cannot be merged into plain "
             f"weights here: {why}."
         )
-    if (folder / WEIGHTS).is_file():
-        return Adapter(folder, settings, Checkpoint([inside(folder, WEIGHTS)]))
-    if (folder / PICKLE).exists():
-        raise CheckpointError(
-            f"{folder} has its weights in {PICKLE}, a pickle, which is never read: load it with "
-            "PEFT and save it again, which writes safetensors."
-        )
-    raise CheckpointError(f"{folder} has no {WEIGHTS}.")
+    if not (folder / WEIGHTS).is_file():
+        pickled = f" but {PICKLE}, a pickle, which is never read" * (folder / PICKLE).exists()
+        raise CheckpointError(f"{folder} has no {WEIGHTS}{pickled}: save it again with PEFT.")
+    return Adapter(folder, settings, Checkpoint([inside(folder, WEIGHTS)]))
 
 
 _Pair = dict[str, str]
 """Keys of one LoRA layer by part: "Aweight", "Bweight", "Bbias", "Aembedding", "Bembedding"."""
+
+
+def single_experts(keys: Iterable[str]) -> Iterator[str]:
+    """Yield the paths of LoRA on single experts, or single projections of all experts."""
+    for key in (key.removeprefix(PREFIX) for key in keys):
+        if (match := SINGLE_EXPERT.match(key)) and match["leaf"] in ROLE_OF_LEAF:
+            yield key.rpartition(".lora_")[0]
 
 
 def vocabulary(model: Any, *, inputs: bool = True) -> list[str]:
@@ -298,7 +307,7 @@ def vocabulary(model: Any, *, inputs: bool = True) -> list[str]:
         with suppress(NotImplementedError, AttributeError):
             resized.append(getattr(model, getter)())
     return [
-        join(name, parameter)
+        f"{name}.{parameter}".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)
         if any(module is one for one in resized)
         for parameter, _ in module.named_parameters(recurse=False)
@@ -361,7 +370,7 @@ class Resolver:
         """Return LoRA pairs by unwrapped path and number of wrappers; note whole tensors."""
         pairs: dict[str, dict[int, _Pair]] = {}
         for key in self._adapter.file:
-            name = key.removeprefix(_PREFIX)
+            name = key.removeprefix(PREFIX)
             match = _PAIR.match(name)
             if match is None:
                 self._replace(key, name.replace(_WRAPPED + ".", "."))
@@ -380,7 +389,7 @@ class Resolver:
             return
         name = name.replace(".token_adapter.", ".")
         trained = re.sub(r"\.(original_module|modules_to_save)\.", ".", name)
-        if trained != name and _PREFIX + trained in self._adapter.file:
+        if trained != name and PREFIX + trained in self._adapter.file:
             return
         name = name.replace(".modules_to_save.", ".")
         target = self._known(name, self._shapes)
@@ -437,7 +446,7 @@ class Resolver:
             if hits and f"{module_name}.{name}" in self._shapes:
                 named.append(name)
                 self._matched.update(hits)
-        is_layer = isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
+        is_layer = isinstance(module, LAYERS) or type(module).__name__ == "Conv1D"
         by_layer = len(pairs) == 1 and len(named) != 1 and is_layer
         parameters = ["weight"] if by_layer else named
         if len(parameters) != len(pairs):

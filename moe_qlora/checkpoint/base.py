@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..models import named
 from ..packing import codec
+from .adapter import Adapter
 from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
 from .integrity import (
     canonical_name,
@@ -33,17 +35,20 @@ from .integrity import (
     parts_of,
     warn_of_changes,
 )
-from .manifest import Manifest
+from .manifest import CONFIG, CONFIG_KEY, MANIFEST_NAME, Manifest, is_packed
 from .prequantized import (
     PrequantizedCheckpoint,
     describe_plain,
     described_method,
     open_plain,
 )
-from .reader import SINGLE, Checkpoint, header_bytes
-from .source import SAMPLED_ROWS
+from .prequantized.open import MODELOPT_CONFIG
+from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_link, header_bytes
+from .training_codec import SAMPLED_ROWS
 from .writer import plan_shards
 
+PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
+"""Keys of config.json that a plain folder does not have."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -63,7 +68,7 @@ class Base(ABC):
     layout: DiskLayout  # how its tensors make the model's parameters
     checkpoint: Checkpoint  # the base's own files
     keeps_files: bool  # whether the merged folder has the base's files
-    _model: Any
+    model: Any  # on meta, tied
 
     @abstractmethod
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
@@ -78,7 +83,7 @@ class Base(ABC):
 
         `name` may be that of the model inside this one, or around it.
         """
-        known = canonical_name(self._model, name, self.layout.by_name)
+        known = canonical_name(self.model, name, self.layout.by_name)
         if known is None:
             return None
         group = self.layout.by_name[known]
@@ -97,7 +102,7 @@ class Base(ABC):
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Add a parameter to the merged folder."""
-        (key,) = revert(self._model, blank({name: (shape, dtype)}), name)
+        (key,) = revert(self.model, blank({name: (shape, dtype)}), name)
         self._put(key, name, shape, dtype)
 
     def _put(self, key: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -167,7 +172,7 @@ class PlainBase(Base):
         keys = self.checkpoint if self.keeps_files else sorted(self.checkpoint, key=dot_natural_key)
         infos = {key: self.checkpoint.info(key) for key in keys}
         self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
-        self._model, self.layout = model, DiskLayout(model, self.disk)
+        self.model, self.layout = model, DiskLayout(model, self.disk)
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         if not self.keeps_files:
@@ -219,11 +224,6 @@ class PackedWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the decoded weight."""
         entry = self._manifest.experts.get(name)
-        if entry is None and name not in self._plain:
-            raise CheckpointError(
-                f"{self._folder}: {name} is no tensor of the model: config.json is not the one it "
-                "was saved with."
-            )
         return tuple(entry.shape if entry else self._plain[name].shape)
 
     def weight(self, name: str) -> PackedWeight:
@@ -252,10 +252,32 @@ class PackedBase(Base):
         warn_of_changes(folder, self.manifest)
         self._limit, self.keeps_files = max_shard_size, False
         self.checkpoint = open_shards(folder, self.manifest)
-        self._folder = folder
-        self._model = model
+        self.model = model
         self._weights = PackedWeights(folder, self.manifest, self.checkpoint, model)
-        self.params = self._parameters()
+        parts = {key for keys in self._weights.keys.values() for key in keys} - {
+            *self._weights.keys
+        }
+        problems = [
+            *model_problems(self.manifest, model),
+            *(
+                f"{key} is no tensor of a {type(model).__name__}"
+                for key in self.checkpoint
+                if key not in parts and key not in model.state_dict()
+            ),
+        ]
+        if problems:
+            raise CheckpointError(
+                f"{folder}: {problems[0]}: config.json is not the one it was saved with."
+            )
+        self.params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for key in self.checkpoint:
+            if key in self._weights.keys:
+                entry = self.manifest.experts.get(key)
+                dtype = getattr(torch, entry.dtype) if entry else self._weights.weight(key).dtype
+                self.params[key] = (self._weights.shape(key), dtype)
+            elif key not in parts:
+                info = self.checkpoint.info(key)
+                self.params[key] = (info.shape, info.dtype)
         on_disk = revert(model, blank(self.params), type(model).__name__)
         self.disk = {
             key: (tuple(on_disk[key].shape), on_disk[key].dtype)
@@ -268,30 +290,6 @@ class PackedBase(Base):
                 f"{folder}: {sorted(lost)[0]} of the packed model has no name in the original "
                 "layout that leads back to it, so that it cannot be written."
             )
-
-    def _parameters(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        parts = {key for keys in self._weights.keys.values() for key in keys}
-        params = {}
-        for key in self.checkpoint:
-            if key in self._weights.keys:
-                entry = self.manifest.experts.get(key)
-                dtype = getattr(torch, entry.dtype) if entry else self._weights.weight(key).dtype
-                params[key] = (self._weights.shape(key), dtype)
-            elif key not in parts:
-                info = self.checkpoint.info(key)
-                params[key] = (info.shape, info.dtype)
-        problem = next(model_problems(self.manifest, self._model), None)
-        if problem is not None:
-            raise CheckpointError(
-                f"{self._folder}: {problem}: config.json is not the one it was saved with."
-            )
-        unknown = params.keys() - self._model.state_dict().keys()
-        if unknown:
-            raise CheckpointError(
-                f"{self._folder}: {sorted(unknown)[0]} is no tensor of a "
-                f"{type(self._model).__name__}: config.json is not the one it was saved with."
-            )
-        return params
 
     def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
         return planned_files(self.disk, dtypes, self._limit)
@@ -323,12 +321,46 @@ def stored_apart(base: Base, stored: list[str]) -> bool:
     return False
 
 
-def resolve_plain(folder: Path, wanted: str, trust_remote_code: bool) -> named.Source:
-    """Return the source of a 16-bit folder's model; of one that its maker quantized, dequantized.
+def open_base(
+    folder: Path,
+    adapter: Adapter | None = None,
+    trust_remote_code: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> PlainBase | PackedBase:
+    """Open a checkpoint folder with its model on meta.
 
-    What bitsandbytes quantized is refused; `wanted` says what to name instead. Makers' methods are
-    left to the reader, which refuses what it does not read.
+    Of a multimodal checkpoint that is its text model, if the adapter was trained on that alone.
     """
+    source = resolve_checkpoint(folder, trust_remote_code, packed=True)
+
+    def build(source: named.Source) -> Any:
+        for name in PACKED_KEYS:
+            vars(source.config).pop(name, None)
+        vars(source.config.get_text_config()).pop("transformers_weights", None)
+        model: Any = named.build(source, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+        return model
+
+    model, text = build(source), named.text_model(source)
+    if adapter is not None and text is not None and not adapter.is_on(model):
+        model = build(text)
+    if is_packed(folder):
+        return PackedBase(folder, model, max_shard_size)
+    return PlainBase(folder, model, max_shard_size=max_shard_size)
+
+
+def resolve_checkpoint(
+    folder: Path, trust_remote_code: bool, *, packed: bool = False
+) -> named.Source:
+    """Return the source of a folder's model; of one that its maker quantized, dequantized.
+
+    What bitsandbytes quantized is refused, and what this package `packed` unless that is allowed.
+    Makers' methods are left to the reader, which refuses what it does not read.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    if packed and is_packed(folder):
+        return named.resolve(str(folder), trust_remote_code=trust_remote_code)
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if described_method(source.config) is not None:
         describe_plain(source.config)
@@ -336,5 +368,43 @@ def resolve_plain(folder: Path, wanted: str, trust_remote_code: bool) -> named.S
     if quantized is not None:
         settings = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
         method = settings.get("quant_method") or "bitsandbytes"
+        wanted = "the 16-bit checkpoint" + ", or a folder that moe_qlora packed" * packed
         raise CheckpointError(f"{folder} is quantized ({method}); name {wanted}.")
     return source
+
+
+_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")
+_NEVER = (
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy"),
+    *(".gguf", ".onnx", ".ot", ".tflite", ".partial"),
+)
+_FOLDERS = ("additional_chat_templates",)
+
+
+def auxiliary_files(source: Path) -> dict[Path, Path]:
+    """Return files by their path in the folder; no configurations, weights, adapters, hidden files.
+
+    A link that leads out of the folder is a `CheckpointError`: its target is not the model's.
+    """
+    files: list[Path] = []
+    for file in sorted(source.iterdir()):
+        name = file.name
+        if file.is_dir():
+            files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
+        elif not (
+            name.startswith((".", "adapter_"))
+            or name in (CONFIG, MODELOPT_CONFIG)
+            or MANIFEST_NAME.fullmatch(name)
+            or name.lower().endswith(_WEIGHTS + _NEVER)
+        ):
+            files.append(file)
+    for file in files:
+        check_link(file, source)
+    return {file.relative_to(source): file for file in files if file.is_file()}
+
+
+def copy_files(files: Mapping[Path, Path], folder: Path) -> None:
+    """Copy files, given by their path in the folder."""
+    for name, file in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / name)

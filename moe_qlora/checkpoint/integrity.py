@@ -6,7 +6,6 @@ of each packed weight, and their dtypes and sizes against the shapes of the mode
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import warnings
@@ -31,19 +30,19 @@ from .manifest import (
     SHARD_NAME,
     Manifest,
     Mark,
-    ShardEntry,
     checksum,
     has_manifest,
     is_packed,
     read_manifest,
     reading_threads,
+    shard_entry,
 )
 from .reader import (
+    DTYPE_NAMES,
     DTYPES,
     SINGLE,
     Checkpoint,
     TensorInfo,
-    header_bytes,
     index_of,
     inside,
     read_header,
@@ -82,12 +81,19 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         with reading(folder):
             files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
         files = [file for file in files if not SHARD_NAME.fullmatch(file.name)]
-        single = [file for file in files if file.name == SINGLE] or files
+        files = [file for file in files if file.name == SINGLE] or files
         if not files and has_manifest(folder) and not (folder / CONFIG).exists():
             raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
-        if len(single) != 1:
-            raise CheckpointError(f"{folder} holds {_what_is_there(folder, files)}.")
-        return Checkpoint([inside(folder, single[0].name)])
+        if len(files) != 1:
+            others = [*folder.glob("*.gguf"), *folder.glob("*.bin"), *folder.glob("*.pt*")]
+            found = f"{len(files)} safetensors files and no index of those that belong together"
+            if not files:
+                found = "no safetensors file"
+            if not files and others:
+                kind = "GGUF" if min(others).suffix == ".gguf" else "a pickle"
+                found += f" but {min(others).name}, {kind}, which is never read"
+            raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
+        return Checkpoint([inside(folder, files[0].name)])
     weight_map = read_index(index)
     if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
         raise CheckpointError(
@@ -137,20 +143,6 @@ def open_shards(folder: Path, manifest: Manifest) -> Checkpoint:
     return Checkpoint([inside(folder, name) for name in manifest.shards])
 
 
-def _what_is_there(folder: Path, files: list[Path]) -> str:
-    if files:
-        return f"{len(files)} safetensors files and no index that says which belong together"
-    ggufs = sorted(folder.glob("*.gguf"))
-    if ggufs:
-        return (
-            f"no safetensors file but {ggufs[0].name}, and GGUF is not read: name the 16-bit model"
-        )
-    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))
-    if not pickles:
-        return "no safetensors file"
-    return f"no safetensors file but {pickles[0].name}, a pickle, which is never read: convert it"
-
-
 class FolderCheck:
     """A check of a packed folder that runs partly in threads while its files are loaded.
 
@@ -164,17 +156,35 @@ class FolderCheck:
         manifest = read_manifest(folder, mark)
         if manifest is None:
             raise CheckpointError(
-                f"{folder} was not packed by moe_qlora: it has no {CONFIG} that names a manifest."
+                f"{folder} was not packed by moe_qlora: its {CONFIG} is missing, or names no "
+                "manifest."
             )
         self.manifest = manifest
         self._infos: dict[str, TensorInfo] = {}
         for name, shard in manifest.shards.items():
-            self._infos |= _check_shard(folder, name, shard, manifest)
-        for key in manifest.tensors:
-            if key not in self._infos:
-                raise CheckpointError(f"{folder / manifest.tensors[key].file} lacks {key}.")
-        for name in manifest.experts:
+            file = inside(folder, name)
+            seen = shard_entry(file)
+            if seen != shard:
+                raise CheckpointError(
+                    f"{file} has {seen.nbytes} bytes, {shard.nbytes} were written, or its header "
+                    "is not the one that was written: copy it again."
+                )
+            self._infos |= read_header(file)
+        for key in (*manifest.tensors, *self._infos):
+            info, entry = self._infos.get(key), manifest.tensors.get(key)
+            held = info and (info.file.name, DTYPE_NAMES[info.dtype], info.shape)
+            said = entry and (entry.file, entry.dtype, entry.shape)
+            if held != said:
+                raise CheckpointError(
+                    f"{folder}: the shards hold {key} as {held}, the manifest says {said}: copy "
+                    "the whole folder again."
+                )
+        for name, expert in manifest.experts.items():
             check_packed_weight(folder, name, manifest)
+            for alias in manifest.tensors.keys() & expert.aliases - manifest.experts.keys():
+                raise CheckpointError(
+                    f"{folder}: {alias} is a tensor, and an alias of the packed weight {name}."
+                )
         # largest first, for threads that end together
         order = sorted(self._infos.items(), key=lambda item: -item[1].nbytes)
         for key, info in order:
@@ -204,32 +214,6 @@ class FolderCheck:
                 self._compare(key, digest.result())
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check_shard(
-    folder: Path, name: str, shard: ShardEntry, manifest: Manifest
-) -> dict[str, TensorInfo]:
-    file = inside(folder, name)
-    with reading(file):
-        size = file.stat().st_size
-    if size != shard.nbytes:
-        why = "download incomplete, " if size < shard.nbytes else ""
-        raise CheckpointError(
-            f"{file} has {size} bytes, {shard.nbytes} were written: {why}copy it again."
-        )
-    if hashlib.sha256(header_bytes(file)).hexdigest() != shard.header_sha256:
-        raise CheckpointError(f"{file}: its header is not the one that was written: copy it again.")
-    infos = read_header(file)
-    for key, info in infos.items():
-        entry = manifest.tensors.get(key)
-        if entry is None or entry.file != name:
-            raise CheckpointError(f"{file} holds {key}, which the manifest does not know of there.")
-        if DTYPES.get(entry.dtype) != info.dtype or entry.shape != info.shape:
-            raise CheckpointError(
-                f"{file}: {key} is {info.dtype} of shape {info.shape}, the manifest says "
-                f"{entry.dtype} {entry.shape}."
-            )
-    return infos
 
 
 def check_packed_weight(folder: Path, name: str, manifest: Manifest) -> None:

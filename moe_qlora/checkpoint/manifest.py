@@ -51,13 +51,6 @@ SENTENCE = (
     "inside `with moe_qlora.enabled():`."
 )
 """Stock transformers quotes it in its error when it is asked to load a packed folder."""
-EARLIER_SENTENCES = (
-    (
-        f"The experts in this folder are packed by moe_qlora: {'pip install'} moe-qlora, and load "
-        "it inside `with moe_qlora.enabled():`."
-    ),
-)
-"""The sentence in folders of earlier versions, which must load; no registry has the package."""
 OF_TEXT = (
     "This folder holds a packed {0}: load it by that class, or by AutoModelForImageTextToText, "
     "inside `with moe_qlora.enabled():`. AutoModelForCausalLM can load the text model alone from "
@@ -120,24 +113,6 @@ class ShardEntry:
     header_sha256: str
 
 
-@dataclass(frozen=True, slots=True, config=_EXACT)
-class SourceFile:
-    """A file that was packed: its size, and checksums of its header and of samples of it."""
-
-    nbytes: _Size
-    header_sha256: str
-    sample_sha256: str
-
-
-@dataclass(frozen=True, slots=True, config=_EXACT)
-class Source:
-    """The checkpoint that was packed: the folder's name, and its safetensors files by name."""
-
-    folder: str
-    config_sha256: str
-    files: dict[str, SourceFile]
-
-
 @dataclass(frozen=True, config=_EXACT)
 class Manifest:
     """The content of a manifest; FORMAT.md has each key's meaning."""
@@ -150,7 +125,7 @@ class Manifest:
     shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
     tensors: dict[str, TensorEntry]  # by key
     config: dict[str, Any]  # config.json without what this package adds to it
-    source: Source | None = None  # None where a model in memory was saved
+    source: dict[str, Any] | None = None  # of FORMAT.md; None where a model in memory was saved
 
     @property
     def settings(self) -> CodecSettings:
@@ -194,17 +169,12 @@ class Manifest:
         """Return the name of the file, which its content decides."""
         return manifest_name(self.to_bytes())
 
-    def config_bytes(self, sentence: str = SENTENCE, *, of_text: bool = True) -> bytes:
-        """Return the content of config.json, with the mark that names this manifest.
-
-        Without `of_text` as earlier versions wrote it of multimodal models.
-        """
-        ours: dict[str, Any] = {
-            CONFIG_KEY: asdict(Mark(self.id, self.file_name, self.entry, self.version)),
-            "transformers_weights": sentence,
-        }
+    def config_bytes(self) -> bytes:
+        """Return the content of config.json, with the mark."""
+        mark = Mark(self.id, self.file_name, self.entry, self.version)
+        ours: dict[str, Any] = {CONFIG_KEY: asdict(mark), "transformers_weights": SENTENCE}
         text, classes = self.config.get("text_config"), self.config.get("architectures")
-        if of_text and isinstance(text, dict) and classes:
+        if isinstance(text, dict) and classes:
             # AutoModelForCausalLM may load the text model alone, and reads its configuration only.
             ours["text_config"] = text | {"transformers_weights": OF_TEXT.format(classes[0])}
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
@@ -314,16 +284,14 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
     if manifest_name(raw) != mark.manifest:
         raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
     manifest = _parse(Manifest, parse_json(file, raw), file)
-    _check(folder, file, manifest)
-    if mark.format_version != manifest.version:
+    for name in manifest.shards:
+        inside(folder, name)
+    identity = manifest_id(manifest.tensors, manifest.codec, manifest.experts)
+    named = Mark(identity, mark.manifest, manifest.entry, manifest.version)
+    if mark != named or manifest.id != identity:
         raise CheckpointError(
-            f"{folder / CONFIG} has {CONFIG_KEY}.format_version {mark.format_version}, and "
-            f"{mark.manifest} is of version {manifest.version}: copy the whole folder again."
-        )
-    if (mark.id, mark.entry) != (manifest.id, manifest.entry):
-        raise CheckpointError(
-            f"{folder / CONFIG}: {CONFIG_KEY} has the id {mark.id!r:.80} and the entry "
-            f"{mark.entry!r}, which do not fit {mark.manifest}: copy the whole folder again."
+            f"{folder / CONFIG} has {CONFIG_KEY} {asdict(mark)}, and that of {mark.manifest} is "
+            f"{asdict(named)}: copy the whole folder again."
         )
     return manifest
 
@@ -348,30 +316,4 @@ def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") 
         )
     if kind is Mark:
         value["format_version"] = version
-    parsed = parse_fields(kind, value, file, prefix)
-    if isinstance(parsed, Manifest) and version != parsed.version:
-        raise CheckpointError(
-            f"{file} is damaged: it has format_version {version}, and what it lists is of version "
-            f"{parsed.version}."
-        )
-    return parsed
-
-
-def _check(folder: Path, file: Path, manifest: Manifest) -> None:
-    for name in manifest.shards:
-        inside(folder, name)
-    for key, tensor in manifest.tensors.items():
-        if tensor.file not in manifest.shards:
-            raise CheckpointError(
-                f"{file} is damaged: tensors.{key}.file is {tensor.file!r}, which is none of its "
-                "shards."
-            )
-    plain = manifest.tensors.keys() - manifest.experts
-    for name, expert in manifest.experts.items():
-        other = next((alias for alias in expert.aliases if alias in plain), None)
-        if other is not None:
-            raise CheckpointError(
-                f"{file} is damaged: {other} is a tensor, and an alias of the packed weight {name}."
-            )
-    if manifest.id != manifest_id(manifest.tensors, manifest.codec, manifest.experts):
-        raise CheckpointError(f"{file} is damaged: id is not that of its tensors and codec.")
+    return parse_fields(kind, value, file, prefix)

@@ -22,10 +22,9 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,11 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
-from ..models import named as checkpoint_source
 from ..models.files import MAX_JSON, read_json
 from ..models.named import quiet
 from ..packing import codec
 from ..progress import Progress, reporting
 from . import per_expert, training_codec
-from .adapter import CONFIG as ADAPTER_CONFIG
 from .adapter import (
     Adapter,
     LoraDelta,
@@ -50,23 +47,29 @@ from .adapter import (
     Updates,
     check_adapter_patterns,
     open_adapter,
+    single_experts,
     vocabulary,
 )
-from .base import FLOATS, Base, PackedBase, PlainBase, resolve_plain, stored_apart
+from .base import (
+    FLOATS,
+    PACKED_KEYS,
+    Base,
+    PackedBase,
+    PlainBase,
+    auxiliary_files,
+    copy_files,
+    open_base,
+    stored_apart,
+)
 from .conversion import Group, same_bits
 from .integrity import canonical_name
 from .load_spec import kept_dtypes
-from .manifest import CONFIG, CONFIG_KEY, is_packed
-from .prequantized import plain_json
+from .manifest import CONFIG, is_packed
+from .prequantized.open import json_parts, plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
-from .save import auxiliary_files
-from .source import fingerprint, identify
 from .staging import absolute, check_new, new_folder
 from .training_codec import TrainingCodec
-from .writer import ShardWriter, plan_shards
-
-# Keys of config.json that a plain folder does not have.
-_PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
+from .writer import ShardWriter
 
 
 @dataclass(frozen=True)
@@ -145,99 +148,41 @@ def merge_adapter(
     source, adapter_folder, target = absolute(base), absolute(adapter), absolute(out)
     if dtype is not None and dtype not in FLOATS:
         raise ConfigError(f"dtype is {dtype}; give torch.bfloat16, torch.float16 or torch.float32.")
-    if quantization_config is not None and not like_training:
-        raise ConfigError("quantization_config is for like_training=True; leave it out.")
-    check_roles(source, adapter_folder)
-    plan_shards({}, max_shard_size)  # Refused for a base too whose own files are kept
+    if quantization_config is not None and (not like_training or is_packed(source)):
+        raise ConfigError(
+            "quantization_config is for like_training=True and a base that is not packed; leave it "
+            "out."
+        )
     check_new(target)
-    auxiliary_files(source)
-    before = [identify(folder) for folder in (source, adapter_folder)]
     with ExitStack() as stack:
         lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
-        build_model = model_builder(source, trust_remote_code, lora)
-        model = build_model()
-        check_adapter_patterns(adapter_folder, model)
-        packed = is_packed(source)
-        kind = PackedBase if packed else PlainBase
-        opened = kind(source, model, max_shard_size=max_shard_size)
+        opened = open_base(source, lora, trust_remote_code, max_shard_size)
         stack.enter_context(closing(opened))
+        model = opened.model
+        check_adapter_patterns(adapter_folder, model)
         if not any_base:
-            training_codec.check_noted_base(
-                lora.folder, lambda names: fingerprint(model, str(base), names, opened.first_rows)
-            )
-        shapes = {key: shape for key, (shape, _) in opened.disk.items()}
-        if _without_place(lora, shapes, model):
+            training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
+        singles = single_experts(lora.file)
+        if any(canonical_name(model, f"{one}.weight", opened.disk) is None for one in singles):
             fused = stack.enter_context(per_expert.fused(adapter_folder, model))
             lora = replace(open_adapter(fused), folder=adapter_folder)
             stack.enter_context(lora.file)
-        head = trained_head(lora, model)
-        new = {} if head is None else head.state_dict()
-        updates = Resolver(model, shapes, lora, new).resolve()
         training: TrainingCodec | None = None
-        if like_training and not packed:
+        if like_training and not isinstance(opened, PackedBase):
             asked = quantization_config
             if asked is not None:
-                asked = training_codec.from_config(build_model(), asked)
+                asked = training_codec.from_config(copy.deepcopy(model), asked)
             training = _named_as(training_codec.choose(lora.folder, asked), model)
-        elif quantization_config is not None:
-            raise ConfigError("The base is packed, so it says itself how; leave the codec out.")
-        merge = _Merge(opened, lora, updates, model, head, training, dtype)
+        merge = _Merge(opened, lora, training, dtype)
         with (
             new_folder(target) as folder,
             reporting(progress, "Merging", "Merged", stderr=True) as tell,
         ):
+            copied = _copy_side_files(source, adapter_folder, folder)
             merge.write(folder, tell)
-            copied = _write_auxiliary_files(source, adapter_folder, folder, opened, merge, dtype)
-            for identity in before:
-                identity.check_again()
+            _write_config(source, folder, opened, merge, dtype)
     return merge.report(target, copied)
-
-
-def check_roles(base: Path, adapter: Path) -> None:
-    """Raise if base and adapter are swapped, or the base is no checkpoint folder."""
-    if not base.is_dir():
-        raise CheckpointError(f"The base {base} is no folder; name a checkpoint folder.")
-    if (base / ADAPTER_CONFIG).is_file() and not (base / CONFIG).is_file():
-        swapped = adapter.is_dir() and not (adapter / ADAPTER_CONFIG).is_file()
-        hint = "the order is BASE ADAPTER OUT" if swapped else "name the model it was trained on"
-        raise CheckpointError(f"The base {base} is an adapter and no model; {hint}.")
-    if not (base / CONFIG).is_file():
-        raise CheckpointError(f"The base {base} has no config.json; name a checkpoint folder.")
-
-
-def model_builder(
-    folder: Path, trust_remote_code: bool, adapter: Adapter | None = None
-) -> Callable[[], nn.Module]:
-    """Return a function that builds the base's tied model on meta, a new one on each call.
-
-    Of a multimodal checkpoint that is its text model, if the adapter was trained on that alone.
-    """
-    if is_packed(folder):
-        source = checkpoint_source.resolve(str(folder), trust_remote_code=trust_remote_code)
-    else:
-        wanted = "the 16-bit checkpoint, or a folder that moe_qlora packed"
-        source = resolve_plain(folder, wanted, trust_remote_code)
-
-    def build_model(source: checkpoint_source.Source = source) -> nn.Module:
-        for name in _PACKED_KEYS:
-            vars(source.config).pop(name, None)
-        vars(source.config.get_text_config()).pop("transformers_weights", None)
-        model: Any = checkpoint_source.build(source, trust_remote_code=trust_remote_code)
-        if hasattr(model, "tie_weights"):
-            model.tie_weights()
-        return model
-
-    text = checkpoint_source.text_model(source)
-    if adapter is None or text is None or adapter.is_on(build_model()):
-        return build_model
-    return partial(build_model, text)
-
-
-def _without_place(adapter: Adapter, disk: Container[str], model: nn.Module) -> bool:
-    """Whether LoRA is on single experts that the base's files do not have as tensors."""
-    singles = per_expert.single_experts(adapter.file)
-    return any(canonical_name(model, f"{path}.weight", disk) is None for path in singles)
 
 
 def _named_as(training: TrainingCodec, model: nn.Module) -> TrainingCodec:
@@ -250,10 +195,6 @@ def _named_as(training: TrainingCodec, model: nn.Module) -> TrainingCodec:
     return replace(training, experts=known(training.experts), linears=known(training.linears))
 
 
-_Write = Callable[[str, Tensor, int | None], None]
-"""Called with key, tensor, and the first row if the tensor is only rows; casts to the spec."""
-
-
 class _Merge:
     """One merge, group by group.
 
@@ -264,18 +205,18 @@ class _Merge:
         self,
         base: Base,
         adapter: Adapter,
-        updates: Updates,
-        model: nn.Module,
-        head: nn.Module | None,
         training: TrainingCodec | None,
         dtype: torch.dtype | None,
     ) -> None:
         self._base, self._adapter, self._training = base, adapter, training
+        model: Any = base.model
+        head = trained_head(adapter, model)
+        shapes = {key: shape for key, (shape, _) in base.disk.items()}
+        new = {} if head is None else head.state_dict()
+        self._updates = updates = Resolver(model, shapes, adapter, new).resolve()
         move_to_stored_names(updates, model, base, adapter)
-        self._updates = updates
         self.new_config = reshape(base, updates, adapter, model, head)
-        config: Any = model.config
-        self.text_type: str = config.get_text_config().model_type
+        self.text_type: str = model.config.get_text_config().model_type
         self._factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
         self._changed: set[str] = set()
         self._rounded: set[str] = set()
@@ -285,27 +226,23 @@ class _Merge:
         self.nbytes = sum(
             math.prod(shape) * dtype.itemsize for dtype, shape in self._specs.values()
         )
-        on_disk = base.layout.by_name.keys()
-        for name in (*updates.deltas, *updates.replacements):
-            if name not in on_disk:
-                raise AdapterError(
-                    f"{adapter.folder} changes {name}, which the base's files do not hold."
+        rounded = frozenset[str]() if training is None else training.experts | training.linears
+        for name in (*updates.deltas, *updates.replacements, *sorted(rounded - updates.tied)):
+            if name not in base.layout.by_name:
+                changed = name in updates.deltas or name in updates.replacements
+                raise (AdapterError if changed else CheckpointError)(
+                    f"{adapter.folder} is for a model with {name}, which the base's files do not "
+                    "hold: name the base that it was trained on."
                 )
-        if training is not None:
-            for name in sorted(training.experts | training.linears):
-                if name not in on_disk and name not in updates.tied:
-                    raise CheckpointError(
-                        f"{name} was packed in training, and the base's files do not hold it."
-                    )
-            for group in base.layout.groups:
-                for key in group.keys if any(n in training for n in group.shapes) else ():
+        for group in base.layout.groups:
+            if training and any(name in training for name in group.shapes):
+                for key in group.keys:
                     check_plain(key, base.disk[key][1])
-        for group in filter(self._changes, base.layout.groups):
-            for key in group.keys:
-                if (kind := base.disk[key][1]) not in FLOATS:
+            for key in group.keys if self._changes(group) else ():
+                if base.disk[key][1] not in FLOATS:
                     raise CheckpointError(
-                        f"{key} is {kind}, which an adapter cannot be added to: name a base in "
-                        "16 bit."
+                        f"{key} is {base.disk[key][1]}, which an adapter cannot be added to: name "
+                        "a base in 16 bit."
                     )
 
     def _changes(self, group: Group) -> bool:
@@ -327,13 +264,13 @@ class _Merge:
         done: set[str] = set()
         writers: dict[str, ShardWriter] = {}
 
-        def write(key: str, tensor: Tensor, start: int | None) -> None:
+        def write(key: str, tensor: Tensor) -> None:
             file = files[key]
             if file.name not in writers:
                 specs = {key: self._specs[key] for key in file.keys}
                 writer = ShardWriter(folder / file.name, specs, file.metadata)
                 writers[file.name] = stack.enter_context(writer)
-            writers[file.name].write(key, tensor.to(self._specs[key][0]), start)
+            writers[file.name].write(key, tensor.to(self._specs[key][0]))
 
         with ExitStack() as stack:
             for key in files:
@@ -342,20 +279,16 @@ class _Merge:
                 tell(len(done), len(groups), key)
                 self._write_group(groups[key], write)
                 done.update(groups[key].keys)
-                for file in self.files:
-                    if file.name in writers and done.issuperset(file.keys):
-                        writers.pop(file.name).close()
         tell(len(groups), len(groups), "")
 
-    def _write_group(self, group: Group, write: _Write) -> None:
+    def _write_group(self, group: Group, write: Callable[[str, Tensor], None]) -> None:
         changes, packed = self._changes(group), self._pack(group)
         untied = self._updates.untied.get(group.target)
         unchanged = not changes and not packed and not untied
         if unchanged and isinstance(self._base, PlainBase):
             for key in group.keys:
                 for start, stop in Group((key,), {key: self._base.disk[key][0]}).slices():
-                    rows = self._base.checkpoint.read(key, start, stop)
-                    write(key, rows, None if stop is None else start)
+                    write(key, self._base.checkpoint.read(key, start, stop))
             return
         self._factors = {}
         for start, stop in group.slices():
@@ -367,16 +300,16 @@ class _Merge:
             sums = {name: self._sum(name, value, start, stop) for name, value in values.items()}
             on_disk = self._base.layout.restore(group, sums)
             for key, stand_in in group.part(start, stop).items():
-                first = start if stop is not None and group.unit == "row" else None
+                first = start if group.unit == "row" else 0
                 deltas = self._updates.disk_deltas.get(key, ())
-                tensor = self._add_deltas(on_disk[stand_in], deltas, first or 0)
+                tensor = self._add_deltas(on_disk[stand_in], deltas, first)
                 tensor = tensor.to(self.dtypes[key])
-                if not unchanged and codec.first_nonfinite(tensor) is not None:
+                if not unchanged and not bool(tensor.isfinite().all()):
                     raise AdapterError(
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
                         "base, is broken, or the dtype too narrow."
                     )
-                write(key, tensor, first)
+                write(key, tensor)
         if changes:
             self._changed.update(group.keys)
         self._factors = {}
@@ -436,51 +369,44 @@ def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str
     return dtypes
 
 
-def _write_auxiliary_files(
-    source: Path,
-    adapter: Path,
-    folder: Path,
-    base: Base,
-    merge: _Merge,
-    dtype: torch.dtype | None,
-) -> tuple[str, ...]:
-    """Write all files except weights; return the names of those from the adapter's folder."""
-    copied = _copy_side_files(source, adapter, folder)
+def _write_config(
+    source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
+) -> None:
+    """Write config.json, and the index of several files."""
     config = read_json(source / CONFIG)
-    packed = any(name in config for name in _PACKED_KEYS)
-    unchanged = dtype is None and base.keeps_files and not merge.new_config
-    if unchanged and not packed:
+    same = dtype is None and base.keeps_files and not merge.new_config
+    if same and not any(name in config for name in PACKED_KEYS):
         shutil.copyfile(source / CONFIG, folder / CONFIG)
     else:
         config = config if base.keeps_files else plain_json(config)
-        text = config.get("text_config")
-        for name in _PACKED_KEYS:
-            config.pop(name, None)
-            if isinstance(text, dict):
-                text.pop(name, None)
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                for name in PACKED_KEYS:
+                    part.pop(name, None)
         if dtype is not None:
-            _set_dtype(config, dtype_name(dtype))
-        text = [part for part in _parts(config) if part.get("model_type") == merge.text_type]
-        config.update(
-            {key: value for key, value in merge.new_config.items() if key != "vocab_size"}
-        )
-        for key in merge.new_config.keys() & {"vocab_size", "tie_word_embeddings"}:
+            for part in json_parts(config):
+                part.update({k: dtype_name(dtype) for k in ("dtype", "torch_dtype") if part.get(k)})
+        text = [part for part in json_parts(config) if part.get("model_type") == merge.text_type]
+        new = merge.new_config
+        config.update({key: value for key, value in new.items() if key != "vocab_size"})
+        for key in new.keys() & {"vocab_size", "tie_word_embeddings"}:
             for part in text or [config]:
-                part[key] = merge.new_config[key]
+                part[key] = new[key]
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     index = index_of(source) if base.keeps_files else source / INDEX
     if index is None or (not base.keeps_files and len(merge.files) == 1):
-        return copied
-    if unchanged:
+        return
+    if same:
         shutil.copyfile(index, folder / index.name)
-        return copied
+        return
     names = {key: file.name for file in merge.files for key in file.keys}
-    new = {"metadata": {}, "weight_map": dict(sorted(names.items()))}
-    content: dict[str, Any] = read_json(index, MAX_JSON) if base.keeps_files else new
-    content["weight_map"] = {key: content["weight_map"].get(key, names[key]) for key in names}
+    content: dict[str, Any] = {"metadata": {}}
+    if base.keeps_files:
+        content = read_json(index, MAX_JSON)
+    old = content.get("weight_map", {})
+    content["weight_map"] = {key: old.get(key, file) for key, file in names.items()}
     content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
     (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return copied
 
 
 _TOKENIZER = re.compile(
@@ -499,26 +425,14 @@ _KINDS = (
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
     """Copy the base's files; a tokenizer, processor or generation config of the adapter wins."""
-    files = {file.relative_to(source): file for file in auxiliary_files(source)}
-    found = [file.relative_to(adapter) for file in auxiliary_files(adapter)]
+    files, found = auxiliary_files(source), auxiliary_files(adapter)
     copied: list[Path] = []
     for kind, whole in _KINDS:
         if Path(whole) in found:
             files = {name: f for name, f in files.items() if not kind.fullmatch(name.parts[0])}
         copied += [name for name in found if kind.fullmatch(name.parts[0])]
-    files.update({name: adapter / name for name in copied})
-    for name, file in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, folder / name)
+    copy_files(files | {name: found[name] for name in copied}, folder)
     return tuple(map(str, copied))
-
-
-def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    for key, value in config.items():
-        if key in ("dtype", "torch_dtype") and isinstance(value, str):
-            config[key] = dtype
-        elif isinstance(value, dict):
-            _set_dtype(value, dtype)
 
 
 # Tensors that a merged folder has in another shape than its base, or has instead.
@@ -589,13 +503,6 @@ def reshape(
             )
         changes["vocab_size"] = next(iter(rows.values()))
     return changes
-
-
-def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield config
-    for value in config.values():
-        if isinstance(value, dict):
-            yield from _parts(value)
 
 
 # Tied weights: one tensor under several names, which an adapter may change in different ways.

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,23 +32,20 @@ from ..detection.detect import detect
 from ..errors import AdapterError, CheckpointError
 from ..layout import ExpertParam, unwrapped_name
 from ..models.files import MAX_CONFIG, read_json, read_raw
-from .adapter import CONFIG, WEIGHTS, LoraSettings
+from .adapter import (
+    CONFIG,
+    LAYERS,
+    PREFIX,
+    ROLE_OF_LEAF,
+    SINGLE_EXPERT,
+    WEIGHTS,
+    LoraSettings,
+    single_experts,
+)
 from .reader import Checkpoint, inside, parse_fields
 from .staging import WRITE_ERRORS, not_written
 from .training_codec import NOTE
 
-PREFIX = "base_model.model."
-ROLE_OF_LEAF = {
-    "gate_proj": "gate",
-    "w1": "gate",
-    "up_proj": "up",
-    "w3": "up",
-    "down_proj": "down",
-    "w2": "down",
-}
-_KEY = re.compile(
-    r"(?P<path>.+\.experts)\.(?:(?P<expert>\d{1,9})\.)?(?P<leaf>\w+)\.lora_(?P<half>[AB])\.weight$"
-)
 _PAIR = re.compile(r"(?P<path>.+)\.lora_(?:[AB]\.(?:weight|bias)|embedding_[AB])$")
 
 
@@ -64,13 +61,6 @@ class Factors:
     def rank(self) -> int:
         """r."""
         return self.a.shape[1]
-
-
-def single_experts(keys: Iterable[str]) -> Iterator[str]:
-    """Yield the paths of LoRA on single experts, or single projections of all experts."""
-    for key in keys:
-        if (match := _KEY.match(key.removeprefix(PREFIX))) and match["leaf"] in ROLE_OF_LEAF:
-            yield key.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
 @contextmanager
@@ -172,7 +162,7 @@ class _Fusion:
         keys: dict[str, dict[str, dict[tuple[int | None, str], str]]] = {}
         others: list[str] = []
         for key in self.file:
-            match = _KEY.match(key.removeprefix(PREFIX))
+            match = SINGLE_EXPERT.match(key.removeprefix(PREFIX))
             module = match and match["leaf"] in ROLE_OF_LEAF and self._module(match["path"])
             if not match or not module:
                 others.append(key)
@@ -182,17 +172,18 @@ class _Fusion:
             by_leaf[expert, match["half"]] = key
         for module, leaves in keys.items():
             roles = {ROLE_OF_LEAF[leaf]: self._stacked(leaves[leaf]) for leaf in leaves}
-            params = list(self.modules[module].values())
             pairs: list[tuple[ExpertParam, Factors]] = []
-            for param in params:
-                if param.role == "gate_up" and roles.keys() & {"gate", "up"}:
-                    self._check_halves(module, roles)
+            for param in self.modules[module].values():
+                parts = ("gate", "up") if param.role == "gate_up" else (param.role,)
+                given = {role: roles[role] for role in parts if role in roles}
+                for role, factors in given.items():
+                    self._check(f"{module}.{param.parameter_name}", param, role, factors)
+                if given and param.role == "gate_up":
                     alternate = interleaved(self.model.get_submodule(param.module_name))
-                    pairs.append((param, _fuse(roles.get("gate"), roles.get("up"), alternate)))
-                elif param.role in roles:
-                    pairs.append((param, roles[param.role]))
+                    pairs.append((param, _fuse(given.get("gate"), given.get("up"), alternate)))
+                elif given:
+                    pairs.append((param, given[param.role]))
             for depth, (param, factors) in enumerate(reversed(pairs)):
-                self._check(module, param, factors)
                 name = f"{module}.{param.parameter_name}"
                 self.ranks[name], self.scalings[name] = factors.rank, factors.scaling
                 path = PREFIX + module + ".base_layer" * depth
@@ -219,7 +210,7 @@ class _Fusion:
             known = renamed.removesuffix(".weight") if renamed in own else path
             rank, scaling = self.settings.rank_and_scaling(path)
             module = inner.get(known)
-            bare = module is not None and not _is_layer(module)
+            bare = module is not None and not isinstance(module, LAYERS)
             name = f"{known}.weight" if bare else known
             (parameters if bare else modules).add(name)
             self.ranks[name], self.scalings[name] = rank, scaling
@@ -254,60 +245,50 @@ class _Fusion:
         return same[0]
 
     def _stacked(self, keys: Mapping[tuple[int | None, str], str]) -> Factors:
+        """Return the factors of one projection of all experts."""
         first = next(iter(keys.values()))
         read = {place: self.file.read(key) for place, key in keys.items()}
-        experts = sorted({expert for expert, _ in read if expert is not None})
-        places: list[int | None] = [*experts] or [None]
-        if any((expert, half) not in read for expert in places for half in "AB"):
-            raise AdapterError(f"{self.folder}: {first} lacks its other half.")
-        if len(read) > 2 * len(places):
+        single = (None, "A") not in read
+        experts: list[int | None] = [*range(len(read) // 2)] if single else [None]
+        fits = read.keys() == {(expert, half) for expert in experts for half in "AB"}
+        pairs = [(read[one, "A"], read[one, "B"]) for one in experts] if fits else []
+        for a, b in pairs:  # (r, in), (out, r); of all experts in one tensor, E or 1 before both
+            fits = fits and a.dim() == b.dim() == (2 if single else 3)
+            fits = fits and a.shape[-2] == b.shape[-1] > 0
+            fits = fits and (a.shape, b.shape) == (pairs[0][0].shape, pairs[0][1].shape)
+            fits = fits and (single or len({len(a), len(b), 1}) < 3)
+        if not fits:
             raise AdapterError(
-                f"{self.folder} has LoRA for single experts and for all in one tensor beside "
-                f"{first}; keep one of the two."
-            )
-        for place in places:
-            _check_pair(self.folder, keys[place, "A"], read[place, "A"], read[place, "B"])
-        if not experts:
-            a, b = read[None, "A"], read[None, "B"]
-            count = max(a.shape[0], b.shape[0])
-            a, b = (one.expand(count, -1, -1) for one in (a, b))  # factors that experts share
-            return Factors(a, b, self._scaling(keys[None, "A"]))
-        shapes = {(read[e, "A"].shape, read[e, "B"].shape) for e in experts}
-        if experts != list(range(len(experts))) or len(shapes) > 1:
-            raise AdapterError(
-                f"{self.folder} has LoRA for some experts only, or of different shapes, beside "
-                f"{first}; one fused weight cannot hold that: merge it instead."
+                f"{self.folder}: {first} is of LoRA for some experts only, or not of one pair of "
+                f"factors of one shape for each ({len(read)} tensors), which one fused weight "
+                "cannot hold: merge it instead."
             )
         scalings = [self._scaling(keys[expert, "A"]) for expert in experts]
-        parts = [read[expert, "B"] for expert in experts]
+        if not single:
+            a, b = pairs[0]
+            count = max(len(a), len(b))  # 1: factors that experts share
+            return Factors(a.expand(count, -1, -1), b.expand(count, -1, -1), scalings[0])
+        parts = [b for _, b in pairs]
         if len(set(scalings)) > 1:
             ratios = [one / scalings[0] for one in scalings]
             parts = [part.float() * ratio for part, ratio in zip(parts, ratios, strict=True)]
-        a = torch.stack([read[expert, "A"] for expert in experts])
-        return Factors(a, torch.stack(parts), scalings[0])
+        return Factors(torch.stack([a for a, _ in pairs]), torch.stack(parts), scalings[0])
 
     def _scaling(self, key: str) -> float:
         path = key.removeprefix(PREFIX).rpartition(".lora_")[0]
         return self.settings.rank_and_scaling(path)[1]
 
-    def _check_halves(self, module: str, roles: Mapping[str, Factors]) -> None:
-        halves_of = [roles[role] for role in ("gate", "up") if role in roles]
-        shapes = [(len(one.a), one.b.shape[1], one.a.shape[2]) for one in halves_of]
-        if shapes[0] != shapes[-1]:
-            raise AdapterError(
-                f"{self.folder} has LoRA for the gate of {module} in the shape {shapes[0]} and for "
-                f"up in the shape {shapes[1]} (experts, out, in), which are halves of one weight; "
-                "use it with the model that it was trained on."
-            )
-
-    def _check(self, module: str, param: ExpertParam, factors: Factors) -> None:
+    def _check(self, name: str, param: ExpertParam, role: str, factors: Factors) -> None:
+        out = param.out_features
+        if role != param.role and out is not None:
+            out //= 2  # gate and up are halves of one weight
         seen = (factors.a.shape[0], factors.b.shape[1], factors.a.shape[2])
-        wanted = (param.num_experts, param.out_features, param.in_features)
+        wanted = (param.num_experts, out, param.in_features)
         if seen != wanted:
             raise AdapterError(
-                f"{self.folder} has LoRA for {seen[0]} experts of {seen[1]} x {seen[2]} in "
-                f"{module}, whose {param.parameter_name} has {wanted[0]} of {wanted[1]} x "
-                f"{wanted[2]}; use it with the model that it was trained on."
+                f"{self.folder} has LoRA for the {role} projection of {name} in the shape {seen} "
+                f"(experts, out, in), and the model's is {wanted}: use it with the model that it "
+                "was trained on."
             )
 
 
@@ -333,18 +314,3 @@ def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
     padded_up = torch.nn.functional.pad(b_up, (gate.rank, 0))
     a = torch.cat((gate.a, up.a), 1)
     return Factors(a, joined(padded_gate, padded_up, alternate), gate.scaling)
-
-
-def _check_pair(folder: Path, key: str, a: Tensor, b: Tensor) -> None:
-    """Check that A `([E or 1,] r, in)` and B `([E or 1,] out, r)` agree in E and r."""
-    dims = 2 if (match := _KEY.match(key.removeprefix(PREFIX))) and match["expert"] else 3
-    fits = a.dim() == b.dim() == dims and a.shape[-2] == b.shape[-1] > 0
-    if not fits or (dims == 3 and len({len(a), len(b), 1}) > 2):
-        raise AdapterError(
-            f"{folder}: {key} has the shape {tuple(a.shape)} and its lora_B {tuple(b.shape)}, "
-            "which are no pair of factors; save the adapter again."
-        )
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd)

@@ -3,18 +3,14 @@
 The checkpoint is in 16 bit, or prequantized: then rows are dequantized as they are read.
 
 Apart from shard boundaries, the folder equals that of a load under `enabled()` and
-`save_pretrained`. An interrupted run resumes after the last complete shard, and its folder equals
-that of an uninterrupted run.
+`save_pretrained`.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
@@ -37,14 +33,19 @@ from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
-from .base import PlainBase, resolve_plain, stored_apart
+from .base import (
+    PlainBase,
+    auxiliary_files,
+    copy_files,
+    resolve_checkpoint,
+    stored_apart,
+)
 from .conversion import Group
 from .integrity import INT8_FORMAT
 from .load_spec import LoadSpec, kept_dtypes, packing_spec
-from .manifest import CONFIG, Manifest, PackedEntry, is_packed
-from .reader import check_plain, read_header
-from .save import copy_auxiliary_files
-from .source import Identity, identify
+from .manifest import CONFIG, Manifest, PackedEntry
+from .reader import check_plain
+from .source import describe_source
 from .staging import absolute, check_new, new_folder
 from .training_codec import from_config
 from .writer import GrowingShard, plan_shards
@@ -64,8 +65,7 @@ def quantize_checkpoint(
     """Pack a checkpoint into a new folder, which loads under `enabled()`.
 
     Memory use is one parameter at a time; for a fused expert weight, a few experts and the packed
-    weight. An interrupted run leaves complete shards next to the destination, and the same call
-    resumes there.
+    weight.
 
     Args:
         source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one in a format
@@ -90,16 +90,8 @@ def quantize_checkpoint(
         UnsupportedWeightError: An expert weight cannot be packed.
     """
     folder, out = absolute(source), absolute(destination)
-    if not folder.is_dir():
-        seen = "is no folder" if folder.exists() else "does not exist"
-        raise CheckpointError(
-            f"{source} {seen}; name a folder on disk (a model on the hub: download it first, with "
-            "huggingface_hub.snapshot_download)."
-        )
     check_new(out)
     config = copy_config(quantization_config)
-    identity = identify(folder)  # before anything of it is read
-    save.auxiliary_files(folder)
     model = build_model(folder, dtype, trust_remote_code)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,22 +104,12 @@ def quantize_checkpoint(
     job = PackingJob(folder, model, config, place)
     with (
         closing(job.base),
-        new_folder(out, job=job.checksum(identity, max_shard_size)) as work,
+        new_folder(out) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
-        for entry in work.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            elif entry.is_symlink() or not entry.match("shard-*.safetensors"):
-                entry.unlink()
-        shards = job.write(work, max_shard_size, tell)
         _write_auxiliary_files(folder, work, model, config)
-        try:
-            identity.check_again()
-        except CheckpointError:
-            shutil.rmtree(work)
-            raise
-        origin = identity.source(file.name for file in job.base.checkpoint.files)
+        shards = job.write(work, max_shard_size, tell)
+        origin = describe_source(folder, job.base.checkpoint.files)
         return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
 
 
@@ -146,9 +128,7 @@ def copy_config(config: Any) -> Any:
 
 def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     """Build the checkpoint's model on meta."""
-    if is_packed(folder):
-        raise CheckpointError(f"{folder} is packed already: name the 16-bit checkpoint.")
-    source = resolve_plain(folder, "the 16-bit checkpoint", trust_remote_code)
+    source = resolve_checkpoint(folder, trust_remote_code)
     if dtype is not None:
         source.config.dtype = dtype
         for name in source.config.sub_configs:
@@ -235,20 +215,8 @@ class PackingJob:
             entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
         return entries
 
-    def checksum(self, identity: Identity, max_shard_size: int | str) -> str:
-        """Return a checksum of everything that determines the shards' content."""
-        job = {
-            "source": identity.files,
-            "config": self.config.to_dict(),
-            "dtypes": {name: str(dtype) for name, dtype in self.dtypes.items()},
-            "shard": max_shard_size,
-            "device": self.device.type,
-        }
-        text = json.dumps(job, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
-
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
-        """Write the missing shards; return all, in order."""
+        """Write the shards; return them in order."""
         sizes = {
             index: sum(self._nbytes(name, group.shapes[name]) for name in names)
             for index, (group, names) in enumerate(self.steps)
@@ -257,17 +225,13 @@ class PackingJob:
         for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
             path = work / f"shard-{number:05d}.safetensors"
             shards.append(path)
-            if path.exists():
-                read_header(path)
-                continue
             keys = [key for i in indices for name in self.steps[i][1] for key in self._keys(name)]
-            with GrowingShard(path.with_suffix(".partial"), keys, {"format": "pt"}) as shard:
+            with GrowingShard(path, keys, {"format": "pt"}) as shard:
                 for index in indices:
                     group, names = self.steps[index]
                     tell(index, len(self.steps), names[0])
                     for key, tensor in self._tensors(group, names):
                         shard.add(key, tensor)
-            shard.path.rename(path)
         tell(len(self.steps), len(self.steps), "")
         return shards
 
@@ -334,7 +298,7 @@ class PackingJob:
 
 
 def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:
-    copy_auxiliary_files(folder, work)
+    copy_files(auxiliary_files(folder), work)
     model.config.quantization_config = config
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(work)

@@ -11,14 +11,13 @@ import glob
 import json
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +42,10 @@ from .manifest import (
     SHARD_NAME,
     Manifest,
     PackedEntry,
-    Source,
     is_packed,
-    read_manifest,
 )
-from .prequantized.open import MODELOPT_CONFIG
-from .reader import INDEX_SUFFIX, SINGLE, check_link, plain_weights
-from .staging import absolute, discard, move_files, rename_new, staging
+from .reader import SINGLE, plain_weights
+from .staging import absolute, discard, move_files, new_folder, staging
 from .writer import ShardWriter, plan_shards
 
 # Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.
@@ -71,8 +67,8 @@ def save_pretrained(
 
     A new folder appears whole or not at all. In one that exists, the model that was there stays
     valid until the new config.json replaces the old one. Only then its weight files are removed:
-    packed shards, or a 16-bit checkpoint's model.safetensors and what its index names. While
-    another process saves into the folder, this one waits, with a warning.
+    packed shards, or a 16-bit checkpoint's model.safetensors and what its index names. A second
+    process that saves into the folder meanwhile is refused.
 
     In a distributed run the first rank writes. Where ranks hold shares of the model, all of them
     must call this: tensors are gathered one at a time, and all return, or raise the same error,
@@ -188,57 +184,22 @@ def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source:
 @contextmanager
 def _target(folder: Path) -> Iterator[Path]:
     """Yield a staging folder; at the end it becomes `folder`, or its files move into it."""
-    if folder.is_dir():
-        folder = folder.resolve()
-    elif folder.exists() and not folder.is_dir():  # another save may have made it meanwhile
-        raise CheckpointError(f"{folder} is a file: name a folder to save to.")
-    while True:
-        new = _can_be_renamed_to(folder)
-        with staging(folder, inside=not new, wait=True) as work:
-            if new == _can_be_renamed_to(folder):  # otherwise another save was quicker
-                yield work
-                (rename_new if new else _publish)(work, folder)
-                return
-
-
-def _can_be_renamed_to(folder: Path) -> bool:
     if not folder.is_dir():
-        return True
-    # To rename over the current folder would pull it from under its process.
-    fixed = folder.is_mount() or folder == Path.cwd() or not os.access(folder.parent, os.W_OK)
-    return not fixed and not any(folder.iterdir())
-
-
-def _publish(work: Path, folder: Path) -> None:
-    """Move a finished save into a folder with files; after an error, remove the new ones again."""
-    names = {entry.name for entry in work.iterdir()}
-    outdated: list[Path] = []
-    with suppress(CheckpointError):  # a damaged config.json does not name its model's files
-        if os.path.lexists(folder / CONFIG) and not is_packed(folder):
-            outdated = plain_weights(folder)
-    added: list[Path] = []
-    try:
+        with new_folder(folder) as work:
+            yield work
+        return
+    folder = folder.resolve()
+    with staging(folder, inside=True) as work:
+        yield work
+        outdated: list[Path] = []
+        with suppress(CheckpointError):  # a damaged config.json does not name its model's files
+            if (folder / CONFIG).exists() and not is_packed(folder):
+                outdated = plain_weights(folder)
+        outdated += [file for file in folder.iterdir() if is_save_file(file.name)]
+        new = {file.name for file in work.iterdir()}
         # the new config.json turns the old model into the new one
-        move_files(work, folder, CONFIG, added)
-    except OSError:
-        if (work / CONFIG).exists():  # otherwise the folder holds the new model after all
-            with suppress(CheckpointError):
-                named = _named(folder)
-                discard(*(file for file in added if file.name not in named))
-        raise
-    named = _named(folder)
-    for file in outdated if named else []:
-        if file.name not in named:
-            file.replace(work / file.name)  # at once, however large, and removed with `work`
-    for file in folder.iterdir():
-        if is_save_file(file.name) and file.name not in names | named:
-            file.unlink(missing_ok=True)
-
-
-def _named(folder: Path) -> set[str]:
-    """Return the files that the folder's manifest names (without locks, maybe another save's)."""
-    manifest = read_manifest(folder)
-    return {manifest.file_name, *manifest.shards} if manifest else set()
+        move_files(work, folder, CONFIG)
+        discard(*(file for file in outdated if file.name not in new))
 
 
 def is_save_file(name: str) -> bool:
@@ -306,7 +267,7 @@ def finish_packed(
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
     plain: Sequence[str] = (),
-    source: Source | None = None,
+    source: dict[str, Any] | None = None,
 ) -> Manifest:
     """Name the shards of a save, and write its manifest and config.json.
 
@@ -350,20 +311,24 @@ def finish_packed(
 
 
 def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSettings]:
-    names: dict[int, list[str]] = {}
-    weights: dict[int, PackedWeight] = {}
-    shapes: dict[int, tuple[int, ...]] = {}
-    settings: dict[CodecSettings, str] = {}
+    weights: dict[int, tuple[PackedWeight, list[str]]] = {}  # tied names share a parameter
     for module_name, module, leaf in parametrize.iter_packed(model):
         key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
-        names.setdefault(key, []).append(name)
-        weights[key] = parametrize.read_packed(module, leaf)
-        shapes[key] = tuple(weights[key].shape)
-        own = CodecSettings.of(weights[key])
+        weights.setdefault(key, (parametrize.read_packed(module, leaf), []))[1].append(name)
+    entries: dict[str, PackedEntry] = {}
+    settings: dict[CodecSettings, str] = {}
+    for weight, tied in weights.values():
+        own = CodecSettings.of(weight)
         if not own.codec.is_kept:
-            settings.setdefault(own, name)
+            settings.setdefault(own, tied[0])
+        for name in tied:
+            aliases = tuple(other for other in tied if other != name)
+            codec = own.to_dict() if own.codec.is_kept else None
+            dtype = dtype_name(weight.dtype)
+            entries[name] = PackedEntry(tuple(weight.shape), dtype, aliases, codec)
     if not settings:
-        settings[_config_settings(model)] = ""
+        own = CodecSettings.from_config(cast(Any, model).hf_quantizer.quantization_config)
+        settings[replace(own, skip_modules=())] = ""
     (first, _), *others = settings.items()
     if others:
         other, name = others[0]
@@ -371,20 +336,7 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
             f"{name} is packed otherwise than the weights before it ({other.to_dict()} and "
             f"{first.to_dict()}), and a folder holds one kind: pack the model again."
         )
-    entries = {}
-    for key, tied in names.items():
-        dtype, own = dtype_name(weights[key].dtype), CodecSettings.of(weights[key])
-        for name in tied:
-            aliases = tuple(other for other in tied if other != name)
-            codec = own.to_dict() if own.codec.is_kept else None
-            entries[name] = PackedEntry(shapes[key], dtype, aliases, codec)
     return entries, first
-
-
-def _config_settings(model: Any) -> CodecSettings:
-    return replace(
-        CodecSettings.from_config(model.hf_quantizer.quantization_config), skip_modules=()
-    )
 
 
 def _plain_linears(model: Any) -> list[str]:
@@ -413,41 +365,3 @@ def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]
         commit_message=kwargs.get("commit_message") or "Upload model",
         create_pr=kwargs.get("create_pr", False),
     )
-
-
-_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")
-_NEVER = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy"),
-    *(".gguf", ".onnx", ".ot", ".tflite", ".partial"),
-)
-_FOLDERS = ("additional_chat_templates",)
-
-
-def auxiliary_files(source: Path) -> list[Path]:
-    """List files other than configurations, weights in any format, adapters and hidden files.
-
-    A link that leads out of the folder is a `CheckpointError`: its target is not the model's.
-    """
-    files: list[Path] = []
-    for file in sorted(source.iterdir()):
-        name = file.name
-        if file.is_dir():
-            files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
-        elif not (
-            name.startswith((".", "adapter_"))
-            or name in (CONFIG, MODELOPT_CONFIG)
-            or MANIFEST_NAME.fullmatch(name)
-            or name.lower().endswith(_WEIGHTS + _NEVER)
-        ):
-            files.append(file)
-    for file in files:
-        check_link(file, source)
-    return [file for file in files if file.is_file()]
-
-
-def copy_auxiliary_files(source: Path, folder: Path) -> None:
-    """Copy the `auxiliary_files` of a checkpoint."""
-    for file in auxiliary_files(source):
-        copy = folder / file.relative_to(source)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, copy)

@@ -1,4 +1,4 @@
-"""What an adapter was trained on: the codec of its base, and the note and model card that say so.
+"""What an adapter was trained on: the codec of its base, its fingerprint, and the note of both.
 
 An adapter trained on packed weights has also learnt to correct their quantization error, which the
 exact weights do not have: `like_training=True` quantizes the base before the adapter is merged.
@@ -6,56 +6,69 @@ Which weights were packed, and how, comes from a packed base (whose decoded weig
 already), from the caller, or from the note beside the adapter (`moe_qlora_adapter.json`); it is
 never guessed.
 
-In a model card (README.md) the part between two markers is replaced; the rest is PEFT's or the
-author's, and stays.
+The fingerprint in the note tells the base from a model whose names and shapes happen to fit:
+configuration fields that change the forward, and for each of some hundred unpacked weights
+(embeddings, routers) one bit, set if the weight is above their mean. Packing or further training of
+the base leaves most bits; of another model's bits, half agree by chance.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass as checked
-from torch import nn
+from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..errors import CheckpointError, ConfigError, visible
-from ..layout import dtype_name, name_pattern, unwrapped_name
+from ..errors import AdapterError, ConfigError
+from ..layout import dtype_name, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codec import Packer
 from ..packing.linear import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
-from ..packing.settings import FLOAT_DTYPES, CodecSettings
-from ..versions import installed_version
+from ..packing.settings import CodecSettings
 from .reader import inside, parse_fields
-from .source import Fingerprint, check_base, of_model
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1
 _CPU = torch.device("cpu")
-_DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
-CARD = "README.md"
-_START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
-_PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
-_HEADER = re.compile(r"---\n.*?\n---\n", re.DOTALL)
-_VERSIONS = "### Framework versions"  # PEFT adds it, and its own version, to any card
-_CLASSES = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
-_PACKAGES = ("moe-qlora", "transformers", "peft", "bitsandbytes", "torch")
+
+TOP_K_FIELDS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "top_k_experts",
+    "moe_k",
+)
+_FIELDS = (
+    "model_type",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("intermediate_size", "moe_intermediate_size", "hidden_act", "hidden_activation"),
+    *("scoring_func", "norm_topk_prob", *TOP_K_FIELDS),
+)
+SAMPLED_ROWS = 64  # first rows of each sampled weight
+_WEIGHTS, _BITS = 8, 256  # sampled weights, and bits of each
+_LEAST_AGREEMENT = 0.8
+
+
+@checked(frozen=True)
+class Fingerprint:
+    """A model's fingerprint; `bits` are hexadecimal, by the name of the weight."""
+
+    name: str
+    fields: dict[str, bool | int | str]
+    bits: dict[str, Annotated[str, Field(pattern="^[0-9a-f]+$")]]
 
 
 @dataclass(frozen=True)
@@ -146,20 +159,14 @@ def _packed_linears(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _check_dtype(name: str | None) -> str | None:
-    if name is not None and name not in _DTYPES:
-        raise ValueError(f"no dtype of weights ({', '.join(_DTYPES)})")
-    return name
-
-
 @checked
 class _Note:
-    format_version: int
+    format_version: Literal[1]
     codec: Annotated[dict[str, Any], AfterValidator(CodecSettings.from_dict)]
     experts: list[str]
     linears: list[str]
     base: Fingerprint | None = None
-    dtype: Annotated[str | None, AfterValidator(_check_dtype)] = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
     chosen_experts: dict[str, list[int]] | None = None  # of earlier versions: others have zeros
 
 
@@ -181,33 +188,14 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
 
 def from_note(folder: Path) -> TrainingCodec | None:
     """Read the note beside an adapter; None if there is none."""
-    fields = _read_note(folder)
-    if fields is None:
-        return None
-    settings: Any = fields.codec
-    experts, linears = frozenset(fields.experts), frozenset(fields.linears)
-    dtype = None if fields.dtype is None else _DTYPES[fields.dtype]
-    return TrainingCodec(settings, experts, linears, fields.base, dtype=dtype)
-
-
-def _read_note(folder: Path) -> _Note | None:
     file = folder / NOTE
     if not file.exists():
         return None
-    note = read_json(inside(folder, NOTE))
-    if note.get("format_version") != NOTE_VERSION:
-        raise CheckpointError(
-            f"{file} has the format version {note.get('format_version')!r}; this moe_qlora reads "
-            f"{NOTE_VERSION}."
-        )
-    return parse_fields(_Note, note, file)
-
-
-def check_noted_base(adapter: Path, base: Callable[[Iterable[str]], Fingerprint]) -> None:
-    """Compare the base in an adapter's note with `base(names of sampled weights)`."""
-    noted = from_note(adapter)
-    if noted is not None and noted.base is not None:
-        check_base(str(adapter), noted.base, base(noted.base.bits))
+    note = parse_fields(_Note, read_json(inside(folder, NOTE)), file)
+    settings: Any = note.codec
+    experts, linears = frozenset(note.experts), frozenset(note.linears)
+    dtype = None if note.dtype is None else getattr(torch, note.dtype)
+    return TrainingCodec(settings, experts, linears, note.base, dtype=dtype)
 
 
 def choose(adapter: Path, by_config: TrainingCodec | None) -> TrainingCodec:
@@ -233,108 +221,99 @@ def _label(codec: TrainingCodec) -> str:
     return codec.settings.kind + double
 
 
-def shorten_card(folder: Path) -> None:
-    """Remove the text of Hugging Face's template from a model card, if nobody has filled it in."""
-    from huggingface_hub import ModelCard, ModelCardData
+def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:
+    """Return a model's fingerprint by these weights; None samples weights that packing skips.
 
-    file = folder / CARD
-    text = file.read_text(encoding="utf-8", errors="replace")
-    header = found[0] if (found := _HEADER.match(text)) else ""
-    body = text.removeprefix(header)
-    known = {*ModelCard.from_template(ModelCardData()).text.splitlines(), _VERSIONS}
-    lines = _PART.sub("\n", body).splitlines()
-    if all(line in known or line.startswith("- PEFT ") for line in lines):
-        part = _PART.search(body)
-        replace_file(file, f"{header}{part[0] if part else ''}".encode())
+    Of a weight that FSDP2 has sharded, the first rank has the rows to sample, and writes the note;
+    no other rank could compare it, so that a comparison leaves such weights out on all of them.
+    """
+    weights = _left_alone(model, _first_rows if names is None else lambda weight: weight)
+    if names is None:
+        chosen = list(weights)
+        names = chosen[:: max(len(chosen) // _WEIGHTS, 1)][:_WEIGHTS]
+    return fingerprint(model, getattr(model, "name_or_path", ""), names, weights.get)
 
 
-def write_card(folder: Path, facts: Mapping[str, str], base: str = "", usage: str = "") -> None:
-    """Write our part of a folder's model card; a card without it gets it at the end."""
-    file = folder / CARD
-    if file.is_file():
-        text = file.read_text(encoding="utf-8", errors="replace")
-    else:
-        named = f"base_model: {json.dumps(base)}\n" if base else ""
-        text = f"---\n{named}library_name: peft\ntags:\n- lora\n- moe\n---\n"
-    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in facts.items() if value)
-    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
-    part = f"{_START}\n\n{table}\n{_END}"
-    others = _PART.sub("\n", text).rstrip("\n")
-    replace_file(file, f"{others}\n\n{part}\n".encode())
-
-
-def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[str, str]:
-    """Return the rows of a card, given adapter_config.json and the note beside it."""
-    base = packed.base if packed is not None else None
-    patterns = config.get("rank_pattern") or {}
-    return {
-        "base": base.name if base else str(config.get("base_model_name_or_path") or ""),
-        "fingerprint of the base": digest(base) if base else "",
-        "base was packed as": _codec(packed) if packed is not None else "",
-        "packed": f"{len(packed.experts)} expert weights, {len(packed.linears)} Linear layers"
-        if packed is not None
-        else "",
-        "dtype in training": dtype_name(packed.dtype) if packed and packed.dtype else "",
-        "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}"
-        + (f" (and {len(patterns)} ranks of single targets)" if patterns else ""),
-        "target_modules": _targets(config.get("target_modules")),
-        "target_parameters": _targets(config.get("target_parameters")),
-        "versions": ", ".join(
-            f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
-        ),
-    }
-
-
-def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
-    """Return how a program loads and merges the adapter, in Markdown."""
-    base = packed.base.name if packed.base else config.get("base_model_name_or_path")
-    base = json.dumps(visible(str(base or "BASE")))
-    model = _CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM")
-    fields = packed.settings.bnb_fields().items()
-    how = ", ".join(
-        f'{name}="{value}"' if isinstance(value, str) else f"{name}=True"
-        for name, value in fields
-        if value is True or isinstance(value, str)
+def fingerprint(
+    model: nn.Module, name: str, names: Iterable[str], weight: Callable[[str], Tensor | None]
+) -> Fingerprint:
+    """Return the fingerprint of a model called `name`; `weight(name)` returns a weight or None."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    # Read from the dict: some attributes raise if they differ between layers.
+    stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
+    fields = {field: stored.get(field) for field in _FIELDS}
+    bits = {one: _bits(values) for one in names if (values := weight(one)) is not None}
+    return Fingerprint(
+        name or f"an unnamed {fields['model_type']} model",
+        {field: value for field, value in fields.items() if isinstance(value, (bool, int, str))},
+        {one: text for one, text in bits.items() if text},
     )
-    dtype = f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else ""
-    return f"""
-```python
-import moe_qlora
-from transformers import {model}, BitsAndBytesConfig
 
-quantization = BitsAndBytesConfig({how})
-with moe_qlora.enabled():
-    model = {model}.from_pretrained(
-        {base}, quantization_config=quantization{dtype}
+
+def check_noted_base(
+    adapter: Path,
+    model: nn.Module,
+    name: str = "",
+    weight: Callable[[str], Tensor | None] | None = None,
+) -> None:
+    """Raise if a model is not the noted base, by its configuration or its weights.
+
+    `weight(name)` returns a weight or None; without it, the model's own are compared.
+    """
+    trained_on = from_note(adapter)
+    if trained_on is None or trained_on.base is None:
+        return
+    noted = trained_on.base
+    base = (
+        of_model(model, noted.bits)
+        if weight is None
+        else fingerprint(model, name, noted.bits, weight)
     )
-model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
-```
-
-Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`, with `--like-training` to round
-the base as in training first.
-"""
-
-
-def digest(base: Fingerprint) -> str:
-    """Return a short hash of a fingerprint, without the model's name."""
-    content = {key: value for key, value in asdict(base).items() if key != "name"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _codec(packed: TrainingCodec) -> str:
-    settings = packed.settings
-    double = ", double quantization" if settings.double_quant else ""
-    return f"{settings.kind}, blocks of {settings.blocksize}{double}"
+    other = [
+        f"{field}={now!r} and not {noted.fields[field]!r}"
+        for field, now in base.fields.items()
+        if field in noted.fields and noted.fields[field] != now
+    ]
+    shared = [name for name in noted.bits if len(base.bits.get(name, "")) == len(noted.bits[name])]
+    total = sum(4 * len(noted.bits[name]) for name in shared)
+    wrong = sum((int(noted.bits[n], 16) ^ int(base.bits[n], 16)).bit_count() for n in shared)
+    if total and 1 - wrong / total < _LEAST_AGREEMENT:
+        other.append(f"other weights ({', '.join(shared[:2])})")
+    if other:
+        raise AdapterError(
+            f"{adapter} was trained on {noted.name}, and {base.name} has {other[0]}: use it with "
+            "the model that it was trained on, or pass any_base=True (--any-base)."
+        )
 
 
-def _targets(names: Any) -> str:
-    if isinstance(names, str):
-        return names
-    listed = names if isinstance(names, (list, set)) else []
-    return ", ".join(sorted({name_pattern(name) for name in listed if isinstance(name, str)}))
+def _first_rows(weight: Tensor) -> Tensor:
+    host: Any = weight
+    if not hasattr(weight, "to_local") or any(host.device_mesh.get_coordinate()):
+        return weight
+    rows = host.to_local()
+    whole = rows.shape[1:] == weight.shape[1:] and len(rows) >= min(SAMPLED_ROWS, len(weight))
+    return nn.Parameter(rows, requires_grad=False) if whole else weight
 
 
-def _cell(value: str) -> str:
-    """Return a value as code in a Markdown table, so that names are not read as markup."""
-    plain = visible(value).replace("|", "\\|").replace("`", "'")
-    return f"`{plain}`"
+def _left_alone(model: nn.Module, local: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return matrices outside of Linear layers, by name without adapters; none on meta."""
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    weights: dict[str, Tensor] = {}
+    for name, weight in ((name, local(weight)) for name, weight in model.named_parameters()):
+        plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
+        inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
+        if plain and not inside and name.rpartition(".")[0] not in linears:
+            weights[unwrapped_name(name).replace(".original_module", "")] = weight
+    return weights
+
+
+def _bits(weight: Tensor) -> str:
+    """Return a bit for each sampled weight, set above the mean, in hex; "" if all are equal."""
+    rows = weight.detach()[:SAMPLED_ROWS].flatten()
+    places = torch.linspace(0, rows.numel() - 1, _BITS).long()
+    values = rows[places.to(rows.device)].double().cpu()
+    if not values.numel() or bool((values == values[0]).all()):
+        return ""
+    above = (values > values.mean()).tolist()
+    return f"{int(''.join(str(int(bit)) for bit in above), 2):0{_BITS // 4}x}"

@@ -33,7 +33,7 @@ from ..packing.bnb4bit import RECORD, read_record
 from ..packing.codecs import CODES
 from ..packing.settings import FLOAT_DTYPES, CodecSettings, problems
 from ..progress import Progress
-from .base import PackedWeights, PlainBase, resolve_plain
+from .base import PackedWeights, PlainBase, resolve_checkpoint
 from .conversion import Group
 from .integrity import (
     check_folder,
@@ -44,7 +44,7 @@ from .integrity import (
     parts_of,
     settings_problem,
 )
-from .manifest import CONFIG, EARLIER_SENTENCES, SENTENCE, Manifest, has_manifest, is_packed
+from .manifest import CONFIG, Manifest, has_manifest, is_packed
 from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
 from .save import is_save_file
@@ -153,54 +153,26 @@ def _verify_packed(
     folder: Path, trust_remote_code: bool, tell: Progress
 ) -> tuple[VerifyReport, Manifest | None]:
     try:
-        config = folder / CONFIG
-        if not config.exists():
-            raise CheckpointError(f"{config} is missing: copy the whole folder.")
-        if not is_packed(folder):
-            raise CheckpointError(
-                f"{config} does not say that the folder is packed: it was overwritten."
-            )
         manifest = check_folder(folder)
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),)), None
-    file, damage = inside(folder, CONFIG), []
-    sentences = SENTENCE, *EARLIER_SENTENCES
-    earlier = (manifest.config_bytes(sentence, of_text=False) for sentence in sentences)
-    # The bytes of config.json follow from the manifest.
-    if file.read_bytes() not in (manifest.config_bytes(), *earlier):
-        written, now = json.loads(manifest.config_bytes()), read_json(file)
-        names = [
-            name
-            for name in sorted({*written, *now})
-            if written.get(name) != now.get(name) or (name in written) != (name in now)
-        ]
-        changed = f"it changed in {listed(names, 5)}" if names else "its layout changed"
-        damage = [f"{file} is not the one that was written: {changed}."]
-    try:
-        asked = BitsAndBytesConfig.from_dict(dict(manifest.config["quantization_config"]))
-        problem = settings_problem(manifest, CodecSettings.from_config(asked))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        problem = f"the quantization_config of config.json cannot be followed ({error!r:.200})"
-    damage += [f"{folder}: {problem}."] if problem else []
-    packed = packed_names(manifest)
-    model: Any
-    try:
-        source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
-        model = named.build(source, trust_remote_code=trust_remote_code)
-    except (CheckpointError, ConfigError) as error:
-        model = str(error)
+    damage = [f"{folder}: {problem}." for problem in _config_problems(folder, manifest)]
     warnings = list(_leftovers(folder, manifest))
     shapes: dict[str, tuple[int, ...]] = {}
-    if isinstance(model, str):
+    try:
+        source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
+        model: Any = named.build(source, trust_remote_code=trust_remote_code)
+    except (CheckpointError, ConfigError) as error:
         # A model of remote code or of a newer transformers is no damage.
         own = "auto_map" in manifest.config
         own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
-        (warnings if own else damage).append(f"Shapes were not compared with the model's: {model}")
+        (warnings if own else damage).append(f"Shapes were not compared with the model's: {error}")
     else:
         shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
         damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
+    packed = packed_names(manifest)
+    owned = {key for keys in packed.values() for key in keys}
     with open_shards(folder, manifest) as checkpoint:
-        owned = {key for keys in packed.values() for key in keys}
         steps = [*packed, *(key for key in checkpoint if key not in owned)]
         for number, name in enumerate(steps):
             tell(number, len(steps), name)
@@ -209,10 +181,10 @@ def _verify_packed(
             else:
                 damage += _value_problems(checkpoint, name)
         tell(len(steps), len(steps), "")
+        kinds = {manifest.settings_of(name).kind for name in manifest.experts}
         report = VerifyReport(
             folder,
-            ", ".join(sorted({manifest.settings_of(n).kind for n in manifest.experts}))
-            or str(manifest.codec["kind"]),
+            ", ".join(sorted(kinds)) or str(manifest.codec["kind"]),
             len(checkpoint.files),
             len(checkpoint),
             len(manifest.experts),
@@ -222,6 +194,25 @@ def _verify_packed(
             tuple(warnings),
         )
     return report, manifest
+
+
+def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield differences of config.json, whose content follows from the manifest."""
+    written, now = json.loads(manifest.config_bytes()), read_json(inside(folder, CONFIG))
+    for part in (written, now):  # earlier versions had other sentences there
+        if isinstance(part.get("transformers_weights"), str):
+            part["transformers_weights"] = ""
+        if isinstance(text := part.get("text_config"), dict):
+            text.pop("transformers_weights", None)
+    names = [name for name in sorted({*written, *now}) if written.get(name) != now.get(name)]
+    if names:
+        yield f"{CONFIG} is not the one that was written: it changed in {listed(names, 5)}"
+    try:
+        asked = BitsAndBytesConfig.from_dict(dict(manifest.config["quantization_config"]))
+        if problem := settings_problem(manifest, CodecSettings.from_config(asked)):
+            yield problem
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        yield f"the quantization_config of {CONFIG} cannot be followed ({error!r:.200})"
 
 
 def _packed_problems(
@@ -249,7 +240,7 @@ def _packed_problems(
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
     for file in left_behind(folder):
         next_save = "the next save removes it" if file.parent == folder else "remove it"
-        yield f"{file} is left of an interrupted save: {next_save}."
+        yield f"{file} is of a save that was interrupted, or still runs: {next_save}."
     own = {*manifest.shards, manifest.file_name}
     for file in sorted(file for file in folder.iterdir() if file.name not in own):
         other = file.name.startswith(("adapter_", "training_args"))
@@ -319,54 +310,42 @@ def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
             sane = not bool(checkpoint.read(key).isnan().any())
         else:
             slices = Group((key,), {key: info.shape}).slices()
-            sane = all(_is_finite(checkpoint.read(key, *rows)) for rows in slices)
+            read = (checkpoint.read(key, *rows).reshape(1, -1) for rows in slices)
+            sane = all(codec.first_nonfinite(rows) is None for rows in read)
     except CheckpointError as error:
         return [str(error)]
     return [] if sane else [f"{info.file}: {key} holds NaN or inf."]
 
 
-def _is_finite(rows: torch.Tensor) -> bool:
-    return codec.first_nonfinite(rows.reshape(1, -1)) is None
-
-
 def _errors(
     folder: Path, manifest: Manifest, source: Path, trust_remote_code: bool, tell: Progress
 ) -> Iterator[WeightError]:
-    if not source.is_dir() or _is_packed(source):
-        raise CheckpointError(f"{source} is no 16-bit checkpoint folder to compare with.")
-    resolved = resolve_plain(source, "the 16-bit checkpoint", trust_remote_code)
+    resolved = resolve_checkpoint(source, trust_remote_code)
     model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     with open_shards(folder, manifest) as checkpoint, closing(PlainBase(source, model)) as base:
         weights = PackedWeights(folder, manifest, checkpoint, model)
-        groups = base.layout.by_name
-        names = {name: _source_name(name, manifest, groups, source) for name in weights.keys}
         order = sorted(weights.keys, key=dot_natural_key)
-        for number, name in enumerate(order):
-            tell(number, len(order), name)
-            other = names[name]
-            count = counts.get(name, counts.get(other)) if name in manifest.experts else None
-            yield _weight_error(base, other, weights, name, count)
+        places = []
+        for name in order:
+            entry = manifest.experts.get(name)
+            names = (name, *(entry.aliases if entry else ()))
+            other = next((one for one in names if one in base.layout.by_name), "")
+            shape = base.layout.by_name[other].shapes[other] if other else None
+            if shape is None or (entry is not None and shape != entry.shape):
+                wanted = f" in the shape {entry.shape}" if entry else ""
+                raise CheckpointError(
+                    f"{source} is of another model: it does not hold {name}{wanted}."
+                )
+            places.append((name, other, counts.get(name, counts.get(other)) if entry else None))
+        for number, place in enumerate(places):
+            tell(number, len(order), place[0])
+            yield _weight_error(base, weights, *place)
         tell(len(order), len(order), "")
 
 
-def _source_name(name: str, manifest: Manifest, groups: Mapping[str, Group], source: Path) -> str:
-    entry = manifest.experts.get(name)
-    names = (name, *(entry.aliases if entry else ()))
-    source_name = next((n for n in names if n in groups), None)
-    if source_name is None:
-        raise CheckpointError(f"{source} does not hold {name}: it is of another model.")
-    shape = tuple(groups[source_name].shapes[source_name])
-    if entry is not None and shape != entry.shape:
-        raise CheckpointError(
-            f"{source} holds {source_name} of shape {shape}, and it was packed with {entry.shape}: "
-            "it is of another model."
-        )
-    return source_name
-
-
 def _weight_error(
-    base: PlainBase, source_name: str, weights: PackedWeights, name: str, experts: int | None
+    base: PlainBase, weights: PackedWeights, name: str, source_name: str, experts: int | None
 ) -> WeightError:
     packed, group = weights.weight(name), base.layout.by_name[source_name]
     rows = packed.shape[0]

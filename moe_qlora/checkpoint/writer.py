@@ -30,13 +30,6 @@ class _Shard:
         self.path = path
         self._header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
 
-    def _start(self, first: bytes) -> None:
-        try:
-            self._file = self.path.open("xb")
-        except FileExistsError as error:
-            raise CheckpointError(f"{self.path} exists already.") from error
-        self._file.write(first)
-
     def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int], begin: int) -> int:
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
@@ -53,7 +46,7 @@ class _Shard:
             self._file.write(piece.cpu().view(torch.uint8).numpy().data)
 
     def _finish(self) -> None:
-        """Write the end of the file, and check that it is complete."""
+        """Write the end of the file."""
 
     def close(self) -> None:
         with self._file:
@@ -89,35 +82,25 @@ class ShardWriter(_Shard):
         raw = json.dumps(self._header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         self._tensors = {key: (dtype, tuple(shape)) for key, (dtype, shape) in tensors.items()}
-        self._written: dict[str, list[tuple[int, int]]] = {key: [] for key in tensors}
-        self._begin = 8 + len(raw)
-        self._start(len(raw).to_bytes(8, "little") + raw)
-        self._file.truncate(self._begin + end)
+        spans = {key: self._header[key]["data_offsets"] for key in tensors}
+        self._left = {
+            key: (8 + len(raw) + begin, end - begin) for key, (begin, end) in spans.items()
+        }
+        self._file = path.open("xb")
+        self._file.write(len(raw).to_bytes(8, "little") + raw)
+        self._file.truncate(8 + len(raw) + end)
 
-    def write(self, key: str, tensor: Tensor, start: int | None = None) -> None:
-        """Write a whole tensor, or its rows from `start` on, from any device, in any order."""
-        (dtype, shape), begin = self._tensors[key], 0
-        if start is None and tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{key} has the shape {tuple(tensor.shape)}, not {shape}.")
-        if start is not None:
-            if tuple(tensor.shape[1:]) != shape[1:] or start + len(tensor) > shape[0]:
-                raise CheckpointError(
-                    f"{key}: rows of shape {tuple(tensor.shape)} are not of {shape}."
-                )
-            begin = start * prod(shape[1:]) * tensor.dtype.itemsize
-        if tensor.dtype != dtype:
-            raise CheckpointError(f"{key} is {tensor.dtype}, not {dtype}.")
-        end = begin + tensor.nbytes
-        if any(begin < stop and start < end for start, stop in self._written[key]):
-            raise CheckpointError(f"{self.path}: {key} is written twice.")
-        self._written[key].append((begin, end))
-        self._put(tensor, self._begin + self._header[key]["data_offsets"][0] + begin)
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Write the next rows of a tensor, or all of it, from any device."""
+        (dtype, shape), (begin, left) = self._tensors[key], self._left[key]
+        rows = (tensor.dtype, tuple(tensor.shape[1:]))
+        assert rows == (dtype, shape[1:]) and tensor.nbytes <= left, (key, tensor.shape, shape)
+        self._left[key] = begin + tensor.nbytes, left - tensor.nbytes
+        self._put(tensor, begin)
 
     def _finish(self) -> None:
-        for key, written in self._written.items():
-            begin, end = self._header[key]["data_offsets"]
-            if sum(stop - start for start, stop in written) < end - begin:
-                raise CheckpointError(f"{self.path}: {key} was not written.")
+        missing = [key for key, (_, left) in self._left.items() if left]
+        assert not missing, f"{self.path}: {missing[0]} was not written."
 
 
 class GrowingShard(_Shard):
@@ -132,7 +115,8 @@ class GrowingShard(_Shard):
         # for each tensor: its key, escaped at worst, and the longest dtype, shape and offsets
         room = len(json.dumps(self._header)) + sum(len(json.dumps(key)) + 192 for key in keys)
         self._room = room + -room % 8
-        self._start(b" " * (8 + self._room))
+        self._file = path.open("xb")
+        self._file.write(b" " * (8 + self._room))
         self._end = 0
 
     def add(self, key: str, tensor: Tensor) -> None:
@@ -142,22 +126,19 @@ class GrowingShard(_Shard):
 
     def _finish(self) -> None:
         raw = json.dumps(self._header, separators=(",", ":")).encode()
-        if len(raw) > self._room:
-            raise CheckpointError(f"{self.path}: the header needs {len(raw)} bytes.")
+        assert len(raw) <= self._room, f"{self.path}: the header needs {len(raw)} bytes."
         self._file.seek(0)
         self._file.write(self._room.to_bytes(8, "little") + raw)
 
 
 def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[list[_Key]]:
     """Divide keys in order into shards of at most this size; a larger tensor gets its own."""
-    limit = max_shard_size
-    if isinstance(limit, str):
-        try:
-            limit = parse_bytes(limit)
-        except ValueError as error:
-            raise CheckpointError(f"max_shard_size: {error}.") from None
-    if limit < 1:
-        raise CheckpointError(f"max_shard_size is {limit}: give a positive number of bytes.")
+    try:
+        limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+        if limit < 1:
+            raise ValueError(f"{limit} is no positive number of bytes")
+    except ValueError as error:
+        raise CheckpointError(f"max_shard_size: {error}.") from None
     shards: list[list[_Key]] = []
     room = 0
     for key, size in nbytes.items():

@@ -27,7 +27,7 @@ from .merge import merge
 from .options import Subcommand
 from .plan import PlanCommand, plan
 from .quantize import quantize
-from .render import Interrupted, streams, usage_message
+from .render import streams, usage_message
 from .report import report
 from .verify import verify
 
@@ -108,7 +108,7 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
     try:
         code = program(standalone_mode=False, **arguments)
         if code == INTERRUPTED:  # typer's code for Ctrl-C
-            raise Interrupted("nothing is left half written.")
+            sys.stderr.write(one_line("interrupted", "nothing is left half written."))
     except MoeQloraError as error:
         sys.stderr.write(one_line("error", error))
         code = BAD_INPUT
@@ -118,9 +118,6 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
         else:
             sys.stderr.write(one_line("error", usage_message(error)))
         code = int(error.exit_code)
-    except Interrupted as said:
-        sys.stderr.write(one_line("interrupted", said))
-        code = INTERRUPTED
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -10,7 +10,6 @@ import typer
 
 from ..layout import human_bytes
 from .options import Float, Quant, Quiet, trust_remote_code_of
-from .render import Interrupted
 
 EXAMPLES = (
     "moe-qlora quantize ./model ./model-nf4",
@@ -53,39 +52,36 @@ def quantize(
     trust_remote_code: Annotated[bool, trust_remote_code_of("SRC")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Pack a checkpoint without ever holding the model; an interrupted run goes on where it was.
+    """Pack a checkpoint without ever holding the model.
 
     DST loads in seconds: `with moe_qlora.enabled(): AutoModelForCausalLM.from_pretrained(DST)`.
     """
     from ..progress import reporting
 
     shown = not quiet and sys.stderr.isatty()
-    try:
-        with reporting(shown, f"Reading {src}", "Packed", stderr=True, transient=True) as tell:
-            import torch
+    with reporting(shown, f"Reading {src}", "Packed", stderr=True, transient=True) as tell:
+        import torch
 
-            from ..checkpoint.quantize import quantize_checkpoint
-            from ..packing.settings import CodecSettings
+        from ..checkpoint.quantize import quantize_checkpoint
+        from ..packing.settings import CodecSettings
 
-            settings = CodecSettings(
-                quant.value,
-                double_quant,
-                getattr(torch, storage),
-                getattr(torch, compute_dtype),
-                skip_modules=tuple(skip or ()),
-            )
-            manifest = quantize_checkpoint(
-                src,
-                dst,
-                settings.bnb_fields(),
-                dtype=getattr(torch, dtype) if dtype else None,
-                device=device,
-                max_shard_size=max_shard_size,
-                progress=tell,
-                trust_remote_code=trust_remote_code,
-            )
-    except KeyboardInterrupt as stop:
-        raise Interrupted(f"there is no {dst} yet; the same command goes on from here.") from stop
+        settings = CodecSettings(
+            quant.value,
+            double_quant,
+            getattr(torch, storage),
+            getattr(torch, compute_dtype),
+            skip_modules=tuple(skip or ()),
+        )
+        manifest = quantize_checkpoint(
+            src,
+            dst,
+            settings.bnb_fields(),
+            dtype=getattr(torch, dtype) if dtype else None,
+            device=device,
+            max_shard_size=max_shard_size,
+            progress=tell,
+            trust_remote_code=trust_remote_code,
+        )
     total = sum(shard.nbytes for shard in manifest.shards.values())
     typer.echo(
         f"{dst}: {len(manifest.experts)} expert weights packed to {manifest.codec['kind']}, "

@@ -149,10 +149,6 @@ class _Words:
         yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
 
 
-class Interrupted(Exception):  # noqa: N818 - no error
-    """Ctrl-C, with a message."""
-
-
 @contextmanager
 def streams() -> Iterator[None]:
     """Filter both streams, warnings and log records during the block.

@@ -30,10 +30,9 @@ from torch import Tensor, nn
 
 from ..checkpoint import training_codec
 from ..checkpoint.adapter import CONFIG, LoraSettings, check_adapter_patterns
+from ..checkpoint.card import CARD, shorten_card
 from ..checkpoint.reader import parse_fields, read_header
-from ..checkpoint.source import of_model
 from ..checkpoint.staging import absolute, move_files, staging
-from ..checkpoint.training_codec import CARD
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
@@ -99,7 +98,7 @@ def load_adapter(
 def create_or_update_model_card(self: Any, output_dir: str) -> None:
     """Write the model card as PEFT does, without the template that nobody has filled in."""
     type(self).create_or_update_model_card(self, output_dir)
-    training_codec.shorten_card(Path(output_dir))
+    shorten_card(Path(output_dir))
 
 
 def use_own_files(model: PeftModel) -> None:
@@ -128,7 +127,7 @@ def check_base(
     """Compare a model with the one in the adapter's note; an adapter on a hub has no note here."""
     folder = Path(adapter) / (subfolder or "")
     if folder.is_dir():
-        training_codec.check_noted_base(folder, lambda names: of_model(model, names))
+        training_codec.check_noted_base(folder, model)
 
 
 def misfit(
@@ -272,7 +271,7 @@ def save_pretrained(
             key: value for key, value in state_dict.items() if not ranks.plain_tensor(value).divided
         }
         whole |= {key: read(key).cpu() for key in tensors}
-        with staging(folder, inside=True, wait=True) as work:
+        with staging(folder, inside=True) as work:
             if (folder / CARD).is_file():  # PEFT adds to it
                 shutil.copyfile(folder / CARD, work / CARD)
             stock(str(work), is_main_process=True, state_dict=whole)

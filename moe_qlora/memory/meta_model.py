@@ -139,7 +139,7 @@ def source_of(
         linears=True,
         notes=(*resolved.notes, note) if note else resolved.notes,
         dequantizes=method is not None or codes is not None,
-        on_disk=None if codes is None else codes.nbytes,
+        on_disk=codes,
         native=native,
         skeleton=None if native else cache(lambda: skeleton_of(build_model())),
     )

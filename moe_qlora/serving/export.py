@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ..checkpoint import training_codec
 from ..checkpoint.adapter import (
     CONFIG,
+    PREFIX,
     WEIGHTS,
     Adapter,
     Resolver,
@@ -35,11 +36,9 @@ from ..checkpoint.adapter import (
     check_adapter_patterns,
     open_adapter,
 )
-from ..checkpoint.base import Base, PackedBase, PlainBase
-from ..checkpoint.manifest import is_packed
-from ..checkpoint.merge import check_roles, model_builder
+from ..checkpoint.base import Base, open_base
+from ..checkpoint.card import CARD, facts_of, write_card
 from ..checkpoint.per_expert import (
-    PREFIX,
     Factors,
     alpha_of,
     flat_factors,
@@ -49,9 +48,7 @@ from ..checkpoint.per_expert import (
     uniform,
 )
 from ..checkpoint.reader import inside
-from ..checkpoint.source import fingerprint
 from ..checkpoint.staging import absolute, check_new, new_folder
-from ..checkpoint.training_codec import CARD, facts_of, write_card
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, listed, name_pattern
@@ -117,36 +114,22 @@ def export_adapter(
     if target not in servers():
         raise ConfigError(f"target is {target!r}; give one of {', '.join(servers())}.")
     source, folder, place = absolute(base), absolute(adapter), absolute(out)
-    check_roles(source, folder)
     check_new(place)
     with ExitStack() as stack:
-        model = model_builder(source, trust_remote_code)()
+        opened = stack.enter_context(closing(open_base(source, None, trust_remote_code)))
+        model = opened.model
         named = read_json(source / "config.json").get("architectures")
         named = named if isinstance(named, list) and named else [type(model).__name__]
         layout = layout_for(target, named[0])
-        kind = PackedBase if is_packed(source) else PlainBase
-        opened = stack.enter_context(closing(kind(source, model, max_shard_size="5GB")))
         if not any_base:
-            training_codec.check_noted_base(
-                folder, lambda names: fingerprint(model, str(base), names, opened.first_rows)
-            )
+            training_codec.check_noted_base(folder, model, str(base), opened.first_rows)
         check_adapter_patterns(folder, model)
         lora = open_adapter(stack.enter_context(fused(folder, model)))
         stack.enter_context(lora.file)
-        if type(model_builder(source, trust_remote_code, lora)()) is not type(model):
-            raise AdapterError(
-                f"{folder} was trained on the text model of {base} alone, and an export is for all "
-                f"of it: {MERGE}."
-            )
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()
-        for key in updates.disk_deltas:
-            raise AdapterError(
-                f"{folder} has LoRA on {key}, which the base has on disk but its model knows by "
-                f"another name or not at all, so that {target} would drop it: {MERGE}."
-            )
         work = stack.enter_context(new_folder(place))
-        if target == "peft":
+        if target == "peft" and not updates.disk_deltas:
             shutil.copyfile(lora.folder / CONFIG, work / CONFIG)
             shutil.copyfile(lora.folder / WEIGHTS, work / WEIGHTS)
             report = ExportReport(
@@ -176,7 +159,12 @@ class _Export:
     notes: list[str] = field(default_factory=list)
 
     def write(self, work: Path, place: Path) -> ExportReport:
-        self._refuse()
+        for name, why in self._unserved():
+            server = f"{self.layout.server} {self.layout.tested}"
+            raise AdapterError(
+                f"{self.source} changes {name}, which {why}, so that {server} cannot take it from "
+                f"an adapter: {MERGE}."
+            )
         experts, layers = self._factors()
         scalings = {name: one.scaling for name, one in (*experts.items(), *layers.items())}
         ranks = {name: one.rank for name, one in (*experts.items(), *layers.items())}
@@ -212,31 +200,20 @@ class _Export:
             tuple(self.notes), layout.loader_only,
         )  # fmt: skip
 
-    def _refuse(self) -> None:
-        """Raise if the adapter changes something that no server loads from an adapter."""
-        server = f"{self.layout.server} {self.layout.tested}"
+    def _unserved(self) -> Iterator[tuple[str, str]]:
+        """Yield weights that the adapter changes as no server loads it, and why."""
+        for key in self.updates.disk_deltas:
+            yield key, "is on disk, but the model has no tensor of that name"
         for name in self.updates.replacements:
-            raise AdapterError(
-                f"{self.source} holds {name} trained in full (modules_to_save), which "
-                f"{server} does not take from an adapter: {MERGE}."
-            )
+            yield name, "is trained in full (modules_to_save)"
         for name, deltas in self.updates.deltas.items():
             module = self.model.get_submodule(name.rpartition(".")[0])
             if any(delta.bias or delta.tokens for delta in deltas) or len(deltas) > 1:
-                raise AdapterError(
-                    f"{self.source} changes a bias, rows of tokens or a weight twice ({name}), "
-                    f"which {server} does not take from an adapter: {MERGE}."
-                )
-            if isinstance(module, nn.modules.conv._ConvNd | nn.Embedding):
-                raise AdapterError(
-                    f"{self.source} has LoRA on {name} ({type(module).__name__}), which "
-                    f"was not seen to be served by {server}: {MERGE}."
-                )
-            if self.layout.unserved & set(name.split(".")):
-                raise AdapterError(
-                    f"{self.source} has LoRA on {name}, which {server} does not serve from an "
-                    f"adapter of this architecture: {MERGE}."
-                )
+                yield name, "is a bias, or has trained rows of tokens or two changes"
+            elif isinstance(module, nn.modules.conv._ConvNd | nn.Embedding):
+                yield name, f"is of a {type(module).__name__}, and was not seen to be served"
+            elif self.layout.unserved & set(name.split(".")):
+                yield name, "is not served from an adapter of this architecture"
 
     def _note_untried(self, layers: Iterable[str]) -> None:
         names = {name.removesuffix(".weight") for name in layers}

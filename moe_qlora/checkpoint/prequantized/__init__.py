@@ -14,8 +14,6 @@ from .open import (
     describe_plain,
     described_method,
     open_plain,
-    plain_json,
-    stored_codes,
     unread_method,
 )
 
@@ -26,7 +24,5 @@ __all__ = [
     "described_method",
     "maker_method",
     "open_plain",
-    "plain_json",
-    "stored_codes",
     "unread_method",
 ]

@@ -12,7 +12,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
 
 from ...errors import CheckpointError
 from ...models.files import check_patterns
@@ -64,7 +67,7 @@ def maker_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a config.json, or that of its text model."""
     for place in (config, config.get("text_config")):
         if isinstance(place, Mapping) and place.get("quantization_config"):
-            return _mapping(place["quantization_config"], "quantization_config")
+            return _parse(_Mapping, place["quantization_config"])
     return None
 
 
@@ -89,38 +92,30 @@ class MakerConfig:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.method = _method(config) or "bitsandbytes"
         if self.method not in METHODS:
-            raise CheckpointError(
-                f"quantization_config says {self.method}, which is not read here (read are "
-                f"{', '.join(METHODS)}): {ADVICE}."
-            )
+            raise _unread(self.method, f"read are {', '.join(METHODS)}")
         inner = config.get("quantization")
-        inner = config if inner is None else _mapping(inner, "quantization")
+        inner = config if inner is None else _parse(_Mapping, inner, "quantization")
         self._ignored = tuple(_names({**config, **inner}))
         self._by_name: dict[str, Scheme] = {}
         self._by_pattern: list[tuple[re.Pattern[str], Scheme]] = []
         self._default: Scheme | None = None
-        for targets, scheme in self._groups(config, inner):
-            self._add(targets, scheme)
+        groups: Groups = iter(())  # MXFP4 has one layout
+        if self.method == COMPRESSED:
+            groups = _compressed_groups(config)
+        elif self.method == MODELOPT:
+            groups = _modelopt_groups(inner)
+        elif self.method != MXFP4:
+            groups = iter([((), _fp8_scheme(config, self.method))])
+        for targets, scheme in groups:
+            for target in targets or ("Linear",):
+                if target.startswith("re:"):
+                    self._by_pattern.append((_pattern(target), scheme))
+                elif re.fullmatch(r"[A-Z]\w*", target):
+                    self._default = self._default or scheme
+                else:
+                    self._by_name.setdefault(target, scheme)
         if self.method == COMPRESSED:
             self._ignored_patterns = [_pattern(n) for n in self._ignored if n.startswith("re:")]
-
-    def _groups(self, config: Mapping[str, Any], inner: Mapping[str, Any]) -> Groups:
-        if self.method == COMPRESSED:
-            return _compressed_groups(config)
-        if self.method == MODELOPT:
-            return _modelopt_groups(inner)
-        if self.method == MXFP4:
-            return iter(())
-        return iter([((), _fp8_scheme(config, self.method))])
-
-    def _add(self, targets: tuple[str, ...], scheme: Scheme) -> None:
-        for target in targets or ("Linear",):
-            if target.startswith("re:"):
-                self._by_pattern.append((_pattern(target), scheme))
-            elif re.fullmatch(r"[A-Z]\w*", target):
-                self._default = self._default or scheme
-            else:
-                self._by_name.setdefault(target, scheme)
 
     def check_patterns(self, modules: Iterable[str]) -> None:
         """Raise where a pattern of the configuration may run for ever on these modules' names."""
@@ -155,10 +150,7 @@ class MakerConfig:
 
 def _names(config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
-        names = config.get(key) or ()
-        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
-            raise CheckpointError(f"quantization_config has {key} {names!r:.80}, no list of names.")
-        yield from names
+        yield from _parse(list[str], config.get(key) or (), key)
 
 
 _SKIPPED = r"(?:{})(?:(?<=\.)|(?=\.|$))"
@@ -177,36 +169,27 @@ def _pattern(target: str) -> re.Pattern[str]:
     try:
         return re.compile(target.removeprefix("re:"))
     except re.error as error:
-        raise CheckpointError(
-            f"quantization_config has {target!r:.80}, which is no regular expression: {error}."
-        ) from error
+        raise _unread(f"{target!r:.80}", f"no regular expression: {error}") from error
 
 
-def _mapping(value: Any, place: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{place} is {value!r:.80} in config.json, which is no JSON object.")
-    return value
+_Mapping = dict[str, Any]
+_Size = Annotated[int, Field(strict=True, ge=1)]
+_Pair = tuple[_Size, _Size]
 
 
-def _size(value: Any, setting: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CheckpointError(
-            f"quantization_config says {setting} {value!r:.80}, which is no size of a block."
-        )
-    return value
+def _parse(kind: Any, value: Any, place: str = "") -> Any:
+    """Return a setting as a type that pydantic checks; `place` is its path in the configuration."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(str(part) for part in (place, *first["loc"]) if part != "")
+        raise _unread(f"{path} {first['input']!r:.80}".lstrip(), first["msg"]) from error
 
 
-def _pair(value: Any, setting: str) -> Block:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise CheckpointError(
-            f"quantization_config says {setting} {value!r:.80}, which is no pair of sizes."
-        )
-    return _size(value[0], setting), _size(value[1], setting)
-
-
-def _unread(setting: str, value: Any) -> CheckpointError:
+def _unread(setting: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"quantization_config says {setting} {value!r:.80}, which is not read here: {ADVICE}."
+        f"quantization_config says {setting}, which is not read here ({why}): {ADVICE}."
     )
 
 
@@ -218,55 +201,69 @@ def _fp8_scheme(config: Mapping[str, Any], method: str) -> Scheme:
         blocks: tuple[Block, ...] = ((1, 32),) if method == MXFP8 else ((128, 128), TENSOR, CHANNEL)
         return Scheme(FLOAT, 8, blocks, "no weight_block_size")
     size = config["weight_block_size"]
-    blocks = (TENSOR, CHANNEL) if size is None else (_pair(size, "weight_block_size"),)
+    blocks = (TENSOR, CHANNEL) if size is None else (_parse(_Pair, size, "weight_block_size"),)
     return Scheme(FLOAT, 8, blocks, f"weight_block_size {size}")
 
 
 # compressed-tensors
 
 
-def _compressed_groups(config: Mapping[str, Any]) -> Groups:
-    sparsity = _mapping(config.get("sparsity_config") or {}, "sparsity_config")
-    if sparsity.get("format") not in (None, "dense"):
-        raise _unread("sparsity_config.format", sparsity["format"])
-    transforms = _mapping(config.get("transform_config") or {}, "transform_config")
-    if transforms.get("config_groups"):
-        raise _unread("transform_config.config_groups", sorted(transforms["config_groups"]))
-    groups = _mapping(config.get("config_groups") or {}, "config_groups")
-    for name, group in groups.items():
-        place = f"config_groups.{name}"
-        weights = _mapping(group, place).get("weights")
-        if weights:
-            targets = group.get("targets") or ()
-            scheme = _compressed_scheme(_mapping(weights, place), f"{place}.weights")
-            yield tuple(str(target) for target in targets), scheme
-
-
-def _compressed_scheme(weights: Mapping[str, Any], place: str) -> Scheme:
-    kind, bits = str(weights.get("type", INT)).lower(), weights.get("num_bits", 8)
-    if weights.get("symmetric") is False:
-        raise _unread(f"{place}.symmetric", False)
+@checked(frozen=True)
+class _CompressedWeights:
+    type: Literal["int", "float"] = "int"
+    num_bits: Literal[4, 8] = 8
+    symmetric: Literal[True] | None = None
     # "weight", or "static", stores columns in order
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise _unread(f"{place}.actorder", weights["actorder"])
-    if kind not in (FLOAT, INT) or bits not in (4, 8):
-        raise _unread(f"{place}.num_bits", f"{bits} of type {kind}")
-    asked, strategy = weights.get("group_size"), weights.get("strategy")
-    if strategy is None:
-        strategy = "tensor" if asked is None else "channel" if asked == -1 else "group"
+    actorder: Literal["weight", "static", False] | None = None
+    strategy: Literal["tensor", "channel", "group", "tensor_group", "block"] | None = None
+    group_size: Annotated[int, Field(strict=True)] | None = None
+    block_structure: _Pair | None = None
+
+
+@checked(frozen=True)
+class _CompressedGroup:
+    weights: _Mapping | None = None
+    targets: list[str] | None = None
+
+
+@checked(frozen=True)
+class _Compressed:
+    config_groups: dict[str, _CompressedGroup] | None = None
+    sparsity_config: _Mapping | None = None
+    transform_config: _Mapping | None = None
+
+
+def _compressed_groups(config: Mapping[str, Any]) -> Groups:
+    own: _Compressed = _parse(_Compressed, config)
+    for key, value in (
+        ("sparsity_config.format", (own.sparsity_config or {}).get("format", "dense") or "dense"),
+        ("transform_config.config_groups", (own.transform_config or {}).get("config_groups")),
+    ):
+        if value and value != "dense":
+            raise _unread(f"{key} {value!r:.80}", "weights are stored otherwise")
+    for name, group in (own.config_groups or {}).items():
+        if group.weights:
+            scheme = _compressed_scheme(group.weights, f"config_groups.{name}.weights")
+            yield tuple(group.targets or ()), scheme
+
+
+def _compressed_scheme(settings: Mapping[str, Any], place: str) -> Scheme:
+    size = settings.get("block_structure")
+    if isinstance(size, str):
+        size = [int(n) if n.isdigit() else n for n in size.split("x")]
+    given = {**settings, "block_structure": size, "type": str(settings.get("type", INT)).lower()}
+    weights: _CompressedWeights = _parse(_CompressedWeights, given, place)
+    kind, bits, asked = weights.type, weights.num_bits, weights.group_size
+    per = "tensor" if asked is None else "channel" if asked == -1 else "group"
+    strategy = weights.strategy or per
     if strategy == "tensor_group" and (kind, bits) != (FLOAT, 4):  # NVFP4's, whose scales nest
-        raise _unread(f"{place}.strategy", f"{strategy} of {bits} bits of type {kind}")
+        raise _unread(f"{place}.strategy {strategy!r}", f"of {bits} bits of type {kind}")
     if strategy == "block":
-        size = weights.get("block_structure")
-        if isinstance(size, str):
-            size = [int(n) if n.isdigit() else n for n in size.split("x")]
-        block = _pair(size, f"{place}.block_structure")
+        block: Block = _parse(_Pair, weights.block_structure, f"{place}.block_structure")
     elif strategy in ("group", "tensor_group"):
-        block = (1, _size(asked, f"{place}.group_size"))
-    elif strategy in ("channel", "tensor"):
-        block = CHANNEL if strategy == "channel" else TENSOR
+        block = (1, _parse(_Size, asked, f"{place}.group_size"))
     else:
-        raise _unread(f"{place}.strategy", strategy)
+        block = CHANNEL if strategy == "channel" else TENSOR
     setting = f"{place} ({kind}, {bits} bits, {strategy} {'' if asked is None else asked}".rstrip()
     return Scheme(kind, bits, (block,), f"{setting})", strategy == "tensor_group")
 
@@ -284,11 +281,10 @@ _FP4_ALGORITHMS = ("NVFP4", "NVFP4_W4A16", "W4A16_NVFP4")
 
 
 def _modelopt_groups(config: Mapping[str, Any]) -> Groups:
-    layers = _mapping(config.get("quantized_layers") or {}, "quantized_layers")
-    for module, layer in layers.items():
-        place = f"quantized_layers.{module}"
-        entry = _mapping(layer, place)
-        yield (module,), _modelopt_scheme(entry.get("quant_algo"), entry, f"{place}.quant_algo")
+    layers = _parse(dict[str, _Mapping], config.get("quantized_layers") or {}, "quantized_layers")
+    for module, entry in layers.items():
+        place = f"quantized_layers.{module}.quant_algo"
+        yield (module,), _modelopt_scheme(entry.get("quant_algo"), entry, place)
     algorithm = config.get("quant_algo")
     if not layers or str(algorithm).upper() != "MIXED_PRECISION":
         yield (), _modelopt_scheme(algorithm, config, "quant_algo")
@@ -297,8 +293,8 @@ def _modelopt_groups(config: Mapping[str, Any]) -> Groups:
 def _modelopt_scheme(algorithm: Any, entry: Mapping[str, Any], place: str) -> Scheme:
     name = str(algorithm).upper()
     if name in _FP4_ALGORITHMS:
-        size = _size(entry.get("group_size") or 16, f"{place}, group_size")
+        size = _parse(_Size, entry.get("group_size") or 16, f"{place}, group_size")
         return Scheme(FLOAT, 4, ((1, size),), f"{place} {name}", nested=True)
     if name in _FP8_ALGORITHMS:
         return Scheme(FLOAT, 8, _FP8_ALGORITHMS[name], f"{place} {name}")
-    raise _unread(place, algorithm)
+    raise _unread(f"{place} {algorithm!r:.80}", "it is not known")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ from .config import (
     MODELOPT,
     MXFP4,
     MXFP8,
-    Block,
+    TENSOR,
     MakerConfig,
     Scheme,
 )
@@ -175,42 +176,6 @@ def unpack_int8(words: Tensor) -> Tensor:
     return words.contiguous().view(torch.uint8).float() - 128
 
 
-_UNPACK: dict[int, Callable[[Tensor], Tensor]] = {4: unpack_int4, 8: unpack_int8}
-
-
-def plan_int(
-    key: str,
-    name: str,
-    stored: Mapping[str, TensorInfo],
-    scheme: Scheme,
-    shape_of: Callable[[str], tuple[int, ...]],
-) -> Quantized:
-    """Return how words of codes and their scales make a plain tensor.
-
-    Its columns are those of all groups, which spares reading thousands of shapes from disk; they
-    are read (`shape_of`) where there are no groups. `check_shape` compares them when a tensor is
-    read.
-    """
-    words, scale, said = stored[key], f"{name}_scale", f"{name}_shape"
-    check_dims(key, words.shape)
-    group, per = scheme.blocks[0][1], 32 // scheme.bits
-    if group is None:
-        shape = shape_of(said)
-    else:
-        columns = stored[scale].shape[-1] * group if stored[scale].shape else 0
-        shape = (*words.shape[:-1], columns)
-    wanted = (*shape[:-1], cdiv(shape[-1], per)) if shape else ()
-    if words.dtype != torch.int32 or words.shape != wanted:
-        source = f"{said} has" if group is None else f"{scale} and groups of {group} have"
-        raise CheckpointError(
-            f"{key} is {described(words)}, and {scheme.bits} bits for each of {shape}, as {source} "
-            f"it, take int32 of shape {wanted}: copy the files again."
-        )
-    block, one = find_block(key, shape, scale, stored[scale], scheme, FLOAT_SCALES)
-    parts = {CODES: key, SCALE: scale, SHAPE: said}
-    return Quantized(parts, shape, block, _UNPACK[scheme.bits], one_scale=one)
-
-
 def check_shape(tensor: Quantized, shape: tuple[int, ...]) -> None:
     """Refuse a stored shape that the codes do not have."""
     if shape != tensor.shape:
@@ -241,41 +206,6 @@ def unpack_e2m1(codes: Tensor) -> Tensor:
     return unpack_nibbles(codes, TABLES[MXFP4])
 
 
-def plan_fp4(
-    key: str, name: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Scheme
-) -> Quantized:
-    """Return how bytes of codes and their scales make a plain tensor twice as wide.
-
-    Args:
-        key: Of the codes.
-        name: That keys of scales begin with.
-        scale: Key of the scales.
-        stored: What lies on disk.
-        scheme: Of the codes; where it is nested, the scales have a scale.
-    """
-    codes = stored[key]
-    check_dims(key, codes.shape)
-    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
-    dtypes = NVFP4_SCALES if scheme.nested else MXFP4_SCALES
-    block, one = find_block(key, shape, scale, stored[scale], scheme, dtypes)
-    parts = {CODES: key, SCALE: scale}
-    if scheme.nested:
-        role, other = (
-            (FACTOR, f"{name}_scale_2") if key == name else (DIVISOR, f"{name}_global_scale")
-        )
-        if other not in stored:
-            raise CheckpointError(
-                f"{other} is missing, without which {key} cannot be read: copy the whole folder."
-            )
-        if prod(stored[other].shape) != 1 or stored[other].dtype not in FLOAT_SCALES:
-            raise CheckpointError(
-                f"{other} is {described(stored[other])}, and one floating-point value belongs to "
-                f"{key}: copy both files again."
-            )
-        parts[role] = other
-    return Quantized(parts, shape, block, unpack_e2m1, one_scale=one)
-
-
 def unpack_nibbles(codes: Tensor, table: Sequence[float]) -> Tensor:
     """Return the values (r, 2 w), fp32, of bytes (r, w): `table[low], table[high]` of each."""
     pairs = [(low, high) for high in table for low in table]
@@ -288,14 +218,6 @@ def unpack_nibbles(codes: Tensor, table: Sequence[float]) -> Tensor:
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 FP8_SCALES = (*FLOAT_SCALES, torch.float8_e8m0fnu, torch.uint8)
-
-
-def plan_fp8(key: str, scale: str, stored: Mapping[str, TensorInfo], scheme: Scheme) -> Quantized:
-    """Return how codes of 8 bits and their scales make a plain tensor of the codes' shape."""
-    shape = stored[key].shape
-    check_dims(key, shape)
-    block, one = find_block(key, shape, scale, stored[scale], scheme, FP8_SCALES)
-    return Quantized({CODES: key, SCALE: scale}, shape, block, unpack_bytes, one_scale=one)
 
 
 def unpack_bytes(codes: Tensor) -> Tensor:
@@ -317,74 +239,12 @@ def described(info: TensorInfo) -> str:
     return f"{dtype_name(info.dtype)} of shape {info.shape}"
 
 
-def check_dims(key: str, shape: tuple[int, ...]) -> None:
-    """Refuse what is no matrix and no stack of them."""
-    if len(shape) not in (2, 3) or 0 in shape:
-        raise CheckpointError(
-            f"{key} has codes of shape {shape}: quantized weights are (out, in) or "
-            "(experts, out, in); copy the file again."
-        )
-
-
-def find_block(
-    key: str,
-    shape: tuple[int, ...],
-    scale: str,
-    info: TensorInfo,
-    scheme: Scheme,
-    dtypes: tuple[torch.dtype, ...],
-) -> tuple[tuple[int, int], bool]:
-    """Return the block that a grid of scales belongs to, and whether one scale is for all.
-
-    Args:
-        key: Of the codes.
-        shape: Of the matrix of codes once unpacked, or of the stack.
-        scale: Key of the scales.
-        info: Of the scales.
-        scheme: Of which one of the blocks must fit.
-        dtypes: That scales of such codes are stored in.
-
-    Raises:
-        CheckpointError: The grid does not belong to any of the scheme's blocks, or the dtype does
-            not.
-    """
-    if info.dtype not in dtypes:
-        raise CheckpointError(
-            f"{scale} is {described(info)}, and scales of {key} are "
-            f"{' or '.join(map(dtype_name, dtypes))} by {scheme.setting} of quantization_config: "
-            "copy both files again, or put the maker's config.json back."
-        )
-    rows, columns = shape[-2:]
-    stack = shape[:-2]
-    # modelopt keeps dimensions of 1 between; a scale of a tensor may have none
-    grid = tuple(size for size in info.shape if size != 1)
-    for block in scheme.blocks:
-        high, wide = _sizes(block, rows, columns)
-        wanted = (*stack, cdiv(rows, high), cdiv(columns, wide))
-        if grid == tuple(size for size in wanted if size != 1) and _first_fits(info, wanted):
-            return (high, wide), prod(wanted) == 1
-        if block == (None, None) and not grid:
-            return (high, wide), True
-    fitting = " or ".join(_described(block, stack, rows, columns) for block in scheme.blocks)
-    raise CheckpointError(
-        f"{scale} has shape {info.shape}, which does not belong to {key} of shape {shape} and "
-        f"{scheme.setting} of quantization_config: wanted are scales of shape {fitting}; copy both "
-        "files again."
+def misfit(key: str, info: TensorInfo, wanted: str) -> CheckpointError:
+    """Return the error for a stored tensor that does not fit the others or the configuration."""
+    return CheckpointError(
+        f"{key} is {described(info)}, and wanted is {wanted}: copy the files again, or put the "
+        "maker's config.json back."
     )
-
-
-def _first_fits(info: TensorInfo, wanted: tuple[int, ...]) -> bool:
-    """Whether the scales' first dimension is the first one of the grid, by which rows are read."""
-    return prod(wanted) == 1 or info.shape[0] == wanted[0]
-
-
-def _sizes(block: Block, rows: int, columns: int) -> tuple[int, int]:
-    return block[0] or rows, block[1] or columns
-
-
-def _described(block: Block, stack: tuple[int, ...], rows: int, columns: int) -> str:
-    high, wide = _sizes(block, rows, columns)
-    return str((*stack, cdiv(rows, high), cdiv(columns, wide)))
 
 
 ShapeOf = Callable[[str], tuple[int, ...]]
@@ -424,159 +284,205 @@ def plan_tensors(
     Raises:
         CheckpointError: A part is missing, belongs to nothing, or has the wrong shape.
     """
-    tensors: dict[str, Quantized] = {}
-    for key, info in stored.items():
-        entry = _plan(key, info, stored, config, shape_of)
-        if entry is not None:
-            name, tensor = entry
-            if name in tensors or (name in stored and name != key):
-                raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
-            tensors[name] = tensor
-    used = {key for tensor in tensors.values() for key in tensor.parts.values()}
-    rest = {key: info for key, info in stored.items() if key not in used}
-    rest = {key: info for key, info in rest.items() if not _is_idle(key, tensors)}
-    for key, info in rest.items():
-        if _holds_codes(key, info, config):
-            if (scale := _scale_of(key, stored)) is not None:
-                raise CheckpointError(
-                    f"{key} is {described(info)} beside {scale}, and {config.method} stores no "
-                    f"such codes: copy the whole folder, or {ADVICE}."
-                )
-            end = "_scale_inv" if config.method in (FP8, MXFP8) else "_scale"
-            wanted = _like(key, SCALE, tensors) or f"{key}{end}"
-            raise CheckpointError(
-                f"{key} is {described(info)}, which are codes, and {wanted}, without which they "
-                f"cannot be read, is missing: copy the whole folder, or {ADVICE}."
-            )
-    for key, info in rest.items():
-        if _is_scale(key, info, config):
-            codes = _like(key, CODES, tensors) or "the tensor it belongs to"
-            raise CheckpointError(
-                f"{key} is a part of a quantized weight, and {codes} is missing or holds no codes: "
-                "copy the whole folder."
-            )
-    return tensors, list(rest)
+    plan = _Plan(stored, config, shape_of)
+    return plan.tensors, plan.plain
 
 
-def _plan(
-    key: str,
-    info: TensorInfo,
-    stored: Mapping[str, TensorInfo],
-    config: MakerConfig,
-    shape_of: ShapeOf,
-) -> tuple[str, Quantized] | None:
-    """Return the plain tensor that a key holds the codes of; None where it holds none."""
-    module, _, last = key.rpartition(".")
-    if last in _REFUSED:
-        raise CheckpointError(
-            f"{key} says that {_REFUSED[last]}, which is not read here ({config.method}): {ADVICE}."
-        )
-    if config.method == MXFP4:
-        if not key.endswith("_blocks"):
+class _Plan:
+    """Which plain tensors the stored ones make; see `plan_tensors`."""
+
+    def __init__(
+        self, stored: Mapping[str, TensorInfo], config: MakerConfig, shape_of: ShapeOf
+    ) -> None:
+        self.stored, self.config, self.shape_of = stored, config, shape_of
+        self.tensors: dict[str, Quantized] = {}
+        for key, info in stored.items():
+            entry = self._of_codes(key, info)
+            if entry is not None:
+                name, tensor = entry
+                if name in self.tensors or (name in stored and name != key):
+                    raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
+                self.tensors[name] = tensor
+        used = {key for tensor in self.tensors.values() for key in tensor.parts.values()}
+        self.plain = [key for key in stored if key not in used and not self._is_idle(key)]
+        self._check_plain()
+
+    def _of_codes(self, key: str, info: TensorInfo) -> tuple[str, Quantized] | None:
+        """Return the plain tensor that a key holds the codes of; None where it holds none."""
+        method, last = self.config.method, key.rpartition(".")[2]
+        if last in _REFUSED:
+            raise CheckpointError(
+                f"{key} says that {_REFUSED[last]}, which is not read here ({method}): {ADVICE}."
+            )
+        if method == MXFP4:
+            name = key.removesuffix("_blocks")
+            return None if name == key else (name, self._mxfp4(key, info, f"{name}_scales"))
+        if method == COMPRESSED and last.endswith("_packed"):
+            name = key.removesuffix("_packed")
+            self._need(f"{name}_scale", key)
+            if info.dtype == torch.uint8:
+                scheme = self._scheme(key, name, FLOAT, 4)
+                return name, self._fp4(key, name, f"{name}_scale", scheme)
+            self._need(f"{name}_shape", key)
+            return name, self._int(key, name, self._scheme(key, name, INT))
+        scale = self._scale_of(key)
+        if scale is None or info.dtype not in (*FP8_DTYPES, torch.int8, torch.uint8):
             return None
-        name = key.removesuffix("_blocks")
-        _need(f"{name}_scales", key, stored)
-        blocks, scales = stored[f"{name}_blocks"], stored[f"{name}_scales"]
-        is_blocks = len(blocks.shape) == 4 and blocks.shape[3] == MX_BLOCK // 2
-        if not is_blocks or blocks.dtype != torch.uint8 or 0 in blocks.shape:
-            raise CheckpointError(
-                f"{name}_blocks is {described(blocks)}: MXFP4 codes are bytes of shape (experts, "
-                "rows, groups, 16); copy the file again."
-            )
-        experts, rows, groups = blocks.shape[:3]
-        if scales.shape != blocks.shape[:3] or scales.dtype not in MXFP4_SCALES:
-            raise CheckpointError(
-                f"{name}_scales is {described(scales)}: wanted are bytes of shape "
-                f"{blocks.shape[:3]}, one for each group of {name}_blocks; copy both files again."
-            )
-        parts = {CODES: f"{name}_blocks", SCALE: f"{name}_scales"}
+        is_int8 = info.dtype == torch.int8
+        if info.dtype in FP8_DTYPES or (is_int8 and method == COMPRESSED):
+            scheme = self._scheme(key, key, INT if is_int8 else FLOAT, 8)
+            return key, self._quantized(key, info.shape, scale, scheme, FP8_SCALES, unpack_bytes)
+        if is_int8 and method == FP8:
+            return key, self._fp4(key, key, scale, _FP4)
+        if info.dtype == torch.uint8 and method == MODELOPT:
+            return key, self._fp4(key, key, scale, self._scheme(key, key, FLOAT, 4))
+        return None
+
+    def _quantized(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        scale: str,
+        scheme: Scheme,
+        dtypes: tuple[torch.dtype, ...],
+        unpack: Callable[[Tensor], Tensor],
+        parts: Mapping[str, str] = MappingProxyType({}),
+    ) -> Quantized:
+        """Return codes whose scales fit one of the scheme's blocks.
+
+        `shape` is that of the codes once unpacked; `dtypes`, that such scales are stored in.
+        """
+        codes, info = self.stored[key], self.stored[scale]
+        if len(codes.shape) not in (2, 3) or 0 in codes.shape:
+            raise misfit(key, codes, "codes of shape (out, in) or (experts, out, in)")
+        rows, columns = shape[-2:]
+        # modelopt keeps dimensions of 1 between; a scale of a tensor may have none
+        grid = tuple(size for size in info.shape if size != 1)
+        fitting = []
+        for block in scheme.blocks:
+            high, wide = block[0] or rows, block[1] or columns
+            wanted = (*shape[:-2], cdiv(rows, high), cdiv(columns, wide))
+            fitting.append(str(wanted))
+            one = not grid and (prod(wanted) == 1 or block == TENSOR)
+            same = grid == tuple(size for size in wanted if size != 1)
+            same = same and info.shape[:1] == wanted[:1]  # rows are read by the first dimension
+            if info.dtype in dtypes and (one or same):
+                parts = {CODES: key, SCALE: scale, **parts}
+                return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
+        raise misfit(
+            scale,
+            info,
+            f"scales of {key} of shape {shape}, which are {' or '.join(map(dtype_name, dtypes))} "
+            f"of shape {' or '.join(fitting)} by {scheme.setting}",
+        )
+
+    def _int(self, key: str, name: str, scheme: Scheme) -> Quantized:
+        """Return words of codes.
+
+        Columns are those of all groups, which spares reading thousands of shapes from disk; they
+        are read where there are no groups. `check_shape` compares them when a tensor is read.
+        """
+        words, scale, said = self.stored[key], f"{name}_scale", f"{name}_shape"
+        group = scheme.blocks[0][1]
+        if group is None:
+            shape = self.shape_of(said)
+        else:
+            shape = (*words.shape[:-1], (self.stored[scale].shape or (0,))[-1] * group)
+        wanted = (*shape[:-1], cdiv(shape[-1], 32 // scheme.bits)) if shape else ()
+        if words.dtype != torch.int32 or words.shape != wanted:
+            codes = f"int32 of shape {wanted}, {scheme.bits} bits for each of {shape}"
+            raise misfit(key, words, f"{codes}, which {said if group is None else scale} asks for")
+        unpack = unpack_int4 if scheme.bits == 4 else unpack_int8
+        return self._quantized(key, shape, scale, scheme, FLOAT_SCALES, unpack, {SHAPE: said})
+
+    def _fp4(self, key: str, name: str, scale: str, scheme: Scheme) -> Quantized:
+        """Return bytes of two codes; where the scheme is nested, the scales have a scale."""
+        *rest, width = self.stored[key].shape or (0,)
+        parts: dict[str, str] = {}
+        if scheme.nested:
+            role, end = (FACTOR, "_scale_2") if key == name else (DIVISOR, "_global_scale")
+            other = parts[role] = f"{name}{end}"
+            self._need(other, key)
+            info = self.stored[other]
+            if prod(info.shape) != 1 or info.dtype not in FLOAT_SCALES:
+                raise misfit(other, info, f"one floating-point value for {key}")
+        dtypes = NVFP4_SCALES if scheme.nested else MXFP4_SCALES
+        return self._quantized(key, (*rest, width * 2), scale, scheme, dtypes, unpack_e2m1, parts)
+
+    def _mxfp4(self, key: str, info: TensorInfo, scale: str) -> Quantized:
+        self._need(scale, key)
+        is_blocks = len(info.shape) == 4 and info.shape[3] == MX_BLOCK // 2
+        if not is_blocks or info.dtype != torch.uint8 or 0 in info.shape:
+            raise misfit(key, info, "bytes of shape (experts, rows, groups, 16)")
+        experts, rows, groups = info.shape[:3]
+        scales = self.stored[scale]
+        if scales.shape != info.shape[:3] or scales.dtype not in MXFP4_SCALES:
+            raise misfit(scale, scales, f"bytes of shape {info.shape[:3]} for {key}")
         shape = (experts, groups * MX_BLOCK, rows)
-        return name, Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
-    if config.method == COMPRESSED and last.endswith("_packed"):
-        name = key.removesuffix("_packed")
-        _need(f"{name}_scale", key, stored)
-        module = name.rpartition(".")[0]
-        if stored[key].dtype == torch.uint8:
-            return name, plan_fp4(
-                key, name, f"{name}_scale", stored, _scheme(key, module, config, FLOAT, 4)
+        parts = {CODES: key, SCALE: scale}
+        return Quantized(parts, shape, (1, MX_BLOCK), unpack_e2m1, transposed=True)
+
+    def _need(self, part: str, key: str) -> None:
+        if part not in self.stored:
+            raise CheckpointError(
+                f"{part} is missing, without which {key} cannot be read: copy the whole folder."
             )
-        _need(f"{name}_shape", key, stored)
-        return name, plan_int(key, name, stored, _scheme(key, module, config, INT), shape_of)
-    if info.dtype not in (*FP8_DTYPES, torch.int8, torch.uint8):
-        return None
-    scale = _scale_of(key, stored)
-    if scale is None:
-        return None
-    if info.dtype in FP8_DTYPES:
-        return key, plan_fp8(key, scale, stored, _scheme(key, module, config, FLOAT, 8))
-    if info.dtype == torch.int8 and config.method == COMPRESSED:
-        return key, plan_fp8(key, scale, stored, _scheme(key, module, config, INT, 8))
-    if info.dtype == torch.int8 and config.method == FP8:
-        return key, plan_fp4(key, key, scale, stored, _FP4)
-    if info.dtype == torch.uint8 and config.method == MODELOPT:
-        return key, plan_fp4(key, key, scale, stored, _scheme(key, module, config, FLOAT, 4))
-    return None
 
+    def _scheme(self, key: str, name: str, kind: str, bits: int | None = None) -> Scheme:
+        scheme = self.config.scheme(name.rpartition(".")[0])
+        if scheme is None or scheme.kind != kind or scheme.bits not in (bits or scheme.bits,):
+            said = "no group of it is for them" if scheme is None else f"it says {scheme.setting}"
+            what = kind if bits is None else f"{kind}, {bits} bits"
+            raise CheckpointError(
+                f"{key} holds codes ({what}) that quantization_config ({self.config.method}) does "
+                f"not tell of: {said}; put the maker's config.json back."
+            )
+        return scheme
 
-def _need(part: str, key: str, stored: Mapping[str, TensorInfo]) -> None:
-    if part not in stored:
-        raise CheckpointError(
-            f"{part} is missing, without which {key} cannot be read: copy the whole folder."
-        )
+    def _scale_of(self, key: str) -> str | None:
+        module, _, last = key.rpartition(".")
+        names = [f"{key}_scale_inv", f"{key}_scale"]
+        if last == "weight":
+            names += [f"{module}.scale", f"{module}.qscale_weight"]
+        return next((name for name in names if name in self.stored), None)
 
+    def _is_idle(self, key: str) -> bool:
+        """Whether a tensor that is no part is for activations, or the zero points of 0 of codes."""
+        last = key.rpartition(".")[2]
+        if last in _ACTIVATIONS or last.endswith(_ACTIVATION_ENDS):
+            return True
+        return last.endswith("_zero_point") and key.removesuffix("_zero_point") in self.tensors
 
-def _scheme(
-    key: str, module: str, config: MakerConfig, kind: str, bits: int | None = None
-) -> Scheme:
-    scheme = config.scheme(module)
-    if scheme is None or scheme.kind != kind or scheme.bits not in (bits or scheme.bits,):
-        said = "no group of it is for them" if scheme is None else f"it says {scheme.setting}"
-        what = kind if bits is None else f"{kind}, {bits} bits"
-        raise CheckpointError(
-            f"{key} holds codes ({what}) that quantization_config ({config.method}) does not tell "
-            f"of: {said}; put the maker's config.json back."
-        )
-    return scheme
+    def _check_plain(self) -> None:
+        """Refuse codes and scales that are no part of a tensor."""
+        codes = [key for key in self.plain if self._holds_codes(key)]
+        for key in (*codes, *filter(self._is_scale, self.plain)):
+            module, _, last = key.rpartition(".")
+            like = (  # what other modules have beside a tensor of this name
+                f"{module}.{tensor.parts[SCALE if key in codes else CODES].rpartition('.')[2]}"
+                for tensor in self.tensors.values()
+                if any(part.rpartition(".")[2] == last for part in tensor.parts.values())
+            )
+            end = "_scale_inv" if self.config.method in (FP8, MXFP8) else "_scale"
+            other = next(like, f"{key}{end}" if key in codes else "the other part")
+            other = (self._scale_of(key) if key in codes else None) or other
+            raise CheckpointError(
+                f"{key} is {described(self.stored[key])}, a part of a quantized weight, and "
+                f"{other} is missing, or does not go with it in {self.config.method}: copy the "
+                f"whole folder, or {ADVICE}."
+            )
 
+    def _holds_codes(self, key: str) -> bool:
+        info = self.stored[key]
+        if info.dtype.is_floating_point:
+            return info.dtype.itemsize == 1 and info.dtype != torch.float8_e8m0fnu
+        module, _, last = key.rpartition(".")
+        is_packed = last.endswith(("_packed", "_blocks"))
+        is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
+        is_codes = is_packed or (is_bytes and not last.endswith(_SCALES))
+        return is_codes and not self.config.is_ignored(module)
 
-def _scale_of(key: str, stored: Mapping[str, TensorInfo]) -> str | None:
-    module, _, last = key.rpartition(".")
-    names = [f"{key}_scale_inv", f"{key}_scale"]
-    if last == "weight":
-        names += [f"{module}.scale", f"{module}.qscale_weight"]
-    return next((name for name in names if name in stored), None)
-
-
-def _like(key: str, role: str, tensors: Mapping[str, Quantized]) -> str | None:
-    module, _, last = key.rpartition(".")
-    for tensor in tensors.values():
-        if any(part.rpartition(".")[2] == last for part in tensor.parts.values()):
-            return f"{module}.{tensor.parts[role].rpartition('.')[2]}"
-    return None
-
-
-def _is_idle(key: str, tensors: Mapping[str, Quantized]) -> bool:
-    """Whether a tensor that is no part is for activations, or the zero points of 0 of codes."""
-    last = key.rpartition(".")[2]
-    if last in _ACTIVATIONS or last.endswith(_ACTIVATION_ENDS):
-        return True
-    return last.endswith("_zero_point") and key.removesuffix("_zero_point") in tensors
-
-
-def _holds_codes(key: str, info: TensorInfo, config: MakerConfig) -> bool:
-    if info.dtype == torch.float8_e8m0fnu:
-        return False
-    if info.dtype.is_floating_point:
-        return info.dtype.itemsize == 1
-    module, _, last = key.rpartition(".")
-    is_packed = last.endswith(("_packed", "_blocks"))
-    is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
-    is_scale = last.endswith(_SCALES)
-    return (is_packed or (is_bytes and not is_scale)) and not config.is_ignored(module)
-
-
-def _is_scale(key: str, info: TensorInfo, config: MakerConfig) -> bool:
-    module, _, last = key.rpartition(".")
-    if info.dtype == torch.float8_e8m0fnu:
-        return True
-    return last.endswith(_SCALES) and not config.is_ignored(module)
+    def _is_scale(self, key: str) -> bool:
+        module, _, last = key.rpartition(".")
+        is_exponent = self.stored[key].dtype == torch.float8_e8m0fnu
+        return is_exponent or (last.endswith(_SCALES) and not self.config.is_ignored(module))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -222,42 +222,8 @@ def unread_method(folder: str | Path) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class StoredCodes:
-    """What a folder that its maker quantized holds, without reading a tensor."""
-
-    method: str
-    weights: int  # stored as codes
-    tensors: int  # in all its files, scales included
-    nbytes: int  # of these
-
-    def __str__(self) -> str:
-        return (
-            f"{self.weights} weights of the folder are codes ({self.method}), which are "
-            f"dequantized when they are read; its {self.tensors} tensors take "
-            f"{human_bytes(self.nbytes)} on disk."
-        )
-
-
-def stored_codes(folder: str | Path) -> StoredCodes | None:
-    """Return what a folder holds of its maker's codes; None for any other folder.
-
-    Raises:
-        CheckpointError: As `open_plain`.
-    """
-    with open_plain(folder) as checkpoint:
-        if not isinstance(checkpoint, PrequantizedCheckpoint):
-            return None
-        return StoredCodes(
-            checkpoint.method,
-            sum(checkpoint.is_dequantized(name) for name in checkpoint),
-            len(checkpoint.stored),
-            sum(info.nbytes for info in checkpoint.stored.values()),
-        )
-
-
-def codes_of_source(config: Any) -> tuple[StoredCodes | None, str]:
-    """Return what lies in the folder that a transformers configuration is of, and a note on it.
+def codes_of_source(config: Any) -> tuple[int | None, str]:
+    """Return the bytes of the folder that a transformers configuration is of, and a note on it.
 
     Nothing where the maker of the folder did not quantize it, or it has no safetensors files; a
     note alone where it is not read.
@@ -269,10 +235,17 @@ def codes_of_source(config: Any) -> tuple[StoredCodes | None, str]:
     if described_method(config) is None and not (folder / MODELOPT_CONFIG).is_file():
         return None, ""
     try:
-        codes = stored_codes(folder)
+        with open_plain(folder) as checkpoint:
+            if not isinstance(checkpoint, PrequantizedCheckpoint):
+                return None, ""
+            nbytes = sum(info.nbytes for info in checkpoint.stored.values())
+            return nbytes, (
+                f"{sum(map(checkpoint.is_dequantized, checkpoint))} weights of the folder are "
+                f"codes ({checkpoint.method}), which are dequantized when they are read; its "
+                f"{len(checkpoint.stored)} tensors take {human_bytes(nbytes)} on disk."
+            )
     except CheckpointError as error:
         return None, str(error)
-    return codes, "" if codes is None else str(codes)
 
 
 def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
@@ -338,7 +311,7 @@ def _parts(config: Any) -> list[Any]:
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the 16-bit folder, given that of the quantized one."""
     plain = copy.deepcopy(dict(config))
-    for part in _dicts(plain):
+    for part in json_parts(plain):
         if _method(part.get(_SETTINGS)) is not None:
             del part[_SETTINGS]
         part.pop(_STORED_DTYPE, None)
@@ -349,11 +322,12 @@ def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _dicts(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def json_parts(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a configuration, and the configurations in it."""
     yield value
     for inner in list(value.values()):
         if isinstance(inner, dict):
-            yield from _dicts(inner)
+            yield from json_parts(inner)
 
 
 def _method(settings: Any) -> str | None:

@@ -225,7 +225,7 @@ def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("field", ["hidden_act", "norm_topk_prob", "num_experts_per_tok"])
 def test_another_computation_is_an_error(folders: dict[str, Path], field: str, use: Any) -> None:
-    seen = rf"was trained on {folders['base']}, with {field}=.*{folders[field]} has {field}="
+    seen = rf"was trained on {folders['base']}, and {folders[field]} has {field}="
     with pytest.raises(AdapterError, match=seen):
         use(folders[field], folders["adapter"])
 

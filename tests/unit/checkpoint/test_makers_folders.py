@@ -137,7 +137,7 @@ def test_codes_are_decoded_on_the_device_of_the_job(
 def test_rows_by_the_names_of_parameters(name: str, twins: Callable[[str], Twins]) -> None:
     rows = []
     for folder in (twins(name).makers, twins(name).plain):
-        source = bases.resolve_plain(folder, "", trust_remote_code=False)
+        source = bases.resolve_checkpoint(folder, False)
         model = named.build(source)
         base = bases.PlainBase(folder, model)
         read = CheckpointRows(base, {})

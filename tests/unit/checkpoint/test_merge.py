@@ -387,14 +387,14 @@ def refuses(
 def test_folders_in_the_wrong_place(folders: Path, tmp_path: Path) -> None:
     base, adapter, out = folders / "base", folders / "adapter", tmp_path / "out"
     full = folders / "out"
-    refuses(CheckpointError, "is an adapter and no model; the order is BASE", adapter, full, out)
-    refuses(CheckpointError, "is an adapter and no model; name the", adapter, adapter, out)
-    refuses(CheckpointError, "holds a full model", base, full, out)
-    refuses(CheckpointError, "is no folder", base, tmp_path / "nothing", out)
+    refuses(CheckpointError, "is no adapter: it has no", adapter, full, out)
+    refuses(CheckpointError, "holds an adapter and no model", adapter, adapter, out)
+    refuses(CheckpointError, "is no adapter: it has no", base, full, out)
+    refuses(CheckpointError, "is no adapter", base, tmp_path / "nothing", out)
     refuses(CheckpointError, "is no folder", tmp_path / "nothing", adapter, out)
     (tmp_path / "empty").mkdir()
-    refuses(CheckpointError, "has no config.json", tmp_path / "empty", adapter, out)
-    refuses(CheckpointError, "is no PEFT adapter", base, tmp_path / "empty", out)
+    refuses(CheckpointError, "without config.json", tmp_path / "empty", adapter, out)
+    refuses(CheckpointError, "is no adapter: it has no", base, tmp_path / "empty", out)
 
 
 @pytest.mark.parametrize(
@@ -537,9 +537,12 @@ def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
     refuses(ConfigError, match, base, note, out, like_training=True, **given)
     for number, (fields, match) in enumerate(
         (
-            ({"format_version": 2}, "format version 2"),
+            ({"format_version": 2}, "is damaged: format_version is 2"),
             ({"codec": {}}, "is damaged"),
-            ({"experts": ["model.layers.7.mlp.experts.down_proj"]}, "layers.7.* was packed in"),
+            (
+                {"experts": ["model.layers.7.mlp.experts.down_proj"]},
+                "is for a model .*layers.7",
+            ),
         )
     ):
         note = noted(folders, tmp_path / str(number), "int8", **fields)
@@ -624,26 +627,6 @@ def test_codes_of_another_tool_are_copied_and_never_rounded(folders: Path, tmp_p
     refuses(UnsupportedWeightError, match, base, note, tmp_path / "out", like_training=True)
     moe_qlora.merge_adapter(base, note, tmp_path / "out")
     assert torch.equal(tensors(tmp_path / "out")[v_proj], codes)
-
-
-@pytest.mark.parametrize("name", ["model-*.safetensors", "config.json"])
-def test_a_base_that_changes_during_a_merge_is_not_mixed(
-    folders: Path, tmp_path: Path, name: str
-) -> None:
-    shutil.copytree(folders / "base", tmp_path / "base")
-    file = min((tmp_path / "base").glob(name))
-
-    def change(done: int, total: int, key: str) -> None:
-        if done == total:
-            content = file.read_bytes()
-            file.unlink()
-            file.write_bytes(content + b" ")
-
-    with pytest.raises(CheckpointError, match=rf"{file.name} changed while the folder was read"):
-        moe_qlora.merge_adapter(
-            *(tmp_path / "base", folders / "adapter", tmp_path / "out"), progress=change
-        )
-    assert not (tmp_path / "out").exists()
 
 
 # Links in a base that comes from somebody else

@@ -148,7 +148,7 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, name):
 def test_an_index_names_files_by_text(tmp_path, value):
     two_shards(tmp_path)
     index(tmp_path, {"a": value})
-    with pytest.raises(CheckpointError, match="no file name"):
+    with pytest.raises(CheckpointError, match=r"weight_map.a is .* a valid string"):
         open_checkpoint(tmp_path)
 
 
@@ -375,55 +375,30 @@ def test_a_written_shard_is_what_safetensors_writes(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_rows_may_come_in_any_order_and_from_views(tmp_path):
+def test_rows_come_in_pieces_and_from_views(tmp_path):
     whole = noise(torch.bfloat16, 5, 4, 3)
     with ShardWriter(
         tmp_path / "f", {"w": (whole.dtype, whole.shape), "x": (torch.int8, (0, 2))}
     ) as w:
         w.write("x", torch.zeros(0, 2, dtype=torch.int8))
-        w.write("w", whole[3:], 3)
-        w.write("w", whole.transpose(1, 2).contiguous().transpose(1, 2)[1:3], 1)
-        w.write("w", whole[:1], 0)
+        w.write("w", whole[:1])
+        w.write("w", whole.transpose(1, 2).contiguous().transpose(1, 2)[1:3])
+        w.write("w", whole[3:])
     assert same(load_file(tmp_path / "f")["w"], whole)
 
 
 def test_what_was_not_announced_is_not_written(tmp_path):
     spec = {"w": (torch.float32, (4, 2))}
-    for number, tensor in enumerate((torch.ones(2, 4), torch.ones(4, 2).half(), torch.ones(8))):
-        with (
-            pytest.raises(CheckpointError, match=r"^w "),
-            ShardWriter(tmp_path / f"f{number}", spec) as writer,
-        ):
+    for number, tensor in enumerate((torch.ones(2, 4), torch.ones(4, 2).half(), torch.ones(5, 2))):
+        with pytest.raises(AssertionError), ShardWriter(tmp_path / f"f{number}", spec) as writer:
             writer.write("w", tensor)
-    for start, tensor in ((3, torch.ones(2, 2)), (0, torch.ones(5, 2)), (0, torch.ones(1, 3))):
-        with (
-            pytest.raises(CheckpointError, match=r"^w: rows"),
-            ShardWriter(tmp_path / f"r{start}{len(tensor)}{tensor.shape[1]}", spec) as writer,
-        ):
-            writer.write("w", tensor, start)
     with (
-        pytest.raises(CheckpointError, match="w was not written"),
-        ShardWriter(tmp_path / "g", spec),
+        pytest.raises(AssertionError, match="w was not written"),
+        ShardWriter(tmp_path / "g", spec) as writer,
     ):
-        pass
-    with (
-        pytest.raises(CheckpointError, match="w was not written"),
-        ShardWriter(tmp_path / "h", spec) as writer,
-    ):
-        writer.write("w", torch.ones(3, 2), 0)
-    with pytest.raises(CheckpointError, match="exists already"):
-        ShardWriter(tmp_path / "g", spec)
+        writer.write("w", torch.ones(3, 2))
     with pytest.raises(CheckpointError, match="safetensors cannot store"):
         ShardWriter(tmp_path / "i", {"w": (torch.complex128, (1,))})
-
-
-def test_a_row_written_twice_does_not_stand_in_for_a_missing_one(tmp_path):
-    writer = ShardWriter(tmp_path / "f", {"w": (torch.float32, (4, 2))})
-    writer.write("w", torch.ones(2, 2), 0)
-    with pytest.raises(CheckpointError, match="w is written twice"):
-        writer.write("w", torch.ones(2, 2), 1)
-    with pytest.raises(CheckpointError, match="w was not written"):
-        writer.close()
 
 
 @settings(deadline=None, max_examples=100)

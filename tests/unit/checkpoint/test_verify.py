@@ -7,6 +7,7 @@ import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.manifest import EARLIER_SENTENCES, read_manifest
+from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import CheckpointError
 from moe_qlora.packing import codec, parametrize
@@ -108,15 +109,17 @@ def test_a_stack_with_a_block_of_zeros_is_good(tmp_path):
         assert verify(tmp_path / kind).problems == ()
 
 
-def test_what_an_earlier_version_wrote_is_whole(tmp_path):
+def test_another_sentence_of_an_earlier_version_is_whole(tmp_path):
     folder = tmp_path / "packed"
     small().save_pretrained(folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
-    for sentence in EARLIER_SENTENCES:
-        changed = config | {"transformers_weights": sentence}
-        file.write_text(json.dumps(changed, indent=2, sort_keys=True) + "\n")
-        assert verify(folder).problems == ()
+    file.write_text(json.dumps(config | {"transformers_weights": "packed"}))
+    assert verify(folder).problems == ()
+
+
+def plain(raw: bytes) -> Any:
+    return json.loads(raw) | {"transformers_weights": ""}
 
 
 def test_every_change_of_config_json_is_found(cli, tmp_path):
@@ -127,21 +130,23 @@ def test_every_change_of_config_json_is_found(cli, tmp_path):
     for number in range(60):
         raw = bytearray(text)
         place = rng.randrange(len(raw))
-        kind = rng.choice(["flip", "cut", "drop", "space", "junk"])
+        kind = rng.choice(["flip", "cut", "drop", "junk"])
         if kind == "flip":
             raw[place] ^= 1 << rng.randrange(8)
         elif kind == "cut":
             del raw[place:]
         elif kind == "drop":
             del raw[place]
-        elif kind == "space":
-            raw[place:place] = b" "
         else:
             raw[place : place + 4] = rng.randbytes(4)
         (folder / "config.json").write_bytes(raw)
         report = verify(folder)
+        with suppress(ValueError):
+            if plain(raw) == plain(text):  # layout, or the sentence
+                assert report.good
+                continue
         assert not report.good, (number, kind, place)
-        assert "config.json" in report.problems[0]
+        assert "config.json" in report.problems[0] or "is missing" in report.problems[0]
         if number < 5:
             check_damaged(cli(folder), "config.json")
     (folder / "config.json").write_bytes(text)
@@ -153,10 +158,10 @@ def test_every_change_of_config_json_is_found(cli, tmp_path):
     [
         (lambda c: c.update(num_experts_per_tok=1), "it changed in num_experts_per_tok"),
         (lambda c: c.pop("rms_norm_eps"), "it changed in rms_norm_eps"),
-        (lambda c: c.pop("moe_qlora"), "does not say that the folder is packed"),
-        (lambda c: c["moe_qlora"].update(id="0" * 64), "do not fit moe_qlora-"),
+        (lambda c: c.pop("moe_qlora"), "was not packed by moe_qlora"),
+        (lambda c: c["moe_qlora"].update(id="0" * 64), "has moe_qlora {"),
         (lambda c: c["moe_qlora"].update(entry="x.safetensors"), "moe_qlora.entry is 'x.safe"),
-        (lambda c: c["moe_qlora"].update(format_version=3), "moe_qlora.format_version 3"),
+        (lambda c: c["moe_qlora"].update(format_version=3), "has moe_qlora {"),
         (lambda c: c["moe_qlora"].pop("manifest"), "moe_qlora.manifest is missing"),
         (lambda c: c.pop("transformers_weights"), "it changed in transformers_weights"),
         (
@@ -296,7 +301,7 @@ def test_leftovers_are_warnings(cli, tmp_path):
     names = [stray, "model.safetensors", "pytorch_model.bin", "moe_qlora-0123456789abcdef.json"]
     for name in names:
         (folder / name).write_bytes(b"")
-    staged = [".moe_qlora.0123abcd.partial", ".packed.moe_qlora.0123abcd.partial"]
+    staged = [".moe_qlora.partial", ".packed.moe_qlora.partial"]
     (folder / staged[0]).mkdir()
     (folder / "training_args.bin").write_bytes(b"")
     (tmp_path / staged[1]).mkdir()
@@ -380,8 +385,8 @@ def test_what_is_no_checkpoint_is_bad_input(cli, tmp_path):
         ((tmp_path / "file",), "is no folder"),
         ((tmp_path / "empty",), "holds no checkpoint"),
         ((tmp_path / "plain", "--against", tmp_path / "plain"), "not packed by moe_qlora"),
-        ((tmp_path / "packed", "--against", tmp_path / "packed"), "no 16-bit checkpoint"),
-        ((tmp_path / "packed", "--against", tmp_path / "missing"), "no 16-bit checkpoint"),
+        ((tmp_path / "packed", "--against", tmp_path / "packed"), "name the 16-bit checkpoint"),
+        ((tmp_path / "packed", "--against", tmp_path / "missing"), "is no folder"),
     ):
         code, _, err = cli(*arguments)
         assert code == 2, arguments

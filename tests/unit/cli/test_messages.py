@@ -159,29 +159,6 @@ def test_an_interrupted_merge_leaves_nothing(cli, folder, monkeypatch):
     assert contents(folder) == before
 
 
-def test_an_interrupted_quantize_goes_on(cli, folder, monkeypatch, tmp_path):
-    from moe_qlora.packing.codec import Packer
-
-    stock, calls = Packer.add, []
-
-    def add(self, piece):
-        calls.append(piece)
-        if len(calls) == 8:
-            raise KeyboardInterrupt
-        return stock(self, piece)
-
-    monkeypatch.setattr(Packer, "add", add)
-    arguments = ("quantize", folder / "model", tmp_path / "packed", "--max-shard-size", "40KB")
-    code, out, err = cli(*arguments)
-    assert (code, out) == (130, "")
-    said = f"there is no {tmp_path / 'packed'} yet; the same command goes on from here."
-    assert err.endswith(f"interrupted: {said}\n")
-    assert not (tmp_path / "packed").exists()
-    code, out, err = cli(*arguments)
-    assert (code, err) == (0, "")
-    assert [file.name for file in tmp_path.iterdir()] == ["packed"]
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
