@@ -10,7 +10,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ INDEX = f"model{INDEX_SUFFIX}"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
 """Longest header that the safetensors format allows, in bytes."""
+
+_MOST_LOCKED = 64 << 20  # bytes of a tensor; a slice has some MiB
 
 _T = TypeVar("_T")
 
@@ -129,6 +131,24 @@ class Checkpoint:
             else:
                 tensor = self._open[file].get_slice(key)[start:stop]
         return tensor if device is None else tensor.to(device)
+
+    def fetch(
+        self, key: str, start: int = 0, stop: int | None = None, device: Any = None
+    ) -> Callable[[], Tensor]:
+        """Read a tensor, or rows, to the host; return what brings it to the device, as `read` does.
+
+        For a GPU, slices are read to page-locked memory, from which they are copied without
+        waiting; larger tensors, which would lock it for good, go to the device at once.
+        """
+        self.expect([key], start, stop)
+        tensor = Checkpoint.read(self, key, start, stop)
+        if device is None or torch.device(device).type != "cuda":
+            return lambda: tensor if device is None else tensor.to(device)
+        if tensor.nbytes > _MOST_LOCKED:
+            moved = tensor.to(device)
+            return lambda: moved
+        locked = tensor.pin_memory()
+        return lambda: locked.to(device, non_blocking=True)
 
     def read_bytes(self, key: str, start: int, stop: int) -> Tensor:
         """Read the bytes `[start, stop)` of a tensor, uint8, and no others."""
