@@ -25,10 +25,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 import moe_qlora
-from moe_qlora.checkpoint import base as bases
-from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint
 from moe_qlora.checkpoint.reader import INDEX
-from moe_qlora.checkpoint.rows import Slot, filled
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
 from moe_qlora.detection.detect import detect
@@ -113,40 +110,6 @@ def test_packing_equals_that_of_the_plain_folder(
     config = read_json(tmp_path / "makers" / "config.json")
     assert config["quantization_config"]["quant_method"] == "bitsandbytes"
     assert not says_quantized(config)
-
-
-def test_codes_are_decoded_on_the_device_of_the_job(
-    twins: Callable[[str], Twins], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices: dict[str, Any] = {}
-    fetch = PrequantizedCheckpoint.fetch
-
-    def spy(self: Any, key: str, start: int = 0, stop: Any = None, device: Any = None) -> Any:
-        devices[key] = device
-        return fetch(self, key, start, stop, device)
-
-    monkeypatch.setattr(PrequantizedCheckpoint, "fetch", spy)
-    pack(twins("deepseek_v3 fp8").makers, tmp_path / "out")
-    assert devices["model.layers.1.mlp.experts.0.up_proj.weight"] == torch.device("cpu")
-    assert devices["model.layers.0.self_attn.q_b_proj.weight"] == torch.device("cpu")
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
-def test_rows_by_the_names_of_parameters(name: str, twins: Callable[[str], Twins]) -> None:
-    rows = []
-    for folder in (twins(name).makers, twins(name).plain):
-        source = bases.resolve_plain(folder, "", trust_remote_code=False)
-        model = named.build(source)
-        base = bases.PlainBase(folder, model)
-        slots = {
-            key: Slot(key, t.shape, t.dtype, torch.device("cpu"), rows=(1, 3))
-            for key, t in model.state_dict().items()
-            if t.dim() > 1
-        }
-        rows.append(dict(filled(base.checkpoint, base.layout, base.layout.groups, slots)))
-        assert all(len(rows[-1][key]) == 2 for key in slots)
-        base.close()
-    assert_same_tensors(*rows)
 
 
 def test_what_modelopt_says_beside_the_configuration(
