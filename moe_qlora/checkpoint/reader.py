@@ -177,9 +177,9 @@ class Checkpoint:
                 self._handles[info.file] = handle.fileno()
             rows = info.shape[0] if info.shape else 1
             row = info.nbytes // max(rows, 1)
-            length = row * ((rows if stop is None else stop) - start)
-            place = (self._handles[info.file], info.offset + row * start, length)
-            os.posix_fadvise(*place, os.POSIX_FADV_WILLNEED)
+            first, last, _ = slice(start, stop).indices(rows)
+            place = (info.offset + row * first, row * max(last - first, 0))
+            os.posix_fadvise(self._handles[info.file], *place, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the files."""
