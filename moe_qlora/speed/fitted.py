@@ -183,7 +183,7 @@ def used_arguments(
     """
     from transformers.cache_utils import Cache
 
-    own = _parameters(type(layer))
+    own = _parameters(own_forward(layer))
     kwargs = {n: v for n, v in kwargs.items() if n in own or not _is_of_the_stack(n, v)}
     named = [kwargs[name] for name in _CACHES if kwargs.get(name) is not None]
     found = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
@@ -210,9 +210,8 @@ def used_arguments(
 
 
 @lru_cache
-def _parameters(kind: type) -> frozenset[str]:
-    own = getattr(kind.forward, "__wrapped__", kind.forward)  # type: ignore[attr-defined]
-    return frozenset(inspect.signature(own).parameters)
+def _parameters(forward: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def _is_of_the_stack(name: str, value: Any) -> bool:
