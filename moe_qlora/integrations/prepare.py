@@ -75,7 +75,7 @@ def prepare_training(
         model: A transformers model, or a PEFT model around one.
         batch_size: Sequences in a micro-batch of one device. Longer or larger batches than promised
             compute layers again.
-        seq_len: Tokens in a sequence; padding counts. CUDA graphs need batches of one length.
+        seq_len: Tokens of the longest sequence; padding is not computed.
         memory: Bytes that the step may take on this device, or a string such as "24GiB"; None for
             what the device has free.
         padded: Ignored, and deprecated: batches may be padded and packed.
