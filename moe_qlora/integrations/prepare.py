@@ -174,7 +174,7 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     else:
         prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
     if not sys.stderr.isatty() and world().first:  # Where a bar would not be seen
-        print(f"{_MEASURES}.", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{_MEASURES}.\n")
     with reporting(sys.stderr.isatty(), _MEASURES, "Prepared", stderr=True, transient=True):
         _fit(prepared, model, sizes, undo)
     prepared._lines.append(_YOURS)
