@@ -13,8 +13,10 @@ from transformers import DynamicCache
 
 import moe_qlora
 from moe_qlora.memory import levels
+from moe_qlora.speed.call_kinds import CallKinds, unflatten
 from moe_qlora.speed.fitted import FittedLayer, used_arguments
 from moe_qlora.speed.graphs import LayerGraphs
+from moe_qlora.speed.segments import SegmentMask
 from moe_qlora.testing import tiny_model
 
 gpu = pytest.mark.gpu
@@ -45,6 +47,17 @@ def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
     assert used_arguments(layer, (), given) == (
         (), {"seq_idx": ids, "is_causal": False, "past_key_values": None, "use_cache": False},
     )  # fmt: skip
+
+
+def test_numbers_on_the_host_tell_calls_apart() -> None:
+    model, x = tiny_model("qwen3_moe"), torch.ones(1, 4, 64)
+    kinds = CallKinds(model, model.model.layers[0])
+    masks = [SegmentMask(torch.arange(3), torch.tensor([4, rows]), 0) for rows in (0, 1, 1)]
+    leaves, structure, one = kinds.describe((x,), {"mask": masks[0], "pair": (x, None)})
+    other, same = (kinds.describe((x,), {"mask": m, "pair": (x, None)})[2] for m in masks[1:])
+    assert one != other == same
+    args, kwargs = unflatten(structure, iter(leaves))
+    assert args[0] is x and kwargs["mask"] == masks[0] and kwargs["pair"] == (x, None)
 
 
 @gpu
