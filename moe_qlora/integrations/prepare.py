@@ -75,7 +75,7 @@ def prepare_training(
         model: A transformers model, or a PEFT model around one.
         batch_size: Sequences in a micro-batch of one device. Longer or larger batches than promised
             compute layers again.
-        seq_len: Tokens in a sequence; padding counts. CUDA graphs need batches of one length.
+        seq_len: Tokens of the longest sequence; padding is not computed.
         memory: Bytes that the step may take on this device, or a string such as "24GiB"; None for
             what the device has free.
         padded: Ignored, and deprecated: batches may be padded and packed.
@@ -174,7 +174,7 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     else:
         prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
     if not sys.stderr.isatty() and world().first:  # Where a bar would not be seen
-        print(f"{_MEASURES}.", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{_MEASURES}.\n")
     with reporting(sys.stderr.isatty(), _MEASURES, "Prepared", stderr=True, transient=True):
         _fit(prepared, model, sizes, undo)
     prepared._lines.append(_YOURS)

@@ -183,8 +183,9 @@ def used_arguments(
     """
     from transformers.cache_utils import Cache
 
-    own = _parameters(own_forward(layer))
-    kwargs = {n: v for n, v in kwargs.items() if n in own or not _is_of_the_stack(n, v)}
+    if not torch.compiler.is_compiling():
+        own = _parameters(own_forward(layer))
+        kwargs = {n: v for n, v in kwargs.items() if n in own or not _is_of_the_stack(n, v)}
     named = [kwargs[name] for name in _CACHES if kwargs.get(name) is not None]
     found = [each for each in (*args, *kwargs.values()) if isinstance(each, Cache)]
     caches = found + [each for each in named if not isinstance(each, Cache)]

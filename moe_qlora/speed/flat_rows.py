@@ -53,8 +53,9 @@ _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 _STEP = 64
 """Lengths are multiples of this: kernels are compiled anew for those that are not of 16."""
 _OFTEN = 8
-"""How often a length comes before it is recorded although a longer one serves: recording takes as
-long as 12 rows of 2,048 tokens save (1.2 s; 48 layers of Qwen3-30B-A3B, H200)."""
+"""How often a length comes before it is recorded although a longer one serves.
+
+Recording takes 1.2 s (48 layers of Qwen3-30B-A3B, H200)."""
 _RECORDED = 8
 """Most lengths that are recorded."""
 _SHORT = 1024

@@ -62,7 +62,7 @@ from .recording import ObstacleError, RecordedCall, end_recording
 _log = logging.getLogger(__name__)
 
 _MOST_KINDS = 4
-"""Most recorded kinds of calls of a layer; with more, batches have no fixed length."""
+"""Most recorded kinds of calls of a layer outside flat rows; with more, batches have no length."""
 _MOST_FLAT = 8
 """Likewise of flat rows, of which the one that was not run for longest is given up for a ninth."""
 _UNKNOWN = object()
@@ -74,7 +74,7 @@ _EVERY = 4
 def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False) -> LayerGraphs:
     """Record the model's decoder layers as CUDA graphs, and train by replaying them.
 
-    This is for training that waits for the host, in batches of a fixed length (packed or padded).
+    For training that waits for the host, in flat rows (flat_rows.py) or batches of one shape.
     The first call of a layer runs eagerly, the second call of its kind is recorded, and later ones
     are replayed. Where the memory given to `fit_memory` holds no step beside what graphs reserve,
     they are given up for the first call of a kind, and recorded anew after it. Calls that cannot be
@@ -383,7 +383,7 @@ class _GraphedLayer(RunsLevels):
             if many:
                 raise ObstacleError(
                     f"it was called in more than {_MOST_KINDS} ways; train in batches of one fixed "
-                    "length, packed or padded"
+                    "length"
                 )
         if call is None and records:
             call = self.shared.record(self, make)

@@ -157,22 +157,6 @@ def test_deepseek_adapts_latent_attention_and_others(folder, tmp_path, monkeypat
     assert evaluated() == 3
 
 
-def test_attention_or_experts(folder, tmp_path, monkeypatch, capsys):
-    run("attention_or_experts", folder, tmp_path, monkeypatch)
-    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert factors(tmp_path / "attention") == attention
-    assert factors(tmp_path / "experts") == {"experts", "base_layer"}
-    assert factors(tmp_path / "both") == attention | {"experts", "base_layer"}
-    table = [line.split() for line in capsys.readouterr().out.splitlines()]
-    (heading,) = (number for number, row in enumerate(table) if row[:2] == ["LoRA", "on"])
-    nothing, *rows = table[heading + 1 : heading + 5]
-    assert [row[0] for row in rows] == ["attention", "experts", "both"]
-    before, attention, experts, both = (float(row[-1]) for row in (nothing, *rows))
-    assert max(attention, both) < before < 8 and experts <= before
-    trained = [int(row[2].replace(",", "")) for row in rows]
-    assert trained[0] // 8 + trained[1] == trained[2]  # rank 64 on attention alone, else 8
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_two_gpus(folder, tmp_path, monkeypatch, evaluated):
     variables = run("two_gpus", folder, tmp_path, monkeypatch)

@@ -124,7 +124,6 @@ args = SFTConfig(
 )
 held_out = max(1, len(chats) // 10)
 model = moe_qlora.get_peft_model(load(), lora_config, experts=True)
-print(moe_qlora.prepare_training(model, batch_size=1, seq_len=options.seq))
 trainer = SFTTrainer(
     model=model,
     args=args,
@@ -132,6 +131,7 @@ trainer = SFTTrainer(
     train_dataset=rows_of(chats[held_out:]),
     eval_dataset=rows_of(chats[:held_out]),
 )
+print(moe_qlora.prepare_training(trainer.model, batch_size=1, seq_len=options.seq))
 trainer.train(resume_from_checkpoint=options.resume)
 print(f"held-out loss: {trainer.evaluate()['eval_loss']:.3f}")
 trainer.save_model(options.out)

@@ -65,7 +65,6 @@ RECIPES = {
     "deepseek": Recipe("deepseek_v2"),
     "glm_air_80gb": Recipe("glm4_moe"),
     "offload": Recipe("qwen3_moe"),
-    "attention_or_experts": Recipe("qwen3_moe"),
     "two_gpus": Recipe("glm4_moe", launcher=TORCHRUN),
     "chat": Recipe("qwen3_moe", "chats", ("trl", "datasets"), arguments=("--seq", "256")),
     "dpo": Recipe("qwen3_moe", "pairs", ("trl", "datasets")),

@@ -42,6 +42,7 @@ class Compiled(triton.compiler.CompiledKernel):
         self.asm = {"ptx": PTX.format(more=more)}
         self.metadata = SimpleNamespace(**{**plain, **metadata})
         self.function, self.seen = 4321, []
+        self.module = None  # Triton 3.9 unloads it
 
     def __getitem__(self, grid):
         return lambda *args, stream: self.seen.append((grid, args, stream))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +13,10 @@ from transformers import DynamicCache
 
 import moe_qlora
 from moe_qlora.memory import levels
-from moe_qlora.speed.fitted import FittedLayer
-from moe_qlora.speed.graphs import LayerGraphs, _GraphedLayer
+from moe_qlora.speed.call_kinds import CallKinds, unflatten
+from moe_qlora.speed.fitted import FittedLayer, used_arguments
+from moe_qlora.speed.graphs import LayerGraphs
+from moe_qlora.speed.segments import SegmentMask
 from moe_qlora.testing import tiny_model
 
 gpu = pytest.mark.gpu
@@ -38,18 +38,26 @@ def test_a_number_in_a_tensor_has_a_buffer_too() -> None:
     assert buffer.shape == number.shape and buffer.dtype == number.dtype
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_what_only_passes_through_a_layer_tells_no_calls_apart(checkpointing: bool) -> None:
-    graphed = object.__new__(_GraphedLayer)
-    layer: Any = SimpleNamespace(gradient_checkpointing=checkpointing)
-    graphed.layer = layer
-    empty = DynamicCache()
-    given = {"num_items_in_batch": 7, "past_key_values": empty, "position_ids": "ids"}
-    cache = None if checkpointing else empty
-    assert graphed._needed((), given) == (
-        (), {"num_items_in_batch": None, "past_key_values": cache, "position_ids": "ids"},
+def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
+    layer, ids = tiny_model("qwen3_moe").model.layers[0], torch.ones(1, 4)
+    given = {
+        "num_items_in_batch": 7, "output_router_logits": True, "chunk_mem_const": 8, "seq_idx": ids,
+        "is_causal": False, "past_key_values": DynamicCache(), "use_cache": False, "absent": None,
+    }  # fmt: skip
+    assert used_arguments(layer, (), given) == (
+        (), {"seq_idx": ids, "is_causal": False, "past_key_values": None, "use_cache": False},
     )  # fmt: skip
-    assert graphed._needed((), {"position_ids": "ids"}) == ((), {"position_ids": "ids"})
+
+
+def test_numbers_on_the_host_tell_calls_apart() -> None:
+    model, x = tiny_model("qwen3_moe"), torch.ones(1, 4, 64)
+    kinds = CallKinds(model, model.model.layers[0])
+    masks = [SegmentMask(torch.arange(3), torch.tensor([4, rows]), 0) for rows in (0, 1, 1)]
+    leaves, structure, one = kinds.describe((x,), {"mask": masks[0], "pair": (x, None)})
+    other, same = (kinds.describe((x,), {"mask": m, "pair": (x, None)})[2] for m in masks[1:])
+    assert one != other == same
+    args, kwargs = unflatten(structure, iter(leaves))
+    assert args[0] is x and kwargs["mask"] == masks[0] and kwargs["pair"] == (x, None)
 
 
 @gpu
