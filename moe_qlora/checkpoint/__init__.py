@@ -11,6 +11,7 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
                       its model; any folder as a `Checkpoint`
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
     load_spec         what one load packs
+    rows              the loop that reads rows, converts and packs them, for loads and folders
     save, quantize    write a packed folder: from a packed model, from a 16-bit folder
     source            which files a folder was packed from, by content
     adapter           an adapter as deltas to weights

@@ -9,7 +9,7 @@ that it gives back the tensors that were read, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,10 +57,12 @@ class Group:
     swap: tuple[int, int] | None = None  # dimensions to transpose, the whole conversion
     unit: str = "row"
 
-    def slices(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int | None]]:
+    def slices(
+        self, first: int = 0, last: int | None = None, elements: int | None = None
+    ) -> Iterator[tuple[int, int | None]]:
         """Yield ranges of the first dimension to work on in turn; (0, None) is everything.
 
-        They lie within `[first, last)`, but for everything.
+        They lie within `[first, last)`, but for everything, and have about so many elements.
         """
         shapes = list(self.shapes.values())
         if not self.unit or not shapes or not shapes[0] or not all(shapes):
@@ -68,7 +70,7 @@ class Group:
             return
         rows = shapes[0][0]
         each = sum(torch.Size(shape).numel() for shape in shapes) // max(rows, 1)
-        step = max(SLICE_ELEMENTS // max(each, 1), 1)
+        step = max((elements or SLICE_ELEMENTS) // max(each, 1), 1)
         last = rows if last is None else last
         for start in range(first, last, step):
             yield start, min(start + step, last)
@@ -109,25 +111,40 @@ class DiskLayout:
             model's parameter or buffer.
     """
 
-    def __init__(self, model: nn.Module, disk: Disk) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        disk: Disk,
+        mapping: list[Any] | None = None,
+        takes: Callable[[Collection[str], Collection[str]], bool] | None = None,
+        transposed: Container[str] = (),
+    ) -> None:
+        """Group all tensors, or by `mapping` those whose parameters and keys `takes` is true of.
+
+        `transposed` are parameters that the model has the other way round than the disk.
+        """
         self._model: Any = model
         self._disk = disk
-        mapping = get_model_conversion_mapping(self._model)
-        self.groups = self._groups(mapping)
+        own = mapping is None
+        mapping = get_model_conversion_mapping(self._model) if mapping is None else mapping
+        self.groups = self._groups(mapping, takes)
         self.by_name = {name: group for group in self.groups for name in group.shapes}
         # Codecs take weights in row-major order, so that another shape of as many values would be
         # packed without an error.
         state = self._model.state_dict()
         for name, group in self.by_name.items():
             shape = group.shapes[name]
-            if name in state and shape != (expected := tuple(state[name].shape)):
+            if name not in state:
+                continue
+            expected = tuple(state[name].shape)[:: -1 if name in transposed else 1]
+            if shape != expected:
                 count, key = len(group.keys), group.keys[0]
                 raise CheckpointError(
                     f"{name} has the shape {shape} on disk ({count} tensors, {key} for one) and "
                     f"{expected} by config.json: files are missing, or of another model."
                 )
-        # `from_pretrained` notes the conversions that it used here, and saving undoes these.
-        self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
+        if own:  # `from_pretrained` notes the conversions that it used, and saving undoes these
+            self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
 
     def put(self, key: str, name: str, shape: tuple[int, ...]) -> None:
         """Let `key` hold the parameter `name`, in this shape, instead of anything else."""
@@ -140,7 +157,7 @@ class DiskLayout:
         self.groups = tuple(one for one in self.groups if one is not group)
         self.by_name = {name: one for name, one in self.by_name.items() if one is not group}
 
-    def _groups(self, mapping: list[Any]) -> tuple[Group, ...]:
+    def _groups(self, mapping: list[Any], takes: Any) -> tuple[Group, ...]:
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -152,14 +169,19 @@ class DiskLayout:
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:
                 name, pattern = rename_source_key(key, [], [], prefix, state)
-            if name not in state:
-                groups.append(Group((key,), {}))
-            elif pattern is None:
-                groups.append(Group((key,), {name: self._disk[key][0]}, target=name))
-            else:
+            if name in state and pattern is not None:
                 _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
                 sources.setdefault(pattern, []).append(key)
-        return (*groups, *(self._converted(name, *parts) for name, parts in collected.items()))
+            elif takes is None or takes([name], [key]):
+                shapes = {name: self._disk[key][0]} if name in state else {}
+                groups.append(Group((key,), shapes, target=name if shapes else ""))
+        for name, (converter, sources) in collected.items():
+            first, *others = converter.target_patterns
+            names = [name, *(name.replace(first, other, 1) for other in others)]
+            keys = [key for found in sources.values() for key in found]
+            if takes is None or takes(names, keys):
+                groups.append(self._converted(name, converter, sources))
+        return tuple(groups)
 
     def _converted(self, name: str, converter: Any, sources: dict[str, list[str]]) -> Group:
         by_pattern = {pattern: tuple(matches) for pattern, matches in sources.items()}

@@ -1,4 +1,4 @@
-"""What one load packs: made from the meta model, read by the quantizer and its converters.
+"""What one load packs: decided from the meta model.
 
 `packing_spec` serves 16-bit checkpoints and `reload_spec` folders that this package packed.
 """
@@ -12,25 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, UnsupportedWeightError
-from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, ModelLayout
 from ..models.files import check_patterns
-from ..packing.decoders import hold
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
 from .integrity import canonical_name, settings_problem
 from .manifest import Manifest
-from .prequantized import PrequantizedCheckpoint
-from .reader import DTYPES, Checkpoint
+from .reader import DTYPES
 
 
-@dataclass
-class LoadSpec:
-    """The expert weights that a load packs, and what it has packed so far."""
+@dataclass(frozen=True)
+class PackingPlan:
+    """The expert weights that a load packs, and how."""
 
     params: dict[str, ExpertParam]  # a tied weight under each of its names
     settings: CodecSettings
@@ -38,30 +35,10 @@ class LoadSpec:
     # load `recasts`, all tensors'
     dtypes: dict[str, torch.dtype]
     layout: ModelLayout
-    files: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     manifest: Manifest | None = None  # of a folder that this package packed
-    prefix: str = ""  # `base_model_prefix` of the model: of names within its body
     recasts: bool = False  # such a folder into another dtype than its config.json names
-    device_map: Any = None  # as transformers settled it
     # how weights are packed that keep their checkpoint's own codes, by each of their names
     kept: dict[str, CodecSettings] = field(default_factory=dict)
-    # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
-    unit_nbytes: tuple[float, ...] = ()
-    # what was packed, and the parameter that the model gets for it meanwhile
-    packed: dict[str, tuple[nn.Parameter, PackedWeight]] = field(default_factory=dict)
-    offloads: bool = False  # into host memory, whatever device a weight is packed on
-    # of Linear layers that bitsandbytes packs: minimum and maximum by name, and what is wrong
-    extremes: dict[str, Tensor] = field(default_factory=dict)
-    faults: list[CheckpointError] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)  # keys on disk that converters of the load have got
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoadSpec:
-        return self  # converters are copied for every parameter, and must all see one spec
-
-    @property
-    def prequantized(self) -> PrequantizedCheckpoint | None:
-        """The files, where their maker quantized them."""
-        return self.files if isinstance(self.files, PrequantizedCheckpoint) else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight."""
@@ -75,45 +52,10 @@ class LoadSpec:
         """Return how a weight is packed."""
         return self.kept.get(name, self.settings)
 
-    def device(self, name: str) -> torch.device:
-        """Return the device that a weight is loaded to."""
-        from transformers.integrations.accelerate import get_device
-
-        place = get_device(self.device_map or {"": "cpu"}, name, valid_torch_device=True)
-        return torch.device("cpu" if place == "disk" else place)
-
-    def recast(self, name: str, loaded: Any) -> Any:
-        """Return a tensor that transformers has read of a packed folder in the dtype asked for.
-
-        Stock loads plain weights in the dtype on disk, and has Linear layers decode to the recorded
-        one, whatever is asked for.
-        """
-        tensor = loaded[0] if isinstance(loaded, list) else loaded
-        state = getattr(tensor, "quant_state", None)
-        if self.recasts and state is not None:
-            state.dtype = self.dtypes[name]
-        elif self.recasts and tensor.is_floating_point():
-            return tensor.to(self.dtypes[name])
-        return loaded
-
-    def keep(self, name: str, packed: PackedWeight) -> nn.Parameter:
-        """Note a packed weight under all its names; return the parameter to load for it.
-
-        Of a weight in host memory it is an empty one, which is on the device already.
-        """
-        if self.offloads:
-            empty = torch.empty(0, dtype=packed.codes.dtype, device=self.device(name))
-            parameter, packed = nn.Parameter(empty, requires_grad=False), packed.to("cpu")
-        else:
-            parameter = hold(packed)
-        for alias in self.params[name].names:
-            self.packed[alias] = parameter, packed
-        return parameter
-
 
 def packing_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, device_map: Any
-) -> LoadSpec:
+) -> PackingPlan:
     """Return what to pack of a 16-bit checkpoint, loaded in `dtype`, given its model on meta."""
     settings = _settings(model, config)
     layout = _detect(model)
@@ -132,12 +74,12 @@ def packing_spec(
         if reason is not None:
             raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was loaded.")
         params |= dict.fromkeys(param.names, param)
-    return LoadSpec(params, settings, dtypes, layout)
+    return PackingPlan(params, settings, dtypes, layout)
 
 
 def reload_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, manifest: Manifest, folder: Path
-) -> LoadSpec:
+) -> PackingPlan:
     """Return what a packed folder holds packed, for the model on meta as it was built."""
     settings = _settings(model, config)
     layout = _detect(model)
@@ -175,11 +117,10 @@ def reload_spec(
     problem = settings_problem(manifest, settings) if params else None
     if problem is not None:
         raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
-    spec = LoadSpec(params, settings, _dtypes(model, layout, dtype), layout, manifest=manifest)
-    own_dtype = manifest.config.get("dtype")
-    spec.recasts = bool(dtype and own_dtype) and dtype != getattr(torch, str(own_dtype), None)
-    spec.kept = kept
-    return spec
+    own = manifest.config.get("dtype")
+    recasts = bool(dtype and own) and dtype != getattr(torch, str(own), None)
+    dtypes = _dtypes(model, layout, dtype)
+    return PackingPlan(params, settings, dtypes, layout, manifest, recasts, kept)
 
 
 def _settings(model: nn.Module, config: Any) -> CodecSettings:

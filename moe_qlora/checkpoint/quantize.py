@@ -9,6 +9,7 @@ Apart from shard boundaries, the folder equals that of a load under `enabled()` 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,12 +23,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..detection.detect import detect
-from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
+from ..errors import CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..models import named
 from ..models.files import read_json
-from ..packing.codec import LARGEST, Packer, first_nonfinite
 from ..packing.codecs import codec_of
 from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, packed_nbytes
@@ -42,9 +42,11 @@ from .base import (
 )
 from .conversion import Group
 from .integrity import INT8_FORMAT
-from .load_spec import LoadSpec, kept_dtypes, packing_spec
+from .load_spec import PackingPlan, kept_dtypes, packing_spec
 from .manifest import CONFIG, Manifest, PackedEntry
+from .prequantized import PrequantizedCheckpoint
 from .reader import check_plain
+from .rows import Slot, filled
 from .source import describe_source
 from .staging import absolute, check_new, new_folder
 from .training_codec import from_config
@@ -144,7 +146,7 @@ class PackingJob:
 
     def __init__(self, folder: Path, model: Any, config: Any, device: torch.device) -> None:
         self.device, self.config = device, config
-        self.spec: LoadSpec = packing_spec(model, config, model.dtype, None)
+        self.spec: PackingPlan = packing_spec(model, config, model.dtype, None)
         dtype = model.dtype
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.fp32 = kept_dtypes(model, dtype)
@@ -227,11 +229,16 @@ class PackingJob:
             shards.append(path)
             keys = [key for i in indices for name in self.steps[i][1] for key in self._keys(name)]
             with GrowingShard(path, keys, {"format": "pt"}) as shard:
-                for index in indices:
-                    group, names = self.steps[index]
+                steps = [self.steps[index] for index in indices]
+                slots = {name: self._slot(name) for _, names in steps for name in names}
+                groups = [group for group, _ in steps]
+                weights = filled(self.base.checkpoint, self.base.layout, groups, slots)
+                for index, (_, names) in zip(indices, steps, strict=True):
                     tell(index, len(self.steps), names[0])
-                    for key, tensor in self._tensors(group, names):
-                        shard.add(key, tensor)
+                    for name, weight in itertools.islice(weights, len(names)):
+                        for key, tensor in self._entries(name, weight):
+                            shard.add(key, tensor)
+                        del weight  # before the next is packed
         tell(len(self.steps), len(self.steps), "")
         return shards
 
@@ -249,41 +256,28 @@ class PackingJob:
         module = name.rpartition(".")[0]
         return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}{INT8_FORMAT}"]
 
-    def _tensors(self, group: Group, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-        packers: dict[str, Packer] = {}
-        plain: dict[str, list[Tensor]] = {}
-        for start, stop in group.slices():
-            for name, value in self.base.parameters(group, start, stop).items():
-                if name not in names:
-                    continue
-                if name in self.spec.params or name in self.packed.linears:
-                    if name not in packers:
-                        shape = group.shapes[name][:: -1 if name in self.transposed else 1]
-                        dtype = self.dtype(name)
-                        packers[name] = self.packed.packer(name, shape, dtype, self.device)
-                    self._add(packers[name], name, value, start)
-                else:
-                    plain.setdefault(name, []).append(value.to("cpu", self.dtype(name)))
-        for name in names:
-            if name in packers:
-                yield from self._packed(name, packers.pop(name).finish())
-            else:
-                yield name, torch.cat(plain[name]) if len(plain[name]) > 1 else plain[name][0]
+    def _slot(self, name: str) -> Slot:
+        packs = name in self.spec.params or name in self.packed.linears
+        makers, keys = self.base.checkpoint, self.base.layout.by_name[name].keys
+        if isinstance(makers, PrequantizedCheckpoint):
+            decodes = any(map(makers.is_dequantized, keys))
+        else:
+            decodes = False
+        device = self.device if packs or decodes else torch.device("cpu")
+        shape = self.base.layout.by_name[name].shapes[name]
+        if not packs:
+            return Slot(name, shape, self.dtype(name), device)
+        dtype = self.spec.settings.codec.linear_dtype if name in self.packed.linears else None
+        turned = name in self.transposed
+        return Slot(
+            name, shape[:: -1 if turned else 1], dtype or self.dtype(name), device,
+            self.spec.settings, transposed=turned,
+        )  # fmt: skip
 
-    def _add(self, packer: Packer, name: str, value: Tensor, start: int) -> None:
-        if name in self.transposed:
-            value = value.T
-        value = value.to(device=self.device, dtype=self.dtype(name))
-        index = first_nonfinite(value, LARGEST)
-        if index is not None:
-            position = [start + index[0], *index[1:]]
-            raise NonFiniteWeightError(
-                f"{name} holds {float(value[index])} at index {position}, and a block with it "
-                "could not be decoded: repair the checkpoint."
-            )
-        packer.add(value)
-
-    def _packed(self, name: str, weight: PackedWeight) -> Iterator[tuple[str, Tensor]]:
+    def _entries(self, name: str, weight: PackedWeight | Tensor) -> Iterator[tuple[str, Tensor]]:
+        if isinstance(weight, Tensor):
+            yield name, weight
+            return
         yield name, weight.codes
         codec = codec_of(weight.kind)
         if name in self.spec.params or not codec.loads_in_8bit:

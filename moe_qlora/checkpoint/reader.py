@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ INDEX = f"model{INDEX_SUFFIX}"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 << 20
 """Longest header that the safetensors format allows, in bytes."""
+
+_MOST_LOCKED = 64 << 20  # bytes of a tensor; a slice has some MiB
 
 _T = TypeVar("_T")
 _WeightMap: Any = Annotated[dict[str, str], Field(min_length=1)]
@@ -130,6 +132,24 @@ class Checkpoint:
                 tensor = self._open[file].get_slice(key)[start:stop]
         return tensor if device is None else tensor.to(device)
 
+    def fetch(
+        self, key: str, start: int = 0, stop: int | None = None, device: Any = None
+    ) -> Callable[[], Tensor]:
+        """Read a tensor, or rows, to the host; return what brings it to the device, as `read` does.
+
+        For a GPU, slices are read to page-locked memory, from which they are copied without
+        waiting; larger tensors, which would lock it for good, go to the device at once.
+        """
+        self.expect([key], start, stop)
+        tensor = Checkpoint.read(self, key, start, stop)
+        if device is None or torch.device(device).type != "cuda":
+            return lambda: tensor if device is None else tensor.to(device)
+        if tensor.nbytes > _MOST_LOCKED:
+            moved = tensor.to(device)
+            return lambda: moved
+        locked = tensor.pin_memory()
+        return lambda: locked.to(device, non_blocking=True)
+
     def read_bytes(self, key: str, start: int, stop: int) -> Tensor:
         """Read the bytes `[start, stop)` of a tensor, uint8, and no others."""
         info, raw = self.info(key), bytearray(stop - start)
@@ -157,9 +177,9 @@ class Checkpoint:
                 self._handles[info.file] = handle.fileno()
             rows = info.shape[0] if info.shape else 1
             row = info.nbytes // max(rows, 1)
-            length = row * ((rows if stop is None else stop) - start)
-            place = (self._handles[info.file], info.offset + row * start, length)
-            os.posix_fadvise(*place, os.POSIX_FADV_WILLNEED)
+            first, last, _ = slice(start, stop).indices(rows)
+            place = (info.offset + row * first, row * max(last - first, 0))
+            os.posix_fadvise(self._handles[info.file], *place, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the files."""

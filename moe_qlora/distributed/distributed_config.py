@@ -8,28 +8,18 @@ the sharding, hidden from the load, and filled after it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..checkpoint.base import PlainBase
-from ..checkpoint.integrity import open_shards
-from ..checkpoint.load_spec import LoadSpec, kept_dtypes
-from ..checkpoint.prequantized import PrequantizedCheckpoint
 from ..errors import ConfigError
-from ..hf.converters import COMPANION
-from ..packing import parametrize
+from ..hf.fill import Fill
 from .agreement import Facts, check_agreement
-from .filling import CheckpointRows, ShardedWeights, targets_of
+from .filling import targets_of
 from .load_sharded import BlankModel, StoredWeights, aliases_of, device_of, pack_blanks
 from .sharding import allocate, shards_integers
-
-_UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
 
 
 class RankLoad:
@@ -63,9 +53,9 @@ class RankLoad:
                     "whole on each rank for DDP."
                 )
 
-    def shard(self, *args: Any) -> ShardedLoad:
-        """Return a `ShardedLoad` of these arguments."""
-        return ShardedLoad(*args)
+    def fill(self, *args: Any) -> ShardedFill:
+        """Return a `ShardedFill` of these arguments."""
+        return ShardedFill(*args)
 
 
 def _shard_instead(model: Any, instead: Callable[[Any, Any], None]) -> None:
@@ -94,113 +84,56 @@ def _without_sizes(cls: Any) -> Any:
     return type(cls.__name__, (cls,), members)
 
 
-class ShardedLoad:
-    """One load of a sharded model: what of it is packed, and how it is filled."""
+class ShardedFill(Fill):
+    """Fills this rank's shares, once transformers has sharded the model and loaded the rest."""
 
-    def __init__(
-        self,
-        model: Any,
-        spec: LoadSpec,
-        config: Any,
-        folder: Path,
-        dtype: torch.dtype | None,
-        makers_config: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Pack a model on meta, whose Linear layers are bitsandbytes', with blank weights."""
-        linears = {
-            f"{name}.weight": module
-            for name, module in model.named_modules()
-            if parametrize.is_packed_linear(module)
-        }
-        kept = kept_dtypes(model, dtype)
-        dtypes = dict(spec.dtypes)
-        for name, module in linears.items():
-            dtypes[name] = kept(name) or dtype or module.weight.dtype
-        aliases = aliases_of(model)
-        self.prequantized: PrequantizedCheckpoint | None = None
-        dequantized: set[str] = set()
-        self._fill: Callable[[ShardedWeights, torch.device], None]
-        if spec.manifest is None:
-            base = PlainBase(folder, model, makers_config)
-            if isinstance(base.checkpoint, PrequantizedCheckpoint):
-                self.prequantized = base.checkpoint
-                dequantized = _dequantized(base, base.checkpoint)
-            # Conv1D, which bitsandbytes replaces as well, stores `(in, out)`.
-            kinds = {
-                name: getattr(module, "source_cls", nn.Linear) for name, module in linears.items()
-            }
-            turned = {name for name, kind in kinds.items() if not issubclass(kind, nn.Linear)}
-            read = CheckpointRows(base, aliases, turned)
-            self._files: Any = base
-
-            def fill(weights: ShardedWeights, device: torch.device) -> None:
-                base.device = device
-                weights.fill(read, device)
-
-            self._fill = fill
-        else:
-            self._files = open_shards(folder, spec.manifest)
-            stored = StoredWeights(model, spec.manifest, self._files)
-            dtypes |= {} if spec.recasts else stored.dtypes()
-            self._fill = lambda weights, _: stored.fill(weights)
+    def hide(self, conversions: list[Any], *, linears: bool) -> list[Any]:
+        """Pack the model on meta with blank weights as well, in the layout that FSDP2 shards."""
+        renamings = super().hide(conversions, linears=linears)
+        model, spec = self._model, self.spec
+        self._aliases, dtypes = aliases_of(model), dict(self._dtypes)
+        if spec.manifest is not None and self.files is not None:
+            self._stored = StoredWeights(model, spec.manifest, self.files)
+            dtypes |= {} if spec.recasts else self._stored.dtypes()
         params = {id(param): param for param in spec.params.values()}
-        settings, layout = spec.settings, spec.layout
-        pack_blanks(BlankModel(model, config, settings, layout, tuple(params.values()), dtypes))
-        self.weights = targets_of(model, settings, dtypes)
+        blank = BlankModel(
+            model, self._config, spec.settings, spec.layout, tuple(params.values()), dtypes
+        )
+        pack_blanks(blank)
+        self._shares = targets_of(model, spec.settings, dtypes)
         # transformers loads what is neither packed nor dequantized
-        self.weights.plain = {
+        self._shares.plain = {
             name: target
-            for name, target in self.weights.plain.items()
-            if dequantized & {name, *aliases.get(name, ())}
+            for name, target in self._shares.plain.items()
+            if self.names & {name, *self._aliases.get(name, ())}
         }
-        self._hide(model, [*spec.params, *linears, *self.weights.plain])
+        for name in {*self.names, *self._linears}:
+            model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
+        own = {id(target.tensor()) for target in self._shares.plain.values()}
+        for target in self._shares.packed.values():
+            own |= {id(tensor) for tensor in (target.codes(), *target.statistics.parameters())}
+        self.names |= {name for name, tensor in model.named_parameters() if id(tensor) in own}
         _shard_instead(model, _shard_by_plan)
+        return renamings
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedLoad:
-        return self  # transformers copies its quantizer for every tensor
+    def fill_before_tying(self) -> None:
+        """Nothing is filled before all is loaded."""
 
-    def _hide(self, model: Any, names: list[str]) -> None:
-        own = set()
-        for target in self.weights.packed.values():
-            held = [target.codes(), *target.statistics.parameters()]
-            own |= {id(tensor) for tensor in held}
-        own |= {id(target.tensor()) for target in self.weights.plain.values()}
-        hidden = {name for name, tensor in model.named_parameters() if id(tensor) in own}
-
-        def hide(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-            for name in hidden:
-                state.pop(prefix + name, None)
-
-        self._hook = model.register_state_dict_post_hook(hide)
-        modules = {name.rpartition(".")[0] for name in names}
-        for name in modules:
-            model.get_submodule(name)._is_hf_initialized = True
-        patterns = {rf"^{re.escape(name)}($|\.)" for name in names}
-        patterns |= {rf"^{re.escape(name)}\.(SCB|weight_format)$" for name in modules}
-        patterns.add(f"^{COMPANION}$")
-        self._before = model.__dict__.get(_UNEXPECTED)
-        setattr(model, _UNEXPECTED, set(getattr(model, _UNEXPECTED) or ()) | patterns)
-
-    def finish(self, model: Any) -> None:
-        """Fill this rank's shares of what is packed."""
-        self._hook.remove()
-        del model.__dict__[_UNEXPECTED]
-        if self._before is not None:
-            setattr(model, _UNEXPECTED, self._before)
-        target = next(iter(self.weights.packed.values()))
+    def finish(self) -> None:
+        """Fill this rank's shares."""
+        model = self._model
+        self._unhide()
+        target = next(iter(self._shares.packed.values()))
         sharded: Any = target.codes()
         device = device_of(sharded.device_mesh)
         offloaded = model.config.distributed_config.fsdp_cpu_offload
         allocate(model, device, torch.device("cpu") if offloaded else None)
-        try:
-            self._fill(self.weights, device)
-        finally:
-            self._files.close()
-
-
-def _dequantized(base: PlainBase, files: PrequantizedCheckpoint) -> set[str]:
-    groups = base.layout.by_name.items()
-    return {name for name, group in groups if any(map(files.is_dequantized, group.keys))}
+        assert self.files is not None
+        with self.files:
+            if self.spec.manifest is not None:
+                self._stored.fill(self._shares)
+            else:
+                self._shares.fill(self.files, self._layout, device, self._aliases, self._turned)
 
 
 def _shard_by_plan(model: Any, config: Any) -> None:

@@ -3,7 +3,7 @@
 A model on meta is packed with blank weights, sharded, and allocated; `ShardedWeights` has noted
 before where each weight sits, whatever wraps its module since. Its values come from
 
-    CheckpointRows    rows of a 16-bit checkpoint's parameters, which are packed here
+    checkpoint/rows   rows of a 16-bit checkpoint's parameters, which are packed here (`ShareSlot`)
     fill_stored       a packed folder: codes and statistics on disk are the bytes of the whole
                       packed weight in order (FORMAT.md), so that a share of one is a range of bytes
                       of the other, at any number of ranks; nothing is decoded
@@ -11,26 +11,25 @@ before where each weight sits, whatever wraps its module since. Its values come 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from ..checkpoint.base import PlainBase
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.rows import Slot, filled
 from ..errors import (
     CheckpointError,
     MoeQloraError,
-    NonFiniteWeightError,
     QuantizationError,
     first_line,
 )
 from ..kernels.limits import cdiv
 from ..packing import parametrize
 from ..packing.bnb4bit import ABSMAX, NESTED_ABSMAX, NESTED_TABLE, RECORD, TABLE, read_record
-from ..packing.codec import LARGEST, Packer, are_below
+from ..packing.codec import Packer
 from ..packing.codecs import CODES
 from ..packing.decoders import ShardableStatistics, as_bits
 from ..packing.settings import CodecSettings
@@ -39,7 +38,7 @@ from ..packing.settings import CodecSettings
 # Packs one rank's shares of a weight's codes and statistics, from the rows alone that they need.
 #
 # FSDP2 cuts each parameter of the shardable layout (decoders.py) as `torch.chunk` does over its
-# first dimension. A `SharePacker` gives the shares that cutting the whole packed weight would give,
+# first dimension. A `ShareSlot` gives the shares that cutting the whole packed weight would give,
 # bit for bit, and takes only the rows that this rank's share of the codes lies in:
 #
 #     first level    each rank packs the blocks that its codes lie in; no block depends on another
@@ -78,23 +77,16 @@ def ranks_of(parameter: Any) -> Ranks:
     return Ranks()
 
 
-class SharePacker:
-    """Packs this rank's shares of one weight; pieces of `rows` come in order."""
+class ShareSlot(Slot):
+    """Packs this rank's shares of one weight, from the rows alone that they lie in."""
 
     def __init__(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        settings: CodecSettings,
-        codes_shape: Sequence[int],
-        ranks: Ranks,
+        self, target: PackedTarget, name: str, device: torch.device, *, transposed: bool = False
     ) -> None:
-        """`codes_shape` is that of the parameter of the whole weight's codes, uint8 or int8."""
-        self.name = name
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
-        self.settings, self.ranks, self._codes_shape = settings, ranks, torch.Size(codes_shape)
+        """`name` is the weight's on disk."""
+        self.target, self.ranks, settings = target, ranks_of(target.codes()), target.settings
+        super().__init__(name, target.shape, target.dtype, device, settings, transposed=transposed)
+        self._codes_shape, ranks = torch.Size(target.codes_shape), self.ranks
         self._plain = replace(settings, double_quant=False, storage_dtype=torch.uint8)
         codec = settings.codec
         in_byte, unit = 8 // codec.bits, codec.unit(self.shape, settings)
@@ -116,25 +108,21 @@ class SharePacker:
         width = weights // self.shape[0]
         self.rows = self._begin // width, cdiv(self._end, width)
         self._error: MoeQloraError | None = None
-        self._packer: Packer | None = None
-        if self._begin < self._end:
-            count = self._end - self._begin
-            part = (count,) if count % unit else (count // unit, unit)
-            self._packer = Packer(part, dtype, self.device, self._plain)
+        count = self._end - self._begin
+        self._part = (count,) if count % unit else (count // unit, unit)
 
-    def add(self, start: int, piece: Tensor) -> None:
-        """Pack the needed ones of these rows of the first dimension, which begin at `start`."""
+    def _pack(self, start: int, piece: Tensor) -> None:
         first = start * (self.shape.numel() // self.shape[0])
-        flat = piece.detach().reshape(-1)
+        flat = piece.reshape(-1)
         begin, end = max(self._begin - first, 0), max(self._end - first, 0)
-        if self._packer is not None and begin < end:
-            self._packer.add(flat[begin:end])
+        if self._packer is None:
+            self._packer = Packer(self._part, self.dtype, self.device, self._plain)
+        self._packer.add(flat[begin:end])
 
     def fail(self, error: MoeQloraError) -> None:
         """Note why this rank cannot pack its share; `finish` then raises on every rank."""
-        self._error = error
+        self._error = self._error or error
 
-    @torch.no_grad()
     def finish(self) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
         """Return this rank's shares of codes and, by name, statistics, and the code tables.
 
@@ -143,12 +131,13 @@ class SharePacker:
         codes, scales = self._packed()
         scales = self._gathered(scales)
         codes = codes.view(-1, *self._codes_shape[1:])
-        codec = self.settings.codec
+        settings = self.target.settings
+        codec = settings.codec
         if not codec.in_quant_state:
             bits = as_bits(scales.to(codec.scale_dtype))
             return codes, {"scale_bits": self._share(bits)}, None
         none = torch.empty(0, dtype=torch.uint8, device=self.device)
-        packed = codec.finish(none, scales, self.shape, self.dtype, self.settings)
+        packed = codec.finish(none, scales, self.shape, self.dtype, settings)
         whole = ShardableStatistics(packed)
         shares = {name: self._share(value.data) for name, value in whole.named_parameters()}
         return codes, shares, whole.tables
@@ -160,7 +149,7 @@ class SharePacker:
         if self._packer is None or self._error is not None:
             return nothing, scales
         try:
-            packed = self._packer.finish()
+            packed = super().finish()
         except MoeQloraError as error:
             self._error = error
             return nothing, scales
@@ -203,12 +192,7 @@ def _gather(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:
         ) from error
 
 
-Rows = Callable[[str, int, int], Tensor]
-"""Returns rows `[start, stop)` of the first dimension of a parameter, by the parameter's name."""
-
 _HEADER = 16  # bytes before nested absmax: the offset and three zeros
-# Least bytes of rows that are read in one piece: an expert, or as many small ones as fit in this.
-_PIECE = 1 << 20
 
 
 @dataclass
@@ -230,8 +214,9 @@ class PackedTarget:
         assert parameter is not None
         return parameter
 
-    def put(self, codes: Tensor, statistics: Mapping[str, Tensor], tables: Tensor | None) -> None:
+    def put(self, shares: tuple[Tensor, Mapping[str, Tensor], Tensor | None]) -> None:
         """Fill codes, statistics and tables with this rank's shares."""
+        codes, statistics, tables = shares
         put_local(self.codes(), codes)
         for name, share in statistics.items():
             put_local(self.statistics._parameters[name], share)
@@ -254,6 +239,10 @@ class PlainTarget:
         held = (self.owner._parameters.get(self.leaf), self.owner._buffers.get(self.leaf))
         return next(tensor for tensor in held if tensor is not None)
 
+    def put(self, values: Tensor) -> None:
+        """Fill this rank's share."""
+        put_local(self.tensor(), values)
+
 
 @dataclass
 class ShardedWeights:
@@ -262,15 +251,41 @@ class ShardedWeights:
     packed: dict[str, PackedTarget] = field(default_factory=dict)
     plain: dict[str, PlainTarget] = field(default_factory=dict)
 
-    def fill(self, read: Rows, device: torch.device) -> None:
-        """Fill this rank's shares of all weights; what is packed is packed on `device`.
+    @torch.no_grad()
+    def fill(
+        self,
+        files: Any,
+        layout: Any,
+        device: torch.device,
+        aliases: Mapping[str, Sequence[str]],
+        transposed: Container[str] = (),
+    ) -> None:
+        """Fill this rank's shares from rows of a 16-bit checkpoint; what is packed, on `device`.
 
-        All ranks must call it, and raise together where one cannot.
+        All ranks must call it, and raise together where one cannot. `aliases` are all names of tied
+        parameters by each of them; `transposed` are weights that a packed layer holds the other way
+        round than the checkpoint.
         """
-        for target in self.packed.values():
-            fill_packed(target, read, device)
-        for plain in self.plain.values():
-            fill_plain(plain, read)
+        targets: dict[str, PackedTarget | PlainTarget] = {}
+        slots: dict[str, Slot] = {}
+        every: dict[str, PackedTarget | PlainTarget] = {**self.packed, **self.plain}
+        for name, target in every.items():
+            names = (name, *aliases.get(name, ()))
+            stored = next((other for other in names if other in layout.by_name), None)
+            if stored is None:
+                raise CheckpointError(f"The checkpoint has no tensor for {name}.")
+            targets[stored] = target
+            if isinstance(target, PackedTarget):
+                turned = name in transposed
+                slots[stored] = ShareSlot(target, stored, device, transposed=turned)
+            else:
+                tensor = target.tensor()
+                rows = ranks_of(tensor).span(len(tensor)) if tensor.dim() else None
+                slots[stored] = Slot(stored, tensor.shape, target.dtype, device, rows=rows)
+        groups = [group for group in layout.groups if slots.keys() & group.shapes]
+        for name, value in filled(files, layout, groups, slots):
+            targets[name].put(value)
+            del value  # before the next is packed
 
 
 def targets_of(
@@ -319,49 +334,6 @@ def _packed_parts(
             yield f"{prefix}.weight".lstrip("."), module, "weight", statistics, shape
 
 
-def fill_packed(target: PackedTarget, read: Rows, device: torch.device) -> None:
-    """Pack this rank's share of one weight from the rows that it lies in; all ranks call it."""
-    packer = SharePacker(
-        target.name, target.shape, target.dtype, device, target.settings, target.codes_shape,
-        ranks_of(target.codes()),
-    )  # fmt: skip
-    first, last = packer.rows
-    width = torch.Size(target.shape[1:]).numel() * target.dtype.itemsize
-    step = max(_PIECE // max(width, 1), 1)
-    extremes = []
-    try:
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            piece = read(target.name, start, stop).to(device, target.dtype)
-            if tuple(piece.shape) != (stop - start, *target.shape[1:]):
-                raise CheckpointError(
-                    f"{target.name}: rows {start} to {stop} have the shape {tuple(piece.shape)}, "
-                    f"and the model's config asks for {target.shape}: they are not of one model."
-                )
-            extremes.append(torch.stack(torch.aminmax(piece)))
-            packer.add(start, piece)
-        if extremes and not bool(are_below(torch.stack(extremes)).all()):
-            raise NonFiniteWeightError(
-                f"{target.name} holds NaN or inf in the rows {first} to {last} of its first "
-                f"dimension (or {LARGEST:.0e} and more), and a block with it could not be "
-                "decoded: repair the checkpoint."
-            )
-    except MoeQloraError as error:
-        packer.fail(error)
-    target.put(*packer.finish())
-
-
-def fill_plain(target: PlainTarget, read: Rows) -> None:
-    """Fill this rank's share of a parameter or buffer that is not packed."""
-    tensor = target.tensor()
-    if not tensor.dim():
-        put_local(tensor, read(target.name, 0, 1).reshape(()))
-        return
-    first, last = ranks_of(tensor).span(len(tensor))
-    if first < last:
-        put_local(tensor, read(target.name, first, last))
-
-
 @torch.no_grad()
 def put_local(parameter: Any, values: Tensor) -> None:
     """Copy values into a parameter: into this rank's share where it is sharded."""
@@ -372,47 +344,6 @@ def put_local(parameter: Any, values: Tensor) -> None:
             f"{tuple(local.shape)}: the checkpoint is not of this model."
         )
     local.copy_(values)
-
-
-class CheckpointRows:
-    """Reads rows of the first dimension of parameters and buffers, and no others.
-
-    What transformers converts as a whole only is read as a whole; the last such parameter is kept
-    for its next rows.
-    """
-
-    def __init__(
-        self,
-        base: PlainBase,
-        aliases: Mapping[str, tuple[str, ...]],
-        transposed: Container[str] = (),
-    ) -> None:
-        """`aliases` are all names of tied parameters by each of them.
-
-        `transposed` are weights that a packed layer holds the other way round than the checkpoint.
-        """
-        self._base, self._transposed = base, transposed
-        self._last: tuple[str, Tensor] | None = None
-        on_disk = base.layout.by_name.keys()
-        names = {*on_disk, *aliases}
-        stored = {n: next((a for a in (n, *aliases.get(n, ())) if a in on_disk), "") for n in names}
-        self._stored = {name: other for name, other in stored.items() if other}
-
-    def __call__(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the rows `[start, stop)`, on the CPU, in the dtype on disk."""
-        stored = self._stored.get(name)
-        if stored is None:
-            raise CheckpointError(f"{self._base.folder} has no tensor for {name}.")
-        group = self._base.layout.by_name[stored]
-        shape = group.shapes[stored]
-        if group.unit and shape and name not in self._transposed:
-            return self._base.parameters(group, start, stop)[stored]
-        if self._last is None or self._last[0] != stored:
-            whole = self._base.parameters(group, 0, None)[stored]
-            if name in self._transposed:
-                whole = whole.T
-            self._last = stored, whole.reshape(1) if not shape else whole
-        return self._last[1][start:stop]
 
 
 def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Checkpoint) -> None:
@@ -427,7 +358,7 @@ def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Check
         bits: Any = target.statistics.scale_bits
         first, last = (bits.itemsize * row for row in ranks_of(bits).span(len(bits)))
         scales = checkpoint.read_bytes(keys[codec.scales], first, last).view(bits.dtype)
-        target.put(share, {"scale_bits": scales}, None)
+        target.put((share, {"scale_bits": scales}, None))
         return
     record = RECORD + target.settings.kind
     small = {end: checkpoint.read(keys[end]) for end in (record, TABLE)}
@@ -449,4 +380,4 @@ def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Check
             nested = checkpoint.read_bytes(keys[NESTED_ABSMAX], begin, end)
             statistics[name] = torch.cat([header[first:last], nested])
     tables = [small[end] for end in (TABLE, NESTED_TABLE) if end in small]
-    target.put(share, statistics, torch.cat(tables).view(torch.uint8))
+    target.put((share, statistics, torch.cat(tables).view(torch.uint8)))

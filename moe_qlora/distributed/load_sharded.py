@@ -10,7 +10,7 @@ the model on meta, as its config.json says          models/named.py
 fully_shard of each decoder layer and the rest      distributed/sharding.py
   v
 empty shares on this rank's device
-  |   16-bit checkpoint: packs the rows it needs    share_packer.py
+  |   16-bit checkpoint: packs the rows it needs    filling.py, checkpoint/rows.py
   |   packed folder: reads its bytes                filling.py
   v
 the model, as if it had been packed whole and sharded then
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from torch import distributed, nn
 from transformers import GenerationConfig
 from transformers import initialization as init
 
+from ..checkpoint.conversion import Group
 from ..checkpoint.integrity import (
     FolderCheck,
     canonical_name,
@@ -46,7 +48,7 @@ from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError
-from ..hf.converters import refuse_to_shard
+from ..hf.fill import refuse_to_shard
 from ..hf.model import finish_packing
 from ..layout import ExpertParam, ModelLayout
 from ..lora.config import record_base
@@ -58,7 +60,7 @@ from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .adapters import BlankAdapters
 from .agreement import check_agreement
-from .filling import CheckpointRows, Rows, ShardedWeights, fill_plain, fill_stored, targets_of
+from .filling import ShardedWeights, fill_stored, ranks_of, targets_of
 from .sharding import Wrap, allocate, prepare_sharding, shard_model
 
 if TYPE_CHECKING:
@@ -188,9 +190,24 @@ class ShardedModel:
         offloaded = type(options.get("offload_policy")).__name__ == "CPUOffloadPolicy"
         allocate(self.model, self.device, torch.device("cpu") if offloaded else None)
 
-    def fill(self, read: Rows) -> Any:
-        """Fill the shares from rows of the 16-bit weights by name, and return the model."""
-        self.weights.fill(read, self.device)
+    def fill(self, read: Callable[[str, int, int], torch.Tensor]) -> Any:
+        """Fill the shares from rows of the 16-bit weights, and return the model.
+
+        `read` returns rows `[start, stop)` of the first dimension of a parameter, by its name.
+        """
+        shapes = {name: target.shape for name, target in self.weights.packed.items()}
+        shapes |= {name: tuple(one.tensor().shape) for name, one in self.weights.plain.items()}
+        groups = {n: Group((n,), {n: shape}, target=n) for n, shape in shapes.items()}
+
+        def fetch(name: str, start: int, stop: int | None, device: Any) -> Any:
+            rows = shapes[name][0] if shapes[name] else 1
+            return lambda: read(name, start, rows if stop is None else stop).to(device)
+
+        files = SimpleNamespace(fetch=fetch, info=lambda name: SimpleNamespace(dtype=torch.float32))
+        layout = SimpleNamespace(
+            groups=groups.values(), by_name=groups, convert=lambda _, rows: rows
+        )
+        self.weights.fill(files, layout, self.device, {})
         return self.finish()
 
     def finish(self) -> Any:
@@ -310,11 +327,14 @@ def _open(
     compute_buffers(model, device)
     job = PackingJob(folder, model, config, device)
     dtypes = {name: job.dtype(name) for name in model.state_dict()}
-    read = CheckpointRows(job.base, aliases_of(model), job.transposed)
+    aliases = aliases_of(model)
     params = {id(param): param for param in job.spec.params.values()}
     return OpenedModel(
         model, config, job.spec.settings, job.spec.layout, tuple(params.values()), dtypes,
-        job.base, lambda weights, place: weights.fill(read, place),
+        job.base,
+        lambda weights, place: weights.fill(
+            job.base.checkpoint, job.base.layout, place, aliases, job.transposed
+        ),
     )  # fmt: skip
 
 
@@ -395,18 +415,13 @@ class StoredWeights:
         for target in weights.packed.values():
             fill_stored(target, self._of(target.name, self._packed), self._files)
         for plain in weights.plain.values():
-            fill_plain(plain, self._read)
+            key, tensor = self._of(plain.name, self._plain), plain.tensor()
+            rows = ranks_of(tensor).span(len(tensor)) if tensor.dim() else (0, None)
+            if rows[0] != rows[1]:
+                plain.put(self._files.read(key, *rows))
 
     def _of(self, name: str, by_name: Mapping[str, _T]) -> _T:
         for other in (name, *self._aliases.get(name, ())):
             if other in by_name:
                 return by_name[other]
         raise CheckpointError(f"{self._files.files[0].parent} has no tensor for {name}.")
-
-    def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        key = self._of(name, self._plain)
-        return (
-            self._files.read(key, start, stop)
-            if self._files.info(key).shape
-            else self._files.read(key)
-        )

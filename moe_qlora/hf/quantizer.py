@@ -9,46 +9,38 @@ from __future__ import annotations
 import copy
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers import BitsAndBytesConfig
 from transformers.integrations.accelerate import get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.integrity import FolderCheck, model_problems, warn_of_changes
-from ..checkpoint.load_spec import LoadSpec, packing_spec, reload_spec
+from ..checkpoint.load_spec import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
-from ..checkpoint.prequantized import describe_plain
+from ..checkpoint.prequantized import (
+    PrequantizedCheckpoint,
+    describe_plain,
+    maker_method,
+    open_plain,
+)
+from ..checkpoint.prequantized.config import MakerConfig
+from ..checkpoint.quantize import copy_config
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.source import file_facts
-from ..errors import CheckpointError, ConfigError, NonFiniteWeightError
-from ..layout import listed
+from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
-from ..packing import parametrize
-from ..packing.codec import LARGEST, are_below
 from ..packing.codecs import codecs
 from ..packing.linear import check_linears
-from ..world import many_ranks, offload, world
-from .converters import (
-    FillingConverter,
-    LinearConverter,
-    PackedConverter,
-    PlainNames,
-    RestConverter,
-    WeightPacker,
-    check_read,
-    load_dtypes,
-    open_files,
-    refuse_to_shard,
-    take_makers_config,
-    weights_to_keep,
-)
-from .model import finish_packing
+from ..world import many_ranks, world
+from .fill import Fill, refuse_to_shard, weights_to_keep
+
+_MAKERS_CONFIG = "_makers_quantization_config"
 
 
 @cache
@@ -76,11 +68,14 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _extra_skip_modules: Callable[[], Sequence[str]]
     _keeps_codes: Callable[[], bool]
     _offloads: Callable[[], bool]
-    _spec: LoadSpec | None = None
+    _spec: PackingPlan | None = None
+    _opened: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
+    _fill: Fill | None = None
     _device_map: Any = None
+    # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
+    _unit_nbytes: tuple[float, ...] = ()
     _checked: FolderCheck | None = None
     _mark: Mark | None = None
-    _sharded: Any = None  # ShardedLoad, of a load that transformers shards by FSDP2
     _makers_config: Mapping[str, Any] | None = None
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
@@ -123,8 +118,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         """Note the settled device map, which transformers shows here last."""
         super().validate_environment(*args, **kwargs)  # type: ignore[misc]
         self._device_map = kwargs.get("device_map")
-        if self._spec is not None:
-            self._spec.device_map = self._device_map
+        if self._fill is not None:
+            self._fill.place(self._device_map)
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
@@ -145,13 +140,13 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if ranks is not None:
             ranks.begin(lambda: self._facts(files, dtype))
         self._add_skips(model)
-        self._spec = self._make_spec(model, dtype, files, kwargs.get("device_map"))
-        self._spec.device_map, self._spec.offloads = self._device_map, self._offloads()
+        spec, opened = self._make_spec(model, dtype, files, kwargs.get("device_map"))
+        self._spec, self._opened = spec, opened
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         check_no_codes_of_single_experts(files or (), names)
-        check_linears(model, self._spec.settings)
+        check_linears(model, spec.settings)
         if self._checked is not None:
             problem = next(model_problems(self._checked.manifest, model), None)
             if problem is not None:
@@ -159,28 +154,26 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                     f"{self._checked.folder}: {problem}: config.json is not the one it was saved "
                     "with, or files are damaged."
                 )
-        if self._spec.prequantized is not None or self._spec.recasts:
-            dtypes = load_dtypes(model, dtype, self.param_needs_quantization)
-            self._spec.dtypes = dtypes | self._spec.dtypes
-        self._spec.params = {n: p for n, p in self._spec.params.items() if n in names}
+        spec = replace(spec, params={n: p for n, p in spec.params.items() if n in names})
+        prequantized = isinstance(opened, PrequantizedCheckpoint)
         if self._mark is None and self._keeps_codes():
-            self._spec.kept = weights_to_keep(model, self._spec)
-        filled_later = self._spec.params or self._spec.prequantized is not None
-        if ranks is not None and ranks.shards and filled_later:
-            spec, self._spec = self._spec, None
-            if spec is None or spec.files is None or not files:
-                raise CheckpointError(
-                    "A model that is sharded while it loads is read from safetensors files: give a "
-                    "folder or a hub id with such files."
-                )
-            refuse_to_shard(spec.kept, "fully_shard the model after it is loaded")
-            spec.files.close()
-            model.hf_quantizer = self
-            folder = Path(files[0]).parent
-            self._sharded = ranks.shard(
-                model, spec, self.quantization_config, folder, dtype, self._makers_config
-            )
-            return
+            spec = replace(spec, kept=weights_to_keep(model, spec, opened))
+        self._spec = spec
+        if spec.params or prequantized or spec.manifest is not None:
+            dtypes = load_dtypes(model, dtype, super().param_needs_quantization)  # type: ignore[misc]
+            known = model, spec, opened, dtypes | spec.dtypes, self.quantization_config
+            if ranks is not None and ranks.shards:
+                if opened is None:
+                    raise CheckpointError(
+                        "A model that is sharded while it loads is read from safetensors files: "
+                        "give a folder or a hub id with such files."
+                    )
+                refuse_to_shard(spec.kept, "fully_shard the model after it is loaded")
+                model.hf_quantizer = self
+                self._spec, self._fill = None, ranks.fill(*known)
+                return
+            self._fill = Fill(*known, self._offloads())
+            self._fill.place(self._device_map)
         blocks = set(model._no_split_modules or ())
         owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
         units: dict[str, float] = {}
@@ -190,7 +183,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
             size = parameter.numel() * self.param_element_size(model, name, parameter)
             units[unit] = units.get(unit, 0.0) + size
-        self._spec.unit_nbytes = tuple(units.values())
+        self._unit_nbytes = tuple(units.values())
 
     def _several(self, config: Any) -> Any:
         asked = getattr(config, "distributed_config", None)
@@ -213,7 +206,9 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         config.llm_int8_skip_modules = list(dict.fromkeys([*own, *extra]))
         self.quantization_config = config
 
-    def _make_spec(self, model: Any, dtype: Any, files: list[str] | None, place: Any) -> LoadSpec:
+    def _make_spec(
+        self, model: Any, dtype: Any, files: list[str] | None, place: Any
+    ) -> tuple[PackingPlan, Checkpoint | None]:
         folder = Path(files[0]).parent if files else None
         if self._mark is None:
             spec = packing_spec(model, self.quantization_config, dtype, place)
@@ -225,65 +220,53 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             files[:] = [str(folder / name) for name in manifest.shards]
             model.config.__dict__.pop("transformers_weights", None)
             spec = reload_spec(model, self.quantization_config, dtype, manifest, folder)
-        spec.files, spec.prefix = open_files(files, self._makers_config), model.base_model_prefix
+        opened = open_files(files, self._makers_config)
         if not self.pre_quantized:
-            prefix = f"{spec.prefix}."
+            prefix = f"{model.base_model_prefix}."
             floating = {n for n, tensor in model.state_dict().items() if tensor.is_floating_point()}
-            stored = spec.files or Checkpoint([])
+            stored = opened or Checkpoint([])
             for key in stored:
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
                     check_plain(key, stored.info(key).dtype)
         if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
             ends = [codec.scales for codec in codecs()]
-            if any(f"{name}{end}" in (spec.files or ()) for name in spec.params for end in ends):
+            if any(f"{name}{end}" in (opened or ()) for name in spec.params for end in ends):
                 raise CheckpointError(
                     f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
                     "it was overwritten; restore it, or pack the model again."
                 )
-        return spec
+        return spec, opened
 
     def _convert_model_for_quantization(self, model: Any) -> None:
         """Leave fused experts alone, unless the checkpoint holds them as single layers."""
         # Llama 4: stock swaps its experts for a list of Linear layers, as such folders once were.
         spec = self._spec
-        if spec is not None and spec.files is not None:
+        if spec is not None and self._opened is not None:
             names = [param.module_name for param in spec.layout.experts]
-            if not any(f"{name}.0." in key for key in spec.files for name in names):
+            if not any(f"{name}.0." in key for key in self._opened for name in names):
                 return
         super()._convert_model_for_quantization(model)  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
-        """Replace the model's converters with ones that pack, and add some for the rest."""
-        spec = self._spec
-        if self._sharded is not None and self._mark is not None:
-            return []  # names are the model's own, and what is packed is filled later
-        if spec is None or not (spec.params or spec.prequantized is not None):
-            stock = super().update_weight_conversions(weight_conversions, *model)  # type: ignore[misc]
-            quantized = None if self._sharded is None else self._sharded.prequantized
-            return stock if quantized is None else [PlainNames(quantized), *stock]
-        if spec.manifest is not None:
-            # A packed folder has the model's own names: nothing to rename, nothing to merge.
-            linears = super().update_weight_conversions([], *model)  # type: ignore[misc]
-            packed = PackedConverter(spec)
-            return [packed, *(LinearConverter.of(one, spec) for one in linears)]
-        conversions = [
-            FillingConverter.replacing(one, spec) if isinstance(one, WeightConverter) else one
-            for one in weight_conversions
-        ]
-        names = [] if spec.prequantized is None else [PlainNames(spec.prequantized)]
-        conversions = super().update_weight_conversions(conversions, *model)  # type: ignore[misc]
-        return [*names, *conversions, RestConverter(spec)]
+        """Hide from transformers what it does not read."""
+        hidden = []
+        if self._fill is not None:
+            hidden = self._fill.hide(weight_conversions, linears=not self.pre_quantized)
+            self._fill.fill_before_tying()
+            if self._mark is not None:  # a packed folder has the model's own names
+                return hidden
+        return [*hidden, *super().update_weight_conversions(weight_conversions, *model)]  # type: ignore[misc]
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Return whether a parameter ends up packed, and so has another shape than the model's."""
-        if self._spec is not None and param_name in self._spec.params:
+        if self._fill is not None and param_name in self._fill.names:
             return True
         return bool(super().param_needs_quantization(model, param_name, **kwargs))  # type: ignore[misc]
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes of an element once loaded, a packed weight's statistics included."""
         if self._spec is not None and param_name in self._spec.params:
-            if self._spec.offloads:  # transformers reserves and divides memory of devices by it
+            if self._offloads():  # transformers reserves and divides memory of devices by it
                 return 0.0
             return self._spec.nbytes(param_name) / param.numel()
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
@@ -306,7 +289,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if len(places) < 2:
             return shares
         # Blocks of these bytes, in order, spread evenly.
-        units, last = self._spec.unit_nbytes, len(places) - 1
+        units, last = self._unit_nbytes, len(places) - 1
         total, done, at = sum(units), 0.0, 0
         taken = [0.0] * len(places)
         for unit in units:
@@ -325,24 +308,17 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             shares |= {place: even[place] for place in places[:-1]}
         return shares
 
-    def get_quantize_ops(self) -> Any:
-        """Return the stock operation, kept from expert weights: converters have packed these."""
-        ops = super().get_quantize_ops()  # type: ignore[misc]
-        return ops if self._spec is None else _PackLinears(ops, self._spec)
-
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Attach the packed weights, and leave the model with a quantizer of the stock class."""
         model = super()._process_model_after_weight_loading(model, **kwargs)  # type: ignore[misc]
-        spec, self._spec = self._spec, None
-        sharded, self._sharded = self._sharded, None
+        fill = self._fill
+        self._spec = self._opened = self._fill = None
         if self._checked is not None:
             self._checked.finish()
         if model.__dict__.get("hf_quantizer") is self:
             model.hf_quantizer = self._stock()
-        if sharded is not None:
-            sharded.finish(model)
-        if spec is not None:
-            finish(model, spec, self.quantization_config)
+        if fill is not None:
+            fill.finish()
         return model
 
     def _stock(self) -> Any:
@@ -351,108 +327,72 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         stock: Any = order[order.index(_Packing) + 1]
         quantizer = stock.__new__(stock)
         quantizer.__dict__.update(self.__dict__)
-        for name in ("_spec", "_device_map", "_checked", "_mark", "_sharded", "_makers_config"):
-            quantizer.__dict__.pop(name, None)
+        for name in vars(_Packing).keys() & quantizer.__dict__.keys():
+            del quantizer.__dict__[name]
         return quantizer
 
 
-class _PackLinears(ConversionOps):
-    """The stock operation for Linear layers, which passes expert weights on and checks the others.
+def open_files(
+    files: list[str] | None, makers_config: Mapping[str, Any] | None
+) -> Checkpoint | None:
+    """Return a checkpoint's files as those of the 16-bit one; None if they are not safetensors."""
+    if files and all(str(file).endswith(".safetensors") for file in files):
+        paths = [Path(file) for file in files]
+        return open_plain(paths[0].parent, paths, makers_config)
+    if makers_config is not None:
+        raise CheckpointError(
+            f"The checkpoint is quantized ({maker_method({'quantization_config': makers_config})}) "
+            "and is dequantized from safetensors files only: give a folder or a hub id with such "
+            "files."
+        )
+    return None
 
-    transformers turns an exception of an operation into a line of a table, so that what is wrong is
-    noted in the spec, and raised once the model is loaded.
+
+def load_dtypes(
+    model: Any, dtype: torch.dtype | None, quantizes: Callable[[Any, str], bool]
+) -> dict[str, torch.dtype]:
+    """Return, by name, the dtypes that transformers casts a model's tensors to as it reads them."""
+    kept = kept_dtypes(model, dtype)
+    tensors = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {
+        name: kept(name) or (dtype if dtype and quantizes(model, name) else tensor.dtype)
+        for name, tensor in tensors
+    }
+
+
+def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
+    """Return a stand-in for `AutoHfQuantizer.merge_quantization_configs`, as the class holds it.
+
+    While `is_on`, it returns a copy of the caller's bitsandbytes config where one is given for a
+    folder that its maker quantized. All else is left to `stock`, the class's attribute as it was.
+
+    Raises:
+        CheckpointError: The maker's method is not read.
     """
 
-    def __init__(self, stock: Any, spec: LoadSpec) -> None:
-        self.stock, self.spec = stock, spec
+    def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:
+        if is_on() and _is_bitsandbytes(from_caller):
+            makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
+            if maker_method({"quantization_config": makers}) is not None:
+                MakerConfig(makers)  # refuses what is not read, before anything is downloaded
+                config = copy_config(from_caller)
+                setattr(config, _MAKERS_CONFIG, makers)
+                return config
+        return stock.__get__(None, cls)(from_folder, from_caller)
 
-    def convert(self, input_dict: dict[str, Any], *args: Any, **context: Any) -> Any:
-        experts = {n: self._packed(n, v) for n, v in input_dict.items() if n in self.spec.params}
-        linears = {
-            name: self._checked(name, value[0] if isinstance(value, list) else value, context)
-            for name, value in input_dict.items()
-            if name not in experts
-        }
-        return experts | (self.stock.convert(linears, *args, **context) if linears else {})
-
-    def _packed(self, name: str, value: Any) -> nn.Parameter:
-        """Pack a weight that no converter has served: transformers found its name as it is."""
-        weight = value[0] if isinstance(value, list) else value
-        packer = WeightPacker(name, self.spec)
-        packer.add(weight)
-        return packer.finish()
-
-    def _checked(self, name: str, weight: Tensor, context: Mapping[str, Any]) -> Tensor:
-        """Note another shape than the model's, and the extremes; return a weight of its shape."""
-        module = context["model"].get_submodule(name.rpartition(".")[0])
-        rows, cols = module.weight.shape
-        swapped = not issubclass(getattr(module, "source_cls", nn.Linear), nn.Linear)  # Conv1D
-        expected = (cols, rows) if swapped else (rows, cols)
-        if tuple(weight.shape) != expected:
-            self.spec.faults.append(
-                CheckpointError(
-                    f"{name} has the shape {tuple(weight.shape)} on disk and {expected} by "
-                    "config.json: they are not of one model."
-                )
-            )
-            return weight.new_zeros(expected)
-        self.spec.extremes[name] = torch.stack(torch.aminmax(weight.detach()))
-        return weight
+    return classmethod(merge_quantization_configs)
 
 
-def finish(model: Any, spec: LoadSpec, config: Any) -> None:
-    """Attach what converters packed, pack what they did not see, and mark the model quantized."""
-    # A later save of the decoded model finds transformers' own converters.
-    if spec.manifest is not None:
-        # Nothing was renamed on the way in; without a record, the model type's mapping is used.
-        model.__dict__.pop("_weight_conversions", None)
-    conversions = model.__dict__.get("_weight_conversions", ())
-    for at, conversion in enumerate(conversions):
-        if isinstance(conversion, FillingConverter):
-            conversions[at] = conversion.stock
-            conversion.stock._was_used = conversion._was_used
-    check_read(model, spec)
-    if spec.faults:
-        raise spec.faults[0]
-    extremes = spec.extremes
-    devices = {extreme.device for extreme in extremes.values()}
-    for device in devices:  # one wait for each
-        names = [name for name, extreme in extremes.items() if extreme.device == device]
-        finite = are_below(torch.stack([extremes[n].double() for n in names])).all(1).tolist()
-        bad = [name for name, whole in zip(names, finite, strict=True) if not whole]
-        if bad:
-            raise NonFiniteWeightError(
-                f"{listed(bad)} holds NaN or inf (or {LARGEST:.0e} and more), and the blocks with "
-                "it could not be decoded: repair the checkpoint."
-            )
-    if not spec.params:
-        return
-    _attach(model, spec)
-    finish_packing(model, spec.layout, config, spec.settings)
-    if spec.offloads:
-        offload(model)
+def _is_bitsandbytes(config: Any) -> bool:
+    if isinstance(config, Mapping):
+        return bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
+    return isinstance(config, BitsAndBytesConfig)
 
 
-def _attach(model: Any, spec: LoadSpec) -> None:
-    # Apart, so that none of its names holds a weight when experts go to host memory.
-    by_codes = {id(parameter): packed for parameter, packed in spec.packed.values()}
-    spec.packed.clear()  # Each is freed as soon as it lies elsewhere
-    lost = []
-    for name, param in spec.params.items():
-        module, leaf = parametrize.owner_of(model, name)
-        if parametrize.is_packed(module, leaf):
-            continue  # by another name of it
-        weight = module._parameters.get(leaf)
-        packed = by_codes.get(id(weight))
-        if packed is None:
-            lost.append(name)
-            continue
-        for module, leaf in (parametrize.owner_of(model, other) for other in param.names):
-            if module._parameters.get(leaf) is weight:
-                parametrize.attach(module, leaf, packed)
-    if lost:
-        raise CheckpointError(
-            f"{listed(lost)} was not loaded: the checkpoint does not hold it, and random numbers "
-            "would be packed. Load the 16-bit checkpoint of this model; one that another tool has "
-            "packed keeps its weights under other names."
-        )
+def take_makers_config(config: Any) -> Mapping[str, Any] | None:
+    """Remove from a bitsandbytes config what it stands in for, and return it; None if nothing."""
+    makers: Mapping[str, Any] | None = getattr(config, "__dict__", {}).pop(_MAKERS_CONFIG, None)
+    return makers

@@ -6,27 +6,20 @@ off puts back exactly what was there. The path of one load:
 
     with enabled(): from_pretrained(path, quantization_config=...)
       |
-      |  AutoHfQuantizer.merge_quantization_configs  ->  converters.preferring_bitsandbytes
+      |  AutoHfQuantizer.merge_quantization_configs  ->  preferring_bitsandbytes
       |  AUTO_QUANTIZER_MAPPING[...]  ->  quantizer.packing_quantizer: the stock class, and on top
       v
     update_attn_implementation    is config.json that of a packed folder? then check the folder
       v
-    preprocess_model              the model is on meta: detect its expert weights, and note in a
-      |                           LoadSpec (checkpoint/load_spec.py) what is packed, and how, and
-      |                           which experts of it this rank keeps
+    preprocess_model              the model is on meta: detect its expert weights, and decide what
+      |                           is packed (checkpoint/load_spec.py):
       |                             16-bit checkpoint  packing_spec   by the user's config
       |                             packed folder      reload_spec    by the folder's manifest
-      |                           its files are those of a 16-bit checkpoint: what a maker quantized
-      |                           is dequantized as it is read (checkpoint/prequantized/)
       v
-    update_weight_conversions     replace transformers' converters of those weights:
-      |                             16-bit checkpoint  FillingConverter   reads and packs some
-      |                                                                   experts at a time
-      |                             packed folder      PackedConverter    joins codes, statistics
-      |                           and of a maker's folder, rename its keys
+    update_weight_conversions     hide from transformers what is packed, or made of a maker's codes;
+      |                           it loads the rest, stock
       v
-    (transformers reads the files; converters leave a parameter of codes on the module and the
-      |                           packed weight in the spec)
+    tie_weights                   read, pack and put into place what was hidden (fill.py)
       v
     postprocess_model             attach packed weights (packing/parametrize.py), select the experts
                                   forward, mark the model quantized (model.py), and leave the model
@@ -165,8 +158,7 @@ def _install() -> None:
     global _merge
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
-    from .converters import preferring_bitsandbytes
-    from .quantizer import packing_quantizer
+    from .quantizer import packing_quantizer, preferring_bitsandbytes
 
     if _replaced:
         return

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..kernels.limits import cdiv
 from ..kernels.weights import TABLES, NestedAbsmax, PackedWeight
 from ..layout import dtype_name
-from .codecs import CODES, Codec, Mean, PackingFormat, Shape, Tensors, TensorSpec, bad_scales
+from .codecs import CODES, Codec, PackingFormat, Shape, Tensors, TensorSpec, bad_scales
 
 ABSMAX = ".absmax"
 NESTED_ABSMAX = ".nested_absmax"
@@ -129,20 +129,15 @@ class Bnb4bit(Codec):
         return codes, absmax
 
     def finish(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        shape: Shape,
-        dtype: torch.dtype,
+        self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
         settings: PackingFormat,
-        mean: Mean = torch.mean,
-    ) -> PackedWeight:
+    ) -> PackedWeight:  # fmt: skip
         import bitsandbytes.functional
 
         bnb: Any = bitsandbytes.functional  # no type annotations to check against
         nested = None
         if settings.double_quant:
-            offset = mean(scales)
+            offset = scales.mean()
             scales, state = bnb.quantize_blockwise(scales.sub_(offset), blocksize=NESTED_BLOCK)
             nested = NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
         codes = codes.view(settings.storage_dtype).unsqueeze(1)

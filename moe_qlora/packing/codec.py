@@ -22,7 +22,7 @@ shape and equals the CUDA kernel's arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -74,19 +74,16 @@ def are_below(values: Tensor, limit: float = LARGEST) -> Tensor:
     return values.to(wide).abs() < limit
 
 
-def pack(
-    weight: Tensor, settings: CodecSettings, mean: Callable[[Tensor], Tensor] = torch.mean
-) -> PackedWeight:
+def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
     """Pack a weight `(..., rows, columns)`; the result equals bitsandbytes' own, bit for bit.
 
     bitsandbytes' int8 kernel for CUDA supports float16 only: other dtypes are cast to it there, as
-    its own `Int8Params` does. `mean` is as for `Packer`. A weight that cannot be packed is an
-    `UnsupportedWeightError`.
+    its own `Int8Params` does. A weight that cannot be packed is an `UnsupportedWeightError`.
     """
     reason = why_not(weight, settings)
     if reason is not None:
         raise UnsupportedWeightError(f"The weight {reason}.")
-    packer = Packer(weight.shape, weight.dtype, weight.device, settings, mean)
+    packer = Packer(weight.shape, weight.dtype, weight.device, settings)
     packer.add(weight)
     return packer.finish()
 
@@ -105,11 +102,9 @@ class Packer:
         dtype: torch.dtype,
         device: torch.device,
         settings: CodecSettings,
-        mean: Callable[[Tensor], Tensor] = torch.mean,
     ) -> None:
-        """`mean` returns the mean absmax of the whole weight, of which this may be a part."""
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
-        self.settings, self._mean = settings, mean
+        self.settings = settings
         self._codec = settings.codec
         self._unit = self._codec.unit(self.shape, settings)
         self._step = max(_chunk_elements(self.device), self._unit)
@@ -140,9 +135,7 @@ class Packer:
             self._take(self._rest)
         if self._done != math.prod(self.shape):
             raise ValueError(f"{self._done} weights came for a weight of shape {tuple(self.shape)}")
-        return self._codec.finish(
-            self._codes, self._scales, self.shape, self.dtype, self.settings, self._mean
-        )
+        return self._codec.finish(self._codes, self._scales, self.shape, self.dtype, self.settings)
 
     def _hold(self, chunk: Tensor) -> None:
         whole = len(chunk) // self._unit * self._unit

@@ -13,7 +13,7 @@ bitsandbytes' Linear layers, so that `llm_int8_skip_modules` must name them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from ..kernels.weights import TABLES, PackedWeight
 
 Shape = Sequence[int]
 Tensors = Mapping[str, Tensor]
-Mean = Callable[[Tensor], Tensor]
 
 CODES = ""
 """End of the key of a packed weight's codes, which is the weight's name."""
@@ -172,18 +171,10 @@ class Codec:
         )
 
     def finish(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        shape: Shape,
-        dtype: torch.dtype,
+        self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
         settings: PackingFormat,
-        mean: Mean = torch.mean,
-    ) -> PackedWeight:
-        """Return the weight of all of `quantize`'s codes, uint8 `(bytes,)`, and scales `(units,)`.
-
-        `mean` returns the mean scale of the whole weight, of which this may be a part.
-        """
+    ) -> PackedWeight:  # fmt: skip
+        """Return the weight of all of `quantize`'s codes, `(bytes,)`, and scales `(units,)`."""
         tensors = {
             CODES: codes.view(settings.storage_dtype).view(self.codes_shape(shape)),
             self.scales: scales,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedWeightError
 from ..kernels.weights import PackedWeight
-from .codecs import Codec, Mean, PackingFormat, Shape, Tensors
+from .codecs import Codec, PackingFormat, Shape, Tensors
 
 SCALES = ".SCB"
 
@@ -52,21 +52,16 @@ class Int8(Codec):
         return codes, scales
 
     def finish(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        shape: Shape,
-        dtype: torch.dtype,
+        self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
         settings: PackingFormat,
-        mean: Mean = torch.mean,
-    ) -> PackedWeight:
+    ) -> PackedWeight:  # fmt: skip
         if dtype != torch.float16 and not bool(scales.isfinite().all()):
             row = int(torch.nonzero(~scales.isfinite())[0])
             raise UnsupportedWeightError(
                 f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' "
                 "int8 kernel takes on this device: pack it to 4 bit, or on the CPU."
             )
-        return super().finish(codes, scales, shape, dtype, settings, mean)
+        return super().finish(codes, scales, shape, dtype, settings)
 
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat

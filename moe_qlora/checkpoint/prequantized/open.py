@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -87,26 +87,34 @@ class PrequantizedCheckpoint(Checkpoint):
 
     def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
         """Read a plain tensor, or its rows [start, stop), decoded on `device` (default: CPU)."""
+        return self.fetch(key, start, stop, device)()
+
+    def fetch(
+        self, key: str, start: int = 0, stop: int | None = None, device: Any = None
+    ) -> Callable[[], Tensor]:
+        """Read codes and scales to the host; return what decodes them on the device."""
         tensor = self._tensors.get(key)
         if tensor is None:
             self.info(key)
-            return self._disk.read(key, start, stop, device)
+            return self._disk.fetch(key, start, stop, device)
         start, stop, _ = slice(start, stop).indices(tensor.shape[0])
         stop = max(start, stop)
         if SHAPE in tensor.parts:
             check_shape(tensor, self._stored_shape(tensor.parts[SHAPE]))
         parts = {
-            role: self._disk.read(part, *self._rows(tensor, role, start, stop), device)
+            role: self._disk.fetch(part, *self._rows(tensor, role, start, stop), device)
             for role, part in tensor.parts.items()
             if role != SHAPE
         }
-        return dequantize(tensor, parts, start, stop, self.dtype)
+        return lambda: dequantize(
+            tensor, {role: part() for role, part in parts.items()}, start, stop, self.dtype
+        )
 
-    def read_stored(
+    def fetch_stored(
         self, key: str, start: int = 0, stop: int | None = None, device: Any = None
-    ) -> Tensor:
-        """Read a tensor on disk, or its rows [start, stop), as it is: codes, or what goes with."""
-        return self._disk.read(key, start, stop, device)
+    ) -> Callable[[], Tensor]:
+        """Fetch a tensor on disk, or its rows [start, stop), as it is: codes, or what goes with."""
+        return self._disk.fetch(key, start, stop, device)
 
     def _rows(self, tensor: Quantized, role: str, start: int, stop: int) -> tuple[int, int | None]:
         rows = tensor.rows(role, start, stop)

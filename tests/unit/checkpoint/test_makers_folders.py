@@ -25,13 +25,10 @@ from transformers import (
 from typer.testing import CliRunner
 
 import moe_qlora
-from moe_qlora.checkpoint import base as bases
-from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint
 from moe_qlora.checkpoint.reader import INDEX
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
 from moe_qlora.detection.detect import detect
-from moe_qlora.distributed.filling import CheckpointRows
 from moe_qlora.errors import CheckpointError
 from moe_qlora.models import named
 from moe_qlora.testing import tiny_inputs
@@ -113,37 +110,6 @@ def test_packing_equals_that_of_the_plain_folder(
     config = read_json(tmp_path / "makers" / "config.json")
     assert config["quantization_config"]["quant_method"] == "bitsandbytes"
     assert not says_quantized(config)
-
-
-def test_codes_are_decoded_on_the_device_of_the_job(
-    twins: Callable[[str], Twins], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is plain on disk and is not packed stays where it is."""
-    devices: dict[str, Any] = {}
-    read = PrequantizedCheckpoint.read
-
-    def spy(self: Any, key: str, start: int = 0, stop: Any = None, device: Any = None) -> Tensor:
-        devices[key] = device
-        return read(self, key, start, stop, device)
-
-    monkeypatch.setattr(PrequantizedCheckpoint, "read", spy)
-    pack(twins("deepseek_v3 fp8").makers, tmp_path / "out")
-    assert devices["model.layers.1.mlp.experts.0.up_proj.weight"] == torch.device("cpu")
-    assert devices["model.layers.0.self_attn.q_b_proj.weight"] == torch.device("cpu")
-    assert devices["model.embed_tokens.weight"] is None
-
-
-@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
-def test_rows_by_the_names_of_parameters(name: str, twins: Callable[[str], Twins]) -> None:
-    rows = []
-    for folder in (twins(name).makers, twins(name).plain):
-        source = bases.resolve_checkpoint(folder, False)
-        model = named.build(source)
-        base = bases.PlainBase(folder, model)
-        read = CheckpointRows(base, {})
-        rows.append({key: read(key, 1, 3) for key, t in model.state_dict().items() if t.dim() > 1})
-        base.close()
-    assert_same_tensors(*rows)
 
 
 def test_what_modelopt_says_beside_the_configuration(

@@ -253,7 +253,7 @@ def test_codes_of_another_tool_are_named(
 @pytest.mark.parametrize("value", ["inf", "1e38"])  # whose sum is inf
 def test_infinite_weights_are_named(source: Path, tmp_path: Path, value: str) -> None:
     bad = changed(source, tmp_path / "bad", partial(poison, value=float(value)))
-    seen = r"experts\.gate_up_proj holds (inf|9\.9\d+e\+37) at index \[1,"
+    seen = r"experts\.gate_up_proj holds NaN or inf in row 1"
     with pytest.raises(NonFiniteWeightError, match=seen):
         pack(bad, tmp_path / "out")
 

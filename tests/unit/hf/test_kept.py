@@ -96,7 +96,7 @@ def test_computes_what_the_dequantized_weights_compute(kept, plain):
 
 
 def test_experts_are_read_in_slices(folders, kept, monkeypatch):
-    from moe_qlora.hf import converters as loading
+    from moe_qlora.hf import fill as loading
 
     monkeypatch.setattr(loading, "SLICE_BYTES", 1)
     again = packed_of(load(folders / "maker", config=BitsAndBytesConfig(**NF4)))

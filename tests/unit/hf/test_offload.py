@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.load_spec import LoadSpec
+from moe_qlora.hf.fill import Fill
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
 from moe_qlora.speed import offload as host_memory
@@ -73,14 +73,13 @@ def test_a_load_into_host_memory(
     folder, config, keeps = CASES[case]
     expected = load(folders / folder, config, keep_codes=keeps)
     on_device: list[int] = []
-    keep = LoadSpec.keep
+    finish = Fill.finish
 
-    def kept(self: LoadSpec, name: str, packed: Any) -> Any:
-        parameter = keep(self, name, packed)
-        on_device.append(parameter.numel())
-        return parameter
+    def finished(fill: Fill) -> None:
+        on_device.extend(parameter.numel() for parameter, _ in fill._pending.values())
+        finish(fill)
 
-    monkeypatch.setattr(LoadSpec, "keep", kept)
+    monkeypatch.setattr(Fill, "finish", finished)
     model = load(folders / folder, config, keep_codes=keeps, offload=True)
     off = moe_qlora.offload_experts(model)
     packed = list(parametrize.iter_packed(model))
@@ -131,7 +130,7 @@ class Watch:
 
         def held(packed: Any, codes: Tensor, *rest: Any, **named: Any) -> None:
             hold(packed, codes, *rest, **named)
-            if not self.count and codes.device.type == "cpu":
+            if not self.count and codes.device.type == "cpu" and len(packed.shape) > 2:
                 loose[StorageWeakRef(codes.untyped_storage())] = codes.untyped_storage().nbytes()
 
         monkeypatch.setattr(host_memory.HostMemory, "__init__", made)

@@ -27,8 +27,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 import moe_qlora
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint
-from moe_qlora.errors import CheckpointError
-from moe_qlora.hf.converters import RestConverter
+from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_inputs
 from tests.helpers.prequantized import (
@@ -179,17 +178,16 @@ def test_every_setting(
     assert model.dtype == expected.dtype
 
 
-@pytest.mark.parametrize("kind", [FP8, MXFP4])
-def test_what_is_offloaded_arrives_dequantized(kind: str, folders: Folders, tmp_path: Path) -> None:
-    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.rotary_emb"), "cpu")
-    places |= {"model.layers.1": "disk", "model.norm": "cpu", "lm_head": "disk"}
+def test_what_would_go_to_disk_is_refused(folders: Folders, tmp_path: Path) -> None:
+    places = {"model": "cpu", "model.layers.1": "disk", "lm_head": "disk"}
     config = BitsAndBytesConfig(**NF4, llm_int8_enable_fp32_cpu_offload=True)
-    arguments = {"quantization_config": config, "device_map": places}
-    logits = {}
-    for name in ("maker", "plain"):
-        model = load(folders(kind) / name, offload_folder=tmp_path / name, **arguments)
-        logits[name] = model(**tiny_inputs(model)).logits
-    assert torch.equal(logits["maker"], logits["plain"])
+    with pytest.raises(ConfigError, match=r"sends model\.layers\.1 to disk, and .*\(fp8\)"):
+        load(
+            folders(FP8) / "maker",
+            offload_folder=tmp_path,
+            quantization_config=config,
+            device_map=places,
+        )
 
 
 def test_a_config_within_that_of_the_text_model(tmp_path: Path) -> None:
@@ -282,29 +280,21 @@ def test_no_more_than_an_expert_is_decoded_at_a_time(
     kind: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1)
-    stock, sizes = PrequantizedCheckpoint.read, []
+    stock, sizes = PrequantizedCheckpoint.fetch, []
 
-    def read(files: Any, key: str, *rows: Any, **device: Any) -> Tensor:
+    def fetch(files: Any, key: str, *rows: Any, **device: Any) -> Any:
         tensor = stock(files, key, *rows, **device)
         if ".experts." in key and files.is_dequantized(key):
-            sizes.append(tensor.numel())
+            sizes.append(tensor().numel())
         return tensor
 
-    monkeypatch.setattr(PrequantizedCheckpoint, "read", read)
+    monkeypatch.setattr(PrequantizedCheckpoint, "fetch", fetch)
     model = load(folders(kind) / "maker")
     shapes = [
         parametrize.read_packed(m, name).shape for _, m, name in parametrize.iter_packed(model)
     ]
     assert sum(sizes) == sum(map(math.prod, shapes))
     assert max(sizes) <= max(math.prod(shape[1:]) for shape in shapes)
-
-
-def test_codes_that_transformers_would_read_by_itself_are_refused(
-    folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RestConverter, "rename_source_key", lambda self, key: (key, None))
-    with pytest.raises(CheckpointError, match=r"proj\.weight was read without being dequantized"):
-        load(folders(FP8) / "maker")
 
 
 def test_tensors_instead_of_files_are_refused(folders: Folders) -> None:

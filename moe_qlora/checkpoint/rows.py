@@ -1,0 +1,183 @@
+"""The one loop that packs a checkpoint's rows: for a load, a rank's share, or a packed folder.
+
+groups of tensors on disk (conversion.py), cut into slices of a few experts
+|   worker threads read ahead: to page-locked memory where a GPU packs
+v
+the slice on its device, its codes dequantized if the maker quantized the folder
+|   transformers' operations: merge, concatenate, transpose
+v
+rows of parameters   ->  a `Sink` for each: packs, or collects what stays plain
+v
+(name, PackedWeight or Tensor), for the caller to put into place
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import MoeQloraError, NonFiniteWeightError
+from ..packing.codec import LARGEST, Packer, are_below
+from ..packing.settings import CodecSettings
+from .conversion import DiskLayout, Group
+from .reader import Checkpoint, check_plain
+
+WORKERS = 4
+"""Threads that read for a GPU, and slices that they read ahead; for a CPU one maps them."""
+
+_SHARE_ELEMENTS = 2**18  # of a slice, where many ranks of one host read at once
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
+class Slot:
+    """A parameter to fill: takes its rows in order; packs them, or without settings keeps them."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        settings: CodecSettings | None = None,
+        *,
+        transposed: bool = False,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
+        """`shape` is the model's; `transposed`, that the disk has it the other way round.
+
+        `rows` of the first dimension are taken, None: all.
+        """
+        self.name, self.shape, self.dtype, self.device = name, torch.Size(shape), dtype, device
+        self.settings, self.transposed, self.rows = settings, transposed, rows
+        self._pieces: list[Tensor] = []
+        self._packer: Packer | None = None
+        self._extremes: list[tuple[int, Tensor]] = []
+
+    def take(self, start: int, piece: Tensor) -> None:
+        """Take rows that begin at `start`, those of them that are wanted."""
+        piece = piece.T if self.transposed else piece
+        if self.rows is not None:
+            first, last = (max(row - start, 0) for row in self.rows)
+            start, piece = start + first, piece[first:last]
+        piece = piece.to(self.device, self.dtype)
+        if self.settings is None:
+            self._pieces.append(piece)
+            return
+        # of each expert: over one dimension alone the CPU takes twenty times as long
+        for row, part in enumerate(piece if piece.dim() > 2 else [piece], start):
+            self._extremes.append((row, torch.stack(torch.aminmax(part))))
+        self._pack(start, piece)
+
+    def _pack(self, start: int, piece: Tensor) -> None:
+        if self._packer is None:
+            assert self.settings is not None
+            self._packer = Packer(self.shape, self.dtype, self.device, self.settings)
+        self._packer.add(piece)
+
+    def fail(self, error: MoeQloraError) -> None:
+        """Rows could not be read or converted."""
+        raise error
+
+    def finish(self) -> Any:
+        """Return the weight, and hold it no longer; raise where it cannot be packed."""
+        packer, pieces = self._packer, self._pieces
+        self._packer, self._pieces = None, []
+        if packer is not None:
+            self._check_finite()
+            return packer.finish()
+        if not pieces:  # none of its rows are wanted
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _check_finite(self) -> None:
+        """Raise where a block could not be decoded; once a weight, as it waits for the device."""
+        extremes = torch.stack([extreme for _, extreme in self._extremes])
+        finite = are_below(extremes).all(1).tolist()
+        rows, self._extremes = [row for row, _ in self._extremes], []
+        if not all(finite):
+            raise NonFiniteWeightError(
+                f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} of "
+                f"its first dimension or soon after (or {LARGEST:.0e} and more), and cannot be "
+                "packed: repair the checkpoint."
+            )
+
+
+def filled(
+    files: Checkpoint, layout: DiskLayout, groups: Iterable[Group], slots: Mapping[str, Slot]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what the slots of these groups' parameters make, each as soon as it is read."""
+
+    def slices() -> Iterator[tuple[Group, list[Slot], int, int | None, bool]]:
+        for group in groups:
+            mine = [slots[name] for name in group.shapes if name in slots]
+            parts = _parts(group, mine)
+            for part in parts:
+                yield group, mine, *part, part == parts[-1]
+
+    def read(
+        item: tuple[Group, list[Slot], int, int | None, bool],
+    ) -> dict[str, Callable[[], Tensor]]:
+        group, mine, start, stop, _ = item
+        if start == stop:
+            return {}
+        for key in group.keys if mine[0].dtype.is_floating_point else ():
+            check_plain(mine[0].name, files.info(key).dtype)
+        device = mine[0].device
+        if getattr(group.converter, "force_cpu", False):
+            device = torch.device("cpu")
+        places = group.places(start, stop)
+        return {key: files.fetch(key, first, last, device) for key, first, last in places}
+
+    def take(mine: list[Slot], group: Group, start: int, parts: Mapping[str, Any]) -> None:
+        values = layout.convert(group, {key: fetched() for key, fetched in parts.items()})
+        for slot in mine:
+            slot.take(start, values[slot.name])
+
+    on_gpu = any(slot.device.type != "cpu" for slot in slots.values())
+    for item, parts in ahead(read, slices(), WORKERS if on_gpu else 1):
+        group, mine, start, stop, is_last = item
+        try:
+            if start != stop:
+                take(mine, group, start, parts.result())
+        except MoeQloraError as error:
+            for slot in mine:
+                slot.fail(error)
+        if is_last:
+            yield from ((slot.name, slot.finish()) for slot in mine)
+
+
+def _parts(group: Group, slots: Sequence[Slot]) -> list[tuple[int, int | None]]:
+    """Return the slices of a group that its slots want; (0, 0) where they want no row."""
+    spans = [slot.rows for slot in slots if slot.rows is not None]
+    wanted = [(first, last) for first, last in spans if first < last]
+    if len(spans) == len(slots) and not wanted:
+        return [(0, 0)]
+    if any(slot.transposed for slot in slots):
+        return [(0, None)]
+    if len(spans) < len(slots):
+        return list(group.slices())
+    return list(group.slices(min(min(wanted)), max(last for _, last in wanted), _SHARE_ELEMENTS))
+
+
+def ahead(
+    read: Callable[[_Item], _Result], items: Iterable[_Item], workers: int = WORKERS
+) -> Iterator[tuple[_Item, Future[_Result]]]:
+    """Yield each item with the future of what `read` returns of it; the next ones are read too."""
+    pool = ThreadPoolExecutor(workers)
+    waiting: deque[tuple[_Item, Future[_Result]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(read, item)))
+            if len(waiting) > workers:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

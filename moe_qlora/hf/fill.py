@@ -1,0 +1,402 @@
+"""The weights of a load that transformers does not read: they are hidden from it, and filled here.
+
+    from_pretrained
+      |   the model on meta, its conversions   `Fill.hide`: which keys on disk make which weights;
+      |                                        these leave the state dict, and the keys get
+      |                                        a name that no model has
+      |   transformers loads the rest, stock
+      |   tie_weights                          `Fill._fill`: reads rows, packs, puts into place
+      v   postprocess_model                    `Fill.finish`: attaches what was packed
+
+What is filled: expert weights that are packed, bitsandbytes' Linear layers, and whatever a maker
+stores as codes. Where from: a 16-bit folder or a maker's (rows, through checkpoint/rows.py), MXFP4
+codes that are kept, or a packed folder's own bytes. Without safetensors files (a `state_dict`, .bin
+files) transformers loads experts in 16 bit, and they are packed then. Each weight goes to its
+device, or packed to host memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import WeightRenaming
+
+from ..checkpoint.conversion import DiskLayout
+from ..checkpoint.integrity import canonical_name, packed_names, parts_of
+from ..checkpoint.load_spec import PackingPlan
+from ..checkpoint.prequantized import PrequantizedCheckpoint
+from ..checkpoint.prequantized.config import MXFP4
+from ..checkpoint.prequantized.formats import CODES, SCALE
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.rows import Slot, ahead, filled
+from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
+from ..kernels.weights import MX_BLOCK, PackedWeight
+from ..layout import ExpertParam, listed
+from ..packing import parametrize
+from ..packing.codec import restore
+from ..packing.decoders import hold
+from ..packing.linear import write_linear
+from ..packing.mxfp4 import KeptPacker, kept_settings
+from ..packing.settings import CodecSettings
+from ..world import offload
+from .model import finish_packing
+
+READ = "read_by_moe_qlora"
+_UNEXPECTED = "_keys_to_ignore_on_load_unexpected"
+
+SLICE_BYTES = 8 << 20
+"""Codes that are kept are read in slices of an expert, or as many small ones as fit in this."""
+
+
+class Renamed(WeightRenaming):
+    """Gives keys on disk other names, ahead of the model's own renamings and converters."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        super().__init__("on disk", "elsewhere")
+        self.names = names
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """Return the name of a key."""
+        return self.names.get(source_key, source_key), None
+
+
+class Fill:
+    """The weights of one load that this package reads."""
+
+    def __init__(
+        self,
+        model: Any,
+        spec: PackingPlan,
+        files: Checkpoint | None,
+        dtypes: Mapping[str, torch.dtype],
+        config: Any,
+        offloads: bool = False,
+    ) -> None:
+        """Take a model on meta with bitsandbytes' Linear layers.
+
+        `dtypes` are those that its parameters are loaded in, were they not packed.
+        """
+        self._model, self.spec, self.files, self._dtypes = model, spec, files, dtypes
+        self._config, self._offloads, self._device_map = config, offloads, None
+        self.names: set[str] = set()  # of the weights that are filled
+        self._weights: Callable[[], Iterator[tuple[str, PackedWeight | Tensor]]] = lambda: iter(())
+        # what the model holds for packed experts until they are attached, and these
+        self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
+        self._hook: Any = None
+        named = model.named_modules(remove_duplicate=False)
+        packs = bool(spec.params or self._makers is not None or spec.manifest is not None)
+        self._linears: dict[str, Any] = {
+            f"{name}.weight": module
+            for name, module in named
+            if packs and parametrize.is_packed_linear(module)
+        }
+        # Conv1D layers, which bitsandbytes replaces as well, store `(in, out)`.
+        kinds = ((n, getattr(m, "source_cls", nn.Linear)) for n, m in self._linears.items())
+        self._turned = {name for name, kind in kinds if not issubclass(kind, nn.Linear)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fill:
+        return self  # transformers copies its quantizer for every tensor
+
+    @property
+    def _makers(self) -> PrequantizedCheckpoint | None:
+        return self.files if isinstance(self.files, PrequantizedCheckpoint) else None
+
+    def place(self, device_map: Any) -> None:
+        """Note the device map, as far as it is settled."""
+        if isinstance(device_map, Mapping) and "disk" in device_map.values() and self._makers:
+            raise ConfigError(
+                f"The device_map sends {next(k for k, v in device_map.items() if v == 'disk')} to "
+                f"disk, and the checkpoint is quantized ({self._makers.method}): its tensors are "
+                "dequantized as they are read, and not offloaded to disk; give a device_map "
+                "without disk."
+            )
+        self._device_map = device_map
+
+    def hide(self, conversions: list[Any], *, linears: bool) -> list[Any]:
+        """Keep transformers from the weights that are filled; return a renaming to come first.
+
+        `linears`: whether Linear layers lie in 16 bit on disk, and are packed.
+        """
+        if self.spec.manifest is not None:
+            read = self._from_packed_folder()
+        elif self.files is not None:
+            read = self._from_rows(conversions, linears)
+        else:
+            read = {}
+        if not self.names and not read:
+            return []
+        model = self._model
+        for name in self.names:
+            model.get_parameter_or_buffer(name)._is_hf_initialized = True
+
+        def leave_out(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name in self.names:
+                state.pop(prefix + name, None)
+
+        self._hook = model.register_state_dict_post_hook(leave_out)
+        self._before = model.__dict__.get(_UNEXPECTED)
+        setattr(model, _UNEXPECTED, {*(getattr(model, _UNEXPECTED) or ()), f"^{READ}$"})
+        return [Renamed(read)]
+
+    def fill_before_tying(self) -> None:
+        """Fill once transformers has loaded the rest: it then ties weights that are missing."""
+
+        def tie_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("missing_keys") is not None:
+                del model.__dict__["tie_weights"]
+                self._fill(kwargs["missing_keys"])
+            return type(model).tie_weights(model, *args, **kwargs)
+
+        self._model.tie_weights = MethodType(tie_weights, self._model)
+
+    @torch.no_grad()
+    def _fill(self, missing: Collection[str]) -> None:
+        for name, weight in self._weights():
+            self._put(name, weight)
+            del weight  # before the next is packed
+        for name, param in self.spec.params.items():
+            module, leaf = self._owner(name)
+            plain = module._parameters.get(leaf)
+            if name in self.names or {*param.names} & {*missing} or id(plain) in self._pending:
+                continue
+            if plain is not None and not plain.is_meta:  # transformers has loaded it
+                slot = self._slot(name)
+                slot.take(0, plain.detach())
+                self._put(name, slot.finish())
+
+    def finish(self) -> None:
+        """Attach the packed experts, and mark the model quantized."""
+        model, lost = self._model, []
+        self._unhide()
+        for name, param in self.spec.params.items():
+            module, leaf = self._owner(name)
+            if parametrize.is_packed(module, leaf):
+                continue  # by another name of it
+            weight = module._parameters.get(leaf)
+            if id(weight) not in self._pending:
+                lost.append(name)
+                continue
+            for module, leaf in map(self._owner, param.names):
+                if module._parameters.get(leaf) is weight:
+                    parametrize.attach(module, leaf, self._pending[id(weight)][1])
+        self._pending.clear()
+        if lost:
+            raise CheckpointError(
+                f"{listed(lost)} was not loaded: the checkpoint does not hold it, and random "
+                "numbers would be packed. Load the 16-bit checkpoint of this model; one that "
+                "another tool has packed keeps its weights under other names."
+            )
+        if self.spec.manifest is not None:
+            # Nothing was renamed on the way in; without a record, the model type's mapping is used.
+            model.__dict__.pop("_weight_conversions", None)
+        if self.spec.params:
+            finish_packing(model, self.spec.layout, self._config, self.spec.settings)
+            if self._offloads:
+                offload(model)
+
+    def _unhide(self) -> None:
+        if self._hook is None:
+            return
+        self._hook.remove()
+        del self._model.__dict__[_UNEXPECTED]
+        if self._before is not None:
+            setattr(self._model, _UNEXPECTED, self._before)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        return parametrize.owner_of(self._model, name)
+
+    def _slot(self, name: str) -> Slot:
+        shape = tuple(self._model.get_parameter_or_buffer(name).shape)
+        dtype, device, settings = self._dtypes[name], self._device(name), self.spec.settings
+        if name in self.spec.params:
+            return Slot(name, shape, dtype, device, settings)
+        if name not in self._linears:
+            return Slot(name, shape, dtype, device)
+        cast = settings.codec.linear_dtype or dtype
+        return Slot(name, shape, cast, device, settings, transposed=name in self._turned)
+
+    def _device(self, name: str) -> torch.device:
+        from transformers.integrations.accelerate import get_device
+
+        place = get_device(self._device_map or {"": "cpu"}, name, valid_torch_device=True)
+        return torch.device("cpu" if place == "disk" else place)
+
+    def _put(self, name: str, weight: PackedWeight | Tensor) -> None:
+        module, leaf = self._owner(name)
+        if isinstance(weight, Tensor):
+            held: Any = weight
+            if leaf in module._parameters:
+                held = nn.Parameter(weight, requires_grad=weight.is_floating_point())
+            held._is_hf_initialized = True
+            setattr(module, leaf, held)
+        elif name not in self.spec.params:
+            write_linear(module, weight)
+        else:
+            if self._offloads:  # an empty one, which is on the device already
+                empty = torch.empty(0, dtype=weight.codes.dtype, device=self._device(name))
+                parameter, weight = nn.Parameter(empty, requires_grad=False), weight.to("cpu")
+            else:
+                parameter = hold(weight)
+            self._pending[id(parameter)] = parameter, weight
+            for owner, leaf in map(self._owner, self.spec.params[name].names):
+                owner._parameters[leaf] = parameter
+
+    # 16-bit folders, and those that their makers quantized
+
+    def _from_rows(self, conversions: list[Any], linears: bool) -> dict[str, str]:
+        files, makers, kept = self.files, self._makers, self.spec.kept
+        assert files is not None
+        wanted = {*self.spec.params, *(self._linears if linears else ())}
+
+        def takes(names: Collection[str], keys: Collection[str]) -> bool:
+            decoded = makers is not None and any(map(makers.is_dequantized, keys))
+            return decoded or bool(wanted.intersection(names))
+
+        disk = {key: (files.info(key).shape, files.info(key).dtype) for key in files}
+        layout = self._layout = DiskLayout(self._model, disk, conversions, takes, self._turned)
+        groups = [group for group in layout.groups if group.shapes]
+        places = {id(group): files.info(group.keys[0]) for group in groups}
+        groups.sort(key=lambda one: (places[id(one)].file, places[id(one)].offset))
+        self.names = {name for group in groups for name in group.shapes}
+        keys = {key for group in groups for key in group.keys}
+        codes = {name: layout.by_name[name].keys[0] for name in kept if name in layout.by_name}
+
+        def weights() -> Iterator[tuple[str, PackedWeight | Tensor]]:
+            for name, key in codes.items():
+                yield name, self._kept_codes(name, key)
+            slots = {name: self._slot(name) for name in self.names - codes.keys()}
+            yield from filled(files, layout, [g for g in groups if slots.keys() & g.shapes], slots)
+
+        self._weights = weights
+        if makers is None:
+            return dict.fromkeys(keys, READ)
+        plain = {key: makers.plain_name(key) or READ for key in makers.stored}
+        return {key: READ if name in keys else name for key, name in plain.items()}
+
+    def _kept_codes(self, name: str, key: str) -> PackedWeight:
+        """Read one weight's codes, some experts at a time; `key` is the plain one in the files."""
+        files, device, shape = self._makers, self._device(name), self.spec.shape(name)
+        assert files is not None
+        parts = files.parts(key)
+        info = files.stored[parts[CODES]]
+        step = max(SLICE_BYTES * info.shape[0] // max(info.nbytes, 1), 1)
+
+        def fetch(start: int) -> list[Callable[[], Tensor]]:
+            rows = start, min(start + step, shape[0])
+            return [files.fetch_stored(parts[role], *rows, device) for role in (CODES, SCALE)]
+
+        try:
+            packer = KeptPacker(shape, self._dtypes[name], device, self.spec.settings_of(name))
+            for _, both in ahead(fetch, range(0, shape[0], step)):
+                packer.add(*(part() for part in both.result()))
+            return packer.finish()
+        except UnsupportedWeightError as error:
+            raise CheckpointError(f"{name}: {error} Copy the files again.") from error
+
+    # folders that this package packed
+
+    def _from_packed_folder(self) -> dict[str, str]:
+        files, manifest, params = self.files, self.spec.manifest, self.spec.params
+        assert files is not None and manifest is not None
+        stored = {}
+        for name, keys in packed_names(manifest).items():
+            known = params if name in manifest.experts else self._linears
+            own = canonical_name(self._model, name, known)
+            if own is not None:
+                stored[own] = name, keys
+        for name in self._linears.keys() - stored.keys():  # as they lie in 16 bit
+            key = canonical_name(self._model, name, files)
+            if key is not None:
+                stored[name] = key, (key,)
+        self.names = {*stored}
+
+        def fetch(item: tuple[str, tuple[str, tuple[str, ...]]]) -> dict[str, Callable[[], Tensor]]:
+            name, (_, keys) = item
+            device = None if self._offloads and name in params else self._device(name)
+            return {key: files.fetch(key, device=device) for key in keys}
+
+        def weights() -> Iterator[tuple[str, PackedWeight | Tensor]]:
+            for (name, (key, keys)), parts in ahead(fetch, stored.items()):
+                if name in params or len(keys) > 1:
+                    yield name, self._restored(name, key, keys, parts.result())
+                else:
+                    plain = parts.result()[key]()
+                    yield name, plain.to(self._dtypes[name]) if self.spec.recasts else plain
+
+        self._weights = weights
+        return dict.fromkeys((key for _, keys in stored.values() for key in keys), READ)
+
+    def _restored(
+        self, name: str, key: str, keys: tuple[str, ...], parts: Mapping[str, Callable[[], Tensor]]
+    ) -> PackedWeight:
+        spec, manifest = self.spec, self.spec.manifest
+        settings, entry = (
+            spec.settings_of(name),
+            None if manifest is None else manifest.experts.get(key),
+        )
+        codec = settings.codec
+        shape = tuple(entry.shape if entry else self._linears[name].weight.shape)
+        recorded: torch.dtype | None = None
+        if entry is not None and (codec.has_record or codec.is_kept):
+            recorded = getattr(torch, entry.dtype)
+        elif not codec.has_record:
+            recorded = self._dtypes[name] if entry else torch.float16
+        try:
+            tensors = parts_of(key, keys, lambda one: parts[one]())
+            packed = restore(tensors, shape, recorded, settings)
+        except ValueError as error:
+            raise CheckpointError(f"{name} {error}.") from error
+        if spec.recasts:
+            packed.dtype = self._dtypes[name]
+        return packed
+
+
+def weights_to_keep(
+    model: Any, spec: PackingPlan, files: Checkpoint | None
+) -> dict[str, CodecSettings]:
+    """Return how the expert weights of a load are packed whose own codes are kept, by name.
+
+    That is MXFP4 as gpt-oss has it, `N_blocks` and `N_scales` for the whole of a fused parameter N.
+    Experts that the folder holds in another form are dequantized and packed anew.
+    """
+    kept = {}
+    if isinstance(files, PrequantizedCheckpoint) and files.method == MXFP4:
+        settings = kept_settings(spec.settings)
+        keys = {name: canonical_name(model, name, files) for name in spec.params}
+        kept = {
+            name: settings
+            for name, key in keys.items()
+            if key is not None and _is_whole(files, key, spec.params[name])
+        }
+    if not kept:
+        warnings.warn(
+            "keep_codes=True: the checkpoint holds no experts in MXFP4 as gpt-oss has it, so that "
+            f"all experts are packed to {spec.settings.kind}.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return kept
+
+
+def _is_whole(files: PrequantizedCheckpoint, key: str, param: ExpertParam) -> bool:
+    if files.parts(key).keys() != {CODES, SCALE}:
+        return False
+    blocks = files.stored[files.parts(key)[CODES]].shape
+    if len(blocks) != 4 or blocks[3] != MX_BLOCK // 2:
+        return False
+    experts, rows, groups, _ = blocks
+    return (experts, groups * MX_BLOCK, rows) == tuple(param.shape)
+
+
+def refuse_to_shard(kept: Collection[str], advice: str) -> None:
+    """Raise where a load that gives each rank its share at once meets weights with own codes."""
+    if kept:
+        raise CheckpointError(
+            f"{min(kept)} keeps the MXFP4 codes of its checkpoint, which are not sharded while "
+            f"they are read: {advice}, or load the checkpoint without keep_codes=True."
+        )

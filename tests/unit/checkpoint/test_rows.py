@@ -1,0 +1,44 @@
+"""The loop that packs a checkpoint's rows: what it reads ahead, and who hears of an error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_qlora.checkpoint.conversion import Group
+from moe_qlora.checkpoint.rows import Slot, ahead, filled
+from moe_qlora.errors import CheckpointError, MoeQloraError
+
+CPU = torch.device("cpu")
+
+
+class Noting(Slot):
+    error: MoeQloraError | None = None
+
+    def fail(self, error: MoeQloraError) -> None:
+        self.error = error
+
+
+def test_no_more_is_read_ahead_than_there_are_workers() -> None:
+    started: list[int] = []
+    for item, result in ahead(lambda item: started.append(item) or -item, range(20), 3):
+        assert result.result() == -item and max(started) <= item + 3
+    assert sorted(started) == list(range(20))
+
+
+def test_an_error_reaches_the_slots_and_a_share_without_rows_reads_nothing() -> None:
+    def fetch(*place: Any) -> Any:
+        raise CheckpointError("damaged")
+
+    files: Any = SimpleNamespace(fetch=fetch, info=lambda key: torch.empty(0))
+    known = files, SimpleNamespace(), [Group(("a",), {"a": (5, 8)}, target="a")]
+    slot = Noting("a", (5, 8), torch.float32, CPU)
+    dict(filled(*known, {"a": slot}))
+    assert str(slot.error) == "damaged"
+    with pytest.raises(CheckpointError, match="damaged"):
+        dict(filled(*known, {"a": Slot("a", (5, 8), torch.float32, CPU)}))
+    empty = Slot("a", (5, 8), torch.float32, CPU, rows=(5, 5))
+    assert dict(filled(*known, {"a": empty}))["a"].shape == (0, 8)
