@@ -49,6 +49,35 @@ def test_as_the_class_after_each_change_of_the_tree(model: PeftModel) -> None:
     assert "num_parameters" not in vars(model.get_base_model())
 
 
+def test_between_forwards_changes_are_seen_without_looking(model: PeftModel) -> None:
+    undo = quicken_walks(model)
+    base = model.get_base_model()
+
+    def forward(of: PeftModel = model) -> None:
+        of(input_ids=torch.arange(4)[None])
+
+    forward()
+    assert_as_class(model)
+    model.add_adapter("more", LoraConfig(r=3, target_modules=["v_proj"]))
+    assert_as_class(model)
+    forward()
+    model.delete_adapter("more")
+    assert_as_class(model)
+    forward()
+    base.lm_head.weight = nn.Parameter(torch.zeros_like(base.lm_head.weight))
+    assert_as_class(model)
+    forward()
+    model.to("meta")
+    assert_as_class(model)
+    undo()
+    twin = copy.deepcopy(tiny_model("qwen3_moe"))
+    quicken_walks(twin)
+    second = copy.deepcopy(twin)
+    second(input_ids=torch.arange(4)[None])
+    del second.lm_head
+    assert [*second.named_modules()] == [*type(second).named_modules(second)]
+
+
 def test_train_reaches_a_module_that_was_switched_by_itself(model: PeftModel) -> None:
     quicken_walks(model)
     assert model.train() is model
