@@ -96,7 +96,7 @@ PARTS = [
     ("deepseek_v3 int4 channel", f"{EXPERT}.weight_shape", lambda t: t[0], "no shape of a weight"),
     ("gpt_oss mxfp4", f"{STACK}_scales", lacks, f"{STACK}_scales is missing"),
     ("gpt_oss mxfp4", f"{STACK}_blocks", lacks, "is missing, or does not go"),
-    ("gpt_oss mxfp4", f"{STACK}_scales", lambda t: t[:, 1:], r"bytes of shape \(4, 192, 2\)"),
+    ("gpt_oss mxfp4", f"{STACK}_scales", lambda t: t[:, 1:], r"fnu of shape \(4, 192, 2\)"),
     ("gpt_oss mxfp4", f"{STACK}_blocks", lambda t: t[0], r"experts, rows, groups, 16"),
     ("gpt_oss mxfp4", f"{STACK}_blocks", lambda t: t[..., 1:], r"experts, rows, groups, 16"),
     ("gpt_oss mxfp4", f"{STACK}_scales", cast(torch.float32), "is float32"),
