@@ -155,6 +155,15 @@ def write_shards(path: Path, tensors: Stored, shards: int = 1) -> None:
     (path / INDEX).write_text(json.dumps(index, indent=2))
 
 
+def write_tensors(path: Path, settings: Any, tensors: Stored, **config: Any) -> Path:
+    """Write tensors, and a config.json with these settings as its quantization_config, or none."""
+    path.mkdir(exist_ok=True, parents=True)
+    config |= {} if settings is None else {"quantization_config": settings}
+    (path / "config.json").write_text(json.dumps(config))
+    write_shards(path, {key: tensor.contiguous() for key, tensor in tensors.items()})
+    return path
+
+
 def _extra_layer(plain: Stored, layers: int, seed: int) -> Stored:
     """A layer after the last one, and what predicts with it, under the names of DeepSeek-V3."""
     generator = torch.Generator().manual_seed(seed + 1)
