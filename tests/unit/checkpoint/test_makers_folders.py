@@ -18,11 +18,8 @@ from prequantized import write_case, write_folder, write_shards
 from safetensors.torch import load_file
 from small_models import fill
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BitsAndBytesConfig,
-)
+from training import NF4, loaded, lora
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import moe_qlora
@@ -35,7 +32,6 @@ from moe_qlora.errors import CheckpointError
 from moe_qlora.models import named
 from moe_qlora.testing import tiny_inputs
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 # One of each way to be stored, and of each way from the files to parameters.
 FEW = (
     *("deepseek_v3 fp8", "gpt_oss mxfp4", "deepseek_v3 int4", "qwen3_moe modelopt nvfp4"),
@@ -232,12 +228,7 @@ def test_a_merge_says_what_it_wrote(twins: Get, tmp_path: Path) -> None:
 
 def test_an_adapter_tells_its_base_from_another(twins: Get, tmp_path: Path) -> None:
     folder = twins("qwen3_moe fp8")
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder.makers, quantization_config=BitsAndBytesConfig(**NF4)
-        )
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    adapted: Any = moe_qlora.get_peft_model(model, config, experts=True)
+    adapted = lora(loaded(folder.makers, dtype="auto"), "q_proj", init_lora_weights=False)
     adapted.save_pretrained(tmp_path / "adapter")
     for name, like in (("exact", False), ("rounded", True)):
         with warnings.catch_warnings():
