@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaded(folder: Path, settings: Any = NF4, kind: Any = AutoModelForCausalLM, **more: Any) -> Any:
+def loaded(folder: Any, settings: Any = NF4, kind: Any = AutoModelForCausalLM, **more: Any) -> Any:
     """A model of packed experts and packed Linear layers, in fp32; None: of a packed folder."""
     if settings is not None:
         made = BitsAndBytesConfig(**settings) if isinstance(settings, dict) else settings

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ...layout import dtype_name, human_bytes
 from ...models.files import read_json
 from ..integrity import open_checkpoint
 from ..manifest import CONFIG
-from ..reader import Checkpoint, TensorInfo, inside
+from ..reader import Checkpoint, inside
 from .config import MODELOPT, MakerConfig, maker_config, method_of
 from .formats import CODES, SHAPE, Plan, dequantize, described
 
@@ -42,9 +41,7 @@ class PrequantizedCheckpoint(Checkpoint):
         self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         super().__init__(())
-        self.stored: Mapping[str, TensorInfo] = MappingProxyType(
-            {key: checkpoint.info(key) for key in checkpoint}
-        )
+        self.stored = {key: checkpoint.info(key) for key in checkpoint}
         try:
             maker = MakerConfig(config)
         except CheckpointError as error:
@@ -87,7 +84,7 @@ class PrequantizedCheckpoint(Checkpoint):
     def parts(self, name: str) -> Mapping[str, str]:
         """Return the keys on disk that make a plain tensor, by their role."""
         tensor = self._tensors.get(name)
-        return {CODES: name} if tensor is None else MappingProxyType(dict(tensor.parts))
+        return {CODES: name} if tensor is None else tensor.parts
 
     def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
         """Read a plain tensor, or its rows [start, stop), decoded on `device` (default: CPU)."""
