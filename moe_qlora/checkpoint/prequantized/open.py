@@ -17,7 +17,7 @@ from ...layout import dtype_name, human_bytes
 from ...models.files import read_json
 from ..integrity import open_checkpoint
 from ..manifest import CONFIG
-from ..reader import Checkpoint, inside
+from ..reader import Checkpoint, TensorInfo, inside
 from .config import MODELOPT, MakerConfig, maker_config, method_of
 from .formats import CODES, SHAPE, Plan, dequantize, described
 
@@ -41,7 +41,7 @@ class PrequantizedCheckpoint(Checkpoint):
         self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         super().__init__(())
-        self.stored = {key: checkpoint.info(key) for key in checkpoint}
+        self.stored: dict[str, TensorInfo] = {key: checkpoint.info(key) for key in checkpoint}
         try:
             maker = MakerConfig(config)
         except CheckpointError as error:
