@@ -146,7 +146,8 @@ def test_modules_are_left_out_as_compressed_tensors_does():
     linear = torch.nn.Linear(1, 1)
     for pattern in (HEAD, "re:.*gate$", r"re:model\.layers\.\d\.", "model.layers.1"):
         config = MakerConfig({"quant_method": "compressed-tensors", "ignore": [pattern]})
-        for module in (HEAD, "model.layers.1", "model.layers.1.mlp.gate", "model.layers.11.gate"):
+        modules = (HEAD, f"model.{HEAD}", "model.layers.1", "model.layers.1.mlp.gate")
+        for module in (*modules, "model.layers.11.gate"):
             assert config.is_ignored(module) is match.is_match(module, linear, pattern), module
 
 
