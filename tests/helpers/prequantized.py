@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,7 @@ def write_folder(
     if mtp:
         plain |= _extra_layer(plain, config["num_hidden_layers"], seed)
         config["num_nextn_predict_layers"] = 1
-    maker = METHODS[method](options)
-    assert not options, f"{method} has no options {sorted(options)}"
+    maker = METHODS[method](**options)
     stored: Stored = {}
     for key in sorted(plain):
         encode = maker.encoder(key, plain[key])
@@ -153,6 +153,15 @@ def write_shards(path: Path, tensors: Stored, shards: int = 1) -> None:
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2))
+
+
+def write_tensors(path: Path, settings: Any, tensors: Stored, **config: Any) -> Path:
+    """Write tensors, and a config.json with these settings as its quantization_config, or none."""
+    path.mkdir(exist_ok=True, parents=True)
+    config |= {} if settings is None else {"quantization_config": settings}
+    (path / "config.json").write_text(json.dumps(config))
+    write_shards(path, {key: tensor.contiguous() for key, tensor in tensors.items()})
+    return path
 
 
 def _extra_layer(plain: Stored, layers: int, seed: int) -> Stored:
@@ -289,52 +298,45 @@ class Maker:
     """How a maker quantizes: its configuration, and what it does with which keys."""
 
     config: dict[str, Any]
-    choose: Callable[[str], Callable[[Tensor], Encoded] | None]
-    scale_key: Callable[[str], str] | None = None
+    encode: Any  # of a tensor, or by its key
     plain_modules: str = r"$^"
+    by_key: bool = False
+    scales: str = "{key}_scale_inv"
 
-    def encoder(self, key: str, tensor: Tensor) -> Callable[[Tensor], Encoded] | None:
+    def encoder(self, key: str, tensor: Tensor) -> Any:
         """Return what quantizes a tensor; None where it stays plain."""
         if re.search(_KEPT, key) or tensor.dim() < 2 or re.search(self.plain_modules, key):
             return None
-        return self.choose(key)
+        return self.encode(key) if self.by_key else self.encode
 
     def key(self, key: str, part: str) -> str:
         """Return the key on disk of a part."""
-        if part == "_scale_inv" and self.scale_key is not None:
-            return self.scale_key(key)
+        if part == "_scale_inv":
+            return self.scales.format(key=key, module=key.removesuffix(".weight"))
         return key + part
 
 
-def _fp8(options: dict[str, Any]) -> Maker:
+def _fp8(
+    block: tuple[int, int] | None = (16, 24),
+    scale_dtype: Any = torch.float32,
+    modules_to_not_convert: list[str] | None = None,
+) -> Maker:
     """DeepSeek's block FP8; `block=None` is a scale a tensor."""
-    block = options.pop("block", (16, 24))
-    scale_dtype = options.pop("scale_dtype", torch.float32)
-    kept = options.pop("modules_to_not_convert", None)
-    config = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "weight_block_size": None if block is None else list(block),
-        "modules_to_not_convert": kept,
-    }
-    if scale_dtype == "e8m0":
-        config["scale_fmt"] = "ue8m0"
-
-    def choose(key: str) -> Any:
-        return lambda w: encode_fp8(w, block or tuple(w.shape), "_scale_inv", scale_dtype)
-
+    kept = modules_to_not_convert
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+    config |= {"scale_fmt": "ue8m0"} if scale_dtype == "e8m0" else {}
+    size = None if block is None else list(block)
     plain = "|".join(re.escape(name) + r"\." for name in kept or ()) or r"$^"
-    return Maker(config, choose, plain_modules=plain)
-
-
-def _mxfp8(options: dict[str, Any]) -> Maker:
-    config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
     return Maker(
-        config,
-        lambda key: lambda w: encode_fp8(w, (1, 32), "_scale_inv", torch.uint8),
-        plain_modules=r"self_attn",
+        config | {"weight_block_size": size, "modules_to_not_convert": kept},
+        lambda w: encode_fp8(w, block or (len(w), w.shape[1]), "_scale_inv", scale_dtype),
+        plain,
     )
+
+
+def _mxfp8() -> Maker:
+    config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
+    return Maker(config, lambda w: encode_fp8(w, (1, 32), "_scale_inv", torch.uint8), r"self_attn")
 
 
 def compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[str, Any]:
@@ -361,119 +363,90 @@ def compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[st
 _IGNORE = ["lm_head", "re:.*mlp.gate$"]
 
 
-def _compressed_fp8(options: dict[str, Any]) -> Maker:
-    strategy, block = options.pop("strategy", "channel"), options.pop("block", (16, 24))
+def _compressed_fp8(strategy: str = "channel", block: tuple[int, int] = (16, 24)) -> Maker:
     weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
     if strategy == "block":
         weights["block_structure"] = list(block)
 
     def encode(weight: Tensor) -> Encoded:
-        sizes = {"channel": (1, weight.shape[1]), "tensor": tuple(weight.shape), "block": block}
+        rows, columns = weight.shape
+        sizes = {"channel": (1, columns), "tensor": (rows, columns), "block": block}
         parts, values = encode_fp8(weight, sizes[strategy], "_scale", torch.bfloat16)
         if strategy == "tensor":
             parts["_scale"] = parts["_scale"].reshape(1)
         return parts, values
 
-    return Maker(compressed("float-quantized", weights, _IGNORE), lambda key: encode)
+    return Maker(compressed("float-quantized", weights, _IGNORE), encode)
 
 
-def _int(bits: int) -> Callable[[dict[str, Any]], Maker]:
+def _int4(group: int | None = 32) -> Maker:
     """Kimi-K2-Thinking's: routed experts only."""
-
-    def make(options: dict[str, Any]) -> Maker:
-        group = options.pop("group", 32)
-        weights: dict[str, Any] = {"num_bits": bits, "type": "int", "group_size": group}
-        weights["strategy"] = "group" if group else "channel"
-        ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
-        ignore += ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
-        return Maker(
-            compressed("pack-quantized", weights, ignore),
-            lambda key: lambda w: encode_int(w, bits, group),
-            plain_modules=r"self_attn|shared_experts|mlp\.(gate|up|down)_proj|eh_proj",
-        )
-
-    return make
+    weights: dict[str, Any] = {"num_bits": 4, "type": "int", "group_size": group}
+    weights["strategy"] = "group" if group else "channel"
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
+    ignore += ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+    return Maker(
+        compressed("pack-quantized", weights, ignore),
+        lambda w: encode_int(w, 4, group),
+        r"self_attn|shared_experts|mlp\.(gate|up|down)_proj|eh_proj",
+    )
 
 
-def _nvfp4(options: dict[str, Any]) -> Maker:
+def _nvfp4() -> Maker:
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     config = compressed("nvfp4-pack-quantized", weights, _IGNORE)
-    return Maker(
-        config, lambda key: lambda w: encode_nvfp4(w, "_global_scale", "_packed", divide=True)
-    )
+    return Maker(config, lambda w: encode_nvfp4(w, "_global_scale", "_packed", divide=True))
 
 
-def _modelopt(algorithm: str) -> Callable[[dict[str, Any]], Maker]:
-    def make(options: dict[str, Any]) -> Maker:
-        weights: dict[str, Any] = {"dynamic": False, "num_bits": 8, "type": "float"}
-        if algorithm == "NVFP4":
-            weights |= {"num_bits": 4, "group_size": 16}
-        config = {
-            "quant_method": "modelopt",
-            "quant_algo": algorithm,
-            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-            "ignore": ["lm_head", "model.layers.*.mlp.gate"],
-            "producer": {"name": "modelopt", "version": "0.33.0"},
-        }
-
-        def encode(weight: Tensor) -> Encoded:
-            if algorithm == "NVFP4":
-                parts, values = encode_nvfp4(weight, "_scale_2", "", divide=False)
-            else:
-                parts, values = encode_fp8(weight, (len(weight), weight.shape[1]), "_scale")
-                parts["_scale"] = parts["_scale"].reshape(())
-            return parts, values
-
-        return Maker(config, lambda key: encode)
-
-    return make
-
-
-def _mxfp4(options: dict[str, Any]) -> Maker:
-    kept = [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ]
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None)
-
-
-def _deepseek_v4(options: dict[str, Any]) -> Maker:
-    """FP4 experts and block FP8 for the rest, with exponents under DeepSeek's own names."""
-    block = options.pop("block", (16, 24))
+def _modelopt(algorithm: str) -> Maker:
+    weights: dict[str, Any] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    if algorithm == "NVFP4":
+        weights |= {"num_bits": 4, "group_size": 16}
     config = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "scale_fmt": "ue8m0",
-        "expert_dtype": "fp4",
-        "weight_block_size": list(block),
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+        "producer": {"name": "modelopt", "version": "0.33.0"},
     }
 
-    def choose(key: str) -> Any:
-        if ".experts." in key:
-            return encode_fp4
-        return lambda w: encode_fp8(w, block, "_scale_inv", "e8m0")
+    def encode(weight: Tensor) -> Encoded:
+        if algorithm == "NVFP4":
+            return encode_nvfp4(weight, "_scale_2", "", divide=False)
+        parts, values = encode_fp8(weight, (len(weight), weight.shape[1]), "_scale")
+        return parts | {"_scale": parts["_scale"].reshape(())}, values
 
+    return Maker(config, encode)
+
+
+def _mxfp4() -> Maker:
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+    kept += ["model.embed_tokens", "lm_head"]
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None, by_key=True)
+
+
+def _deepseek_v4(block: tuple[int, int] = (16, 24)) -> Maker:
+    """FP4 experts and block FP8 for the rest, with exponents under DeepSeek's own names."""
+    rest = _fp8(block, "e8m0")
+    del rest.config["modules_to_not_convert"]
     return Maker(
-        config,
-        choose,
-        scale_key=lambda key: key.removesuffix(".weight") + ".scale",
-        plain_modules=r"\.ape$|tid2eid",
+        rest.config | {"expert_dtype": "fp4"},
+        lambda key: encode_fp4 if ".experts." in key else rest.encode,
+        r"\.ape$|tid2eid",
+        by_key=True,
+        scales="{module}.scale",
     )
 
 
-METHODS: dict[str, Callable[[dict[str, Any]], Maker]] = {
+METHODS: dict[str, Callable[..., Maker]] = {
     "fp8": _fp8,
     "mxfp8": _mxfp8,
     "compressed-fp8": _compressed_fp8,
-    "int4": _int(4),
-    "int8": _int(8),
+    "int4": _int4,
     "nvfp4": _nvfp4,
-    "modelopt-nvfp4": _modelopt("NVFP4"),
-    "modelopt-fp8": _modelopt("FP8"),
+    "modelopt-nvfp4": partial(_modelopt, "NVFP4"),
+    "modelopt-fp8": partial(_modelopt, "FP8"),
     "mxfp4": _mxfp4,
     "deepseek-v4": _deepseek_v4,
 }

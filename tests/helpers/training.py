@@ -26,12 +26,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaded(folder: Path, settings: dict[str, Any]) -> Any:
-    """A model of packed experts and packed Linear layers, in fp32."""
+def loaded(folder: Any, settings: Any = NF4, kind: Any = AutoModelForCausalLM, **more: Any) -> Any:
+    """A model of packed experts and packed Linear layers, in fp32; None: of a packed folder."""
+    if settings is not None:
+        made = BitsAndBytesConfig(**settings) if isinstance(settings, dict) else settings
+        more["quantization_config"] = made
     with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BitsAndBytesConfig(**settings), dtype=torch.float32
-        )
+        return kind.from_pretrained(folder, **{"dtype": torch.float32, **more})
+
+
+def lora(model: Any, *targets: str, **settings: Any) -> Any:
+    """The model with small adapters, as they are made, on its experts and on these layers."""
+    config = LoraConfig(r=2, target_modules=[*targets], **settings)
+    return moe_qlora.get_peft_model(model, config, experts=True)
 
 
 def adapted(model: Any) -> Any:

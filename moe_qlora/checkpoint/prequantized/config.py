@@ -9,12 +9,12 @@ modelopt/torch/export/convert_hf_config.py (quant_algo, exclude_modules, quantiz
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from ...errors import CheckpointError
@@ -29,8 +29,6 @@ FLOAT, INT = "float", "int"
 Block = tuple[int | None, int | None]
 TENSOR: Block = (None, None)
 CHANNEL: Block = (1, None)
-
-Groups = Iterator[tuple[tuple[str, ...], "Scheme"]]
 
 ADVICE = "name the model's 16-bit checkpoint instead"
 
@@ -54,13 +52,15 @@ class Scheme:
     nested: bool = False
 
 
+Groups = Iterator[tuple[Iterable[str] | None, Scheme]]
+
+
 def maker_method(config: Mapping[str, Any]) -> str | None:
     """Return the method of a config.json that its maker quantized with.
 
     None for a 16-bit checkpoint and for bitsandbytes, whose folders are read elsewhere.
     """
-    own = maker_config(config)
-    return None if own is None else _method(own)
+    return method_of(maker_config(config))
 
 
 def maker_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -71,15 +71,27 @@ def maker_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def _method(own: Mapping[str, Any]) -> str | None:
+def method_of(own: Any) -> str | None:
+    """Return the method of a `quantization_config`, as `maker_method` does of a config.json."""
+    own = own.to_dict() if hasattr(own, "to_dict") else own
+    if not isinstance(own, Mapping) or not own:
+        return None
     method = str(own.get("quant_method") or "").lower()
     if method.startswith("bitsandbytes") or own.get("load_in_4bit") or own.get("load_in_8bit"):
         return None
-    if method.startswith(MODELOPT):  # modelopt_fp4 and others are names of vLLM
-        return MODELOPT
-    if not method and ("quant_algo" in own or own.get("quant_library") == MODELOPT):
+    unnamed = not method and ("quant_algo" in own or own.get("quant_library") == MODELOPT)
+    if unnamed or method.startswith(MODELOPT):  # modelopt_fp4 and others are names of vLLM
         return MODELOPT
     return method or "no quant_method"
+
+
+_SKIPPED = r"(?:{})(?:(?<=\.)|(?=\.|$))"  # transformers' should_convert_module
+
+_IS_NAMED: dict[str, Callable[[str, str], bool]] = {
+    COMPRESSED: lambda module, name: module == name,
+    MODELOPT: lambda module, name: module.startswith(f"{name}."),
+}
+"""How a name leaves out a module, besides by its pattern; for others the module ends with it."""
 
 
 class MakerConfig:
@@ -90,23 +102,19 @@ class MakerConfig:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.method = _method(config) or "bitsandbytes"
+        self.method = method_of(config) or "bitsandbytes"
         if self.method not in METHODS:
             raise _unread(self.method, f"read are {', '.join(METHODS)}")
         inner = config.get("quantization")
         inner = config if inner is None else _parse(_Mapping, inner, "quantization")
-        self._ignored = tuple(_names({**config, **inner}))
+        self._ignored: dict[str, re.Pattern[str] | None] = {}
+        for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
+            for name in _parse(list[str], {**config, **inner}.get(key) or (), key):
+                self._ignored[name] = self._ignored_pattern(name)
         self._by_name: dict[str, Scheme] = {}
         self._by_pattern: list[tuple[re.Pattern[str], Scheme]] = []
         self._default: Scheme | None = None
-        groups: Groups = iter(())  # MXFP4 has one layout
-        if self.method == COMPRESSED:
-            groups = _compressed_groups(config)
-        elif self.method == MODELOPT:
-            groups = _modelopt_groups(inner)
-        elif self.method != MXFP4:
-            groups = iter([((), _fp8_scheme(config, self.method))])
-        for targets, scheme in groups:
+        for targets, scheme in self._groups(config, inner):
             for target in targets or ("Linear",):
                 if target.startswith("re:"):
                     self._by_pattern.append((_pattern(target), scheme))
@@ -114,17 +122,29 @@ class MakerConfig:
                     self._default = self._default or scheme
                 else:
                     self._by_name.setdefault(target, scheme)
+
+    def _groups(self, config: Mapping[str, Any], inner: Mapping[str, Any]) -> Groups:
         if self.method == COMPRESSED:
-            self._ignored_patterns = [_pattern(n) for n in self._ignored if n.startswith("re:")]
+            return _compressed_groups(config)
+        if self.method == MODELOPT:
+            return _modelopt_groups(inner)
+        # MXFP4 has one layout
+        return iter([] if self.method == MXFP4 else [(None, _fp8_scheme(config, self.method))])
+
+    def _ignored_pattern(self, name: str) -> re.Pattern[str] | None:
+        if self.method == COMPRESSED:
+            return _pattern(name) if name.startswith("re:") else None
+        try:
+            return re.compile(translate(name) if self.method == MODELOPT else _SKIPPED.format(name))
+        except re.error:
+            return None
 
     def check_patterns(self, modules: Iterable[str]) -> None:
         """Raise where a pattern of the configuration may run for ever on these modules' names."""
-        patterns = [pattern.pattern for pattern, _ in self._by_pattern]
-        if self.method == COMPRESSED:
-            patterns += [pattern.pattern for pattern in self._ignored_patterns]
-        elif self.method != MODELOPT:
-            patterns += [_SKIPPED.format(name) for name in self._ignored]
-        check_patterns(patterns, modules, "quantization_config")
+        found = [pattern for pattern, _ in self._by_pattern]
+        if self.method != MODELOPT:  # whose names are globs
+            found += filter(None, self._ignored.values())
+        check_patterns([one.pattern for one in found], modules, "quantization_config")
 
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of a module's weights; None where no group is for it.
@@ -132,37 +152,16 @@ class MakerConfig:
         A group that names the module goes before one whose pattern it matches, and that before one
         of a class, such as Linear, which modules on disk are not told by.
         """
-        if module in self._by_name:
-            return self._by_name[module]
         matches = (scheme for pattern, scheme in self._by_pattern if pattern.match(module))
-        return next(matches, self._default)
+        return self._by_name.get(module) or next(matches, self._default)
 
     def is_ignored(self, module: str) -> bool:
         """Whether the configuration says that a module is not converted."""
-        if self.method == COMPRESSED:
-            return module in self._ignored or any(p.match(module) for p in self._ignored_patterns)
-        if self.method == MODELOPT:
-            return any(
-                fnmatchcase(module, name) or module.startswith(f"{name}.") for name in self._ignored
-            )
-        return any(_skips(name, module) for name in self._ignored)
-
-
-def _names(config: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
-        yield from _parse(list[str], config.get(key) or (), key)
-
-
-_SKIPPED = r"(?:{})(?:(?<=\.)|(?=\.|$))"
-
-
-def _skips(name: str, module: str) -> bool:
-    if module.endswith(name):
-        return True
-    try:
-        return re.match(_SKIPPED.format(name), module) is not None
-    except re.error:
-        return False
+        is_named = _IS_NAMED.get(self.method, str.endswith)
+        return any(
+            is_named(module, name) or (pattern is not None and pattern.match(module) is not None)
+            for name, pattern in self._ignored.items()
+        )
 
 
 def _pattern(target: str) -> re.Pattern[str]:
@@ -193,9 +192,6 @@ def _unread(setting: str, why: str) -> CheckpointError:
     )
 
 
-# fp8 and mxfp8
-
-
 def _fp8_scheme(config: Mapping[str, Any], method: str) -> Scheme:
     if "weight_block_size" not in config:  # transformers takes 128 x 128, vLLM one for a tensor
         blocks: tuple[Block, ...] = ((1, 32),) if method == MXFP8 else ((128, 128), TENSOR, CHANNEL)
@@ -205,30 +201,33 @@ def _fp8_scheme(config: Mapping[str, Any], method: str) -> Scheme:
     return Scheme(FLOAT, 8, blocks, f"weight_block_size {size}")
 
 
-# compressed-tensors
+def _sizes(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    return [int(n) if n.isdigit() else n for n in text.split("x")]
 
 
 @checked(frozen=True)
-class _CompressedWeights:
-    type: Literal["int", "float"] = "int"
+class _Weights:
+    type: Annotated[Literal["int", "float"], BeforeValidator(lambda v: str(v).lower())] = "int"
     num_bits: Literal[4, 8] = 8
     symmetric: Literal[True] | None = None
     # "weight", or "static", stores columns in order
     actorder: Literal["weight", "static", False] | None = None
     strategy: Literal["tensor", "channel", "group", "tensor_group", "block"] | None = None
     group_size: Annotated[int, Field(strict=True)] | None = None
-    block_structure: _Pair | None = None
+    block_structure: Annotated[_Pair | None, BeforeValidator(_sizes)] = None
 
 
 @checked(frozen=True)
-class _CompressedGroup:
-    weights: _Mapping | None = None
+class _Group:
+    weights: Annotated[_Weights | None, BeforeValidator(lambda v: v or None)] = None
     targets: list[str] | None = None
 
 
 @checked(frozen=True)
 class _Compressed:
-    config_groups: dict[str, _CompressedGroup] | None = None
+    config_groups: dict[str, _Group] | None = None
     sparsity_config: _Mapping | None = None
     transform_config: _Mapping | None = None
 
@@ -243,16 +242,10 @@ def _compressed_groups(config: Mapping[str, Any]) -> Groups:
             raise _unread(f"{key} {value!r:.80}", "weights are stored otherwise")
     for name, group in (own.config_groups or {}).items():
         if group.weights:
-            scheme = _compressed_scheme(group.weights, f"config_groups.{name}.weights")
-            yield tuple(group.targets or ()), scheme
+            yield group.targets, _compressed_scheme(group.weights, f"config_groups.{name}.weights")
 
 
-def _compressed_scheme(settings: Mapping[str, Any], place: str) -> Scheme:
-    size = settings.get("block_structure")
-    if isinstance(size, str):
-        size = [int(n) if n.isdigit() else n for n in size.split("x")]
-    given = {**settings, "block_structure": size, "type": str(settings.get("type", INT)).lower()}
-    weights: _CompressedWeights = _parse(_CompressedWeights, given, place)
+def _compressed_scheme(weights: _Weights, place: str) -> Scheme:
     kind, bits, asked = weights.type, weights.num_bits, weights.group_size
     per = "tensor" if asked is None else "channel" if asked == -1 else "group"
     strategy = weights.strategy or per
@@ -268,8 +261,6 @@ def _compressed_scheme(settings: Mapping[str, Any], place: str) -> Scheme:
     return Scheme(kind, bits, (block,), f"{setting})", strategy == "tensor_group")
 
 
-# modelopt
-
 _FP8_ALGORITHMS: dict[str, tuple[Block, ...]] = {
     "FP8": (TENSOR, CHANNEL),
     "FP8_PER_CHANNEL_PER_TOKEN": (CHANNEL,),
@@ -283,18 +274,16 @@ _FP4_ALGORITHMS = ("NVFP4", "NVFP4_W4A16", "W4A16_NVFP4")
 def _modelopt_groups(config: Mapping[str, Any]) -> Groups:
     layers = _parse(dict[str, _Mapping], config.get("quantized_layers") or {}, "quantized_layers")
     for module, entry in layers.items():
-        place = f"quantized_layers.{module}.quant_algo"
-        yield (module,), _modelopt_scheme(entry.get("quant_algo"), entry, place)
-    algorithm = config.get("quant_algo")
-    if not layers or str(algorithm).upper() != "MIXED_PRECISION":
-        yield (), _modelopt_scheme(algorithm, config, "quant_algo")
+        yield (module,), _modelopt_scheme(entry, f"quantized_layers.{module}.quant_algo")
+    if not layers or str(config.get("quant_algo")).upper() != "MIXED_PRECISION":
+        yield None, _modelopt_scheme(config, "quant_algo")
 
 
-def _modelopt_scheme(algorithm: Any, entry: Mapping[str, Any], place: str) -> Scheme:
-    name = str(algorithm).upper()
+def _modelopt_scheme(entry: Mapping[str, Any], place: str) -> Scheme:
+    name = str(entry.get("quant_algo")).upper()
     if name in _FP4_ALGORITHMS:
         size = _parse(_Size, entry.get("group_size") or 16, f"{place}, group_size")
         return Scheme(FLOAT, 4, ((1, size),), f"{place} {name}", nested=True)
     if name in _FP8_ALGORITHMS:
         return Scheme(FLOAT, 8, _FP8_ALGORITHMS[name], f"{place} {name}")
-    raise _unread(f"{place} {algorithm!r:.80}", "it is not known")
+    raise _unread(f"{place} {entry.get('quant_algo')!r:.80}", "it is not known")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from ...models.files import read_json
 from ..integrity import open_checkpoint
 from ..manifest import CONFIG
 from ..reader import Checkpoint, TensorInfo, inside
-from .config import MODELOPT, MakerConfig, maker_config, maker_method
-from .formats import CODES, SHAPE, Quantized, check_shape, dequantize, described, plan_tensors
+from .config import MODELOPT, MakerConfig, maker_config, method_of
+from .formats import CODES, SHAPE, Plan, dequantize, described
 
 
 class PrequantizedCheckpoint(Checkpoint):
@@ -42,20 +41,29 @@ class PrequantizedCheckpoint(Checkpoint):
         self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         super().__init__(())
-        self.stored: Mapping[str, TensorInfo] = MappingProxyType(
-            {key: checkpoint.info(key) for key in checkpoint}
-        )
-        maker = _read_config(config, self.stored)
+        self.stored: dict[str, TensorInfo] = {key: checkpoint.info(key) for key in checkpoint}
+        try:
+            maker = MakerConfig(config)
+        except CheckpointError as error:
+            infos = self.stored.items()
+            codes = (f"; {key} is one of its tensors" for key, i in infos if not _is_wide(i.dtype))
+            said = str(error).removesuffix(".") + next(codes, "")
+            raise CheckpointError(f"{said}.") from error
         maker.check_patterns({key.rpartition(".")[0] for key in self.stored})
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
         self._disk = checkpoint
-        self._tensors, plain = plan_tensors(self.stored, maker, self._stored_shape)
-        self._names = {key: key for key in plain}
+        plan = Plan(self.stored, maker, self._stored_shape)
+        self._tensors = plan.tensors
+        self._names = {key: key for key in plan.plain}
         self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
         for key, info in self.stored.items():  # in the order of the files
             if key in self._names:
                 name = self._names[key]
-                self._infos[name] = self._plain_info(name, info)
+                shape = self._tensors[name].shape if name in self._tensors else None
+                nbytes = prod(shape or ()) * dtype.itemsize
+                self._infos[name] = (
+                    replace(info, dtype=dtype, shape=shape, nbytes=nbytes) if shape else info
+                )
 
     def _stored_shape(self, key: str) -> tuple[int, ...]:
         info = self.stored[key]
@@ -64,13 +72,6 @@ class PrequantizedCheckpoint(Checkpoint):
                 f"{key} is {described(info)}, which is no shape of a weight: copy the file again."
             )
         return tuple(int(size) for size in self._disk.read(key).tolist())
-
-    def _plain_info(self, name: str, info: TensorInfo) -> TensorInfo:
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            return info
-        nbytes = prod(tensor.shape) * self.dtype.itemsize
-        return replace(info, dtype=self.dtype, shape=tensor.shape, nbytes=nbytes)
 
     def plain_name(self, stored_key: str) -> str | None:
         """Return the plain name of a tensor on disk; None for what only goes with one."""
@@ -83,7 +84,7 @@ class PrequantizedCheckpoint(Checkpoint):
     def parts(self, name: str) -> Mapping[str, str]:
         """Return the keys on disk that make a plain tensor, by their role."""
         tensor = self._tensors.get(name)
-        return {CODES: name} if tensor is None else MappingProxyType(dict(tensor.parts))
+        return {CODES: name} if tensor is None else tensor.parts
 
     def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
         """Read a plain tensor, or its rows [start, stop), decoded on `device` (default: CPU)."""
@@ -100,9 +101,14 @@ class PrequantizedCheckpoint(Checkpoint):
         start, stop, _ = slice(start, stop).indices(tensor.shape[0])
         stop = max(start, stop)
         if SHAPE in tensor.parts:
-            check_shape(tensor, self._stored_shape(tensor.parts[SHAPE]))
+            shape = self._stored_shape(tensor.parts[SHAPE])
+            if shape != tensor.shape:
+                raise CheckpointError(
+                    f"{tensor.parts[SHAPE]} says {shape}, and {tensor.parts[CODES]} and its scales "
+                    f"are of {tensor.shape}: copy the files again."
+                )
         parts = {
-            role: self._disk.fetch(part, *self._rows(tensor, role, start, stop), device)
+            role: self._disk.fetch(part, *tensor.rows(role, start, stop), device)
             for role, part in tensor.parts.items()
             if role != SHAPE
         }
@@ -116,30 +122,14 @@ class PrequantizedCheckpoint(Checkpoint):
         """Fetch a tensor on disk, or its rows [start, stop), as it is: codes, or what goes with."""
         return self._disk.fetch(key, start, stop, device)
 
-    def _rows(self, tensor: Quantized, role: str, start: int, stop: int) -> tuple[int, int | None]:
-        rows = tensor.rows(role, start, stop)
-        return (0, None) if rows is None else rows
-
     def read_bytes(self, key: str, start: int, stop: int) -> Tensor:
         """Read bytes of a tensor that is plain on disk; what is decoded has none there."""
-        self.info(key)
         if key in self._tensors:
             raise CheckpointError(
                 f"{key} is stored as codes ({self.method}), whose bytes are not those of the plain "
                 "tensor: read its rows."
             )
-        return self._disk.read_bytes(key, start, stop)
-
-    def expect(self, keys: Sequence[str], start: int = 0, stop: int | None = None) -> None:
-        """Ask the system to read ahead what the tensors, or rows of them, are made from."""
-        for key in keys:
-            tensor = self._tensors.get(key)
-            if tensor is None:
-                self._disk.expect([key], start, stop)
-                continue
-            last = tensor.shape[0] if stop is None else stop
-            for role, part in tensor.parts.items():
-                self._disk.expect([part], *self._rows(tensor, role, start, last))
+        return super().read_bytes(key, start, stop)
 
     def close(self) -> None:
         """Close the files."""
@@ -147,18 +137,8 @@ class PrequantizedCheckpoint(Checkpoint):
         super().close()
 
 
-def _read_config(config: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> MakerConfig:
-    try:
-        return MakerConfig(config)
-    except CheckpointError as error:
-        codes = (
-            key
-            for key, info in stored.items()
-            if not info.dtype.is_floating_point or info.dtype.itemsize == 1
-        )
-        example = next(codes, None)
-        about = "" if example is None else f"; {example} is one of its tensors"
-        raise CheckpointError(f"{str(error).removesuffix('.')}{about}.") from error
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 MODELOPT_CONFIG = "hf_quant_config.json"
@@ -200,17 +180,15 @@ def open_plain(
         if own is None:
             for key in checkpoint:
                 kind = checkpoint.info(key).dtype
-                is_float8 = kind.is_floating_point and kind.itemsize == 1
                 base = key.removesuffix("_blocks").removesuffix("_packed")
-                is_packed = base != key and (
-                    f"{base}_scales" in checkpoint or f"{base}_scale" in checkpoint
-                )
-                if is_float8 or is_packed:
+                scaled = f"{base}_scales" in checkpoint or f"{base}_scale" in checkpoint
+                is_float8 = kind.is_floating_point and not _is_wide(kind)
+                if is_float8 or (base != key and scaled):
                     raise CheckpointError(
                         f"{key} is {dtype_name(kind)}, and {CONFIG} has no quantization_config "
                         "that says how it was quantized: put the maker's back."
                     )
-        if own is None or maker_method({"quantization_config": own}) is None:
+        if own is None or method_of(own) is None:
             return checkpoint
         return PrequantizedCheckpoint(checkpoint, own, dtype or _dtype(config))
     except CheckpointError as error:
@@ -221,7 +199,7 @@ def open_plain(
 def unread_method(folder: str | Path) -> str:
     """Return why a folder's `quantization_config` is not read; "" where it is, or there is none."""
     _, own = _configs(Path(folder))
-    if own is None or maker_method({"quantization_config": own}) is None:
+    if own is None or method_of(own) is None:
         return ""
     try:
         MakerConfig(own)
@@ -258,29 +236,26 @@ def codes_of_source(config: Any) -> tuple[int | None, str]:
 
 def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     config = read_json(inside(folder, CONFIG)) if (folder / CONFIG).is_file() else {}
-    return config, maker_config(config) or _modelopt_config(folder)
+    own = maker_config(config)
+    if own is not None or not (folder / MODELOPT_CONFIG).is_file():
+        return config, own
+    inner = read_json(inside(folder, MODELOPT_CONFIG)).get("quantization")
+    inner = inner if isinstance(inner, dict) else {}
+    if not (inner.get("quant_algo") or inner.get("quantized_layers")):
+        return config, None  # only the KV cache is quantized
+    return config, {**inner, "quant_method": MODELOPT}
 
 
-def _modelopt_config(folder: Path) -> Mapping[str, Any] | None:
-    if not (folder / MODELOPT_CONFIG).is_file():
-        return None
-    said = read_json(inside(folder, MODELOPT_CONFIG))
-    inner = said.get("quantization")
-    if not isinstance(inner, dict) or not (
-        inner.get("quant_algo") or inner.get("quantized_layers")
-    ):
-        return None  # only the KV cache is quantized
-    return {**inner, "quant_method": MODELOPT}
+def _named_dtype(name: Any) -> torch.dtype | None:
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     inner = config.get("text_config")
-    for place in (config, inner if isinstance(inner, Mapping) else {}):
-        for key in ("dtype", "torch_dtype"):
-            dtype = getattr(torch, str(place.get(key)).removeprefix("torch."), None)
-            if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
-                return dtype
-    return torch.bfloat16
+    places = (config, inner if isinstance(inner, Mapping) else {})
+    named = (_named_dtype(one.get(key)) for one in places for key in ("dtype", "torch_dtype"))
+    return next((dtype for dtype in named if dtype and _is_wide(dtype)), torch.bfloat16)
 
 
 def describe_plain(config: Any) -> None:
@@ -291,7 +266,7 @@ def describe_plain(config: Any) -> None:
     folders stand for.
     """
     for part in _parts(config):
-        if _method(getattr(part, _SETTINGS, None)) is not None:
+        if method_of(getattr(part, _SETTINGS, None)) is not None:
             delattr(part, _SETTINGS)
         part.__dict__.pop(_STORED_DTYPE, None)
         dtype = getattr(part, "dtype", None)
@@ -307,7 +282,7 @@ def describe_plain(config: Any) -> None:
 
 def described_method(config: Any) -> str | None:
     """Return by what method its maker quantized, as a transformers configuration or part says."""
-    methods = (_method(getattr(part, _SETTINGS, None)) for part in _parts(config))
+    methods = (method_of(getattr(part, _SETTINGS, None)) for part in _parts(config))
     return next((method for method in methods if method is not None), None)
 
 
@@ -320,12 +295,12 @@ def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the 16-bit folder, given that of the quantized one."""
     plain = copy.deepcopy(dict(config))
     for part in json_parts(plain):
-        if _method(part.get(_SETTINGS)) is not None:
+        if method_of(part.get(_SETTINGS)) is not None:
             del part[_SETTINGS]
         part.pop(_STORED_DTYPE, None)
         for key in ("dtype", "torch_dtype"):
-            dtype = getattr(torch, str(part.get(key)).removeprefix("torch."), None)
-            if isinstance(dtype, torch.dtype) and dtype.itemsize == 1:
+            dtype = _named_dtype(part.get(key))
+            if dtype is not None and dtype.itemsize == 1:
                 part[key] = dtype_name(torch.bfloat16)
     return plain
 
@@ -336,9 +311,3 @@ def json_parts(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for inner in list(value.values()):
         if isinstance(inner, dict):
             yield from json_parts(inner)
-
-
-def _method(settings: Any) -> str | None:
-    if hasattr(settings, "to_dict"):
-        settings = settings.to_dict()
-    return maker_method({_SETTINGS: settings}) if isinstance(settings, Mapping) else None

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from peft import PeftModel
+from training import loaded, lora
 
 import moe_qlora
 from moe_qlora.testing import tiny_model
-
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +25,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(base: Path) -> Any:
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(base, quantization_config=NF4)
+    return loaded(base, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"})
 
 
 @pytest.fixture
 def adapter(model: Any, base: Path, tmp_path: Path) -> Path:
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-    moe_qlora.get_peft_model(model, config, experts=True).save_pretrained(str(tmp_path / "adapter"))
+    lora(model, "q_proj").save_pretrained(str(tmp_path / "adapter"))
     return tmp_path / "adapter"
 
 
@@ -87,9 +83,6 @@ def test_stock_peft_refuses_it_on_a_packed_model(
     fields: dict[str, Any], adapter: Path, base: Path, tmp_path: Path
 ) -> None:
     bad = change(adapter, tmp_path / "bad", **fields)
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(base, quantization_config=NF4)
-    with pytest.raises(
-        moe_qlora.CheckpointError, match=rf"bad/adapter_config.*{next(iter(fields))} is"
-    ):
+    model, said = loaded(base), rf"bad/adapter_config.*{next(iter(fields))} is"
+    with pytest.raises(moe_qlora.CheckpointError, match=said):
         PeftModel.from_pretrained(model, str(bad))

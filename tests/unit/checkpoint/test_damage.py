@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
+from training import loaded, lora
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -341,24 +341,17 @@ def test_a_file_that_is_cut_off_is_an_incomplete_download(
     base, adapter, config = tmp_path / "base", tmp_path / "adapter", {"load_in_4bit": True}
     model.save_pretrained(base)
     quantize_experts(model, config)
-    lora = LoraConfig(r=2, target_modules=["q_proj"])
-    moe_qlora.get_peft_model(model, lora, experts=True).save_pretrained(adapter)
+    lora(model, "q_proj").save_pretrained(adapter)
     file = next((adapter if call.endswith("adapter") else base).glob("*.safetensors"))
     whole = file.read_bytes()
     file.write_bytes(whole[: left if isinstance(left, int) else int(len(whole) * left)])
 
-    def load() -> Any:
-        with moe_qlora.enabled():
-            return AutoModelForCausalLM.from_pretrained(
-                base, quantization_config=BitsAndBytesConfig(**config)
-            )
-
     calls: dict[str, Callable[[], Any]] = {
-        "load": load,
+        "load": lambda: loaded(base, config),
         "quantize": lambda: moe_qlora.quantize_checkpoint(base, tmp_path / "out", config),
         "merge": lambda: moe_qlora.merge_adapter(base, adapter, tmp_path / "out"),
         "merge-adapter": lambda: moe_qlora.merge_adapter(base, adapter, tmp_path / "out"),
-        "load-adapter": lambda: moe_qlora.load_adapter(load(), adapter),
+        "load-adapter": lambda: moe_qlora.load_adapter(loaded(base, config), adapter),
     }
     with pytest.raises(CheckpointError, match=rf"{file.name}: download incomplete, \d+.*bytes"):
         calls[call]()

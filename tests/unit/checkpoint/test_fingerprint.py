@@ -14,6 +14,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from training import loaded, lora
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -25,6 +26,10 @@ from moe_qlora.testing import tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+def q_proj() -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj"])
 
 
 def changed(model: Any, amount: float = 0.0, **fields: Any) -> Any:
@@ -54,28 +59,26 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, make in models.items():
         make().to(torch.bfloat16).save_pretrained(root / name)
     moe_qlora.quantize_checkpoint(root / "base", root / "packed", NF4)
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(root / "base", quantization_config=NF4)
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-    moe_qlora.get_peft_model(model, config, experts=True).save_pretrained(root / "adapter")
+    lora(base_model(root / "base"), "q_proj").save_pretrained(root / "adapter")
     return {path.name: path for path in root.iterdir()}
 
 
 def base_model(folder: Path) -> Any:
-    arguments: Any = {} if folder.name == "packed" else {"quantization_config": NF4}
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments)
+    return loaded(folder, None if folder.name == "packed" else NF4, dtype=torch.bfloat16)
 
 
 def adapted(model: Any, **options: Any) -> Any:
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-    return moe_qlora.adapt_lora_config(model, config, experts=True, **options)
+    return moe_qlora.adapt_lora_config(model, q_proj(), experts=True, **options)
+
+
+def on_base(folders: dict[str, Path]) -> Any:
+    """As a trainer makes it that loads the model itself."""
+    config = adapted(folders["base"], quantization_config=NF4)
+    return peft.get_peft_model(base_model(folders["base"]), config)
 
 
 def by_folder(folders: dict[str, Path], out: Path) -> Path:
-    """As a trainer does that loads the model itself."""
-    config = adapted(folders["base"], quantization_config=NF4)
-    peft.get_peft_model(base_model(folders["base"]), config).save_pretrained(str(out))
+    on_base(folders).save_pretrained(str(out))
     return out
 
 
@@ -87,8 +90,7 @@ def by_another_model(folders: dict[str, Path], out: Path) -> Path:
 
 def second(folders: dict[str, Path], out: Path) -> Path:
     """As TRL's DPO adds its reference."""
-    config = adapted(folders["base"], quantization_config=NF4)
-    model = peft.get_peft_model(base_model(folders["base"]), config)
+    model = on_base(folders)
     model.add_adapter("ref", model.peft_config["default"])
     model.save_pretrained(str(out))
     return out / "ref"
@@ -100,8 +102,7 @@ def resumed(folders: dict[str, Path], out: Path) -> Path:
     note = json.loads((checkpoint / NOTE).read_text())
     note["base"] = {"name": "unknown", "fields": {}, "bits": {}}
     (checkpoint / NOTE).write_text(json.dumps(note))
-    config = adapted(folders["base"], quantization_config=NF4)
-    model = peft.get_peft_model(base_model(folders["base"]), config)
+    model = on_base(folders)
     model.load_adapter(str(checkpoint), "default", is_trainable=True)
     model.save_pretrained(str(out))
     return out
@@ -161,7 +162,7 @@ def load_by_peft(folder: Path, adapter: Path) -> None:
 
 
 def load_beside(folder: Path, adapter: Path) -> None:
-    model = moe_qlora.get_peft_model(base_model(folder), LoraConfig(r=2, target_modules=["q_proj"]))
+    model = moe_qlora.get_peft_model(base_model(folder), q_proj())
     model.load_adapter(str(adapter), "second")
 
 
@@ -195,11 +196,8 @@ def test_a_merge_compares_weights_of_an_inner_models_adapter(
     base: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Whose names have no prefix: of AutoModel, merged into AutoModelForCausalLM's folder."""
-    with moe_qlora.enabled():
-        inner = AutoModel.from_pretrained(folders["another"], quantization_config=NF4)
-    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="FEATURE_EXTRACTION")
-    adapter = tmp_path / "adapter"
-    moe_qlora.get_peft_model(inner, config, experts=True).save_pretrained(adapter)
+    inner, adapter = loaded(folders["another"], NF4, AutoModel, dtype="auto"), tmp_path / "adapter"
+    lora(inner, "q_proj", task_type="FEATURE_EXTRACTION").save_pretrained(adapter)
     merge(folders["another"], adapter)
     with pytest.raises(AdapterError, match="has other weights"):
         merge(folders[base], adapter)
@@ -210,8 +208,7 @@ def test_a_merge_compares_weights_of_an_inner_models_adapter(
 def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
     kind: str, noted: bool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    adapter = tmp_path / "adapter"
-    shutil.copytree(folders["adapter"], adapter)
+    adapter = shutil.copytree(folders["adapter"], tmp_path / "adapter")
     if not noted:
         (adapter / NOTE).unlink()
     tiny_model(kind, hidden_size=32).save_pretrained(tmp_path / "other")
@@ -234,10 +231,7 @@ def test_another_computation_is_an_error(folders: dict[str, Path], field: str, u
 def test_a_note_without_a_fingerprint_is_taken(
     folders: dict[str, Path], tmp_path: Path, use: Any
 ) -> None:
-    adapter = tmp_path / "old"
-    adapter.mkdir()
-    for file in folders["adapter"].iterdir():
-        (adapter / file.name).write_bytes(file.read_bytes())
+    adapter = shutil.copytree(folders["adapter"], tmp_path / "old")
     note = json.loads((adapter / NOTE).read_text())
     assert set(note.pop("base")["bits"])
     (adapter / NOTE).write_text(json.dumps(note))
@@ -272,9 +266,7 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
     assert "More Information Needed" not in card and len(card.splitlines()) < 60
     prints = {}
     for name in ("base", "another"):
-        model = moe_qlora.get_peft_model(
-            base_model(folders[name]), LoraConfig(r=2, target_modules=["q_proj"])
-        )
+        model = moe_qlora.get_peft_model(base_model(folders[name]), q_proj())
         for _ in range(2):
             model.save_pretrained(tmp_path / name)
         text = (tmp_path / name / "README.md").read_text()
@@ -301,7 +293,7 @@ def test_the_card_of_any_adapter_is_short_and_its_program_runs(
 
 def test_the_card_keeps_an_authors_words(folders: dict[str, Path], tmp_path: Path) -> None:
     model = base_model(folders["base"])
-    model = moe_qlora.get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]), "mine")
+    model = moe_qlora.get_peft_model(model, q_proj(), "mine")
     model.save_pretrained(str(tmp_path))
     root = (tmp_path / "README.md").read_text()  # of no adapter: "mine" has a folder of its own
     assert "More Information Needed" not in root and "library_name: peft" in root

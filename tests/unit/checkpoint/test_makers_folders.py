@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import warnings
@@ -17,14 +18,12 @@ from prequantized import write_case, write_folder, write_shards
 from safetensors.torch import load_file
 from small_models import fill
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BitsAndBytesConfig,
-)
+from training import NF4, loaded, lora
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import moe_qlora
+from moe_qlora.checkpoint.prequantized.open import json_parts
 from moe_qlora.checkpoint.reader import INDEX
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
@@ -33,7 +32,6 @@ from moe_qlora.errors import CheckpointError
 from moe_qlora.models import named
 from moe_qlora.testing import tiny_inputs
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 # One of each way to be stored, and of each way from the files to parameters.
 FEW = (
     *("deepseek_v3 fp8", "gpt_oss mxfp4", "deepseek_v3 int4", "qwen3_moe modelopt nvfp4"),
@@ -51,29 +49,36 @@ class Twins:
         no_weights = shutil.ignore_patterns("*.safetensors*", "config.json")
         shutil.copytree(self.makers, self.plain, ignore=no_weights)
         write_shards(self.plain, self.tensors)
-        config = read_json(self.makers / "config.json")
+        config = config_of(self.makers)
         for part in (config, config.get("text_config", {})):
             part.pop("quantization_config", None)
-        (self.plain / "config.json").write_text(json.dumps(config))
+        set_config(self.plain, config)
+
+
+Get = Callable[[str], Twins]
 
 
 @pytest.fixture(scope="module")
-def twins(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Twins]:
-    root, known = tmp_path_factory.mktemp("twins"), {}
+def twins(tmp_path_factory: pytest.TempPathFactory) -> Get:
+    root = tmp_path_factory.mktemp("twins")
 
+    @functools.cache
     def get(name: str) -> Twins:
-        if name not in known:
-            place = root / name.replace(" ", "_")
-            place.mkdir()
-            known[name] = Twins(place, lambda path: write_case(path, name))
-        return known[name]
+        place = root / name.replace(" ", "_")
+        place.mkdir()
+        return Twins(place, lambda path: write_case(path, name))
 
     return get
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text())
+def config_of(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return content
+
+
+def set_config(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def pack(source: Path, out: Path, config: dict[str, Any] = NF4, **settings: Any) -> dict[str, Any]:
@@ -82,56 +87,49 @@ def pack(source: Path, out: Path, config: dict[str, Any] = NF4, **settings: Any)
     return {"id": manifest.id, "config": manifest.config, "experts": manifest.experts}
 
 
-def assert_same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for key, tensor in left.items():
-        assert same(tensor, right[key]), key
+def says_quantized(folder: Path) -> bool:
+    """Whether config.json, or a part of it, has a quantization_config of a maker."""
+    parts = [part.get("quantization_config") for part in json_parts(config_of(folder))]
+    return any(part and part.get("quant_method") != "bitsandbytes" for part in parts)
 
 
-def says_quantized(config: Any) -> bool:
-    """Whether a part of a JSON object is a quantization_config of a maker."""
-    if not isinstance(config, dict):
-        return False
-    own = config.get("quantization_config")
-    makers = own is not None and own.get("quant_method") != "bitsandbytes"
-    return makers or any(says_quantized(value) for value in config.values())
+def assert_same_merges(left: Path, right: Path, adapter: Path, root: Path) -> dict[str, Tensor]:
+    """Merge into both, compare, and return the tensors; the folders are `merged`, `expected`."""
+    for base, name in ((left, "merged"), (right, "expected")):
+        moe_qlora.merge_adapter(base, adapter, root / name, max_shard_size=SHARD)
+    found, expected = tensors(root / "merged"), tensors(root / "expected")
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert same(tensor, expected[key]), key
+    assert not says_quantized(root / "merged")
+    return found
 
 
 # Packing
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_packing_equals_that_of_the_plain_folder(
-    name: str, twins: Callable[[str], Twins], tmp_path: Path
-) -> None:
+def test_packing_equals_that_of_the_plain_folder(name: str, twins: Get, tmp_path: Path) -> None:
     folder = twins(name)
-    packed = pack(folder.makers, tmp_path / "makers")
-    assert packed == pack(folder.plain, tmp_path / "plain")
-    config = read_json(tmp_path / "makers" / "config.json")
+    assert pack(folder.makers, tmp_path / "makers") == pack(folder.plain, tmp_path / "plain")
+    config = config_of(tmp_path / "makers")
     assert config["quantization_config"]["quant_method"] == "bitsandbytes"
-    assert not says_quantized(config)
+    assert not says_quantized(tmp_path / "makers")
 
 
-def test_what_modelopt_says_beside_the_configuration(
-    twins: Callable[[str], Twins], tmp_path: Path
-) -> None:
+def test_what_modelopt_says_beside_the_configuration(twins: Get, tmp_path: Path) -> None:
     """A hf_quant_config.json that came along would make a 16-bit folder an unreadable one."""
     folder = twins("qwen3_moe modelopt nvfp4")
     old = shutil.copytree(folder.makers, tmp_path / "makers")
-    config = read_json(old / "config.json")
-    del config["quantization_config"]
-    (old / "config.json").write_text(json.dumps(config))
+    set_config(old, config_of(folder.plain))
     said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.gate"]}
     (old / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
     packed = pack(old, tmp_path / "packed")
     assert packed["id"] == pack(folder.plain, tmp_path / "plain")["id"]
-    adapter = adapt(folder)
-    moe_qlora.merge_adapter(old, adapter, tmp_path / "merged")
+    assert_same_merges(old, folder.plain, adapt(folder), tmp_path)
     for name in ("packed", "merged"):
         assert not (tmp_path / name / "hf_quant_config.json").exists()
     assert verify(tmp_path / "merged").method == ""
-    merged(folder.plain, adapter, tmp_path / "expected")
-    assert_same_tensors(tensors(tmp_path / "merged"), tensors(tmp_path / "expected"))
 
 
 def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
@@ -139,42 +137,34 @@ def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
 
     def write(path: Path) -> tuple[Path, dict[str, Tensor]]:
         folder, plain = write_folder(path, "glm4v_moe", "fp8", modules_to_not_convert=kept)
-        config = read_json(folder / "config.json")
+        config = config_of(folder)
         config["text_config"]["quantization_config"] = config.pop("quantization_config")
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder, plain
+        return set_config(folder, config), plain
 
     twins = Twins(tmp_path, write)
     assert pack(twins.makers, tmp_path / "a") == pack(twins.plain, tmp_path / "b")
     adapter = adapt(twins, AutoModelForImageTextToText)
-    config = merged(twins.makers, adapter, tmp_path / "merged")
-    assert not says_quantized(config)
-    assert config == merged(twins.plain, adapter, tmp_path / "expected")
-    assert_same_tensors(tensors(tmp_path / "merged"), tensors(tmp_path / "expected"))
+    assert_same_merges(twins.makers, twins.plain, adapter, tmp_path)
+    assert config_of(tmp_path / "merged") == config_of(tmp_path / "expected")
     said = CliRunner().invoke(app, ["dump", str(twins.makers), "--json"])
     assert any("is quantized with fp8" in note for note in json.loads(said.stdout)["notes"])
 
 
 def test_a_configuration_of_a_dtype_that_is_none_to_compute_in(tmp_path: Path) -> None:
     """As DeepSeek-V4's, which also says what its experts are stored in."""
-    root = tmp_path / "folders"
-    root.mkdir()
-    twins = Twins(root, lambda path: write_case(path, "deepseek_v4 fp4"))
-    config = read_json(twins.makers / "config.json")
-    config |= {"dtype": "float8_e4m3fn", "expert_dtype": "fp4"}
-    (twins.makers / "config.json").write_text(json.dumps(config))
-    packed = pack(twins.makers, tmp_path / "makers")
-    assert packed == pack(twins.plain, tmp_path / "plain")
-    adapter = adapt(twins)
-    config = merged(twins.makers, adapter, tmp_path / "merged")
+    twins = Twins(tmp_path, lambda path: write_case(path, "deepseek_v4 fp4"))
+    said = {"dtype": "float8_e4m3fn", "expert_dtype": "fp4"}
+    set_config(twins.makers, config_of(twins.makers) | said)
+    assert pack(twins.makers, tmp_path / "a") == pack(twins.plain, tmp_path / "b")
+    moe_qlora.merge_adapter(twins.makers, adapt(twins), tmp_path / "merged")
+    config = config_of(tmp_path / "merged")
     assert (config["dtype"], "expert_dtype" in config) == ("bfloat16", False)
 
 
-def test_a_dtype_that_is_none_is_named(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+def test_a_dtype_that_is_none_is_named(twins: Get, tmp_path: Path) -> None:
     folder = twins("qwen3_moe mxfp8")
     bad = shutil.copytree(folder.makers, tmp_path / "bad")
-    config = read_json(bad / "config.json") | {"dtype": 7}
-    (bad / "config.json").write_text(json.dumps(config))
+    set_config(bad, config_of(bad) | {"dtype": 7})
     for work in (
         lambda: pack(bad, tmp_path / "packed"),
         lambda: moe_qlora.merge_adapter(bad, adapt(folder), tmp_path / "merged"),
@@ -200,27 +190,15 @@ def adapt(folder: Twins, auto: Any = AutoModelForCausalLM) -> Path:
     return out
 
 
-def merged(base: Path, adapter: Path, out: Path, **settings: Any) -> dict[str, Any]:
-    moe_qlora.merge_adapter(base, adapter, out, **settings)
-    return read_json(out / "config.json")
-
-
 @pytest.mark.parametrize("name", FEW)
-def test_a_merge_equals_that_into_the_plain_folder(
-    name: str, twins: Callable[[str], Twins], tmp_path: Path
-) -> None:
-    folder, out = twins(name), tmp_path / "out"
-    adapter = adapt(folder)
-    config = merged(folder.makers, adapter, out, max_shard_size=SHARD)
-    merged(folder.plain, adapter, tmp_path / "plain")
-    found = tensors(out)
-    assert_same_tensors(found, tensors(tmp_path / "plain"))
+def test_a_merge_equals_that_into_the_plain_folder(name: str, twins: Get, tmp_path: Path) -> None:
+    folder, out = twins(name), tmp_path / "merged"
+    found = assert_same_merges(folder.makers, folder.plain, adapt(folder), tmp_path)
     assert found.keys() == folder.tensors.keys()  # none of the makers' scales
     changed = {key for key, tensor in found.items() if not same(tensor, folder.tensors[key])}
     assert 0 < len(changed) < len(found)
-    assert not says_quantized(config)
-    assert "quantization_config" not in config
-    index = read_json(out / INDEX)
+    assert "quantization_config" not in config_of(out)
+    index = json.loads((out / INDEX).read_text())
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 2
     assert {file.name for file in files} == set(index["weight_map"].values())
@@ -229,7 +207,7 @@ def test_a_merge_equals_that_into_the_plain_folder(
         held = load_file(file)
         assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 40_000
     model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
-    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "expected")
     assert not info["missing_keys"]
     assert model.dtype == torch.bfloat16
     assert not hasattr(model, "hf_quantizer")
@@ -238,7 +216,7 @@ def test_a_merge_equals_that_into_the_plain_folder(
     assert verify(out).good
 
 
-def test_a_merge_says_what_it_wrote(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+def test_a_merge_says_what_it_wrote(twins: Get, tmp_path: Path) -> None:
     folder = twins("gpt_oss mxfp4")
     report = moe_qlora.merge_adapter(folder.makers, adapt(folder), tmp_path / "makers")
     assert report.dequantized == "mxfp4"
@@ -248,30 +226,24 @@ def test_a_merge_says_what_it_wrote(twins: Callable[[str], Twins], tmp_path: Pat
     assert "dequantized" not in str(report)
 
 
-def test_an_adapter_tells_its_base_from_another(
-    twins: Callable[[str], Twins], tmp_path: Path
-) -> None:
+def test_an_adapter_tells_its_base_from_another(twins: Get, tmp_path: Path) -> None:
     folder = twins("qwen3_moe fp8")
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder.makers, quantization_config=BitsAndBytesConfig(**NF4)
-        )
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    adapted: Any = moe_qlora.get_peft_model(model, config, experts=True)
+    adapted = lora(loaded(folder.makers, dtype="auto"), "q_proj", init_lora_weights=False)
     adapted.save_pretrained(tmp_path / "adapter")
     for name, like in (("exact", False), ("rounded", True)):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            merged(folder.makers, tmp_path / "adapter", tmp_path / name, like_training=like)
+            places = folder.makers, tmp_path / "adapter", tmp_path / name
+            moe_qlora.merge_adapter(*places, like_training=like)
     other, _ = write_folder(tmp_path / "other", "qwen3_moe", "fp8", seed=1)
     with pytest.raises(moe_qlora.AdapterError, match="has other weights"):
-        merged(other, tmp_path / "adapter", tmp_path / "foreign")
+        moe_qlora.merge_adapter(other, tmp_path / "adapter", tmp_path / "foreign")
 
 
 # Verifying
 
 
-def test_what_a_folder_is(twins: Callable[[str], Twins]) -> None:
+def test_what_a_folder_is(twins: Get) -> None:
     folder = twins("deepseek_v3 fp8").makers
     stored = tensors(folder.parent / "plain")
     raw = {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
@@ -288,6 +260,9 @@ def test_what_a_folder_is(twins: Callable[[str], Twins]) -> None:
     assert f"{report.dequantized} weights are codes, and are read dequantized" in line
 
 
+UP = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     files = sorted(folder.glob("*.safetensors"))
     held = {key: tensor for file in files for key, tensor in load_file(file).items()}
@@ -297,48 +272,43 @@ def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
     write_shards(folder, held)
 
 
-def test_damage_of_a_folder_is_named(twins: Callable[[str], Twins], tmp_path: Path) -> None:
-    key = "model.layers.1.mlp.experts.2.up_proj.weight"
-
-    def poison(held: dict[str, Tensor]) -> None:
-        held[f"{key}_scale_inv"][-1, -1] = torch.nan
-
-    def drop(held: dict[str, Tensor]) -> None:
-        del held[f"{key}_scale_inv"]
-
-    for number, (edit, problem) in enumerate(
-        [(poison, f"{key} holds NaN or inf"), (drop, f"{key}_scale_inv")]
-    ):
-        folder = shutil.copytree(twins("deepseek_v3 fp8").makers, tmp_path / str(number))
-        change(folder, edit)
-        report = verify(folder)
-        assert report.method == "fp8"
-        [seen] = report.problems
-        assert problem in seen
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda held: held[f"{UP}_scale_inv"][-1, -1].fill_(torch.nan), f"{UP} holds NaN or inf"),
+        (lambda held: held.pop(f"{UP}_scale_inv"), f"{UP}_scale_inv"),
+    ],
+)
+def test_damage_of_a_folder_is_named(damage: Any, problem: str, twins: Get, tmp_path: Path) -> None:
+    folder = shutil.copytree(twins("deepseek_v3 fp8").makers, tmp_path / "damaged")
+    change(folder, damage)
+    report = verify(folder)
+    assert report.method == "fp8"
+    [seen] = report.problems
+    assert problem in seen
 
 
 # What dump and plan say
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
-def test_dump_shows_the_plain_model(name: str, twins: Callable[[str], Twins]) -> None:
+def test_dump_shows_the_plain_model(name: str, twins: Get) -> None:
     folder = twins(name)
     shown = []
     for place in (folder.makers, folder.plain):
         said = CliRunner().invoke(app, ["dump", str(place), "--json"])
         assert said.exit_code == 0
         shown.append(json.loads(said.stdout))
+        assert shown[-1].pop("model") == str(place)
     notes = shown[0].pop("notes")
     assert shown[1].pop("notes") == []
-    for content, place in zip(shown, (folder.makers, folder.plain), strict=True):
-        assert content.pop("model") == str(place)
     assert shown[0] == shown[1]
     report = verify(folder.makers)
     assert f"{report.dequantized} weights of the folder are codes ({report.method})" in notes[-1]
     assert f"{report.tensors} tensors" in notes[-1]
 
 
-def test_plan_counts_the_packed_model(twins: Callable[[str], Twins], tmp_path: Path) -> None:
+def test_plan_counts_the_packed_model(twins: Get, tmp_path: Path) -> None:
     folder = twins("gpt_oss mxfp4")
     makers, plain = (moe_qlora.plan(place, NF4, seq=64) for place in (folder.makers, folder.plain))
     assert makers.on_disk == verify(folder.makers).nbytes < makers.unpacked
@@ -346,33 +316,26 @@ def test_plan_counts_the_packed_model(twins: Callable[[str], Twins], tmp_path: P
     assert plain.on_disk is None
     assert "on_disk" not in plain.as_dict()
     assert any(n.startswith("4 weights of the folder are codes (mxfp4)") for n in makers.notes)
-    same_fields = ("kind", "resident", "unpacked", "peak", "trained_weights", "settings")
-    for field in same_fields:
+    for field in ("kind", "resident", "unpacked", "peak", "trained_weights", "settings"):
         assert getattr(makers, field) == getattr(plain, field), field
     # codes and fp32 values beside an expert's matrix
-    largest = max(param.nbytes // param.num_experts for param in experts_of(folder.plain))
+    experts = detect(named.build(named.resolve(str(folder.plain)))).experts
+    largest = max(param.nbytes // param.num_experts for param in experts)
     assert makers.load_peak - plain.load_peak == 2 * largest
     (tmp_path / "config.json").write_bytes((folder.makers / "config.json").read_bytes())
     alone = moe_qlora.plan(tmp_path, NF4, seq=64)
     assert (alone.on_disk, alone.load_peak) == (None, makers.load_peak)
 
 
-def experts_of(folder: Path) -> Any:
-    return detect(named.build(named.resolve(str(folder)))).experts
-
-
 # What is not read
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_methods_that_are_not_read(
-    method: str, twins: Callable[[str], Twins], tmp_path: Path
-) -> None:
+def test_methods_that_are_not_read(method: str, twins: Get, tmp_path: Path) -> None:
     folder = twins("qwen3_moe fp8")
     base = shutil.copytree(folder.plain, tmp_path / "base")
-    config = read_json(base / "config.json")
-    config["quantization_config"] = {"quant_method": method, "bits": 4}
-    (base / "config.json").write_text(json.dumps(config))
+    said = {"quant_method": method, "bits": 4}
+    set_config(base, config_of(base) | {"quantization_config": said})
     key = "model.layers.0.mlp.experts.0.up_proj"
 
     def edit(held: dict[str, Tensor]) -> None:
@@ -383,7 +346,7 @@ def test_methods_that_are_not_read(
     pack(folder.plain, tmp_path / "packed")
     for call in (
         lambda: pack(base, tmp_path / "out"),
-        lambda: merged(base, adapter, tmp_path / "out"),
+        lambda: moe_qlora.merge_adapter(base, adapter, tmp_path / "out"),
         lambda: verify(tmp_path / "packed", base),
     ):
         with pytest.raises(CheckpointError, match=f"says {method}, which is not read") as seen:

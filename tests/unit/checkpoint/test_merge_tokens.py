@@ -15,6 +15,7 @@ from folders import tensors
 from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from torch import Tensor
+from training import loaded
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -49,11 +50,9 @@ def base(folder: Path, model_type: str, **settings: Any) -> Path:
 
 
 def load(folder: Path, kind: Any = AutoModelForCausalLM, added: int = 0, **settings: Any) -> Any:
-    with moe_qlora.enabled(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = kind.from_pretrained(
-            folder, quantization_config=NF4, dtype=torch.float32, **settings
-        )
+        model = loaded(folder, NF4, kind, **settings)
     torch.manual_seed(5)
     if added:
         model.resize_token_embeddings(ROWS + added, mean_resizing=False)
@@ -67,10 +66,13 @@ def inputs(added: int = 0) -> Tensor:
     return tokens
 
 
+def values(result: Any) -> Tensor:
+    return result.logits if "logits" in result else result.last_hidden_state
+
+
 def out(model: Any, added: int = 0) -> Tensor:
     with torch.no_grad():
-        result = model.eval()(input_ids=inputs(added))
-    return result.logits if "logits" in result else result.last_hidden_state
+        return values(model.eval()(input_ids=inputs(added)))
 
 
 def train(model: Any, added: int = 0, **settings: Any) -> Any:
@@ -80,10 +82,7 @@ def train(model: Any, added: int = 0, **settings: Any) -> Any:
         adapted = moe_qlora.get_peft_model(model, config, experts=True)
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(2):
-        result = adapted(input_ids=inputs(added))
-        (
-            result.logits if "logits" in result else result.last_hidden_state
-        ).square().mean().backward()
+        values(adapted(input_ids=inputs(added))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return adapted

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from training import NF4, loaded
+from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import moe_qlora
@@ -34,7 +35,6 @@ from moe_qlora.errors import (
 )
 from moe_qlora.testing import tiny_model
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SHARD = "24KB"
 KILLED = 9
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
@@ -159,11 +159,8 @@ def test_the_folder_is_complete(source: Path, whole: dict[str, bytes]) -> None:
 
 def test_other_dtypes(source: Path, tmp_path: Path) -> None:
     moe_qlora.quantize_checkpoint(source, tmp_path / "half", NF4, dtype=torch.float16)
-    with moe_qlora.enabled():
-        packed: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-        reference: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float16, quantization_config=BitsAndBytesConfig(**NF4)
-        )
+    packed = loaded(tmp_path / "half", None, dtype="auto")
+    reference = loaded(source, dtype=torch.float16)
     ids = torch.arange(5)[None]
     assert packed.dtype == torch.float16
     assert torch.equal(packed(ids).logits, reference(ids).logits)
@@ -306,8 +303,7 @@ def test_a_tied_weight_is_written_once(tmp_path: Path, stored: tuple[str, ...]) 
     moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", NF4)
     written = {EMBEDDING, HEAD} & check_folder(tmp_path / "packed").tensors.keys()
     assert written == {EMBEDDING}
-    with moe_qlora.enabled():
-        packed: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    packed = loaded(tmp_path / "packed", None, dtype="auto")
     assert torch.equal(packed.model.embed_tokens.weight, value)
     assert packed.lm_head.weight is packed.model.embed_tokens.weight
 
@@ -320,8 +316,7 @@ def test_weights_that_only_the_config_ties_are_both_written(tmp_path: Path) -> N
     config = tmp_path / "plain" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
     moe_qlora.quantize_checkpoint(tmp_path / "plain", tmp_path / "packed", NF4)
-    with moe_qlora.enabled():
-        packed: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    packed = loaded(tmp_path / "packed", None, dtype="auto")
     assert torch.equal(packed.lm_head.weight, head)
     assert not torch.equal(packed.model.embed_tokens.weight, head)
     packed.save_pretrained(tmp_path / "saved")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from training import loaded, lora
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
@@ -64,10 +64,7 @@ def store_changed(folder: Path, key: str, how: Any) -> str:
 
 
 def load(folder: Path) -> Any:
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BitsAndBytesConfig(**NF4), dtype=torch.bfloat16
-        )
+    return loaded(folder, NF4, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,8 @@ def load(folder: Path) -> Any:
 def test_another_shape_is_refused_on_every_way_in(tmp_path, family, key, change):
     source, packed = write(tmp_path / "plain", family), tmp_path / "packed"
     moe_qlora.quantize_checkpoint(source, packed, NF4)
-    adapter = adapter_for(packed, tmp_path / "adapter")
+    adapter = tmp_path / "adapter"
+    lora(loaded(packed, None, dtype="auto"), "v_proj").save_pretrained(adapter)
     said = store_changed(source, key, change)
     for way in (
         lambda: moe_qlora.quantize_checkpoint(source, tmp_path / "out", NF4),
@@ -93,16 +91,6 @@ def test_another_shape_is_refused_on_every_way_in(tmp_path, family, key, change)
         CheckpointError if ours else RuntimeError, match=re.escape(key) if ours else "above report"
     ):
         load(source)
-
-
-def adapter_for(packed: Path, out: Path) -> Path:
-    from peft import LoraConfig
-
-    with moe_qlora.enabled():
-        model: Any = AutoModelForCausalLM.from_pretrained(packed)
-    lora = LoraConfig(r=2, target_modules=["v_proj"])
-    moe_qlora.get_peft_model(model, lora, experts=True).save_pretrained(out)
-    return out
 
 
 def poison(value: float) -> Any:
@@ -122,9 +110,8 @@ def test_a_linear_layer_that_is_not_finite_is_refused(tmp_path, value, settings)
     store_changed(source, KEY, poison(value))
     with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
         moe_qlora.quantize_checkpoint(source, tmp_path / "packed", settings)
-    config = BitsAndBytesConfig(**settings)
-    with moe_qlora.enabled(), pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
-        AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
+    with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
+        loaded(source, settings, dtype="auto")
 
 
 @pytest.mark.parametrize("fault", ["code", "nan_scale", "inf_scale"])

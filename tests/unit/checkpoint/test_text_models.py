@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from training import loaded
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
 import moe_qlora
@@ -71,11 +72,7 @@ def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(folder: Path, tmp
 def test_it_is_merged_as_it_was_trained(folder: Path, tmp_path: Path):
     if folder.parent.name.startswith("llama4"):
         pytest.skip("bitsandbytes on a CPU decodes rows of 96 features wrongly")
-    with moe_qlora.enabled():
-        text = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=PACKED, dtype=torch.float32
-        )
-    model = adapted(text)
+    model = adapted(loaded(folder, PACKED))
     model.save_pretrained(tmp_path / "adapter")
     moe_qlora.merge_adapter(
         folder, tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32, like_training=True
@@ -86,10 +83,9 @@ def test_it_is_merged_as_it_was_trained(folder: Path, tmp_path: Path):
 
 def test_a_packed_folder_says_how_it_is_loaded(folder: Path, tmp_path: Path):
     moe_qlora.quantize_checkpoint(folder, tmp_path / "packed", PACKED)
-    with moe_qlora.enabled():
-        with pytest.raises(ValueError, match=r"holds a packed .*ForConditionalGeneration: load it"):
-            AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-        model = AutoModelForImageTextToText.from_pretrained(tmp_path / "packed")
+    with pytest.raises(ValueError, match=r"holds a packed .*ForConditionalGeneration: load it"):
+        loaded(tmp_path / "packed", None)
+    model = loaded(tmp_path / "packed", None, AutoModelForImageTextToText)
     assert "transformers_weights" not in vars(model.config.text_config)
     assert verify(tmp_path / "packed").good
     model = adapted(model)

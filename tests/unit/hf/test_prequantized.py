@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +29,7 @@ from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_inputs
+from tests.helpers.folders import tensors
 from tests.helpers.prequantized import (
     encode_fp8,
     write_both,
@@ -37,8 +37,8 @@ from tests.helpers.prequantized import (
     write_plain,
     write_shards,
 )
+from tests.helpers.training import NF4, loaded
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 MERGE = "merge_quantization_configs"
 STOCK = (dict(AUTO_QUANTIZER_MAPPING), AutoHfQuantizer.__dict__[MERGE])
 FP8, MXFP4 = "deepseek_v3 fp8", "gpt_oss mxfp4"
@@ -66,13 +66,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return folder
 
 
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors on disk."""
-    return {
-        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
-    }
-
-
 def is_stock() -> bool:
     return (dict(AUTO_QUANTIZER_MAPPING), AutoHfQuantizer.__dict__[MERGE]) == STOCK
 
@@ -83,23 +76,16 @@ def _off() -> Any:
     assert is_stock()
 
 
-def load(folder: Path, **arguments: Any) -> Any:
+def load(folder: Path, quantization_config: Any = NF4, **arguments: Any) -> Any:
     """Load under the switch, by default into NF4."""
-    if not arguments.pop("stock", False):
-        arguments.setdefault("quantization_config", BitsAndBytesConfig(**NF4))
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(folder, **arguments)
-
-
-def as_bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return loaded(folder, quantization_config, **{"dtype": "auto", **arguments})
 
 
 def bits(model: nn.Module) -> dict[str, Any]:
     """All bytes of a model, with dtype and shape."""
     return {
-        name: (tensor.dtype, tensor.shape, as_bytes(tensor))
-        for name, tensor in model.state_dict().items()
+        name: (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for name, t in model.state_dict().items()
     }
 
 
@@ -130,8 +116,7 @@ def test_a_load_equals_that_of_the_plain_folder(
     assert vars(model.hf_quantizer).keys() == vars(expected.hf_quantizer).keys()
 
     model.save_pretrained(tmp_path / "packed")
-    with moe_qlora.enabled():
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    again = load(tmp_path / "packed", None)
     assert bits(again) == bits(model)
     inputs = tiny_inputs(model)
     logits = expected(**inputs).logits
@@ -168,12 +153,14 @@ ARGUMENTS: list[dict[str, Any]] = [
 def test_every_setting(
     setting: str, kind: str, arguments: dict[str, Any], folders: Folders
 ) -> None:
-    arguments = dict(arguments)
-    config: Any = SETTINGS[setting]
-    if not arguments.pop("as_dict", False):
-        config = BitsAndBytesConfig(**config)
-    model = load(folders(kind) / "maker", quantization_config=config, **arguments)
-    expected = load(folders(kind) / "plain", quantization_config=config, **arguments)
+    arguments = {"dtype": "auto", **arguments}
+    if arguments.pop("as_dict", False):
+        arguments["quantization_config"] = SETTINGS[setting]
+        model, expected = (loaded(folders(kind) / n, None, **arguments) for n in ("maker", "plain"))
+    else:
+        model, expected = (
+            load(folders(kind) / n, SETTINGS[setting], **arguments) for n in ("maker", "plain")
+        )
     assert bits(model) == bits(expected)
     assert model.dtype == expected.dtype
 
@@ -182,12 +169,7 @@ def test_what_would_go_to_disk_is_refused(folders: Folders, tmp_path: Path) -> N
     places = {"model": "cpu", "model.layers.1": "disk", "lm_head": "disk"}
     config = BitsAndBytesConfig(**NF4, llm_int8_enable_fp32_cpu_offload=True)
     with pytest.raises(ConfigError, match=r"sends model\.layers\.1 to disk, and .*\(fp8\)"):
-        load(
-            folders(FP8) / "maker",
-            offload_folder=tmp_path,
-            quantization_config=config,
-            device_map=places,
-        )
+        load(folders(FP8) / "maker", config, offload_folder=tmp_path, device_map=places)
 
 
 def test_a_config_within_that_of_the_text_model(tmp_path: Path) -> None:
@@ -197,11 +179,7 @@ def test_a_config_within_that_of_the_text_model(tmp_path: Path) -> None:
     text = said["text_config"] | {"quantization_config": said["quantization_config"]}
     set_config(folder, quantization_config=None, text_config=text)
     cls = model_class("ernie4_5_vl_moe")
-    with moe_qlora.enabled():
-        model, expected = (
-            cls.from_pretrained(tmp_path / name, quantization_config=BitsAndBytesConfig(**NF4))
-            for name in ("maker", "plain")
-        )
+    model, expected = (load(tmp_path / name, kind=cls) for name in ("maker", "plain"))
     assert packed(model) == packed(expected) != []
     assert bits(model) == bits(expected)
     path = {"_name_or_path": str(folder)}
@@ -251,10 +229,10 @@ def test_without_a_config_of_the_caller_the_load_is_the_stock_one(tmp_path: Path
     write_both(tmp_path / "even", "qwen3_moe fp8", block=(8, 8))  # stock wants whole blocks
     folder = tmp_path / "even" / "maker"
     stock = AutoModelForCausalLM.from_pretrained(folder)
-    model = load(folder, stock=True)
+    model = load(folder, None)
     assert not packed(model)
     assert bits(model) == bits(stock)
-    assert bits(model) == bits(load(folder.parent / "plain", stock=True))
+    assert bits(model) == bits(load(folder.parent / "plain", None))
     assert model.config.to_dict() == stock.config.to_dict()
     own = FineGrainedFP8Config(weight_block_size=[8, 8], dequantize=True)
     assert bits(load(folder, quantization_config=own)) == bits(stock)
@@ -299,15 +277,10 @@ def test_no_more_than_an_expert_is_decoded_at_a_time(
 
 def test_tensors_instead_of_files_are_refused(folders: Folders) -> None:
     folder = folders(FP8) / "maker"
-    state = tensors(folder)
+    state, config = tensors(folder), AutoConfig.from_pretrained(folder)
     seen = r"quantized \(fp8\) and is dequantized from safetensors files only"
-    with pytest.raises(CheckpointError, match=seen), moe_qlora.enabled():
-        DeepseekV3ForCausalLM.from_pretrained(
-            None,
-            config=AutoConfig.from_pretrained(folder),
-            state_dict=state,
-            quantization_config=BitsAndBytesConfig(**NF4),
-        )
+    with pytest.raises(CheckpointError, match=seen):
+        loaded(None, NF4, DeepseekV3ForCausalLM, config=config, state_dict=state)
 
 
 # The switch

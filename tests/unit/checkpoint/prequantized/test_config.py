@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from folders import same
-from prequantized import compressed, encode_fp8, encode_int, encode_nvfp4, write_shards
+from prequantized import compressed, encode_fp8, encode_int, encode_nvfp4, write_tensors
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from moe_qlora.checkpoint.prequantized import open_plain
@@ -24,57 +21,35 @@ def weight(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def write(folder: Path, config, tensors) -> Path:
-    folder.mkdir(exist_ok=True, parents=True)
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
-    write_shards(folder, {key: tensor.contiguous() for key, tensor in tensors.items()})
-    return folder
-
-
 def stored(module: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{module}.weight{end}": tensor for end, tensor in parts.items()}
 
 
-def group(form: str, targets: list[str], **weights):
-    made = compressed(form, weights, [])["config_groups"]["group_0"]
-    return {**made, "targets": targets}
+def group(target: str, **weights):
+    made = compressed("pack-quantized", weights, [])["config_groups"]["group_0"]
+    return {**made, "targets": [target]}
 
 
 def test_groups_are_for_their_targets(tmp_path):
     """FP8 attention, INT4 experts and INT8 for one module by name, as mixed folders have it."""
-    config = compressed("mixed-precision", {}, [HEAD])
+    config, four = compressed("mixed-precision", {}, [HEAD]), UP.replace("3", "4")
+    channel = {"num_bits": 8, "strategy": "channel"}
     config["config_groups"] = {
-        "all": group("pack-quantized", ["Linear"], num_bits=8, type="int", strategy="channel"),
-        "attention": group(
-            "float-quantized", ["re:.*self_attn.*"], num_bits=8, type="float", strategy="channel"
-        ),
-        "experts": group(
-            "pack-quantized",
-            ["re:.*experts.*"],
-            num_bits=4,
-            type="int",
-            strategy="group",
-            group_size=32,
-        ),
-        "one": group(
-            "pack-quantized",
-            [UP.replace("3", "4")],
-            num_bits=8,
-            type="int",
-            strategy="group",
-            group_size=16,
-        ),
+        "all": group("Linear", type="int", **channel),
+        "attention": group("re:.*self_attn.*", type="float", **channel),
+        "experts": group("re:.*experts.*", num_bits=4, type="int", strategy="group", group_size=32),
+        "one": group(four, num_bits=8, type="int", strategy="group", group_size=16),
     }
     encoded = {
         Q: encode_fp8(weight(0, 24, 32), (1, 32), "_scale"),
         UP: encode_int(weight(1, 24, 64), 4, 32),
-        UP.replace("3", "4"): encode_int(weight(2, 24, 64), 8, 16),
+        four: encode_int(weight(2, 24, 64), 8, 16),
         "model.other": encode_int(weight(3, 24, 60), 8, None),
     }
     tensors = {f"{HEAD}.weight": weight(4, 8, 8).bfloat16()}
     for module, (parts, _) in encoded.items():
         tensors |= stored(module, parts)
-    with open_plain(write(tmp_path, config, tensors)) as checkpoint:
+    with open_plain(write_tensors(tmp_path, config, tensors)) as checkpoint:
         for module, (_, values) in encoded.items():
             assert same(checkpoint.read(f"{module}.weight"), values.to(torch.bfloat16)), module
         assert not checkpoint.is_dequantized(f"{HEAD}.weight")
@@ -93,12 +68,12 @@ def test_layers_of_modelopt_have_algorithms_of_their_own(tmp_path):
     fp8 = encode_fp8(weight(0, 24, 32), (24, 32), "_scale")
     nvfp4 = encode_nvfp4(weight(1, 24, 48), "_scale_2", "", divide=False)
     tensors = {**stored(Q, fp8[0]), **stored(UP, nvfp4[0])}
-    with open_plain(write(tmp_path / "mixed", config, tensors)) as checkpoint:
+    with open_plain(write_tensors(tmp_path / "mixed", config, tensors)) as checkpoint:
         assert same(checkpoint.read(f"{Q}.weight"), fp8[1].to(torch.bfloat16))
         assert same(checkpoint.read(f"{UP}.weight"), nvfp4[1].to(torch.bfloat16))
     del config["quantized_layers"][UP]
     with pytest.raises(CheckpointError, match=rf"{UP}\.weight holds codes.*no group"):
-        open_plain(write(tmp_path / "short", config, tensors))
+        open_plain(write_tensors(tmp_path / "short", config, tensors))
 
 
 IGNORE = {
@@ -125,7 +100,7 @@ def test_what_is_not_converted_is_plain(tmp_path, method):
         f"{Q}.weight": weight(4, 4, 4).half(),
     }
     config = {"quant_method": method, **IGNORE[method]}
-    with open_plain(write(tmp_path / "base", config, tensors)) as checkpoint:
+    with open_plain(write_tensors(tmp_path / "base", config, tensors)) as checkpoint:
         assert set(checkpoint) == set(tensors)
         for key, tensor in tensors.items():
             assert not checkpoint.is_dequantized(key)
@@ -136,32 +111,23 @@ def test_what_is_not_converted_is_plain(tmp_path, method):
         renamed = key.replace(HEAD, "model.other").replace("mlp.gate", "mlp.gates")
         damaged = {(renamed if name == key else name): t for name, t in tensors.items()}
         with pytest.raises(CheckpointError, match=renamed):
-            open_plain(write(tmp_path / renamed, config, damaged))
+            open_plain(write_tensors(tmp_path / renamed, config, damaged))
 
 
 def test_what_lies_on_disk_decides(tmp_path):
     """A list that names more than the maker left out does not turn codes into weights."""
     parts, values = encode_fp8(weight(0, 24, 32), (8, 8), "_scale_inv")
-    config = {
-        "quant_method": "fp8",
-        "weight_block_size": [8, 8],
-        "modules_to_not_convert": ["proj"],
-    }
-    with open_plain(write(tmp_path, config, stored(Q, parts))) as checkpoint:
+    config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    config["modules_to_not_convert"] = ["proj"]
+    with open_plain(write_tensors(tmp_path, config, stored(Q, parts))) as checkpoint:
         assert same(checkpoint.read(f"{Q}.weight"), values.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
     "pattern",
     [
-        "lm_head",
-        "layers.0",
-        "model.layers.1",
-        "model.layers.*.mlp.gate",
-        "gate",
-        "model.layers.1.mlp",
-        "(",
-        "a|model",
+        *("lm_head", "layers.0", "model.layers.1", "model.layers.*.mlp.gate", "gate"),
+        *("model.layers.1.mlp", "(", "a|model"),
     ],
 )
 def test_modules_are_left_out_as_transformers_does(pattern):
@@ -180,7 +146,8 @@ def test_modules_are_left_out_as_compressed_tensors_does():
     linear = torch.nn.Linear(1, 1)
     for pattern in (HEAD, "re:.*gate$", r"re:model\.layers\.\d\.", "model.layers.1"):
         config = MakerConfig({"quant_method": "compressed-tensors", "ignore": [pattern]})
-        for module in (HEAD, "model.layers.1", "model.layers.1.mlp.gate", "model.layers.11.gate"):
+        modules = (HEAD, f"model.{HEAD}", "model.layers.1", "model.layers.1.mlp.gate")
+        for module in (*modules, "model.layers.11.gate"):
             assert config.is_ignored(module) is match.is_match(module, linear, pattern), module
 
 
@@ -195,5 +162,5 @@ def test_activations_and_the_cache_have_no_plain_tensors(tmp_path):
         "model.layers.0.mlp.experts.gate_up_proj_input_scale": torch.ones(1),
     }
     config = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": "FP8"}
-    with open_plain(write(tmp_path, config, tensors)) as checkpoint:
+    with open_plain(write_tensors(tmp_path, config, tensors)) as checkpoint:
         assert list(checkpoint) == [f"{Q}.weight"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from prequantized import compressed, write_shards
+from prequantized import compressed, write_tensors
 from safetensors.torch import load_file, save_file
 
 from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, maker_method, open_plain
@@ -48,81 +48,83 @@ def cast(dtype):
     return lambda tensor: tensor.to(dtype)
 
 
-PARTS = [
-    # name of the folder, key, what becomes of it, what the message says besides the key
-    ("qwen3_moe fp8", f"{EXPERT}.weight_scale_inv", lacks, rf"{EXPERT}.weight is float8_e4m3fn"),
-    ("qwen3_moe fp8", f"{EXPERT}.weight", lacks, f"{EXPERT}.weight_scale_inv is .* a part"),
-    (
-        "qwen3_moe fp8",
-        f"{EXPERT}.weight",
-        cast(torch.bfloat16),
-        "is missing, or does not go",
-    ),
-    (
-        "qwen3_moe fp8",
-        f"{EXPERT}.weight",
-        cast(torch.float8_e4m3fnuz),
-        "float8_e4m3fnuz|belongs to",
-    ),
-    (
-        "qwen3_moe fp8",
-        f"{EXPERT}.weight",
-        lambda t: t[0],
-        "wanted is codes of shape",
-    ),
-    ("qwen3_moe fp8", f"{EXPERT}.weight_scale_inv", lambda t: t[:2], r"wanted .* shape \(3, 3\)"),
-    ("qwen3_moe fp8", f"{EXPERT}.weight_scale_inv", lambda t: t.repeat(2, 1), r"shape \(6, 3\)"),
-    ("qwen3_moe fp8", f"{EXPERT}.weight_scale_inv", lambda t: t.flatten(), r"shape \(9,\)"),
-    ("qwen3_moe fp8", f"{EXPERT}.weight_scale_inv", lambda t: t[0, 0], r"shape \(\)"),
-    ("qwen3_moe fp8", f"{EXPERT}.weight_scale_inv", cast(torch.int32), "is int32"),
-    ("qwen3_moe fp8", f"{EXPERT}.weight_scale_inv", cast(torch.float8_e4m3fn), "is float8_e4m3fn"),
-    ("glm4_moe fp8 channel", f"{EXPERT}.weight_scale", lambda t: t[:1], r"wanted .* \(40, 1\)"),
-    ("glm4_moe fp8 channel", f"{EXPERT}.weight_scale", lambda t: t.t(), r"shape \(1, 40\)"),
-    ("glm4_moe fp8 tensor", f"{EXPERT}.weight_scale", lambda t: t.repeat(40), r"shape \(40,\)"),
-    ("deepseek_v3 int4", f"{EXPERT}.weight_scale", lacks, f"{EXPERT}.weight_scale is missing"),
-    ("deepseek_v3 int4", f"{EXPERT}.weight_shape", lacks, f"{EXPERT}.weight_shape is missing"),
-    ("deepseek_v3 int4", f"{EXPERT}.weight_packed", lacks, "is missing, or does not go"),
-    (
-        "deepseek_v3 int4",
-        f"{EXPERT}.weight_packed",
-        lambda t: t[:, 1:],
-        r"int32 of shape \(96, 8\)",
-    ),
-    ("deepseek_v3 int4", f"{EXPERT}.weight_packed", lambda t: t[1:], r"shape \(95, 2\)"),
-    ("deepseek_v3 int4", f"{EXPERT}.weight_packed", cast(torch.int64), "is int64"),
-    ("deepseek_v3 int4", f"{EXPERT}.weight_packed", cast(torch.uint8), "float, 4 bits"),
-    ("deepseek_v3 int4", f"{EXPERT}.weight_scale", lambda t: t[:, :1], r"\(96, 32\)"),
-    ("deepseek_v3 int4 channel", f"{EXPERT}.weight_shape", lambda t: t + 8, r"\(50, 72\)"),
-    ("deepseek_v3 int4 channel", f"{EXPERT}.weight_shape", lambda t: t[0], "no shape of a weight"),
-    ("gpt_oss mxfp4", f"{STACK}_scales", lacks, f"{STACK}_scales is missing"),
-    ("gpt_oss mxfp4", f"{STACK}_blocks", lacks, "is missing, or does not go"),
-    ("gpt_oss mxfp4", f"{STACK}_scales", lambda t: t[:, 1:], r"bytes of shape \(4, 192, 2\)"),
-    ("gpt_oss mxfp4", f"{STACK}_blocks", lambda t: t[0], r"experts, rows, groups, 16"),
-    ("gpt_oss mxfp4", f"{STACK}_blocks", lambda t: t[..., 1:], r"experts, rows, groups, 16"),
-    ("gpt_oss mxfp4", f"{STACK}_scales", cast(torch.float32), "is float32"),
-    ("qwen3_moe nvfp4", f"{EXPERT}.weight_global_scale", lacks, "weight_global_scale is missing"),
-    ("qwen3_moe nvfp4", f"{EXPERT}.weight_scale", lacks, f"{EXPERT}.weight_scale is missing"),
-    ("qwen3_moe nvfp4", f"{EXPERT}.weight_scale", lambda t: t.view(torch.uint8), "is uint8"),
-    ("qwen3_moe nvfp4", f"{EXPERT}.weight_scale", lambda t: t[:, 1:], r"wanted .* \(48, 4\)"),
-    ("qwen3_moe nvfp4", f"{EXPERT}.weight_global_scale", lambda t: t.repeat(2), "one floating"),
-    ("qwen3_moe modelopt nvfp4", f"{EXPERT}.weight_scale_2", lacks, "weight_scale_2 is missing"),
-    ("qwen3_moe modelopt nvfp4", f"{EXPERT}.weight_scale", lacks, f"{EXPERT}.weight is uint8"),
-    ("qwen3_moe modelopt fp8", f"{EXPERT}.weight_scale", lacks, f"{EXPERT}.weight is float8"),
-    ("deepseek_v4 fp4", f"{V4}.scale", lacks, f"{V4}.weight is int8"),
-    ("deepseek_v4 fp4", f"{V4}.scale", lambda t: t[:, 1:], r"wanted .* \(96, 2\)"),
-    ("deepseek_v4 fp4", f"{V4}.scale", cast(torch.float32), "is float32"),
-    (
-        "deepseek_v4 fp4",
-        f"{V4}.weight",
-        lambda t: t.view(torch.uint8),
-        r"is uint8 .* does not go with it in fp8",
-    ),
-]
+U8, FP8, ONE, PACKED = (
+    torch.uint8,
+    torch.float8_e4m3fn,
+    f"{EXPERT}.weight",
+    f"{EXPERT}.weight_packed",
+)
+SCALE, INVERSE, GLOBAL = f"{ONE}_scale", f"{ONE}_scale_inv", f"{ONE}_global_scale"
+
+# by folder: key, what becomes of it, what the message says besides the key
+PARTS = {
+    "qwen3_moe fp8": [
+        (INVERSE, lacks, rf"{ONE} is float8_e4m3fn"),
+        (ONE, lacks, f"{INVERSE} is .* a part"),
+        (ONE, cast(torch.bfloat16), "is missing, or does not go"),
+        (ONE, cast(torch.float8_e4m3fnuz), "float8_e4m3fnuz|belongs to"),
+        (ONE, lambda t: t[0], "wanted is codes of shape"),
+        (INVERSE, lambda t: t[:2], r"wanted .* shape \(3, 3\)"),
+        (INVERSE, lambda t: t.repeat(2, 1), r"shape \(6, 3\)"),
+        (INVERSE, lambda t: t.flatten(), r"shape \(9,\)"),
+        (INVERSE, lambda t: t[0, 0], r"shape \(\)"),
+        (INVERSE, cast(torch.int32), "is int32"),
+        (INVERSE, cast(FP8), "is float8_e4m3fn"),
+    ],
+    "glm4_moe fp8 channel": [
+        (SCALE, lambda t: t[:1], r"wanted .* \(40, 1\)"),
+        (SCALE, lambda t: t.t(), r"shape \(1, 40\)"),
+    ],
+    "glm4_moe fp8 tensor": [(SCALE, lambda t: t.repeat(40), r"shape \(40,\)")],
+    "deepseek_v3 int4": [
+        (SCALE, lacks, f"{SCALE} is missing"),
+        (f"{ONE}_shape", lacks, f"{ONE}_shape is missing"),
+        (PACKED, lacks, "is missing, or does not go"),
+        (PACKED, lambda t: t[:, 1:], r"int32 of shape \(96, 8\)"),
+        (PACKED, lambda t: t[1:], r"shape \(95, 2\)"),
+        (PACKED, cast(torch.int64), "is int64"),
+        (PACKED, cast(U8), "float, 4 bits"),
+        (SCALE, lambda t: t[:, :1], r"\(96, 32\)"),
+    ],
+    "deepseek_v3 int4 channel": [
+        (f"{ONE}_shape", lambda t: t + 8, r"\(50, 72\)"),
+        (f"{ONE}_shape", lambda t: t[0], "no shape of a weight"),
+    ],
+    "gpt_oss mxfp4": [
+        (f"{STACK}_scales", lacks, f"{STACK}_scales is missing"),
+        (f"{STACK}_blocks", lacks, "is missing, or does not go"),
+        (f"{STACK}_scales", lambda t: t[:, 1:], r"fnu of shape \(4, 192, 2\)"),
+        (f"{STACK}_blocks", lambda t: t[0], r"experts, rows, groups, 16"),
+        (f"{STACK}_blocks", lambda t: t[..., 1:], r"experts, rows, groups, 16"),
+        (f"{STACK}_scales", cast(torch.float32), "is float32"),
+    ],
+    "qwen3_moe nvfp4": [
+        (GLOBAL, lacks, "weight_global_scale is missing"),
+        (SCALE, lacks, f"{SCALE} is missing"),
+        (SCALE, lambda t: t.view(U8), "is uint8"),
+        (SCALE, lambda t: t[:, 1:], r"wanted .* \(48, 4\)"),
+        (GLOBAL, lambda t: t.repeat(2), "one floating"),
+    ],
+    "qwen3_moe modelopt nvfp4": [
+        (f"{SCALE}_2", lacks, "weight_scale_2 is missing"),
+        (SCALE, lacks, f"{ONE} is uint8"),
+    ],
+    "qwen3_moe modelopt fp8": [(SCALE, lacks, f"{ONE} is float8")],
+    "deepseek_v4 fp4": [
+        (f"{V4}.scale", lacks, f"{V4}.weight is int8"),
+        (f"{V4}.scale", lambda t: t[:, 1:], r"wanted .* \(96, 2\)"),
+        (f"{V4}.scale", cast(torch.float32), "is float32"),
+        (f"{V4}.weight", lambda t: t.view(U8), r"is uint8 .* does not go with it in fp8"),
+    ],
+}
 
 
-@pytest.mark.parametrize("number", range(len(PARTS)))
-def test_a_part_that_is_missing_or_foreign_is_named(folders, tmp_path, number):
-    name, key, make, said = PARTS[number]
+@pytest.mark.parametrize(
+    ("name", "key", "make", "said"),
+    [(name, *part) for name, parts in PARTS.items() for part in parts],
+    ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
+)
+def test_a_part_that_is_missing_or_foreign_is_named(folders, tmp_path, name, key, make, said):
     folder = change(folders[name][0], tmp_path / "damaged", key, make)
     with pytest.raises(CheckpointError, match=said) as caught:
         open_plain(folder)
@@ -141,15 +143,7 @@ def test_a_shape_that_groups_contradict_is_named_when_it_is_read(folders, tmp_pa
         checkpoint.read(f"{EXPERT}.weight")
 
 
-def write(folder: Path, config, tensors, **more) -> Path:
-    folder.mkdir(exist_ok=True)
-    content = {**more} if config is None else {"quantization_config": config, **more}
-    (folder / "config.json").write_text(json.dumps(content))
-    write_shards(folder, tensors)
-    return folder
-
-
-CODES = {"a.weight": torch.zeros(4, 32).to(torch.float8_e4m3fn), "a.weight_scale": torch.ones(())}
+CODES = {"a.weight": torch.zeros(4, 32).to(FP8), "a.weight_scale": torch.ones(())}
 GPTQ = {"a.qweight": torch.zeros(4, 4, dtype=torch.int32), "a.scales": torch.ones(1, 4)}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 
@@ -191,64 +185,54 @@ def with_group(**weights):
     ],
 )
 def test_a_format_that_is_not_read_is_named_with_a_tensor(tmp_path, config, said):
-    folder = write(tmp_path / "base", config, GPTQ)
     with pytest.raises(CheckpointError, match=said) as caught:
-        open_plain(folder)
+        open_plain(write_tensors(tmp_path / "base", config, GPTQ))
     assert "a.qweight is one of its tensors" in str(caught.value)
     assert str(caught.value).count("\n") == 0
 
 
+STACKED = {
+    "a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8),
+    "a_scales": torch.zeros(1, 2, 1, dtype=U8),
+}
+PAIR = {"a.weight_packed": torch.zeros(4, 4, dtype=torch.int32), "a.weight_scale": torch.ones(4, 1)}
+TENSOR = {"quant_method": "fp8", "weight_block_size": None}
+EXPERTS = with_group()
+EXPERTS["config_groups"]["group_0"]["targets"] = ["re:.*experts.*"]
+UNSAID = r"\S* is .*no quantization_config that says how"
+
+
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("config", "tensors", "said"),
     [
-        ("a.weight_g_idx", "reordered by activation"),
-        ("a.qweight", "GPTQ and AWQ"),
-        ("a.pre_quant_scale", "as AWQ does"),
+        *(
+            (TENSOR, {**CODES, key: torch.ones(32, dtype=torch.int32)}, f"{re.escape(key)}.*{said}")
+            for key, said in (
+                ("a.weight_g_idx", "reordered by activation"),
+                ("a.qweight", "GPTQ and AWQ"),
+                ("a.pre_quant_scale", "as AWQ does"),
+            )
+        ),
+        (None, CODES, f"a.weight{UNSAID}"),
+        (None, {"a.weight": torch.zeros(2, 2).to(torch.float8_e5m2)}, f"a.weight{UNSAID}"),
+        (None, STACKED, f"a_blocks{UNSAID}"),
+        (None, PAIR, f"a.weight_packed{UNSAID}"),
+        (
+            EXPERTS,
+            PAIR | {"a.weight_shape": torch.tensor([4, 32])},
+            r"a\.weight_packed holds codes.*no group of it",
+        ),
+        (with_group(), CODES, r"a\.weight holds codes \(float, 8 bits\).*int, 4"),
+        (
+            {"quant_method": "mxfp4"},
+            STACKED | {"a": torch.zeros(1, 32, 2)},
+            "a is stored twice, once as a_blocks",
+        ),
     ],
 )
-def test_a_tensor_of_a_format_that_is_not_read_is_named(tmp_path, key, said):
-    config = {"quant_method": "fp8", "weight_block_size": None}
-    tensors = {**CODES, key: torch.ones(32, dtype=torch.int32)}
-    with pytest.raises(CheckpointError, match=rf"{re.escape(key)}.*{said}"):
-        open_plain(write(tmp_path / "base", config, tensors))
-
-
-@pytest.mark.parametrize(
-    ("tensors", "key"),
-    [
-        (CODES, "a.weight"),
-        ({"a.weight": torch.zeros(2, 2).to(torch.float8_e5m2)}, "a.weight"),
-        ({"a_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8),
-          "a_scales": torch.zeros(1, 2, 1, dtype=torch.uint8)}, "a_blocks"),
-        ({"a.weight_packed": torch.zeros(2, 2, dtype=torch.int32),
-          "a.weight_scale": torch.ones(2, 1)}, "a.weight_packed"),
-    ],
-)  # fmt: skip
-def test_codes_without_a_configuration_are_named(tmp_path, tensors, key):
-    folder = write(tmp_path / "base", None, tensors)
-    with pytest.raises(CheckpointError, match=rf"{key} is .*no quantization_config that says how"):
-        open_plain(folder)
-
-
-def test_codes_that_no_group_is_for_are_named(tmp_path):
-    config = with_group()
-    config["config_groups"]["group_0"]["targets"] = ["re:.*experts.*"]
-    scale = {"a.weight_scale": torch.ones(4, 1), "a.weight_shape": torch.tensor([4, 32])}
-    packed = {"a.weight_packed": torch.zeros(4, 4, dtype=torch.int32), **scale}
-    with pytest.raises(CheckpointError, match=r"a\.weight_packed holds codes.*no group of it"):
-        open_plain(write(tmp_path / "one", config, packed))
-    with pytest.raises(CheckpointError, match=r"a\.weight holds codes \(float, 8 bits\).*int, 4"):
-        open_plain(write(tmp_path / "two", with_group(), CODES))
-
-
-def test_a_name_that_is_stored_twice_is_named(tmp_path):
-    tensors = {
-        "a_blocks": torch.zeros(1, 2, 1, 16, dtype=torch.uint8),
-        "a_scales": torch.zeros(1, 2, 1, dtype=torch.uint8),
-        "a": torch.zeros(1, 32, 2),
-    }
-    with pytest.raises(CheckpointError, match="a is stored twice, once as a_blocks"):
-        open_plain(write(tmp_path / "base", {"quant_method": "mxfp4"}, tensors))
+def test_a_tensor_that_the_configuration_does_not_go_with_is_named(tmp_path, config, tensors, said):
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(write_tensors(tmp_path / "base", config, tensors))
 
 
 def test_a_folder_of_gguf_files_is_named(tmp_path):
@@ -262,7 +246,7 @@ def test_plain_folders_are_checkpoints_as_they_were(tmp_path):
     for number, config in enumerate(
         [None, {}, {"load_in_4bit": True, "quant_method": "bitsandbytes"}]
     ):
-        folder = write(tmp_path / str(number), config, tensors)
+        folder = write_tensors(tmp_path / str(number), config, tensors)
         with open_plain(folder) as checkpoint:
             assert type(checkpoint) is Checkpoint
             assert set(checkpoint) == set(tensors)
@@ -272,15 +256,20 @@ def test_plain_folders_are_checkpoints_as_they_were(tmp_path):
             assert checkpoint.read("a.weight", device="meta").device.type == "meta"
 
 
-def test_the_method_of_a_configuration():
+@pytest.mark.parametrize(
+    ("said", "method"),
+    [
+        ({"quant_method": "bitsandbytes"}, None),
+        ({"load_in_8bit": True}, None),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_algo": "NVFP4"}, "modelopt"),
+        ({"quant_method": "modelopt_fp4"}, "modelopt"),
+    ],
+)
+def test_the_method_of_a_configuration(said, method):
+    assert maker_method({"quantization_config": said}) == method
+    assert maker_method({"text_config": {"quantization_config": said}}) == method
     assert maker_method({}) is None
-    assert maker_method({"quantization_config": {"quant_method": "bitsandbytes"}}) is None
-    assert maker_method({"quantization_config": {"load_in_8bit": True}}) is None
-    assert maker_method({"quantization_config": {"quant_method": "fp8"}}) == "fp8"
-    inner = {"text_config": {"quantization_config": {"quant_method": "MXFP4"}}}
-    assert maker_method(inner) == "mxfp4"
-    assert maker_method({"quantization_config": {"quant_algo": "NVFP4"}}) == "modelopt"
-    assert maker_method({"quantization_config": {"quant_method": "modelopt_fp4"}}) == "modelopt"
     with pytest.raises(CheckpointError, match="quantization_config says 'fp8'"):
         maker_method({"quantization_config": "fp8"})
 
@@ -289,6 +278,6 @@ def test_files_are_closed_where_a_folder_is_refused(tmp_path, monkeypatch):
     closed = []
     monkeypatch.setattr(Checkpoint, "close", lambda self: closed.append(self))
     with pytest.raises(CheckpointError):
-        open_plain(write(tmp_path / "base", {"quant_method": "gptq"}, GPTQ))
+        open_plain(write_tensors(tmp_path / "base", {"quant_method": "gptq"}, GPTQ))
     assert len(closed) == 1
     assert not isinstance(closed[0], PrequantizedCheckpoint)
