@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import BitsAndBytesConfig
 from transformers.integrations.accelerate import get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -38,26 +37,16 @@ from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
 from ..packing.linear import check_linears
 from ..world import many_ranks, world
+from . import switch
 from .fill import Fill, refuse_to_shard, weights_to_keep
 
 _MAKERS_CONFIG = "_makers_quantization_config"
 
 
 @cache
-def packing_quantizer(
-    stock: type,
-    extra_skip_modules: Callable[[], Sequence[str]],
-    keeps_codes: Callable[[], bool] = lambda: False,
-    offloads: Callable[[], bool] = lambda: False,
-) -> type:
+def packing_quantizer(stock: type) -> type:
     """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
-    members = {
-        "__module__": __name__,
-        "_extra_skip_modules": staticmethod(extra_skip_modules),
-        "_keeps_codes": staticmethod(keeps_codes),
-        "_offloads": staticmethod(offloads),
-    }
-    return type(f"Packing{stock.__name__}", (_Packing, stock), members)
+    return type(f"Packing{stock.__name__}", (_Packing, stock), {"__module__": __name__})
 
 
 class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can be assigned
@@ -65,9 +54,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     pre_quantized: bool
     quantization_config: Any
-    _extra_skip_modules: Callable[[], Sequence[str]]
-    _keeps_codes: Callable[[], bool]
-    _offloads: Callable[[], bool]
     _spec: PackingPlan | None = None
     _opened: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     _fill: Fill | None = None
@@ -79,7 +65,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _makers_config: Mapping[str, Any] | None = None
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        self._makers_config = take_makers_config(quantization_config)
+        own = getattr(quantization_config, "__dict__", {})
+        self._makers_config = own.pop(_MAKERS_CONFIG, None)
         if self._makers_config is not None:
             kwargs["pre_quantized"] = False  # what is read is 16 bit
         super().__init__(quantization_config, **kwargs)  # type: ignore[call-arg]
@@ -125,21 +112,34 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         """Decide what is packed, while the model is still as it was built."""
         files, config = kwargs.get("checkpoint_files"), model.config
         ranks = self._several(config)
-        if self._offloads() and ranks is not None:
+        asked = switch.asked()
+        if asked.offload and ranks is not None:
             raise ConfigError(
                 "enabled(offload=True): this load shards the model over ranks "
                 "(distributed_config), and experts in host memory are whole on each rank: load it "
                 "without that, for DDP, or without offload."
             )
-        if self._offloads() and is_deepspeed_zero3_enabled():
+        if asked.offload and is_deepspeed_zero3_enabled():
             raise ConfigError(
                 "enabled(offload=True): DeepSpeed's ZeRO-3 shards every weight, and experts in "
                 "host memory are whole on each rank: use ZeRO-1 or ZeRO-2, or leave offload out "
                 "and give zero_optimization.offload_param."
             )
         if ranks is not None:
-            ranks.begin(lambda: self._facts(files, dtype))
-        self._add_skips(model)
+            facts = {
+                "quantization_config": self.quantization_config,
+                "dtype": dtype,
+                "keep_codes": asked.keep_codes,
+                "skip_modules": asked.skip_modules,
+            }
+            ranks.begin(lambda: facts | (file_facts(Path(files[0]).parent) if files else {}))
+        if asked.skip_modules and not self.pre_quantized:
+            bnb = copy.copy(self.quantization_config)
+            own = bnb.llm_int8_skip_modules
+            if own is None:  # a list replaces the stock default, which is the output head
+                own = get_keys_to_not_convert(model)
+            bnb.llm_int8_skip_modules = list(dict.fromkeys([*own, *asked.skip_modules]))
+            self.quantization_config = bnb
         spec, opened = self._make_spec(model, dtype, files, kwargs.get("device_map"))
         self._spec, self._opened = spec, opened
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
@@ -156,11 +156,20 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 )
         spec = replace(spec, params={n: p for n, p in spec.params.items() if n in names})
         prequantized = isinstance(opened, PrequantizedCheckpoint)
-        if self._mark is None and self._keeps_codes():
+        if self._mark is None and asked.keep_codes:
             spec = replace(spec, kept=weights_to_keep(model, spec, opened))
         self._spec = spec
         if spec.params or prequantized or spec.manifest is not None:
-            dtypes = load_dtypes(model, dtype, super().param_needs_quantization)  # type: ignore[misc]
+            # that transformers casts tensors to as it reads them
+            kept, quantizes = kept_dtypes(model, dtype), super().param_needs_quantization  # type: ignore[misc]
+            tensors = (
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            )
+            dtypes = {
+                n: kept(n) or (dtype if dtype and quantizes(model, n) else tensor.dtype)
+                for n, tensor in tensors
+            }
             known = model, spec, opened, dtypes | spec.dtypes, self.quantization_config
             if ranks is not None and ranks.shards:
                 if opened is None:
@@ -172,7 +181,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 model.hf_quantizer = self
                 self._spec, self._fill = None, ranks.fill(*known)
                 return
-            self._fill = Fill(*known, self._offloads())
+            self._fill = Fill(*known, asked.offload)
             self._fill.place(self._device_map)
         blocks = set(model._no_split_modules or ())
         owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
@@ -189,23 +198,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         asked = getattr(config, "distributed_config", None)
         return None if asked is None else many_ranks().load(asked)
 
-    def _facts(self, files: list[str] | None, dtype: Any) -> dict[str, Any]:
-        asked = {"quantization_config": self.quantization_config, "dtype": dtype}
-        asked |= {"keep_codes": self._keeps_codes()}
-        asked |= {"skip_modules": tuple(self._extra_skip_modules())}
-        return asked | (file_facts(Path(files[0]).parent) if files else {})
-
-    def _add_skips(self, model: Any) -> None:
-        extra = self._extra_skip_modules()
-        if not extra or self.pre_quantized:
-            return
-        config = copy.copy(self.quantization_config)
-        own = config.llm_int8_skip_modules
-        if own is None:  # a list replaces the stock default, which is the output head
-            own = get_keys_to_not_convert(model)
-        config.llm_int8_skip_modules = list(dict.fromkeys([*own, *extra]))
-        self.quantization_config = config
-
     def _make_spec(
         self, model: Any, dtype: Any, files: list[str] | None, place: Any
     ) -> tuple[PackingPlan, Checkpoint | None]:
@@ -220,14 +212,22 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             files[:] = [str(folder / name) for name in manifest.shards]
             model.config.__dict__.pop("transformers_weights", None)
             spec = reload_spec(model, self.quantization_config, dtype, manifest, folder)
-        opened = open_files(files, self._makers_config)
+        opened, makers = None, self._makers_config
+        if files and all(str(file).endswith(".safetensors") for file in files):
+            paths = [Path(file) for file in files]
+            opened = open_plain(paths[0].parent, paths, makers)
+        elif makers is not None:
+            raise CheckpointError(
+                f"The checkpoint is quantized ({maker_method({'quantization_config': makers})}) "
+                "and is dequantized from safetensors files only: give a folder or a hub id with "
+                "such files."
+            )
         if not self.pre_quantized:
             prefix = f"{model.base_model_prefix}."
             floating = {n for n, tensor in model.state_dict().items() if tensor.is_floating_point()}
-            stored = opened or Checkpoint([])
-            for key in stored:
+            for key in opened or ():
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
-                    check_plain(key, stored.info(key).dtype)
+                    check_plain(key, opened.info(key).dtype)
         if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
             ends = [codec.scales for codec in codecs()]
             if any(f"{name}{end}" in (opened or ()) for name in spec.params for end in ends):
@@ -266,7 +266,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes of an element once loaded, a packed weight's statistics included."""
         if self._spec is not None and param_name in self._spec.params:
-            if self._offloads():  # transformers reserves and divides memory of devices by it
+            if switch.asked().offload:  # transformers reserves and divides memory of devices by it
                 return 0.0
             return self._spec.nbytes(param_name) / param.numel()
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
@@ -332,37 +332,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         return quantizer
 
 
-def open_files(
-    files: list[str] | None, makers_config: Mapping[str, Any] | None
-) -> Checkpoint | None:
-    """Return a checkpoint's files as those of the 16-bit one; None if they are not safetensors."""
-    if files and all(str(file).endswith(".safetensors") for file in files):
-        paths = [Path(file) for file in files]
-        return open_plain(paths[0].parent, paths, makers_config)
-    if makers_config is not None:
-        raise CheckpointError(
-            f"The checkpoint is quantized ({maker_method({'quantization_config': makers_config})}) "
-            "and is dequantized from safetensors files only: give a folder or a hub id with such "
-            "files."
-        )
-    return None
-
-
-def load_dtypes(
-    model: Any, dtype: torch.dtype | None, quantizes: Callable[[Any, str], bool]
-) -> dict[str, torch.dtype]:
-    """Return, by name, the dtypes that transformers casts a model's tensors to as it reads them."""
-    kept = kept_dtypes(model, dtype)
-    tensors = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    return {
-        name: kept(name) or (dtype if dtype and quantizes(model, name) else tensor.dtype)
-        for name, tensor in tensors
-    }
-
-
 def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
     """Return a stand-in for `AutoHfQuantizer.merge_quantization_configs`, as the class holds it.
 
@@ -374,7 +343,10 @@ def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
     """
 
     def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:
-        if is_on() and _is_bitsandbytes(from_caller):
+        own = isinstance(from_caller, BitsAndBytesConfig)
+        if isinstance(from_caller, Mapping):
+            own = bool(from_caller.get("load_in_4bit") or from_caller.get("load_in_8bit"))
+        if is_on() and own:
             makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
             if maker_method({"quantization_config": makers}) is not None:
                 MakerConfig(makers)  # refuses what is not read, before anything is downloaded
@@ -384,15 +356,3 @@ def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
         return stock.__get__(None, cls)(from_folder, from_caller)
 
     return classmethod(merge_quantization_configs)
-
-
-def _is_bitsandbytes(config: Any) -> bool:
-    if isinstance(config, Mapping):
-        return bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
-    return isinstance(config, BitsAndBytesConfig)
-
-
-def take_makers_config(config: Any) -> Mapping[str, Any] | None:
-    """Remove from a bitsandbytes config what it stands in for, and return it; None if nothing."""
-    makers: Mapping[str, Any] | None = getattr(config, "__dict__", {}).pop(_MAKERS_CONFIG, None)
-    return makers

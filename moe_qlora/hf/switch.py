@@ -41,7 +41,7 @@ _MERGE = "merge_quantization_configs"
 
 
 class Block(NamedTuple):
-    """What one block of `enabled` asks of the loads within."""
+    """What blocks of `enabled` ask of the loads within."""
 
     skip_modules: tuple[str, ...]  # patterns of what stays unpacked
     keep_codes: bool  # whether experts keep codes of their checkpoint that can be computed with
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 _lock = threading.RLock()
 _replaced: dict[str, tuple[type, type]] = {}  # method -> (stock class, packing class)
 _merge: tuple[Any, Any] | None = None  # the stock class method that chooses a config, and ours
-_blocks: list[Block] = []  # those that are open
+_blocks: list[Block] = []  # that are open
 _always = False
 
 
@@ -136,22 +136,12 @@ def enabled(
             _restore()
 
 
-def extra_skip_modules() -> tuple[str, ...]:
-    """Return the patterns that open blocks add to a load's own skips, each once."""
-    with _lock:
-        return tuple(dict.fromkeys(name for block in _blocks for name in block.skip_modules))
-
-
-def keeps_codes() -> bool:
-    """Whether an open block asks to keep the codes of checkpoints."""
-    with _lock:
-        return any(block.keep_codes for block in _blocks)
-
-
-def offloads() -> bool:
-    """Whether an open block asks to load experts into host memory."""
-    with _lock:
-        return any(block.offload for block in _blocks)
+def asked() -> Block:
+    """Return what the open blocks ask for together."""
+    blocks = tuple(_blocks)
+    skips = dict.fromkeys(name for block in blocks for name in block.skip_modules)
+    keep_codes = any(block.keep_codes for block in blocks)
+    return Block(tuple(skips), keep_codes, any(block.offload for block in blocks))
 
 
 def _install() -> None:
@@ -162,17 +152,12 @@ def _install() -> None:
 
     if _replaced:
         return
-    packing = {
-        method: packing_quantizer(
-            AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, keeps_codes, offloads
-        )
-        for method in _METHODS
-    }
-    for method, cls in packing.items():
-        _replaced[method] = (AUTO_QUANTIZER_MAPPING[method], cls)
-        AUTO_QUANTIZER_MAPPING[method] = cls
-    stock = AutoHfQuantizer.__dict__[_MERGE]
-    _merge = stock, preferring_bitsandbytes(stock, lambda: bool(_replaced))
+    for method in _METHODS:
+        stock = AUTO_QUANTIZER_MAPPING[method]
+        _replaced[method] = stock, packing_quantizer(stock)
+        AUTO_QUANTIZER_MAPPING[method] = _replaced[method][1]
+    merge = AutoHfQuantizer.__dict__[_MERGE]
+    _merge = merge, preferring_bitsandbytes(merge, lambda: bool(_replaced))
     setattr(AutoHfQuantizer, _MERGE, _merge[1])
 
 

@@ -357,7 +357,7 @@ def test_device_maps_are_even(devices: int, kind: str) -> None:
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    cls = packing_quantizer(STOCK["bitsandbytes_4bit"], tuple)
+    cls = packing_quantizer(STOCK["bitsandbytes_4bit"])
     quantizer = cls(BitsAndBytesConfig(**NF4), pre_quantized=False)
     quantizer.update_device_map(kind)
     quantizer.preprocess_model(model, dtype=torch.bfloat16, device_map=kind, checkpoint_files=None)
@@ -377,7 +377,7 @@ def test_planned_bytes_are_those_of_the_loaded_model(folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(
             Qwen3MoeConfig.from_pretrained(folder), dtype=torch.bfloat16
         )
-    quantizer = packing_quantizer(STOCK["bitsandbytes_4bit"], tuple)(
+    quantizer = packing_quantizer(STOCK["bitsandbytes_4bit"])(
         BitsAndBytesConfig(**NF4), pre_quantized=False
     )
     quantizer.preprocess_model(model, dtype=torch.bfloat16, device_map=None, checkpoint_files=None)
