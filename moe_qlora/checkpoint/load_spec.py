@@ -22,7 +22,6 @@ from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
 from .integrity import canonical_name, settings_problem
 from .manifest import Manifest
-from .reader import DTYPES
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,6 @@ def reload_spec(
                 params |= dict.fromkeys(by_name[tied].names, by_name[tied])
         if (how := manifest.settings_of(name)).codec.is_kept:
             kept |= dict.fromkeys(param.names, how)
-    for name, param in by_name.items():
-        stored = manifest.tensors.get(name)
-        if name in params or stored is None:
-            continue
-        if stored.shape != tuple(param.shape) or not DTYPES[stored.dtype].is_floating_point:
-            raise CheckpointError(
-                f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
-                "manifest does not say that this weight is packed."
-            )
     problem = settings_problem(manifest, settings) if params else None
     if problem is not None:
         raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")

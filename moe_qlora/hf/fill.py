@@ -88,12 +88,10 @@ class Fill:
         # what the model holds for packed experts until they are attached, and these
         self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
         self._hook: Any = None
-        named = model.named_modules(remove_duplicate=False)
-        packs = bool(spec.params or self._makers is not None or spec.manifest is not None)
         self._linears: dict[str, Any] = {
             f"{name}.weight": module
-            for name, module in named
-            if packs and parametrize.is_packed_linear(module)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if parametrize.is_packed_linear(module)
         }
         # Conv1D layers, which bitsandbytes replaces as well, store `(in, out)`.
         kinds = ((n, getattr(m, "source_cls", nn.Linear)) for n, m in self._linears.items())
