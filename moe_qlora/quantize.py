@@ -289,18 +289,16 @@ def _pack_selected(
     rows: list[ReportRow] = []
     total = sum(selection.status == QUANTIZED for selection in selections)
     done: list[str] = []
-    for param, status, reason in ((one.param, one.status, one.reason) for one in selections):
-        name = param.name
+    for selection in selections:
+        name = selection.param.name
         module, leaf = parametrize.owner_of(model, name)
-        is_packed = parametrize.is_packed(module, leaf)
-        nbytes = (
-            parametrize.read_packed(module, leaf) if is_packed else _weight(model, name)
-        ).nbytes
-        after = nbytes
-        if status == QUANTIZED:
+        packed = parametrize.is_packed(module, leaf)
+        weight = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
+        before = after = weight.nbytes
+        if selection.status == QUANTIZED:
             report(len(done), total, name)
             try:
-                after = _pack_one(model, param, settings)
+                after = _pack_one(model, selection.param, weight, settings)
             except Exception as error:
                 raise QuantizationError(
                     f"Packing stopped at {name} after {len(done)} of {total} weights ({error}). "
@@ -308,25 +306,24 @@ def _pack_selected(
                     "whole; calling again goes on from here."
                 ) from error
             done.append(name)
-        rows.append(ReportRow(name, status, reason, nbytes, after))
+        del weight  # before the next is packed
+        rows.append(ReportRow(name, selection.status, selection.reason, before, after))
     report(len(done), total, "")
     return tuple(rows)
 
 
-def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> int:
-    weight = _weight(model, param.name)
+def _pack_one(model: nn.Module, param: ExpertParam, weight: Tensor, settings: CodecSettings) -> int:
     packed = pack(weight, settings)
     if asked().offload:  # So that the device holds one packed weight at a time
         packed = packed.to("cpu")
-    attached: list[tuple[nn.Module, str]] = []
+    owners = [parametrize.owner_of(model, name) for name in param.names]
+    # Others are packed already, as an alias through a shared module is by now.
+    owners = [owner for owner in dict.fromkeys(owners) if not parametrize.is_packed(*owner)]
     try:
-        for name in param.names:
-            module, leaf = parametrize.owner_of(model, name)
-            if not parametrize.is_packed(module, leaf):  # as is an alias through a shared module
-                attached.append((module, leaf))
-                parametrize.attach(module, leaf, packed)
+        for module, leaf in owners:
+            parametrize.attach(module, leaf, packed)
     except BaseException:
-        for module, leaf in attached:
+        for module, leaf in owners:
             if parametrize.is_packed(module, leaf):
                 parametrize.detach(module, leaf, weight)
         raise

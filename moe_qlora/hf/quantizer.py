@@ -110,8 +110,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
-        files, config = kwargs.get("checkpoint_files"), model.config
-        ranks = self._several(config)
+        files = kwargs.get("checkpoint_files")
+        ranks = self._several(model.config)
         asked = switch.asked()
         if asked.offload and ranks is not None:
             raise ConfigError(
@@ -126,12 +126,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 "and give zero_optimization.offload_param."
             )
         if ranks is not None:
-            facts = {
-                "quantization_config": self.quantization_config,
-                "dtype": dtype,
-                "keep_codes": asked.keep_codes,
-                "skip_modules": asked.skip_modules,
-            }
+            facts = {"quantization_config": self.quantization_config, "dtype": dtype}
+            facts |= {"keep_codes": asked.keep_codes, "skip_modules": asked.skip_modules}
             ranks.begin(lambda: facts | (file_facts(Path(files[0]).parent) if files else {}))
         if asked.skip_modules and not self.pre_quantized:
             bnb = copy.copy(self.quantization_config)
@@ -140,7 +136,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 own = get_keys_to_not_convert(model)
             bnb.llm_int8_skip_modules = list(dict.fromkeys([*own, *asked.skip_modules]))
             self.quantization_config = bnb
-        spec, opened = self._make_spec(model, dtype, files, kwargs.get("device_map"))
+        spec, opened = self._examine(model, dtype, files, kwargs.get("device_map"))
         self._spec, self._opened = spec, opened
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         # The stock method may have put lists of Linear layers in place of fused weights.
@@ -198,7 +194,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         asked = getattr(config, "distributed_config", None)
         return None if asked is None else many_ranks().load(asked)
 
-    def _make_spec(
+    def _examine(
         self, model: Any, dtype: Any, files: list[str] | None, place: Any
     ) -> tuple[PackingPlan, Checkpoint | None]:
         folder = Path(files[0]).parent if files else None
@@ -213,9 +209,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             model.config.__dict__.pop("transformers_weights", None)
             spec = reload_spec(model, self.quantization_config, dtype, manifest, folder)
         opened, makers = None, self._makers_config
-        if files and all(str(file).endswith(".safetensors") for file in files):
-            paths = [Path(file) for file in files]
-            opened = open_plain(paths[0].parent, paths, makers)
+        if folder and files and all(str(file).endswith(".safetensors") for file in files):
+            opened = open_plain(folder, list(map(Path, files)), makers)
         elif makers is not None:
             raise CheckpointError(
                 f"The checkpoint is quantized ({maker_method({'quantization_config': makers})}) "
@@ -316,20 +311,14 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if self._checked is not None:
             self._checked.finish()
         if model.__dict__.get("hf_quantizer") is self:
-            model.hf_quantizer = self._stock()
+            order = type(self).__mro__
+            stock: Any = order[order.index(_Packing) + 1]
+            model.hf_quantizer = stock.__new__(stock)
+            own = {k: value for k, value in vars(self).items() if k not in vars(_Packing)}
+            vars(model.hf_quantizer).update(own)
         if fill is not None:
             fill.finish()
         return model
-
-    def _stock(self) -> Any:
-        """Return this quantizer as one of the stock class, for the model to keep."""
-        order = type(self).__mro__
-        stock: Any = order[order.index(_Packing) + 1]
-        quantizer = stock.__new__(stock)
-        quantizer.__dict__.update(self.__dict__)
-        for name in vars(_Packing).keys() & quantizer.__dict__.keys():
-            del quantizer.__dict__[name]
-        return quantizer
 
 
 def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:

@@ -203,7 +203,8 @@ def test_tensors_instead_of_files(folder: Path) -> None:
     assert same(model, expected)
 
 
-def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_without_experts_loads_as_ever(tmp_path: Path, offload: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -215,7 +216,7 @@ def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     plain = load(tmp_path)
-    with moe_qlora.enabled():
+    with moe_qlora.enabled(offload=offload):
         model = load(tmp_path)
     assert same(model, plain)
     assert type(model.hf_quantizer) is type(plain.hf_quantizer)
