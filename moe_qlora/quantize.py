@@ -293,7 +293,7 @@ def _pack_selected(
         name = selection.param.name
         module, leaf = parametrize.owner_of(model, name)
         packed = parametrize.is_packed(module, leaf)
-        weight = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
+        weight: Any = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
         before = after = weight.nbytes
         if selection.status == QUANTIZED:
             report(len(done), total, name)

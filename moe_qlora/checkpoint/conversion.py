@@ -178,14 +178,14 @@ class DiskLayout:
         for name, (converter, found) in collected.items():
             first, *others = converter.target_patterns
             names = [name, *(name.replace(first, other, 1) for other in others)]
-            sources = {pattern: tuple(keys) for pattern, keys in found.items()}
-            disk = {key: self._disk[key] for keys in sources.values() for key in keys}
+            matches = {pattern: tuple(keys) for pattern, keys in found.items()}
+            disk = {key: self._disk[key] for keys in matches.values() for key in keys}
             if takes is None or takes(names, disk.keys()):
-                group = Group(tuple(disk), {}, sources, name, converter, unit="")
+                group = Group(tuple(disk), {}, matches, name, converter, unit="")
                 params = self.convert(group, blank(disk))
                 shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
                 stored = {key: shape for key, (shape, _) in disk.items()}
-                groups.append(make_group(name, converter, sources, shapes, stored))
+                groups.append(make_group(name, converter, matches, shapes, stored))
         return tuple(groups)
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

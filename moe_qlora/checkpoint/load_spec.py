@@ -120,7 +120,8 @@ def _examine(
     # transformers builds the model, and asks its quantizer, under a default device of meta.
     with torch.device("cpu"):
         layout = detect(model)
-    kept, dtypes = kept_dtypes(model, dtype), {}
+    kept = kept_dtypes(model, dtype)
+    dtypes: dict[str, torch.dtype] = {}
     for param in layout.experts:
         wanted = kept(param.name) or model.get_parameter(param.name).dtype
         dtypes |= dict.fromkeys(param.names, wanted)

@@ -165,7 +165,7 @@ class _Fusion:
             if not match or match["leaf"] not in ROLE_OF_LEAF:
                 others.append(key)
                 continue
-            expert = match["expert"] and int(match["expert"])
+            expert = None if match["expert"] is None else int(match["expert"])
             leaves = keys.setdefault(self._module(match["path"]), {})
             leaves.setdefault(match["leaf"], {})[expert, match["half"]] = key
         for module, leaves in keys.items():
@@ -217,8 +217,8 @@ class _Fusion:
             )
             known = renamed.removesuffix(".weight") if renamed in own else path
             rank, scaling = self.settings.rank_and_scaling(path)
-            module = inner.get(known)
-            bare = module is not None and not isinstance(module, LAYERS)
+            owner = inner.get(known)
+            bare = owner is not None and not isinstance(owner, LAYERS)
             name = f"{known}.weight" if bare else known
             (parameters if bare else modules).add(name)
             self.ranks[name], self.scalings[name] = rank, scaling

@@ -226,7 +226,7 @@ def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprin
     for name, parameter in model.named_parameters():
         weight: Any = parameter
         if names is None and hasattr(weight, "to_local"):
-            rows = () if any(weight.device_mesh.get_coordinate()) else weight.to_local()
+            rows: Any = () if any(weight.device_mesh.get_coordinate()) else weight.to_local()
             needed = min(SAMPLED_ROWS, len(weight))
             if len(rows) >= needed and rows.shape[1:] == weight.shape[1:]:
                 weight = nn.Parameter(rows, requires_grad=False)
@@ -268,7 +268,7 @@ def check_noted_base(
     `weight(name)` returns a weight or None; without it, the model's own are compared.
     """
     trained_on = from_note(adapter)
-    noted = trained_on and trained_on.base
+    noted = trained_on.base if trained_on else None
     if noted is None:
         return
     base = fingerprint(model, name, noted.bits, weight) if weight else of_model(model, noted.bits)

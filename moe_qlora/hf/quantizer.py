@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers import BitsAndBytesConfig
 from transformers.integrations.accelerate import get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -28,8 +27,6 @@ from ..checkpoint.prequantized import (
     maker_method,
     open_plain,
 )
-from ..checkpoint.prequantized.config import MakerConfig
-from ..checkpoint.quantize import copy_config
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.source import file_facts
 from ..errors import CheckpointError, ConfigError
@@ -37,16 +34,17 @@ from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
 from ..packing.linear import check_linears
 from ..world import many_ranks, world
-from . import switch
 from .fill import Fill, refuse_to_shard, weights_to_keep
 
-_MAKERS_CONFIG = "_makers_quantization_config"
+MAKERS_CONFIG = "_makers_quantization_config"
+"""Attribute of a caller's config: the config of the folder's maker that it stands in for."""
 
 
 @cache
-def packing_quantizer(stock: type) -> type:
-    """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
-    return type(f"Packing{stock.__name__}", (_Packing, stock), {"__module__": __name__})
+def packing_quantizer(stock: type, asked: Callable[[], Any]) -> type:
+    """Derive the class that packs experts, as `switch.asked`, from the one that serves now."""
+    members = {"__module__": __name__, "_asked": staticmethod(asked)}
+    return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
 
 class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can be assigned
@@ -54,6 +52,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     pre_quantized: bool
     quantization_config: Any
+    _asked: Callable[[], Any]
     _spec: PackingPlan | None = None
     _opened: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     _fill: Fill | None = None
@@ -66,7 +65,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         own = getattr(quantization_config, "__dict__", {})
-        self._makers_config = own.pop(_MAKERS_CONFIG, None)
+        self._makers_config = own.pop(MAKERS_CONFIG, None)
         if self._makers_config is not None:
             kwargs["pre_quantized"] = False  # what is read is 16 bit
         super().__init__(quantization_config, **kwargs)  # type: ignore[call-arg]
@@ -112,7 +111,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         """Decide what is packed, while the model is still as it was built."""
         files = kwargs.get("checkpoint_files")
         ranks = self._several(model.config)
-        asked = switch.asked()
+        asked = self._asked()
         if asked.offload and ranks is not None:
             raise ConfigError(
                 "enabled(offload=True): this load shards the model over ranks "
@@ -217,10 +216,10 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 "and is dequantized from safetensors files only: give a folder or a hub id with "
                 "such files."
             )
-        if not self.pre_quantized:
+        if not self.pre_quantized and opened is not None:
             prefix = f"{model.base_model_prefix}."
             floating = {n for n, tensor in model.state_dict().items() if tensor.is_floating_point()}
-            for key in opened or ():
+            for key in opened:
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
                     check_plain(key, opened.info(key).dtype)
         if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
@@ -261,7 +260,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes of an element once loaded, a packed weight's statistics included."""
         if self._spec is not None and param_name in self._spec.params:
-            if switch.asked().offload:  # transformers reserves and divides memory of devices by it
+            if self._asked().offload:  # transformers reserves and divides memory of devices by it
                 return 0.0
             return self._spec.nbytes(param_name) / param.numel()
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
@@ -319,29 +318,3 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if fill is not None:
             fill.finish()
         return model
-
-
-def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
-    """Return a stand-in for `AutoHfQuantizer.merge_quantization_configs`, as the class holds it.
-
-    While `is_on`, it returns a copy of the caller's bitsandbytes config where one is given for a
-    folder that its maker quantized. All else is left to `stock`, the class's attribute as it was.
-
-    Raises:
-        CheckpointError: The maker's method is not read.
-    """
-
-    def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:
-        own = isinstance(from_caller, BitsAndBytesConfig)
-        if isinstance(from_caller, Mapping):
-            own = bool(from_caller.get("load_in_4bit") or from_caller.get("load_in_8bit"))
-        if is_on() and own:
-            makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
-            if maker_method({"quantization_config": makers}) is not None:
-                MakerConfig(makers)  # refuses what is not read, before anything is downloaded
-                config = copy_config(from_caller)
-                setattr(config, _MAKERS_CONFIG, makers)
-                return config
-        return stock.__get__(None, cls)(from_folder, from_caller)
-
-    return classmethod(merge_quantization_configs)
