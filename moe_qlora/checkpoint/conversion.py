@@ -293,10 +293,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same bits; NaN equals itself."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    left, right = left.contiguous(), right.contiguous()
-    if left.dim() == 0:
-        left, right = left.view(1), right.view(1)
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (left, right)))
 
 
 def _leaves_first_alone(operation: Any) -> bool:
