@@ -7,6 +7,7 @@ model keeps is of the stock class: nothing of this file outlives a load.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -283,14 +284,12 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if len(places) < 2:
             return shares
         # Blocks of these bytes, in order, spread evenly.
-        units, last = self._unit_nbytes, len(places) - 1
-        total, done, at = sum(units), 0.0, 0
-        taken = [0.0] * len(places)
+        units, count, done = self._unit_nbytes, len(places), 0.0
+        taken = [0.0] * count
         for unit in units:
             # to where its middle lies, were the model one line cut into equal parts
-            while at < last and done + unit / 2 > total * (at + 1) / len(places):
-                at += 1
-            taken[at] += unit
+            at = math.ceil((done + unit / 2) * count / sum(units)) - 1
+            taken[min(max(at, 0), count - 1)] += unit
             done += unit
         even = {
             place: share + min(units, default=0.0) / 2
