@@ -20,8 +20,8 @@ from .errors import (
     QuantizationError,
     UnsupportedWeightError,
 )
-from .hf.model import check_method, finish_packing
-from .hf.switch import offloads
+from .hf.model import finish_packing
+from .hf.switch import asked
 from .layout import (
     ExpertParam,
     LinearExperts,
@@ -86,19 +86,17 @@ def quantize_experts(
             "one."
         )
     settings = CodecSettings.from_config(config)
-    conflict = check_method(model, settings)
-    if conflict is not None:
-        raise ConfigError(f"The quantization config cannot be followed: {conflict}.")
-    _check_codec(model, settings)
+    _check_config(model, settings)
     layout = detect(model)
     if not layout:
         return _nothing_found(layout, missing_ok)
     selections = select_weights(model, layout, config, settings)
     _refuse(model, [s.param for s in selections if s.status == QUANTIZED], settings)
-    rows = _pack_selected(model, selections, settings, progress)
+    with reporting(progress, "Packing experts", "Packed experts") as report:
+        rows = _pack_selected(model, selections, settings, report)
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
     served = finish_packing(model, layout, config, settings) if packed else set()
-    if packed and offloads():
+    if packed and asked().offload:
         offload(model)
     slow = tuple(
         SlowModule(
@@ -246,7 +244,16 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
     )
 
 
-def _check_codec(model: nn.Module, settings: CodecSettings) -> None:
+def _check_config(model: nn.Module, settings: CodecSettings) -> None:
+    method, conflict = getattr(model, "quantization_method", None), None
+    name = str(getattr(method, "value", method))
+    kind, other = ("8bit", "4bit") if settings.codec.loads_in_8bit else ("4bit", "8bit")
+    if method is not None and not name.startswith("bitsandbytes"):
+        conflict = f"the model is already quantized with {name!r}"
+    elif getattr(model, f"is_loaded_in_{other}", False):
+        conflict = f"it asks for load_in_{kind}, and the model is already loaded in {other}"
+    if conflict is not None:
+        raise ConfigError(f"The quantization config cannot be followed: {conflict}.")
     for module_name, module, leaf in parametrize.iter_packed(model):
         if parametrize.is_foreign(module, leaf):
             continue
@@ -277,59 +284,50 @@ def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings
 
 
 def _pack_selected(
-    model: nn.Module,
-    selections: list[WeightSelection],
-    settings: CodecSettings,
-    progress: bool | Progress | None,
+    model: nn.Module, selections: list[WeightSelection], settings: CodecSettings, report: Progress
 ) -> tuple[ReportRow, ...]:
     rows: list[ReportRow] = []
     total = sum(selection.status == QUANTIZED for selection in selections)
     done: list[str] = []
-    with reporting(progress, "Packing experts", "Packed experts") as report:
-        for selection in selections:
-            name = selection.param.name
-            if selection.status == QUANTIZED:
-                report(len(done), total, name)
-                try:
-                    rows.append(_pack_one(model, selection.param, settings))
-                except Exception as error:
-                    names = ", ".join(done) or "none"
-                    raise QuantizationError(
-                        f"Packing stopped at {name} after {len(done)} of {total} weights ({error})."
-                        f" Packed: {names}. All others, this one included, are whole; calling "
-                        "again goes on from here."
-                    ) from error
-                done.append(name)
-            else:
-                module, leaf = parametrize.owner_of(model, name)
-                packed = parametrize.is_packed(module, leaf)
-                weight = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
-                nbytes = weight.nbytes
-                rows.append(ReportRow(name, selection.status, selection.reason, nbytes, nbytes))
-        report(len(done), total, "")
+    for selection in selections:
+        name = selection.param.name
+        module, leaf = parametrize.owner_of(model, name)
+        packed = parametrize.is_packed(module, leaf)
+        weight: Any = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
+        before = after = weight.nbytes
+        if selection.status == QUANTIZED:
+            report(len(done), total, name)
+            try:
+                after = _pack_one(model, selection.param, weight, settings)
+            except Exception as error:
+                raise QuantizationError(
+                    f"Packing stopped at {name} after {len(done)} of {total} weights ({error}). "
+                    f"Packed: {', '.join(done) or 'none'}. All others, this one included, are "
+                    "whole; calling again goes on from here."
+                ) from error
+            done.append(name)
+        del weight  # before the next is packed
+        rows.append(ReportRow(name, selection.status, selection.reason, before, after))
+    report(len(done), total, "")
     return tuple(rows)
 
 
-def _pack_one(model: nn.Module, param: ExpertParam, settings: CodecSettings) -> ReportRow:
-    weight = _weight(model, param.name)
+def _pack_one(model: nn.Module, param: ExpertParam, weight: Tensor, settings: CodecSettings) -> int:
     packed = pack(weight, settings)
-    if offloads():  # So that the device holds one packed weight at a time
+    if asked().offload:  # So that the device holds one packed weight at a time
         packed = packed.to("cpu")
-    attached: list[tuple[nn.Module, str]] = []
+    owners = [parametrize.owner_of(model, name) for name in param.names]
+    # Others are packed already, as an alias through a shared module is by now.
+    owners = [owner for owner in dict.fromkeys(owners) if not parametrize.is_packed(*owner)]
     try:
-        for name in param.names:
-            module, leaf = parametrize.owner_of(model, name)
-            if not parametrize.is_packed(
-                module, leaf
-            ):  # False for an alias through a shared module
-                attached.append((module, leaf))
-                parametrize.attach(module, leaf, packed)
+        for module, leaf in owners:
+            parametrize.attach(module, leaf, packed)
     except BaseException:
-        for module, leaf in attached:
+        for module, leaf in owners:
             if parametrize.is_packed(module, leaf):
                 parametrize.detach(module, leaf, weight)
         raise
-    return ReportRow(param.name, QUANTIZED, "", weight.nbytes, packed.nbytes)
+    return packed.nbytes
 
 
 def _weight(model: nn.Module, name: str) -> Tensor:

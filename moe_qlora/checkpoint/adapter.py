@@ -60,7 +60,7 @@ ROLE_OF_LEAF = {
 SINGLE_EXPERT = re.compile(
     r"(?P<path>.+\.experts)\.(?:(?P<expert>\d{1,9})\.)?(?P<leaf>\w+)\.lora_(?P<half>[AB])\.weight$"
 )
-_PAIR = re.compile(
+PAIR = re.compile(
     r"(?P<path>.+)\.lora_(?:(?P<half>[AB])\.(?P<leaf>weight|bias)|embedding_(?P<rows>[AB]))$"
 )
 _WRAPPED = ".base_layer"
@@ -210,16 +210,18 @@ class LoraSettings:
 
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
         """Return rank and scaling of a target: as in PEFT, the first matching pattern counts."""
-        rank = _first_match(self.rank_pattern, name, self.r)
-        alpha = _first_match(self.alpha_pattern, name, self.lora_alpha)
-        return int(rank), alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
+        def first(patterns: Mapping[str, float] | None, default: float) -> float:
+            matches = (
+                value
+                for pattern, value in (patterns or {}).items()
+                if re.match(_END_OF_NAME.format(pattern), name)
+            )
+            return next(matches, default)
 
-def _first_match(patterns: Mapping[str, float] | None, name: str, default: float) -> float:
-    for pattern, value in (patterns or {}).items():
-        if re.match(_END_OF_NAME.format(pattern), name):
-            return value
-    return default
+        rank = int(first(self.rank_pattern, self.r))
+        alpha = first(self.alpha_pattern, self.lora_alpha)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class Adapter:
     def is_on(self, model: nn.Module) -> bool:
         """Whether a model has the modules that LoRA is on, as far as the file's names tell."""
         modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        found = (_PAIR.match(key.removeprefix(PREFIX)) for key in self.file)
+        found = (PAIR.match(key.removeprefix(PREFIX)) for key in self.file)
         paths = {match["path"].replace(_WRAPPED, "") for match in found if match}
         return all(canonical_name(model, path, modules) for path in paths)
 
@@ -343,7 +345,20 @@ class Resolver:
 
     def resolve(self) -> Updates:
         """Find the targets of all tensors of the adapter."""
-        for path, by_depth in self._pairs().items():
+        pairs: dict[str, dict[int, _Pair]] = {}  # by unwrapped path and number of wrappers
+        for key in self._adapter.file:
+            name = key.removeprefix(PREFIX)
+            match = PAIR.match(name)
+            if match is None:
+                self._replace(key, name.replace(_WRAPPED + ".", "."))
+                continue
+            path, depth = match["path"], 0
+            while path.endswith(_WRAPPED):
+                path, depth = path.removesuffix(_WRAPPED), depth + 1
+            path = path.replace(_WRAPPED + ".", ".")
+            part = (match["half"] or match["rows"]) + (match["leaf"] or "embedding")
+            pairs.setdefault(path, {}).setdefault(depth, {})[part] = key
+        for path, by_depth in pairs.items():
             self._place(path, by_depth)
         for path, key in self._tokens.items():
             self._place_tokens(path, key)
@@ -365,23 +380,6 @@ class Resolver:
         if not (updates.deltas or updates.disk_deltas or updates.replacements):
             raise AdapterError(f"{self._adapter.folder / WEIGHTS} holds no tensor.")
         return updates
-
-    def _pairs(self) -> dict[str, dict[int, _Pair]]:
-        """Return LoRA pairs by unwrapped path and number of wrappers; note whole tensors."""
-        pairs: dict[str, dict[int, _Pair]] = {}
-        for key in self._adapter.file:
-            name = key.removeprefix(PREFIX)
-            match = _PAIR.match(name)
-            if match is None:
-                self._replace(key, name.replace(_WRAPPED + ".", "."))
-                continue
-            path, depth = match["path"], 0
-            while path.endswith(_WRAPPED):
-                path, depth = path.removesuffix(_WRAPPED), depth + 1
-            path = path.replace(_WRAPPED + ".", ".")
-            part = (match["half"] or match["rows"]) + (match["leaf"] or "embedding")
-            pairs.setdefault(path, {}).setdefault(depth, {})[part] = key
-        return pairs
 
     def _replace(self, key: str, name: str) -> None:
         if name.endswith(_TOKENS):
@@ -427,7 +425,7 @@ class Resolver:
         if module_name is None:
             key = self._known(f"{path}.weight", self._disk)
             if key is None or list(by_depth) != [0]:
-                first = _first(pairs[-1])
+                first = next(iter(pairs[-1].values()))
                 shape = self._adapter.file.info(first).shape
                 self._faults.append(f"{first} {shape} belongs to a module that it does not have")
             else:
@@ -436,7 +434,7 @@ class Resolver:
         module = self._modules[module_name]
         is_regex = isinstance(self._adapter.settings.target_parameters, str)
         named = []  # in registration order
-        for name, _ in self._modules[module_name].named_parameters(recurse=False):
+        for name, _ in module.named_parameters(recurse=False):
             full = f"{path}.{name}"
             hits = [
                 target
@@ -451,8 +449,8 @@ class Resolver:
         parameters = ["weight"] if by_layer else named
         if len(parameters) != len(pairs):
             self._faults.append(
-                f"{_first(pairs[-1])} is one of {len(pairs)} LoRA layers on {path}, of which "
-                f"target_parameters names {named or 'no parameter'}"
+                f"{next(iter(pairs[-1].values()))} is one of {len(pairs)} LoRA layers on {path}, "
+                f"of which target_parameters names {named or 'no parameter'}"
             )
             return
         for pair, parameter in zip(pairs, parameters, strict=True):
@@ -460,14 +458,11 @@ class Resolver:
             self._add(pair, target, module, f"{module_name}.{parameter}")
 
     def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
-        """Note one pair's delta to the weight `name`, a key on disk if `module` is None.
-
-        Patterns of the adapter's config are matched against `target`.
-        """
+        # `name` is a key on disk if there is no module; patterns of the config match `target`.
         leaf = "embedding" if "Aembedding" in pair else "weight"
         a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")
         if a is None or b is None:
-            self._faults.append(f"{a or b or _first(pair)} lacks its other half")
+            self._faults.append(f"{a or b or next(iter(pair.values()))} lacks its other half")
             return
         rank, scaling = self._adapter.settings.rank_and_scaling(target)
         shapes = self._disk if module is None else self._shapes
@@ -499,10 +494,6 @@ class Resolver:
                 self._faults.append(f"{bias} needs {other} of its own shape, which is not there")
                 return
             deltas.setdefault(other, []).append(LoraDelta(bias, bias, scaling, bias=True))
-
-
-def _first(pair: _Pair) -> str:
-    return next(iter(pair.values()))
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -175,23 +175,18 @@ class DiskLayout:
             elif takes is None or takes([name], [key]):
                 shapes = {name: self._disk[key][0]} if name in state else {}
                 groups.append(Group((key,), shapes, target=name if shapes else ""))
-        for name, (converter, sources) in collected.items():
+        for name, (converter, found) in collected.items():
             first, *others = converter.target_patterns
             names = [name, *(name.replace(first, other, 1) for other in others)]
-            keys = [key for found in sources.values() for key in found]
-            if takes is None or takes(names, keys):
-                groups.append(self._converted(name, converter, sources))
+            matches = {pattern: tuple(keys) for pattern, keys in found.items()}
+            disk = {key: self._disk[key] for keys in matches.values() for key in keys}
+            if takes is None or takes(names, disk.keys()):
+                group = Group(tuple(disk), {}, matches, name, converter, unit="")
+                params = self.convert(group, blank(disk))
+                shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
+                stored = {key: shape for key, (shape, _) in disk.items()}
+                groups.append(make_group(name, converter, matches, shapes, stored))
         return tuple(groups)
-
-    def _converted(self, name: str, converter: Any, sources: dict[str, list[str]]) -> Group:
-        by_pattern = {pattern: tuple(matches) for pattern, matches in sources.items()}
-        disk = {key: self._disk[key] for keys in by_pattern.values() for key in keys}
-        group = Group(tuple(disk), {}, by_pattern, name, converter, unit="")
-        params = self.convert(group, blank(disk))
-        shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
-        return make_group(
-            name, converter, by_pattern, shapes, {key: shape for key, (shape, _) in disk.items()}
-        )
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert tensors by key, of a group or a slice (`Group.part`), to parameters by name."""
@@ -218,47 +213,33 @@ def make_group(
     shapes: Mapping[str, tuple[int, ...]],
     disk: Mapping[str, tuple[int, ...]],
 ) -> Group:
-    """Return the group that a converter of transformers, or none, makes these parameters of.
+    """Return the group that a converter of transformers makes these parameters of.
 
-    `disk` has the shapes of tensors by key; none are known where it is empty.
+    `disk` has the shapes of tensors by key. Unknown operations are converted as a whole.
     """
     keys = tuple(key for keys in sources.values() for key in keys)
-    if converter is None:
-        lengths = {shape[:1] for shape in disk.values()}
-        unit = "row" if lengths == {shapes[target][:1]} else ""
-        return Group(keys, shapes, target=target, unit=unit)
-    operation = converter.operations[0]
-    if disk and len(converter.operations) == 1 and getattr(operation, "check_dims", False):
+    first, *others = operations = list(converter.operations)
+    if not others and getattr(first, "check_dims", False):
         # transformers swaps where the shapes ask for it, and never swaps back.
-        swap = (operation.dim0, operation.dim1)
+        swap = (first.dim0, first.dim1)
         same = shapes == {target: disk[keys[0]]}
         unit = "row" if same or min(swap) > 0 else ""
         return Group(keys, shapes, target=target, swap=None if same else swap, unit=unit)
-    unit = _unit(list(converter.operations), sources, shapes, disk)
-    return Group(keys, shapes, sources, target, converter, unit=unit)
-
-
-def _unit(
-    operations: list[Any],
-    sources: Mapping[str, tuple[str, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    disk: Mapping[str, tuple[int, ...]],
-) -> str:
-    """Return a group's `unit`; unknown operations are converted as a whole."""
     counts = {len(keys) for keys in sources.values()}
     rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
+    unit = ""
     if len(counts) != 1 or len(rows) != 1 or 0 in rows:
-        return ""
-    first, *others = operations
-    if isinstance(first, ErnieFuseAndSplitTextVisionExperts):
-        apart = not others and first.stack_dim == 0 and first.concat_dim > 0
-        return "key" if apart and counts == {len(shapes) * min(rows)} else ""
-    if isinstance(first, MergeModulelist):
-        apart = first.dim == 0 and all(map(_leaves_first_alone, others))
-        return "key" if apart and counts == rows else ""
-    lengths = {shape[0] for shape in disk.values() if shape}
-    apart = all(map(_leaves_first_alone, operations))
-    return "row" if apart and counts == {1} and lengths == rows else ""
+        pass
+    elif isinstance(first, ErnieFuseAndSplitTextVisionExperts):
+        if not others and first.stack_dim == 0 and first.concat_dim > 0:
+            unit = "key" if counts == {len(shapes) * min(rows)} else ""
+    elif isinstance(first, MergeModulelist):
+        if first.dim == 0 and all(map(_leaves_first_alone, others)):
+            unit = "key" if counts == rows else ""
+    elif all(map(_leaves_first_alone, operations)):
+        lengths = {shape[0] for shape in disk.values() if shape}
+        unit = "row" if counts == {1} and lengths == rows else ""
+    return Group(keys, shapes, sources, target, converter, unit=unit)
 
 
 def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
@@ -312,10 +293,7 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same bits; NaN equals itself."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    left, right = left.contiguous(), right.contiguous()
-    if left.dim() == 0:
-        left, right = left.view(1), right.view(1)
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (left, right)))
 
 
 def _leaves_first_alone(operation: Any) -> bool:

@@ -22,7 +22,6 @@ from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
 from .integrity import canonical_name, settings_problem
 from .manifest import Manifest
-from .reader import DTYPES
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,9 @@ class PackingPlan:
     # how weights are packed that keep their checkpoint's own codes, by each of their names
     kept: dict[str, CodecSettings] = field(default_factory=dict)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight."""
-        return tuple(self.params[name].shape)
-
     def nbytes(self, name: str) -> int:
         """Return the bytes of a weight, packed."""
-        return packed_nbytes(self.shape(name), self.settings_of(name))
+        return packed_nbytes(self.params[name].shape, self.settings_of(name))
 
     def settings_of(self, name: str) -> CodecSettings:
         """Return how a weight is packed."""
@@ -57,13 +52,16 @@ def packing_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, device_map: Any
 ) -> PackingPlan:
     """Return what to pack of a 16-bit checkpoint, loaded in `dtype`, given its model on meta."""
-    settings = _settings(model, config)
-    layout = _detect(model)
-    dtypes = _dtypes(model, layout, dtype)
+    from transformers.integrations.accelerate import get_device
+
+    settings, layout, dtypes = _examine(model, config, dtype)
+    # Linear layers that bitsandbytes leaves in 16 bit on the CPU, experts beside them
     offload = getattr(config, "llm_int8_enable_fp32_cpu_offload", False)
+    places = device_map if offload and isinstance(device_map, Mapping) else {}
+    places = {} if {*places.values()} == {"cpu"} else dict(places)
     params: dict[str, ExpertParam] = {}
     for param in weights_to_pack(model, layout, config, settings):
-        if offload and _offloaded(param.name, device_map):
+        if places and get_device(places, param.name) in ("cpu", "disk", torch.device("cpu")):
             continue
         if hasattr(model.get_parameter(param.name), "device_mesh"):
             raise UnsupportedWeightError(
@@ -81,8 +79,7 @@ def reload_spec(
     model: nn.Module, config: Any, dtype: torch.dtype | None, manifest: Manifest, folder: Path
 ) -> PackingPlan:
     """Return what a packed folder holds packed, for the model on meta as it was built."""
-    settings = _settings(model, config)
-    layout = _detect(model)
+    settings, layout, dtypes = _examine(model, config, dtype)
     by_name = {name: param for param in layout.experts for name in param.names}
     params: dict[str, ExpertParam] = {}
     kept: dict[str, CodecSettings] = {}
@@ -105,55 +102,30 @@ def reload_spec(
                 params |= dict.fromkeys(by_name[tied].names, by_name[tied])
         if (how := manifest.settings_of(name)).codec.is_kept:
             kept |= dict.fromkeys(param.names, how)
-    for name, param in by_name.items():
-        stored = manifest.tensors.get(name)
-        if name in params or stored is None:
-            continue
-        if stored.shape != tuple(param.shape) or not DTYPES[stored.dtype].is_floating_point:
-            raise CheckpointError(
-                f"{folder} holds {stored.dtype} of shape {stored.shape} as {name}, but its "
-                "manifest does not say that this weight is packed."
-            )
     problem = settings_problem(manifest, settings) if params else None
     if problem is not None:
         raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
     own = manifest.config.get("dtype")
     recasts = bool(dtype and own) and dtype != getattr(torch, str(own), None)
-    dtypes = _dtypes(model, layout, dtype)
     return PackingPlan(params, settings, dtypes, layout, manifest, recasts, kept)
 
 
-def _settings(model: nn.Module, config: Any) -> CodecSettings:
-    """Return the codec of a config, whose patterns transformers matches with all modules next."""
+def _examine(
+    model: nn.Module, config: Any, dtype: torch.dtype | None
+) -> tuple[CodecSettings, ModelLayout, dict[str, torch.dtype]]:
     settings = CodecSettings.from_config(config)
+    # transformers matches the patterns with all modules next.
     names = [name for name, _ in model.named_modules()]
     check_patterns(settings.skip_modules, names, "llm_int8_skip_modules")
-    return settings
-
-
-def _detect(model: nn.Module) -> ModelLayout:
     # transformers builds the model, and asks its quantizer, under a default device of meta.
     with torch.device("cpu"):
-        return detect(model)
-
-
-def _offloaded(name: str, device_map: Any) -> bool:
-    from transformers.integrations.accelerate import get_device
-
-    if not isinstance(device_map, Mapping) or set(device_map.values()) == {"cpu"}:
-        return False
-    return get_device(dict(device_map), name) in ("cpu", "disk", torch.device("cpu"))
-
-
-def _dtypes(
-    model: nn.Module, layout: ModelLayout, dtype: torch.dtype | None
-) -> dict[str, torch.dtype]:
+        layout = detect(model)
     kept = kept_dtypes(model, dtype)
     dtypes: dict[str, torch.dtype] = {}
     for param in layout.experts:
         wanted = kept(param.name) or model.get_parameter(param.name).dtype
         dtypes |= dict.fromkeys(param.names, wanted)
-    return dtypes
+    return settings, layout, dtypes
 
 
 def kept_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.dtype | None]:

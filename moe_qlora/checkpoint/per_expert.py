@@ -35,6 +35,7 @@ from ..models.files import MAX_CONFIG, read_json, read_raw
 from .adapter import (
     CONFIG,
     LAYERS,
+    PAIR,
     PREFIX,
     ROLE_OF_LEAF,
     SINGLE_EXPERT,
@@ -45,8 +46,6 @@ from .adapter import (
 from .reader import Checkpoint, inside, parse_fields
 from .staging import WRITE_ERRORS, not_written
 from .training_codec import NOTE
-
-_PAIR = re.compile(r"(?P<path>.+)\.lora_(?:[AB]\.(?:weight|bias)|embedding_[AB])$")
 
 
 @dataclass
@@ -163,13 +162,12 @@ class _Fusion:
         others: list[str] = []
         for key in self.file:
             match = SINGLE_EXPERT.match(key.removeprefix(PREFIX))
-            module = match and match["leaf"] in ROLE_OF_LEAF and self._module(match["path"])
-            if not match or not module:
+            if not match or match["leaf"] not in ROLE_OF_LEAF:
                 others.append(key)
                 continue
             expert = None if match["expert"] is None else int(match["expert"])
-            by_leaf = keys.setdefault(module, {}).setdefault(match["leaf"], {})
-            by_leaf[expert, match["half"]] = key
+            leaves = keys.setdefault(self._module(match["path"]), {})
+            leaves.setdefault(match["leaf"], {})[expert, match["half"]] = key
         for module, leaves in keys.items():
             roles = {ROLE_OF_LEAF[leaf]: self._stacked(leaves[leaf]) for leaf in leaves}
             pairs: list[tuple[ExpertParam, Factors]] = []
@@ -177,7 +175,17 @@ class _Fusion:
                 parts = ("gate", "up") if param.role == "gate_up" else (param.role,)
                 given = {role: roles[role] for role in parts if role in roles}
                 for role, factors in given.items():
-                    self._check(f"{module}.{param.parameter_name}", param, role, factors)
+                    out = param.out_features
+                    if role != param.role and out is not None:
+                        out //= 2  # gate and up are halves of one weight
+                    seen = (factors.a.shape[0], factors.b.shape[1], factors.a.shape[2])
+                    if seen != (wanted := (param.num_experts, out, param.in_features)):
+                        raise AdapterError(
+                            f"{self.folder} has LoRA for the {role} projection of "
+                            f"{module}.{param.parameter_name} in the shape {seen} (experts, out, "
+                            f"in), and the model's is {wanted}: use it with the model that it was "
+                            "trained on."
+                        )
                 if given and param.role == "gate_up":
                     alternate = interleaved(self.model.get_submodule(param.module_name))
                     pairs.append((param, _fuse(given.get("gate"), given.get("up"), alternate)))
@@ -199,7 +207,7 @@ class _Fusion:
         prefix = getattr(self.model, "base_model_prefix", "")
         modules: set[str] = set()
         for key in others:
-            match = _PAIR.match(key.removeprefix(PREFIX))
+            match = PAIR.match(key.removeprefix(PREFIX))
             if match is None:
                 self.tensors[key] = self.file.read(key)
                 continue
@@ -209,8 +217,8 @@ class _Fusion:
             )
             known = renamed.removesuffix(".weight") if renamed in own else path
             rank, scaling = self.settings.rank_and_scaling(path)
-            module = inner.get(known)
-            bare = module is not None and not isinstance(module, LAYERS)
+            owner = inner.get(known)
+            bare = owner is not None and not isinstance(owner, LAYERS)
             name = f"{known}.weight" if bare else known
             (parameters if bare else modules).add(name)
             self.ranks[name], self.scalings[name] = rank, scaling
@@ -230,12 +238,14 @@ class _Fusion:
         config["target_parameters"] = sorted(parameters)
         return self.tensors
 
-    def _module(self, path: str) -> str | None:
-        """Return the module of a path: the same name, or the only one with the same numbers."""
+    def _module(self, path: str) -> str:
         if path in self.modules:
             return path
-        numbers = re.findall(r"\.(\d+)(?=\.)", f".{path}.")
-        same = [n for n in self.modules if re.findall(r"\.(\d+)(?=\.)", f".{n}.") == numbers]
+        # the only one with the same numbers
+        numbers, *all_numbers = (
+            re.findall(r"\.(\d+)(?=\.)", f".{name}.") for name in (path, *self.modules)
+        )
+        same = [n for n, own in zip(self.modules, all_numbers, strict=True) if own == numbers]
         if len(same) != 1:
             raise AdapterError(
                 f"{self.folder} has LoRA for the experts of {path}, which this model does not have "
@@ -263,7 +273,8 @@ class _Fusion:
                 f"factors of one shape for each ({len(read)} tensors), which one fused weight "
                 "cannot hold: merge it instead."
             )
-        scalings = [self._scaling(keys[expert, "A"]) for expert in experts]
+        paths = (keys[one, "A"].removeprefix(PREFIX).rpartition(".lora_")[0] for one in experts)
+        scalings = [self.settings.rank_and_scaling(path)[1] for path in paths]
         if not single:
             a, b = pairs[0]
             count = max(len(a), len(b))  # 1: factors that experts share
@@ -273,23 +284,6 @@ class _Fusion:
             ratios = [one / scalings[0] for one in scalings]
             parts = [part.float() * ratio for part, ratio in zip(parts, ratios, strict=True)]
         return Factors(torch.stack([a for a, _ in pairs]), torch.stack(parts), scalings[0])
-
-    def _scaling(self, key: str) -> float:
-        path = key.removeprefix(PREFIX).rpartition(".lora_")[0]
-        return self.settings.rank_and_scaling(path)[1]
-
-    def _check(self, name: str, param: ExpertParam, role: str, factors: Factors) -> None:
-        out = param.out_features
-        if role != param.role and out is not None:
-            out //= 2  # gate and up are halves of one weight
-        seen = (factors.a.shape[0], factors.b.shape[1], factors.a.shape[2])
-        wanted = (param.num_experts, out, param.in_features)
-        if seen != wanted:
-            raise AdapterError(
-                f"{self.folder} has LoRA for the {role} projection of {name} in the shape {seen} "
-                f"(experts, out, in), and the model's is {wanted}: use it with the model that it "
-                "was trained on."
-            )
 
 
 def uniform(ranks: Mapping[str, int], scalings: Mapping[str, float]) -> tuple[int, float]:

@@ -90,23 +90,20 @@ class Slot:
         packer, pieces = self._packer, self._pieces
         self._packer, self._pieces = None, []
         if packer is not None:
-            self._check_finite()
+            rows, extremes = zip(*self._extremes, strict=True)
+            self._extremes = []
+            # once a weight, as it waits for the device; such a block could not be decoded
+            finite = are_below(torch.stack(extremes)).all(1).tolist()
+            if not all(finite):
+                raise NonFiniteWeightError(
+                    f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} of "
+                    f"its first dimension or soon after (or {LARGEST:.0e} and more), and cannot be "
+                    "packed: repair the checkpoint."
+                )
             return packer.finish()
         if not pieces:  # none of its rows are wanted
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _check_finite(self) -> None:
-        """Raise where a block could not be decoded; once a weight, as it waits for the device."""
-        extremes = torch.stack([extreme for _, extreme in self._extremes])
-        finite = are_below(extremes).all(1).tolist()
-        rows, self._extremes = [row for row, _ in self._extremes], []
-        if not all(finite):
-            raise NonFiniteWeightError(
-                f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} of "
-                f"its first dimension or soon after (or {LARGEST:.0e} and more), and cannot be "
-                "packed: repair the checkpoint."
-            )
 
 
 def filled(

@@ -90,10 +90,7 @@ class TrainingCodec:
     def packer(
         self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
     ) -> Packer:
-        """Return a packer that packs this parameter as in training.
-
-        `dtype` is the parameter's dtype now; it is cast to that of the training first, if known.
-        """
+        """Return a packer for a parameter of this dtype now, which packs it as in training."""
         dtype = self.dtype or dtype
         return Packer(shape, self._linear_dtype(name) or dtype, device, self.settings)
 
@@ -134,15 +131,12 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     }
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
     native = {name: settings for name, settings in how.items() if settings.codec.is_kept}
-    rounded = (settings for settings in how.values() if not settings.codec.is_kept)
     layers: list[Any] = [one for one in model.modules() if parametrize.is_packed_linear(one)]
     states = [getattr(layer.weight, "quant_state", None) for layer in layers]
-    settings = next(rounded, None)
+    settings = next((one for one in how.values() if not one.codec.is_kept), None)
     if settings is None:  # that of the first packed Linear layer
-        first = states[0] if states else None
-        kind = linear_kind(layers[0]) if layers else NF4.kind
-        settings = CodecSettings(kind)
-        if first is not None:
+        settings = CodecSettings(linear_kind(layers[0]) if layers else NF4.kind)
+        if states and (first := states[0]) is not None:
             settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
     linears = _packed_linears(model)
     dtypes = {weight.dtype for weight in weights.values()}
@@ -194,7 +188,7 @@ def from_note(folder: Path) -> TrainingCodec | None:
     note = parse_fields(_Note, read_json(inside(folder, NOTE)), file)
     settings: Any = note.codec
     experts, linears = frozenset(note.experts), frozenset(note.linears)
-    dtype = None if note.dtype is None else getattr(torch, note.dtype)
+    dtype = note.dtype and getattr(torch, note.dtype)
     return TrainingCodec(settings, experts, linears, note.base, dtype=dtype)
 
 
@@ -208,17 +202,17 @@ def choose(adapter: Path, by_config: TrainingCodec | None) -> TrainingCodec:
             "say: pass quantization_config (--quant nf4, fp4 or int8, with --double-quant where it "
             "was used), or merge into the packed base folder."
         )
-    if by_config is not None and noted is not None and _label(by_config) != _label(noted):
-        raise ConfigError(
-            f"quantization_config asks for {_label(by_config)}, and {adapter / NOTE} says that the "
-            f"adapter was trained on {_label(noted)}; leave quantization_config out."
+    if by_config is not None and noted is not None:
+        asked, trained = (
+            one.settings.kind + " with double quantization" * one.settings.double_quant
+            for one in (by_config, noted)
         )
+        if asked != trained:
+            raise ConfigError(
+                f"quantization_config asks for {asked}, and {adapter / NOTE} says that the "
+                f"adapter was trained on {trained}; leave quantization_config out."
+            )
     return known
-
-
-def _label(codec: TrainingCodec) -> str:
-    double = " with double quantization" if codec.settings.double_quant else ""
-    return codec.settings.kind + double
 
 
 def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:
@@ -227,7 +221,19 @@ def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprin
     Of a weight that FSDP2 has sharded, the first rank has the rows to sample, and writes the note;
     no other rank could compare it, so that a comparison leaves such weights out on all of them.
     """
-    weights = _left_alone(model, _first_rows if names is None else lambda weight: weight)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    weights: dict[str, Tensor] = {}  # matrices outside of Linear layers, by name without adapters
+    for name, parameter in model.named_parameters():
+        weight: Any = parameter
+        if names is None and hasattr(weight, "to_local"):
+            rows: Any = () if any(weight.device_mesh.get_coordinate()) else weight.to_local()
+            needed = min(SAMPLED_ROWS, len(weight))
+            if len(rows) >= needed and rows.shape[1:] == weight.shape[1:]:
+                weight = nn.Parameter(rows, requires_grad=False)
+        plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
+        inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
+        if plain and not inside and name.rpartition(".")[0] not in linears:
+            weights[unwrapped_name(name).replace(".original_module", "")] = weight
     if names is None:
         chosen = list(weights)
         names = chosen[:: max(len(chosen) // _WEIGHTS, 1)][:_WEIGHTS]
@@ -262,14 +268,10 @@ def check_noted_base(
     `weight(name)` returns a weight or None; without it, the model's own are compared.
     """
     trained_on = from_note(adapter)
-    if trained_on is None or trained_on.base is None:
+    noted = trained_on.base if trained_on else None
+    if noted is None:
         return
-    noted = trained_on.base
-    base = (
-        of_model(model, noted.bits)
-        if weight is None
-        else fingerprint(model, name, noted.bits, weight)
-    )
+    base = fingerprint(model, name, noted.bits, weight) if weight else of_model(model, noted.bits)
     other = [
         f"{field}={now!r} and not {noted.fields[field]!r}"
         for field, now in base.fields.items()
@@ -287,29 +289,8 @@ def check_noted_base(
         )
 
 
-def _first_rows(weight: Tensor) -> Tensor:
-    host: Any = weight
-    if not hasattr(weight, "to_local") or any(host.device_mesh.get_coordinate()):
-        return weight
-    rows = host.to_local()
-    whole = rows.shape[1:] == weight.shape[1:] and len(rows) >= min(SAMPLED_ROWS, len(weight))
-    return nn.Parameter(rows, requires_grad=False) if whole else weight
-
-
-def _left_alone(model: nn.Module, local: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return matrices outside of Linear layers, by name without adapters; none on meta."""
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    weights: dict[str, Tensor] = {}
-    for name, weight in ((name, local(weight)) for name, weight in model.named_parameters()):
-        plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
-        inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
-        if plain and not inside and name.rpartition(".")[0] not in linears:
-            weights[unwrapped_name(name).replace(".original_module", "")] = weight
-    return weights
-
-
 def _bits(weight: Tensor) -> str:
-    """Return a bit for each sampled weight, set above the mean, in hex; "" if all are equal."""
+    # a bit for each sampled weight, set above the mean, in hex; "" if all are equal
     rows = weight.detach()[:SAMPLED_ROWS].flatten()
     places = torch.linspace(0, rows.numel() - 1, _BITS).long()
     values = rows[places.to(rows.device)].double().cpu()

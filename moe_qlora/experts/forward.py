@@ -282,7 +282,7 @@ def _project(
 
 
 def clear_quantized(model: nn.Module) -> None:
-    """Undo `mark_quantized` where no expert is packed any more, such as after a merge.
+    """Undo `hf.model.finish_packing` where no expert is packed any more, such as after a merge.
 
     A model that still has bitsandbytes Linear layers stays marked as quantized.
     """

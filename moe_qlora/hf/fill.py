@@ -36,7 +36,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rows import Slot, ahead, filled
 from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, PackedWeight
-from ..layout import ExpertParam, listed
+from ..layout import listed
 from ..packing import parametrize
 from ..packing.codec import restore
 from ..packing.decoders import hold
@@ -88,12 +88,10 @@ class Fill:
         # what the model holds for packed experts until they are attached, and these
         self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
         self._hook: Any = None
-        named = model.named_modules(remove_duplicate=False)
-        packs = bool(spec.params or self._makers is not None or spec.manifest is not None)
         self._linears: dict[str, Any] = {
             f"{name}.weight": module
-            for name, module in named
-            if packs and parametrize.is_packed_linear(module)
+            for name, module in model.named_modules(remove_duplicate=False)
+            if parametrize.is_packed_linear(module)
         }
         # Conv1D layers, which bitsandbytes replaces as well, store `(in, out)`.
         kinds = ((n, getattr(m, "source_cls", nn.Linear)) for n, m in self._linears.items())
@@ -280,7 +278,8 @@ class Fill:
 
     def _kept_codes(self, name: str, key: str) -> PackedWeight:
         """Read one weight's codes, some experts at a time; `key` is the plain one in the files."""
-        files, device, shape = self._makers, self._device(name), self.spec.shape(name)
+        files, device = self._makers, self._device(name)
+        shape = tuple(self.spec.params[name].shape)
         assert files is not None
         parts = files.parts(key)
         info = files.stored[parts[CODES]]
@@ -335,14 +334,11 @@ class Fill:
         self, name: str, key: str, keys: tuple[str, ...], parts: Mapping[str, Callable[[], Tensor]]
     ) -> PackedWeight:
         spec, manifest = self.spec, self.spec.manifest
-        settings, entry = (
-            spec.settings_of(name),
-            None if manifest is None else manifest.experts.get(key),
-        )
+        settings, entry = spec.settings_of(name), manifest and manifest.experts.get(key)
         codec = settings.codec
         shape = tuple(entry.shape if entry else self._linears[name].weight.shape)
         recorded: torch.dtype | None = None
-        if entry is not None and (codec.has_record or codec.is_kept):
+        if entry and (codec.has_record or codec.is_kept):
             recorded = getattr(torch, entry.dtype)
         elif not codec.has_record:
             recorded = self._dtypes[name] if entry else torch.float16
@@ -366,13 +362,16 @@ def weights_to_keep(
     """
     kept = {}
     if isinstance(files, PrequantizedCheckpoint) and files.method == MXFP4:
-        settings = kept_settings(spec.settings)
-        keys = {name: canonical_name(model, name, files) for name in spec.params}
-        kept = {
-            name: settings
-            for name, key in keys.items()
-            if key is not None and _is_whole(files, key, spec.params[name])
-        }
+        for name, param in spec.params.items():
+            key = canonical_name(model, name, files)
+            if key is None or files.parts(key).keys() != {CODES, SCALE}:
+                continue
+            blocks, whole = (
+                files.stored[files.parts(key)[CODES]].shape,
+                (*param.shape, MX_BLOCK // 2),
+            )
+            if len(blocks) == 4 and (blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]) == whole:
+                kept[name] = kept_settings(spec.settings)
     if not kept:
         warnings.warn(
             "keep_codes=True: the checkpoint holds no experts in MXFP4 as gpt-oss has it, so that "
@@ -381,16 +380,6 @@ def weights_to_keep(
             stacklevel=2,
         )
     return kept
-
-
-def _is_whole(files: PrequantizedCheckpoint, key: str, param: ExpertParam) -> bool:
-    if files.parts(key).keys() != {CODES, SCALE}:
-        return False
-    blocks = files.stored[files.parts(key)[CODES]].shape
-    if len(blocks) != 4 or blocks[3] != MX_BLOCK // 2:
-        return False
-    experts, rows, groups, _ = blocks
-    return (experts, groups * MX_BLOCK, rows) == tuple(param.shape)
 
 
 def refuse_to_shard(kept: Collection[str], advice: str) -> None:

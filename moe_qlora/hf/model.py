@@ -2,7 +2,7 @@
 
 Trainer, accelerate and PEFT ask the model, not its weights. The methods of `_METHODS` are replaced
 on the instance, as bound methods in its `__dict__`, so that deepcopy binds the copy's to the copy;
-`experts.restore.clear_quantized` removes them.
+`experts.forward.clear_quantized` removes them.
 """
 
 from __future__ import annotations
@@ -32,25 +32,18 @@ from ..packing.settings import CodecSettings
 from ..world import world
 
 
-def check_method(model: nn.Module, settings: CodecSettings) -> str | None:
-    """Return why the model cannot become a bitsandbytes model of this kind; None where it can."""
-    method = getattr(model, "quantization_method", None)
-    name = str(getattr(method, "value", method))
-    if method is not None and not name.startswith("bitsandbytes"):
-        return f"the model is already quantized with {name!r}"
-    asked, other = ("8bit", "4bit") if settings.codec.loads_in_8bit else ("4bit", "8bit")
-    if getattr(model, f"is_loaded_in_{other}", False):
-        return f"it asks for load_in_{asked}, and the model is already loaded in {other}"
-    return None
-
-
 def finish_packing(
     model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
 ) -> set[str]:
     """Give a model whose experts are packed the package's experts forward, and mark it quantized.
 
-    Return the names of the experts modules that the package's forward serves.
+    It gets the attributes and methods of a bitsandbytes model, and a copy of `config`. Return the
+    names of the experts modules that the package's forward serves.
     """
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+    from transformers.quantizers.auto import AutoHfQuantizer
+    from transformers.utils.quantization_config import QuantizationMethod
+
     names = []
     for entry in layout.modules:
         module = model.get_submodule(entry.name)
@@ -65,18 +58,6 @@ def finish_packing(
             owner = model.get_submodule(".".join(parts[:end]))
             if any(weights & {*function.__code__.co_names} for function in functions_run(owner)):
                 parametrize.follow_calls_of(owner, ".".join(parts[end:]))
-    mark_quantized(model, config, settings)
-    keep_layout(model)
-    world().lay_out(model)
-    return set(names) - set(left)
-
-
-def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> None:
-    """Give the model attributes and methods of a bitsandbytes model, and a copy of `config`."""
-    from transformers import BitsAndBytesConfig, PreTrainedModel
-    from transformers.quantizers.auto import AutoHfQuantizer
-    from transformers.utils.quantization_config import QuantizationMethod
-
     host: Any = model
     host.is_loaded_in_8bit = settings.codec.loads_in_8bit
     host.is_loaded_in_4bit = not settings.codec.loads_in_8bit
@@ -85,19 +66,21 @@ def mark_quantized(model: nn.Module, config: Any, settings: CodecSettings) -> No
     host.is_quantized = True
     checks.install(model)
     announce(model)
-    if not isinstance(model, PreTrainedModel):
-        return
-    if getattr(host, "hf_quantizer", None) is None:
-        config = copy.deepcopy(config)
-        if isinstance(config, dict):
-            config = BitsAndBytesConfig.from_dict(config)
-        host.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
-        host.hf_quantizer.postprocess_model(model)
-    bound = model.__dict__.setdefault(BOUND_METHODS, {})
-    for name, function in _METHODS.items():
-        if name not in model.__dict__:
-            model.__dict__[name] = MethodType(function, model)
-            bound[name] = function
+    if isinstance(model, PreTrainedModel):
+        if getattr(host, "hf_quantizer", None) is None:
+            config = copy.deepcopy(config)
+            if isinstance(config, dict):
+                config = BitsAndBytesConfig.from_dict(config)
+            host.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+            host.hf_quantizer.postprocess_model(model)
+        bound = model.__dict__.setdefault(BOUND_METHODS, {})
+        for name, function in _METHODS.items():
+            if name not in model.__dict__:
+                model.__dict__[name] = MethodType(function, model)
+                bound[name] = function
+    keep_layout(model)
+    world().lay_out(model)
+    return set(names) - set(left)
 
 
 def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:

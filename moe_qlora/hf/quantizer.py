@@ -7,15 +7,14 @@ model keeps is of the stock class: nothing of this file outlives a load.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import BitsAndBytesConfig
 from transformers.integrations.accelerate import get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -29,8 +28,6 @@ from ..checkpoint.prequantized import (
     maker_method,
     open_plain,
 )
-from ..checkpoint.prequantized.config import MakerConfig
-from ..checkpoint.quantize import copy_config
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.source import file_facts
 from ..errors import CheckpointError, ConfigError
@@ -40,23 +37,14 @@ from ..packing.linear import check_linears
 from ..world import many_ranks, world
 from .fill import Fill, refuse_to_shard, weights_to_keep
 
-_MAKERS_CONFIG = "_makers_quantization_config"
+MAKERS_CONFIG = "_makers_quantization_config"
+"""Attribute of a caller's config: the config of the folder's maker that it stands in for."""
 
 
 @cache
-def packing_quantizer(
-    stock: type,
-    extra_skip_modules: Callable[[], Sequence[str]],
-    keeps_codes: Callable[[], bool] = lambda: False,
-    offloads: Callable[[], bool] = lambda: False,
-) -> type:
-    """Derive the class that packs experts from the one that serves bitsandbytes configs now."""
-    members = {
-        "__module__": __name__,
-        "_extra_skip_modules": staticmethod(extra_skip_modules),
-        "_keeps_codes": staticmethod(keeps_codes),
-        "_offloads": staticmethod(offloads),
-    }
+def packing_quantizer(stock: type, asked: Callable[[], Any]) -> type:
+    """Derive the class that packs experts, as `switch.asked`, from the one that serves now."""
+    members = {"__module__": __name__, "_asked": staticmethod(asked)}
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
 
@@ -65,9 +53,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     pre_quantized: bool
     quantization_config: Any
-    _extra_skip_modules: Callable[[], Sequence[str]]
-    _keeps_codes: Callable[[], bool]
-    _offloads: Callable[[], bool]
+    _asked: Callable[[], Any]
     _spec: PackingPlan | None = None
     _opened: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     _fill: Fill | None = None
@@ -79,7 +65,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _makers_config: Mapping[str, Any] | None = None
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        self._makers_config = take_makers_config(quantization_config)
+        own = getattr(quantization_config, "__dict__", {})
+        self._makers_config = own.pop(MAKERS_CONFIG, None)
         if self._makers_config is not None:
             kwargs["pre_quantized"] = False  # what is read is 16 bit
         super().__init__(quantization_config, **kwargs)  # type: ignore[call-arg]
@@ -123,24 +110,33 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Decide what is packed, while the model is still as it was built."""
-        files, config = kwargs.get("checkpoint_files"), model.config
-        ranks = self._several(config)
-        if self._offloads() and ranks is not None:
+        files = kwargs.get("checkpoint_files")
+        ranks = self._several(model.config)
+        asked = self._asked()
+        if asked.offload and ranks is not None:
             raise ConfigError(
                 "enabled(offload=True): this load shards the model over ranks "
                 "(distributed_config), and experts in host memory are whole on each rank: load it "
                 "without that, for DDP, or without offload."
             )
-        if self._offloads() and is_deepspeed_zero3_enabled():
+        if asked.offload and is_deepspeed_zero3_enabled():
             raise ConfigError(
                 "enabled(offload=True): DeepSpeed's ZeRO-3 shards every weight, and experts in "
                 "host memory are whole on each rank: use ZeRO-1 or ZeRO-2, or leave offload out "
                 "and give zero_optimization.offload_param."
             )
         if ranks is not None:
-            ranks.begin(lambda: self._facts(files, dtype))
-        self._add_skips(model)
-        spec, opened = self._make_spec(model, dtype, files, kwargs.get("device_map"))
+            facts = {"quantization_config": self.quantization_config, "dtype": dtype}
+            facts |= {"keep_codes": asked.keep_codes, "skip_modules": asked.skip_modules}
+            ranks.begin(lambda: facts | (file_facts(Path(files[0]).parent) if files else {}))
+        if asked.skip_modules and not self.pre_quantized:
+            bnb = copy.copy(self.quantization_config)
+            own = bnb.llm_int8_skip_modules
+            if own is None:  # a list replaces the stock default, which is the output head
+                own = get_keys_to_not_convert(model)
+            bnb.llm_int8_skip_modules = list(dict.fromkeys([*own, *asked.skip_modules]))
+            self.quantization_config = bnb
+        spec, opened = self._examine(model, dtype, files, kwargs.get("device_map"))
         self._spec, self._opened = spec, opened
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         # The stock method may have put lists of Linear layers in place of fused weights.
@@ -156,11 +152,20 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 )
         spec = replace(spec, params={n: p for n, p in spec.params.items() if n in names})
         prequantized = isinstance(opened, PrequantizedCheckpoint)
-        if self._mark is None and self._keeps_codes():
+        if self._mark is None and asked.keep_codes:
             spec = replace(spec, kept=weights_to_keep(model, spec, opened))
         self._spec = spec
         if spec.params or prequantized or spec.manifest is not None:
-            dtypes = load_dtypes(model, dtype, super().param_needs_quantization)  # type: ignore[misc]
+            # that transformers casts tensors to as it reads them
+            kept, quantizes = kept_dtypes(model, dtype), super().param_needs_quantization  # type: ignore[misc]
+            tensors = (
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            )
+            dtypes = {
+                n: kept(n) or (dtype if dtype and quantizes(model, n) else tensor.dtype)
+                for n, tensor in tensors
+            }
             known = model, spec, opened, dtypes | spec.dtypes, self.quantization_config
             if ranks is not None and ranks.shards:
                 if opened is None:
@@ -172,7 +177,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 model.hf_quantizer = self
                 self._spec, self._fill = None, ranks.fill(*known)
                 return
-            self._fill = Fill(*known, self._offloads())
+            self._fill = Fill(*known, asked.offload)
             self._fill.place(self._device_map)
         blocks = set(model._no_split_modules or ())
         owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
@@ -189,24 +194,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         asked = getattr(config, "distributed_config", None)
         return None if asked is None else many_ranks().load(asked)
 
-    def _facts(self, files: list[str] | None, dtype: Any) -> dict[str, Any]:
-        asked = {"quantization_config": self.quantization_config, "dtype": dtype}
-        asked |= {"keep_codes": self._keeps_codes()}
-        asked |= {"skip_modules": tuple(self._extra_skip_modules())}
-        return asked | (file_facts(Path(files[0]).parent) if files else {})
-
-    def _add_skips(self, model: Any) -> None:
-        extra = self._extra_skip_modules()
-        if not extra or self.pre_quantized:
-            return
-        config = copy.copy(self.quantization_config)
-        own = config.llm_int8_skip_modules
-        if own is None:  # a list replaces the stock default, which is the output head
-            own = get_keys_to_not_convert(model)
-        config.llm_int8_skip_modules = list(dict.fromkeys([*own, *extra]))
-        self.quantization_config = config
-
-    def _make_spec(
+    def _examine(
         self, model: Any, dtype: Any, files: list[str] | None, place: Any
     ) -> tuple[PackingPlan, Checkpoint | None]:
         folder = Path(files[0]).parent if files else None
@@ -220,14 +208,21 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             files[:] = [str(folder / name) for name in manifest.shards]
             model.config.__dict__.pop("transformers_weights", None)
             spec = reload_spec(model, self.quantization_config, dtype, manifest, folder)
-        opened = open_files(files, self._makers_config)
-        if not self.pre_quantized:
+        opened, makers = None, self._makers_config
+        if folder and files and all(str(file).endswith(".safetensors") for file in files):
+            opened = open_plain(folder, list(map(Path, files)), makers)
+        elif makers is not None:
+            raise CheckpointError(
+                f"The checkpoint is quantized ({maker_method({'quantization_config': makers})}) "
+                "and is dequantized from safetensors files only: give a folder or a hub id with "
+                "such files."
+            )
+        if not self.pre_quantized and opened is not None:
             prefix = f"{model.base_model_prefix}."
             floating = {n for n, tensor in model.state_dict().items() if tensor.is_floating_point()}
-            stored = opened or Checkpoint([])
-            for key in stored:
+            for key in opened:
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
-                    check_plain(key, stored.info(key).dtype)
+                    check_plain(key, opened.info(key).dtype)
         if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
             ends = [codec.scales for codec in codecs()]
             if any(f"{name}{end}" in (opened or ()) for name in spec.params for end in ends):
@@ -266,7 +261,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
         """Return the bytes of an element once loaded, a packed weight's statistics included."""
         if self._spec is not None and param_name in self._spec.params:
-            if self._offloads():  # transformers reserves and divides memory of devices by it
+            if self._asked().offload:  # transformers reserves and divides memory of devices by it
                 return 0.0
             return self._spec.nbytes(param_name) / param.numel()
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
@@ -289,14 +284,12 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if len(places) < 2:
             return shares
         # Blocks of these bytes, in order, spread evenly.
-        units, last = self._unit_nbytes, len(places) - 1
-        total, done, at = sum(units), 0.0, 0
-        taken = [0.0] * len(places)
+        units, count, done = self._unit_nbytes, len(places), 0.0
+        taken = [0.0] * count
         for unit in units:
             # to where its middle lies, were the model one line cut into equal parts
-            while at < last and done + unit / 2 > total * (at + 1) / len(places):
-                at += 1
-            taken[at] += unit
+            at = math.ceil((done + unit / 2) * count / sum(units)) - 1
+            taken[min(max(at, 0), count - 1)] += unit
             done += unit
         even = {
             place: share + min(units, default=0.0) / 2
@@ -316,83 +309,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if self._checked is not None:
             self._checked.finish()
         if model.__dict__.get("hf_quantizer") is self:
-            model.hf_quantizer = self._stock()
+            order = type(self).__mro__
+            stock: Any = order[order.index(_Packing) + 1]
+            model.hf_quantizer = stock.__new__(stock)
+            own = {k: value for k, value in vars(self).items() if k not in vars(_Packing)}
+            vars(model.hf_quantizer).update(own)
         if fill is not None:
             fill.finish()
         return model
-
-    def _stock(self) -> Any:
-        """Return this quantizer as one of the stock class, for the model to keep."""
-        order = type(self).__mro__
-        stock: Any = order[order.index(_Packing) + 1]
-        quantizer = stock.__new__(stock)
-        quantizer.__dict__.update(self.__dict__)
-        for name in vars(_Packing).keys() & quantizer.__dict__.keys():
-            del quantizer.__dict__[name]
-        return quantizer
-
-
-def open_files(
-    files: list[str] | None, makers_config: Mapping[str, Any] | None
-) -> Checkpoint | None:
-    """Return a checkpoint's files as those of the 16-bit one; None if they are not safetensors."""
-    if files and all(str(file).endswith(".safetensors") for file in files):
-        paths = [Path(file) for file in files]
-        return open_plain(paths[0].parent, paths, makers_config)
-    if makers_config is not None:
-        raise CheckpointError(
-            f"The checkpoint is quantized ({maker_method({'quantization_config': makers_config})}) "
-            "and is dequantized from safetensors files only: give a folder or a hub id with such "
-            "files."
-        )
-    return None
-
-
-def load_dtypes(
-    model: Any, dtype: torch.dtype | None, quantizes: Callable[[Any, str], bool]
-) -> dict[str, torch.dtype]:
-    """Return, by name, the dtypes that transformers casts a model's tensors to as it reads them."""
-    kept = kept_dtypes(model, dtype)
-    tensors = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    return {
-        name: kept(name) or (dtype if dtype and quantizes(model, name) else tensor.dtype)
-        for name, tensor in tensors
-    }
-
-
-def preferring_bitsandbytes(stock: Any, is_on: Callable[[], bool]) -> Any:
-    """Return a stand-in for `AutoHfQuantizer.merge_quantization_configs`, as the class holds it.
-
-    While `is_on`, it returns a copy of the caller's bitsandbytes config where one is given for a
-    folder that its maker quantized. All else is left to `stock`, the class's attribute as it was.
-
-    Raises:
-        CheckpointError: The maker's method is not read.
-    """
-
-    def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:
-        if is_on() and _is_bitsandbytes(from_caller):
-            makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
-            if maker_method({"quantization_config": makers}) is not None:
-                MakerConfig(makers)  # refuses what is not read, before anything is downloaded
-                config = copy_config(from_caller)
-                setattr(config, _MAKERS_CONFIG, makers)
-                return config
-        return stock.__get__(None, cls)(from_folder, from_caller)
-
-    return classmethod(merge_quantization_configs)
-
-
-def _is_bitsandbytes(config: Any) -> bool:
-    if isinstance(config, Mapping):
-        return bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
-    return isinstance(config, BitsAndBytesConfig)
-
-
-def take_makers_config(config: Any) -> Mapping[str, Any] | None:
-    """Remove from a bitsandbytes config what it stands in for, and return it; None if nothing."""
-    makers: Mapping[str, Any] | None = getattr(config, "__dict__", {}).pop(_MAKERS_CONFIG, None)
-    return makers

@@ -6,7 +6,7 @@ off puts back exactly what was there. The path of one load:
 
     with enabled(): from_pretrained(path, quantization_config=...)
       |
-      |  AutoHfQuantizer.merge_quantization_configs  ->  preferring_bitsandbytes
+      |  AutoHfQuantizer.merge_quantization_configs  ->  `_preferring_bitsandbytes`
       |  AUTO_QUANTIZER_MAPPING[...]  ->  quantizer.packing_quantizer: the stock class, and on top
       v
     update_attn_implementation    is config.json that of a packed folder? then check the folder
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ _MERGE = "merge_quantization_configs"
 
 
 class Block(NamedTuple):
-    """What one block of `enabled` asks of the loads within."""
+    """What blocks of `enabled` ask of the loads within."""
 
     skip_modules: tuple[str, ...]  # patterns of what stays unpacked
     keep_codes: bool  # whether experts keep codes of their checkpoint that can be computed with
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 _lock = threading.RLock()
 _replaced: dict[str, tuple[type, type]] = {}  # method -> (stock class, packing class)
 _merge: tuple[Any, Any] | None = None  # the stock class method that chooses a config, and ours
-_blocks: list[Block] = []  # those that are open
+_blocks: list[Block] = []  # that are open
 _always = False
 
 
@@ -136,44 +136,55 @@ def enabled(
             _restore()
 
 
-def extra_skip_modules() -> tuple[str, ...]:
-    """Return the patterns that open blocks add to a load's own skips, each once."""
-    with _lock:
-        return tuple(dict.fromkeys(name for block in _blocks for name in block.skip_modules))
-
-
-def keeps_codes() -> bool:
-    """Whether an open block asks to keep the codes of checkpoints."""
-    with _lock:
-        return any(block.keep_codes for block in _blocks)
-
-
-def offloads() -> bool:
-    """Whether an open block asks to load experts into host memory."""
-    with _lock:
-        return any(block.offload for block in _blocks)
+def asked() -> Block:
+    """Return what the open blocks ask for together."""
+    blocks = tuple(_blocks)
+    skips = dict.fromkeys(name for block in blocks for name in block.skip_modules)
+    keep_codes = any(block.keep_codes for block in blocks)
+    return Block(tuple(skips), keep_codes, any(block.offload for block in blocks))
 
 
 def _install() -> None:
     global _merge
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
-    from .quantizer import packing_quantizer, preferring_bitsandbytes
+    from .quantizer import packing_quantizer
 
     if _replaced:
         return
-    packing = {
-        method: packing_quantizer(
-            AUTO_QUANTIZER_MAPPING[method], extra_skip_modules, keeps_codes, offloads
-        )
-        for method in _METHODS
-    }
-    for method, cls in packing.items():
-        _replaced[method] = (AUTO_QUANTIZER_MAPPING[method], cls)
-        AUTO_QUANTIZER_MAPPING[method] = cls
-    stock = AutoHfQuantizer.__dict__[_MERGE]
-    _merge = stock, preferring_bitsandbytes(stock, lambda: bool(_replaced))
+    for method in _METHODS:
+        stock = AUTO_QUANTIZER_MAPPING[method]
+        _replaced[method] = stock, packing_quantizer(stock, asked)
+        AUTO_QUANTIZER_MAPPING[method] = _replaced[method][1]
+    merge = AutoHfQuantizer.__dict__[_MERGE]
+    _merge = merge, _preferring_bitsandbytes(merge)
     setattr(AutoHfQuantizer, _MERGE, _merge[1])
+
+
+def _preferring_bitsandbytes(stock: Any) -> Any:
+    # A copy of the caller's bitsandbytes config, where one is given for a folder that its maker
+    # quantized, wins; all else is left to `stock`, the class's attribute as it was.
+    from transformers import BitsAndBytesConfig
+
+    from ..checkpoint.prequantized import maker_method
+    from ..checkpoint.prequantized.config import MakerConfig
+    from ..checkpoint.quantize import copy_config
+    from .quantizer import MAKERS_CONFIG
+
+    def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:
+        ours = isinstance(from_caller, BitsAndBytesConfig)
+        if isinstance(from_caller, Mapping):
+            ours = bool(from_caller.get("load_in_4bit") or from_caller.get("load_in_8bit"))
+        if _replaced and ours:
+            makers = from_folder if isinstance(from_folder, Mapping) else from_folder.to_dict()
+            if maker_method({"quantization_config": makers}) is not None:
+                MakerConfig(makers)  # refuses what is not read, before anything is downloaded
+                config = copy_config(from_caller)
+                setattr(config, MAKERS_CONFIG, makers)
+                return config
+        return stock.__get__(None, cls)(from_folder, from_caller)
+
+    return classmethod(merge_quantization_configs)
 
 
 def _restore() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import peft
 from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils.save_and_load import load_peft_weights
-from safetensors import safe_open
 from torch import nn
 
 from ..checkpoint import per_expert
-from ..checkpoint.adapter import check_adapter_patterns
+from ..checkpoint.adapter import WEIGHTS, check_adapter_patterns
+from ..checkpoint.reader import read_header
 from ..errors import AdapterError
 from . import files
 from .config import adapt, spell_exactly
@@ -94,18 +94,13 @@ def load_adapter(
 
 def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
     config: PeftConfig = PeftConfig.from_pretrained(adapter, **hub)
-    if isinstance(config, LoraConfig) and _is_from_v4(adapter, **hub):
-        return rewritten(base, config) or config
+    if isinstance(config, LoraConfig):
+        path = Path(adapter) / (hub.get("subfolder") or "") / WEIGHTS
+        local: Any = read_header(path) if path.exists() else None
+        keys = local or load_peft_weights(adapter, device="cpu", **hub)
+        if any(map(_EXPERT_KEY.search, keys)):  # single experts, as of transformers v4
+            return rewritten(base, config) or config
     return config if packed_parameters(base) else spell_exactly(base, config)
-
-
-def _is_from_v4(adapter: str, **hub: Any) -> bool:
-    """Whether the file has LoRA for each single expert, as of transformers v4."""
-    path = Path(adapter) / (hub.get("subfolder") or "") / "adapter_model.safetensors"
-    if not path.exists():
-        return any(map(_EXPERT_KEY.search, load_peft_weights(adapter, device="cpu", **hub)))
-    with safe_open(path, framework="pt") as file:
-        return any(map(_EXPERT_KEY.search, file.keys()))
 
 
 def _add_empty_adapter(

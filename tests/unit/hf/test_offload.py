@@ -103,17 +103,6 @@ def test_the_block_alone_asks_for_it(folders: Path) -> None:
     assert "on host" not in repr(load(folders / "plain", CONFIG))
 
 
-def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(
-        "qwen3", vocab_size=48, hidden_size=24, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    load(tmp_path, CONFIG, offload=True)
-
-
 class Watch:
     """Bytes of packed weights outside of the host memory they are moved to, whenever it grows."""
 

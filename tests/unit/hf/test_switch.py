@@ -17,6 +17,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
 from moe_qlora.errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
+from moe_qlora.hf import switch
 from moe_qlora.hf.quantizer import packing_quantizer
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import Packer
@@ -203,7 +204,8 @@ def test_tensors_instead_of_files(folder: Path) -> None:
     assert same(model, expected)
 
 
-def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_without_experts_loads_as_ever(tmp_path: Path, offload: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -215,7 +217,7 @@ def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     plain = load(tmp_path)
-    with moe_qlora.enabled():
+    with moe_qlora.enabled(offload=offload):
         model = load(tmp_path)
     assert same(model, plain)
     assert type(model.hf_quantizer) is type(plain.hf_quantizer)
@@ -357,7 +359,7 @@ def test_device_maps_are_even(devices: int, kind: str) -> None:
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    cls = packing_quantizer(STOCK["bitsandbytes_4bit"], tuple)
+    cls = packing_quantizer(STOCK["bitsandbytes_4bit"], switch.asked)
     quantizer = cls(BitsAndBytesConfig(**NF4), pre_quantized=False)
     quantizer.update_device_map(kind)
     quantizer.preprocess_model(model, dtype=torch.bfloat16, device_map=kind, checkpoint_files=None)
@@ -377,7 +379,7 @@ def test_planned_bytes_are_those_of_the_loaded_model(folder: Path) -> None:
         model = AutoModelForCausalLM.from_config(
             Qwen3MoeConfig.from_pretrained(folder), dtype=torch.bfloat16
         )
-    quantizer = packing_quantizer(STOCK["bitsandbytes_4bit"], tuple)(
+    quantizer = packing_quantizer(STOCK["bitsandbytes_4bit"], switch.asked)(
         BitsAndBytesConfig(**NF4), pre_quantized=False
     )
     quantizer.preprocess_model(model, dtype=torch.bfloat16, device_map=None, checkpoint_files=None)
