@@ -16,7 +16,6 @@ mixed precision would cast. bitsandbytes' own code uses its `QuantState`, which 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from typing import Any, NamedTuple, cast
@@ -44,9 +43,8 @@ _TRANSPOSED = "stored_transposed"
 class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
     """Dequantizes a 4-bit weight on access.
 
-    Unlike the class it extends it supports more than 2**31 - 1 weights and any row length, and
-    reads its statistics from the codes' own `Params4bit`, so that both stay one object through
-    deepcopy and device moves.
+    Unlike the class it extends it supports more than 2**31 - 1 weights and any row length. Its
+    statistics are those of the codes' own `Params4bit`.
     """
 
     quant_state: Any
@@ -55,33 +53,7 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         super().__init__(cast(Any, codes).quant_state)
         self.compute_dtype, self._serial = compute_dtype, next(_serials)
         self.storage_dtype: torch.dtype = codes.dtype
-        self.stored_transposed = bool(self.quant_state.__dict__.get("stored_transposed"))
-        self._codes = weakref.ref(codes)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Packed4bit:
-        # Params4bit copies its QuantState without the memo: use its copy.
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        codes = self._codes()
-        known = {"quant_state": self.quant_state, "_codes": self._codes}
-        if codes is not None:
-            copied: Any = copy.deepcopy(codes, memo)
-            known = {"quant_state": copied.quant_state, "_codes": weakref.ref(copied)}
-        for key, value in self.__dict__.items():
-            new.__dict__[key] = known[key] if key in known else copy.deepcopy(value, memo)
-        if codes is None:
-            new.quant_state = copy.deepcopy(self.quant_state, memo)
-        return new
-
-    def follow(self, codes: Tensor) -> Any:
-        """Return the statistics that belong to these codes."""
-        own = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
-        if own is not None:
-            self.__dict__["storage_dtype"] = codes.__dict__["quant_storage"]
-        if own is not None and own is not self.quant_state:
-            self.quant_state = own
-            self._codes = weakref.ref(cast(nn.Parameter, codes))
-        return self.quant_state
+        self.stored_transposed = bool(self.quant_state.__dict__.get(_TRANSPOSED))
 
     @torch.no_grad()
     def forward(self, quantized_param: Tensor) -> Tensor:
@@ -308,12 +280,15 @@ def read(codes: Tensor, decoder: Any) -> PackedWeight:
             codes.belong_to(decoder)
         packed = decoder.packed(codes)
     else:
-        state = decoder.follow(codes) if isinstance(decoder, Packed4bit) else decoder.quant_state
+        state = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
+        if state is None:
+            state = decoder.quant_state
+        elif state is not decoder.quant_state:
+            decoder.quant_state = state
         if state.absmax.device != codes.device and not codes.is_meta:
             state.to(codes.device)
         # Codes gathered by FSDP2 are no Params4bit: the decoder has their dtype.
-        of_codes = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
-        storage = of_codes or decoder.__dict__.get("storage_dtype")
+        storage = decoder.__dict__.get("storage_dtype")
         if storage is not None and codes.dtype != storage:
             raise QuantizationError(
                 f"The packed codes of a weight of shape {tuple(state.shape)} were cast from "

@@ -92,15 +92,16 @@ class PackedList(P.ParametrizationList):
             self.host.move(fn(torch.empty(0, dtype=torch.uint8, device=self.host.device)).device)
             return self
         cross_meta(self, "original", fn)
-        decoder = self._modules["0"]
-        if isinstance(decoder, Packed4bit):
-            decoder._codes = weakref.ref(cast(nn.Parameter, self._parameters["original"]))
         return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedList:
         """Return a copy, of what lies in host memory one on the device that computes."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
+        codes = cast(nn.Parameter, self._parameters["original"])
+        copied, state = copy.deepcopy(codes, memo), codes.__dict__.get("quant_state")
+        if state is not None:  # Params4bit copies its own without the memo
+            memo[id(state)] = copied.__dict__["quant_state"]
         held = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(held, memo))
         if self.host is not None:
