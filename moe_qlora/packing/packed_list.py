@@ -44,28 +44,21 @@ _by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDict
 
 
 class Host(Protocol):
-    """Where a packed weight lies that is not on the device that computes with it."""
+    """Where a packed weight lies that is not on the device that computes with it.
+
+    `layer` is with what it lies together, to be copied as a whole; `device` computes. `reserve`
+    returns where the weight is on the device (None where it never stays there), and what keeps it
+    there; `fetch` the weight on the device, valid while the returned object is referenced. `move`
+    has another device compute from now on.
+    """
 
     @property
-    def layer(self) -> object:
-        """With what it lies together, to be copied as a whole."""
-
+    def layer(self) -> object: ...
     @property
-    def device(self) -> torch.device:
-        """The device that computes."""
-
-    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]:
-        """Return where the weight is on the device, and what keeps it there while referenced.
-
-        The place is the same as long as recorded code finds the weight at its address; None where
-        it never will.
-        """
-
-    def fetch(self, packed_list: PackedList) -> PackedWeight:
-        """Return the weight on the device, valid as long as the returned object is referenced."""
-
-    def move(self, device: torch.device) -> None:
-        """Compute on another device from now on."""
+    def device(self) -> torch.device: ...
+    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]: ...
+    def fetch(self, packed_list: PackedList) -> PackedWeight: ...
+    def move(self, device: torch.device) -> None: ...
 
 
 class PackedList(P.ParametrizationList):

@@ -264,17 +264,10 @@ def parametrization_list(module: nn.Module, name: str) -> nn.Module:
 def decoder_of(module: nn.Module, name: str) -> Any:
     """Return the module that decodes this parameter (decoders.py); None where it is not packed."""
     lists = module._modules.get("parametrizations")
-    if lists is None or name not in lists._modules:
-        return None
-    first = lists._modules[name]._modules.get("0")  # type: ignore[union-attr]
+    chain = None if lists is None else lists._modules.get(name)
+    first = None if chain is None else chain._modules.get("0")
     known = (bnb_parametrize.Bnb4bitParametrization, PackedScales)
     return first if isinstance(first, known) else None
-
-
-def decoded_dtype(decoder: Any) -> torch.dtype:
-    """Return the dtype that a packed weight's decoder gives."""
-    own: torch.dtype | None = getattr(decoder, "weight_dtype", None)
-    return decoder.quant_state.dtype if own is None else own
 
 
 def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
@@ -385,8 +378,9 @@ def _reading_call(base: Any, names: tuple[str, ...]) -> Callable[..., Any]:
         around, dtype = getattr(self, _INPUT_DTYPE, None), _input_dtype(args, kwargs)
         if torch.compiler.is_compiling() and around is None:
             # torch 2.11 compiles no checkpointed layer in which an attribute is set.
-            decoders = [self.parametrizations[name][0] for name in names]
-            if dtype is None or all(decoded_dtype(decoder) == dtype for decoder in decoders):
+            first = [self.parametrizations[name][0] for name in names]
+            own = (getattr(d, "weight_dtype", None) or d.quant_state.dtype for d in first)
+            if dtype is None or all(each == dtype for each in own):
                 return base.__call__(self, *args, **kwargs)
         setattr(self, _INPUT_DTYPE, dtype)
         try:
