@@ -171,7 +171,7 @@ class Bnb4bit(Codec):
         end = min(blocks * block, packed.numel)
         flat = packed.codes.detach().view(-1).view(torch.uint8)
         codes = flat[begin * block // 2 : (end + 1) // 2]
-        absmax = first_level_absmax(packed, begin, blocks)
+        absmax = _first_level_absmax(packed, begin, blocks)
         if packed.device.type != "cpu":
             flat = _kernel(packed, codes, absmax, (end - begin * block,))
         else:
@@ -195,24 +195,20 @@ class Bnb4bit(Codec):
 NF4, FP4 = Bnb4bit("nf4"), Bnb4bit("fp4", is_default=True)
 
 
-def first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
-    """Return the fp32 absmax of the first-level blocks [begin, end)."""
+def _first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
     nested = packed.nested
     if nested is None:
         return packed.absmax[begin:end].float()
     import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
 
-    first, last = begin // nested.blocksize, cdiv(end, nested.blocksize)
-    start = first * nested.blocksize
+    block = nested.blocksize
+    first, last = begin // block, cdiv(end, block)
+    codes, outer = packed.absmax[first * block : last * block], nested.absmax[first:last]
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        packed.absmax[start : last * nested.blocksize],
-        nested.absmax[first:last],
-        nested.table,
-        nested.blocksize,
-        torch.float32,
+        codes, outer, nested.table, block, torch.float32
     )
     absmax += nested.offset
-    return cast(Tensor, absmax[begin - start : end - start])
+    return cast(Tensor, absmax[begin - first * block : end - first * block])
 
 
 def _kernel(packed: PackedWeight, codes: Tensor, absmax: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -50,21 +50,15 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingFormat:
-    """How a weight is packed.
-
-    `storage_dtype` is the dtype that the bytes of 4-bit codes are viewed in, always torch.int8 for
-    int8. `compute_dtype` is the dtype that this package computes in, None for the activations'; it
-    never changes the dtype of a decoded tensor. `blocksize` is the number of weights in a
-    first-level block; `double_quant` quantizes the 4-bit statistics as well. `stored_transposed`,
-    for native codes of a checkpoint: codes and blocks run along the columns of the decoded weight,
-    whose last two dimensions are swapped in storage.
-    """
+    """How a weight is packed."""
 
     kind: str
-    double_quant: bool = False
-    storage_dtype: torch.dtype = torch.uint8
-    compute_dtype: torch.dtype | None = None
-    blocksize: int = 64
+    double_quant: bool = False  # 4-bit statistics are quantized as well
+    storage_dtype: torch.dtype = torch.uint8  # that 4-bit codes are viewed in; int8 for int8
+    compute_dtype: torch.dtype | None = None  # None: the activations'; never a decoded tensor's
+    blocksize: int = 64  # weights in a first-level block
+    # of native codes of a checkpoint: codes and blocks run along the decoded weight's columns,
+    # whose last two dimensions are swapped in storage
     stored_transposed: bool = field(default=False, kw_only=True)
 
 

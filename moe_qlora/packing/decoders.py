@@ -6,12 +6,11 @@
     shardable    4-bit: PackedCodes, uint8       Shardable4bit       uint8 parameters
                  others: nn.Parameter, flat      PackedScales        parameter: the scales' bits
 
-"4-bit" are codecs with `in_quant_state`; the others are int8 and users' codecs.
-
-A single process uses the compact layout, a distributed run the shardable layout (sharding.py): each
-tensor is a parameter that FSDP2, DeepSpeed and checkpoints shard, and none is floating-point, which
-mixed precision would cast. bitsandbytes' own code uses its `QuantState`, which shares a
-`PackedWeight`'s tensors; for a kind that bitsandbytes does not know it only carries them.
+"4-bit" are codecs with `in_quant_state`; the others are int8 and users' codecs. A single process
+uses the compact layout, a distributed run the shardable one (sharding.py). No statistic is a
+floating-point parameter, or an fp32 buffer: trainers and mixed precision cast these. bitsandbytes'
+own code uses its `QuantState`, which shares a `PackedWeight`'s tensors; for a kind that
+bitsandbytes does not know it only carries them.
 """
 
 from __future__ import annotations

@@ -92,9 +92,10 @@ class PackedList(P.ParametrizationList):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         codes = cast(nn.Parameter, self._parameters["original"])
-        copied, state = copy.deepcopy(codes, memo), codes.__dict__.get("quant_state")
-        if state is not None:  # Params4bit copies its own without the memo
-            memo[id(state)] = copied.__dict__["quant_state"]
+        copied = copy.deepcopy(codes, memo)
+        both = [each.__dict__.get("quant_state") for each in (codes, copied)]
+        if None not in both:  # Params4bit copies its own without the memo
+            memo[id(both[0])] = both[1]
         held = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(held, memo))
         if self.host is not None:
@@ -148,6 +149,11 @@ def put(codes: Any, decoder: Any, packed: PackedWeight) -> None:
     The parameter stays the same object, and so does the `QuantState`: tied weights follow.
     """
     codes.data = packed.codes
+    put_statistics(decoder, packed)
+
+
+def put_statistics(decoder: Any, packed: PackedWeight) -> None:
+    """Let the decoder (of the compact layout) have this weight's statistics."""
     if isinstance(decoder, PackedScales):
         decoder.scale_bits = as_bits(packed.absmax)
     else:

@@ -9,24 +9,20 @@ code that reads `module.<name>` gets the dequantized weight:
         [0]          Packed4bit (a Bnb4bitParametrization) with the same QuantState object,
                      or PackedScales with the row scales (decoders.py)
 
-That is the layout of a single process; sharding.py changes it for engines of many GPUs.
-
-The codes are a `Params4bit`, where bitsandbytes' own helper has a plain Parameter: its `to` moves
-the statistics with the codes, PEFT's k-bit preparation skips it by its class name, and transformers
-counts its weights right. Weights packed by that helper are read here as well.
+That is the layout of a single process; sharding.py changes it for engines of many GPUs (the two
+layouts: decoders.py). The codes are a `Params4bit`, where bitsandbytes' own helper has a plain
+Parameter: its `to` moves the statistics with the codes, PEFT's k-bit preparation skips it by its
+class name, and transformers counts its weights right. Weights packed by that helper are read here
+as well.
 
 In a call of the module, or of one around it whose code reads its weights, these are read in the
 dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
-
-Statistics are never floating-point parameters, and the int8 scales are a buffer of their fp32 bits
-as int32: trainers cast every fp32 parameter or buffer, and statistics must move with the model at
-full precision.
 
 Keys of a state dict, each of which can be loaded into the other layout; files of a packed folder
 have the compact layout's:
 
     layout      keys of a weight <module>.<name>                            a Linear4bit's weight
-    compact     <module>.<name>, and the ends in settings.py                the same
+    compact     <module>.<name>, and the ends of its codec's tensors        the same
     shardable   <module>.parametrizations.<name>.original                   <module>.weight
                 <module>.parametrizations.<name>.0.absmax, .nested          <module>.statistics.*
                 (int8 and users' codecs: .0.scale_bits)
@@ -65,9 +61,9 @@ from .decoders import (
     is_shardable,
     params4bit,
     read,
-    to_quant_state,
 )
-from .packed_list import PackedList, refuse_hosted
+from .linear import write_linear
+from .packed_list import PackedList, put_statistics, refuse_hosted
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
@@ -465,10 +461,7 @@ def _load(
         if loaded is None or (original.is_meta and not assign):
             continue  # torch's own message names meta
         loaded = loaded if assign else loaded.to(original.device)
-        if isinstance(decoder, PackedScales):
-            decoder.scale_bits = as_bits(loaded.absmax)
-        else:  # in place: tied modules share the statistics
-            decoder.quant_state.__dict__.update(to_quant_state(loaded).__dict__)
+        put_statistics(decoder, loaded)
         codes: Tensor = loaded.codes
         if assign and isinstance(decoder, PackedScales):
             codes = nn.Parameter(codes, requires_grad=False)
@@ -501,12 +494,8 @@ def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) ->
 
 def pack_blank_linear(module: Any, dtype: torch.dtype, settings: CodecSettings) -> None:
     """Give one of bitsandbytes' Linear layers on meta a blank packed weight, decoded to `dtype`."""
-    blank = blank_weight((module.out_features, module.in_features), dtype, settings)
-    if not isinstance(module, bnb.Linear8bitLt):
-        module.weight = hold(blank)
-        return
-    module.weight = bnb.Int8Params(blank.codes, requires_grad=False, has_fp16_weights=False)
-    module.weight.CB, module.weight.SCB = module.weight.data, blank.absmax
+    shape = module.out_features, module.in_features
+    write_linear(module, blank_weight(shape, dtype, settings))
 
 
 def _translate(
@@ -622,9 +611,8 @@ def _load_4bit(
         return  # torch's own message names meta
     if not assign:
         loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
-    codes: Any = hold(loaded)
-    state_dict[key] = codes
-    codes.module, module.weight, module.quant_state = module, codes, codes.quant_state
+    write_linear(module, loaded)
+    state_dict[key] = module.weight
 
 
 def _load_8bit(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:

@@ -1,19 +1,10 @@
 """How weights are packed: the fields of a `BitsAndBytesConfig`, and the tensors that result.
 
 The config is read by its attributes or keys, so that nothing here needs transformers. Each codec
-defines its own tensors (`codecs.py`); nf4, fp4 and int8 are bitsandbytes' formats, with the keys
-that a packed Linear layer has in a state dict.
+defines its own tensors (codecs.py), with the keys that a packed Linear layer of bitsandbytes has.
+The first of the two 4-bit codes in a byte is in its high half; divisions round up. That is 0.5625
+bytes a weight in 4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
 
-    kind       code table             blocks          order of weights      value of a weight
-    nf4, fp4   bitsandbytes' (16,)    64 of all       the decoded weight's  table[code] * absmax
-    mxfp4      E2M1 (16,)             32 of a row     the decoded weight's, table[code] *
-                                                      or, stored            2**(exponent - 127)
-                                                      transposed, that of
-                                                      its transpose
-    int8       none                   a row           the decoded weight's  code * scale / 127
-
-The first of the two codes in a byte is in the byte's high half. All divisions round up. That is
-0.5625 bytes a weight in 4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
 Packing, blank weights on meta, key names, checks of folders and byte counts all follow from
 `packed_tensors`. Decoding trusts tensors: tensors from outside pass `problems` first.
 """
@@ -24,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -71,10 +62,7 @@ class CodecSettings(PackingFormat):
 
     @classmethod
     def from_config(cls, config: Any) -> CodecSettings:
-        """Read a `BitsAndBytesConfig` or its dict; absent fields have that class's defaults.
-
-        A config that cannot be followed is a `ConfigError`.
-        """
+        """Read a `BitsAndBytesConfig` or its dict; absent fields have that class's defaults."""
         if isinstance(config, type):
             raise ConfigError(
                 f"The quantization config is the class {config.__name__}: give an instance of it."
@@ -151,10 +139,7 @@ class CodecSettings(PackingFormat):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values, under the keys of a packed folder's manifest.
-
-        `skip_modules` are not among them: they do not say how a weight is packed.
-        """
+        """Return how a weight is packed as JSON values, under the keys of a folder's manifest."""
         compute = self.compute_dtype
         return {
             "kind": self.kind,
@@ -177,9 +162,9 @@ class CodecSettings(PackingFormat):
         }
         absent = {"storage_dtype": "uint8", "compute_dtype": None, "stored_transposed": False}
         values = {**absent, **values}
-        missing = [key for key in ("blocksize", *options) if key not in values]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing")
+        for key in ("blocksize", *options):
+            if key not in values:
+                raise ValueError(f"{key} is missing")
         for key, allowed in options.items():
             value = values[key]
             if not any(value == one and type(value) is type(one) for one in allowed):
@@ -201,12 +186,10 @@ class CodecSettings(PackingFormat):
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
     """Read a dtype; the first one allowed is the default."""
     value = get(field, allowed[0])
-    dtype: Any = (
-        getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    )
+    dtype = getattr(torch, value.removeprefix("torch."), 0) if isinstance(value, str) else value
     if dtype not in allowed:
         raise ConfigError(f"{field} is {value!r}: give one of {', '.join(map(str, allowed))}.")
-    return dtype
+    return cast(torch.dtype, dtype)
 
 
 def packed_tensors(shape: Sequence[int], settings: CodecSettings) -> dict[str, TensorSpec]:
@@ -264,11 +247,10 @@ def problems(
     settings: CodecSettings,
     dtype: torch.dtype | None = None,
 ) -> Iterator[str]:
-    """Yield faults of a packed weight's tensors that decoding does not check, to follow its name.
+    """Yield faults of a packed weight's tensors, by the end of their key, to follow its name.
 
-    `tensors` are by the end of their key, the codes included; where one is on meta, or sharded,
-    values are not looked at. `shape` and `dtype` are those of the decoded weight; without a dtype a
-    4-bit weight may have any.
+    `shape` and `dtype` are those of the decoded weight; None: any that a record may say. Values are
+    not looked at where a tensor is on meta or sharded.
     """
     specs = packed_tensors(shape, settings)
     sound = True
