@@ -159,8 +159,6 @@ class ShardableStatistics(ShardableDecoder):
             )
         owner = codes if isinstance(codes, nn.Parameter) else None
         raw, nested = codes.detach(), None
-        absmax: Any
-        table: Any
         if is_share(self.absmax) or is_share(codes):
             absmax, table = self.absmax.detach(), self.tables
             raw = torch.empty((0, 1), dtype=self.storage_dtype, device=codes.device)
@@ -168,8 +166,8 @@ class ShardableStatistics(ShardableDecoder):
                 bits = self.nested.detach()
                 nested = NestedAbsmax(self.tables, bits, bits, self.nested_blocksize)
         else:
-            absmax, table, offset, inner, inner_table = self.parts()
-            if offset is not None and inner is not None and inner_table is not None:
+            absmax, table, offset, inner, inner_table = cast(Any, self.parts())
+            if self.double_quant:
                 nested = NestedAbsmax(inner_table, inner, offset, self.nested_blocksize)
             if self.storage_dtype != torch.uint8:
                 raw = raw.view(-1).view(self.storage_dtype).unsqueeze(1)

@@ -1,9 +1,7 @@
 """torch's `ParametrizationList` of a packed weight, and the seam for weights in host memory.
 
-A list's `host`, where it has one, knows the weight's codes and statistics in host memory, where the
-module's own tensors are views of it: all that saves, merges or copies reads these. A forward or
-backward reads by `host.fetch`, which returns the weight on the device that computes. Compiled code
-has a handle, by which its operators fetch.
+Where a list has a `host`, the module's own tensors are views of host memory, which all that saves,
+merges or copies reads. A forward or backward reads by `host.fetch`, compiled code by a handle.
 """
 
 from __future__ import annotations
@@ -135,9 +133,8 @@ def fetched(chain: PackedList) -> PackedWeight:
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _unpacked(chain: PackedList) -> Tensor:
     """Return what `ParametrizationList.forward` does of a weight in host memory."""
-    assert chain.host is not None
     with torch.no_grad():
-        weight = unpack(chain.host.fetch(chain))
+        weight = unpack(fetched(chain))
     for key in range(1, len(chain)):
         weight = chain[key](weight)
     return weight

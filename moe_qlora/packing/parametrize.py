@@ -143,8 +143,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
 def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]]) -> None:
     """Add members to the class of a packed module, also for when it is packed again.
 
-    `members` gets the class that the module had before torch's parametrization. A class that an
-    engine has derived is not changed.
+    `members` gets the plain class. A class that an engine has derived is not changed.
     """
     module.__dict__[_MEMBERS] = members
     _set_class(module)
@@ -204,10 +203,7 @@ def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def read_packed(module: nn.Module, name: str) -> PackedWeight:
-    """Return the packed weight where it is now; nothing is dequantized or copied.
-
-    Codes that were cast to another dtype, which destroys them, are an error.
-    """
+    """Return the packed weight where it is now (`decoders.read`)."""
     decoder = decoder_of(module, name)
     if decoder is None:
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
@@ -275,8 +271,7 @@ def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
 def follow_calls_of(owner: nn.Module, path: str) -> None:
     """Read the packed weights of `owner`'s module at `path` in the dtype of the owner's input too.
 
-    For owners whose code reads these weights, as dbrx's does. The hooks have the path, so that
-    copies follow their own calls.
+    For owners whose code reads them, as dbrx's. By the path copies follow their own calls.
     """
     if path not in owner.__dict__.setdefault(_READS, {}):
         owner.__dict__[_READS][path] = (
@@ -321,10 +316,7 @@ def is_autocast_on(x: Tensor) -> bool:
 
 @contextmanager
 def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
-    """Within the block, apply `last` to the weight that other code reads of a packed parameter.
-
-    `last` gets the dequantized weight and returns a tensor of its shape.
-    """
+    """Within the block, apply `last` to the weight that other code reads of a packed parameter."""
     chain = parametrization_list(module, name)._modules
     key = str(len(chain))
     chain[key] = last
@@ -620,12 +612,10 @@ def _load_8bit(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> No
     statistics = module._modules.get("statistics")
     if isinstance(statistics, PackedScales) and scales in state_dict:
         state_dict.pop(f"{prefix}weight_format", None)
-        entry = state_dict.pop(scales).view(torch.int32)
-        own: Any = statistics.scale_bits
-        state_dict[bits] = _share_of(entry, own) if hasattr(own, "device_mesh") else entry
-        weight: Any = module.weight
-        if hasattr(weight, "device_mesh"):
-            state_dict[f"{prefix}weight"] = _share_of(state_dict[f"{prefix}weight"], weight)
+        state_dict[bits] = state_dict.pop(scales).view(torch.int32)
+        for key, own in ((bits, statistics.scale_bits), (f"{prefix}weight", module.weight)):
+            if hasattr(own, "device_mesh"):
+                state_dict[key] = _share_of(state_dict[key], own)
     elif statistics is None and bits in state_dict:
         state_dict[scales] = state_dict.pop(bits).view(torch.float32)
         state_dict[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)

@@ -29,9 +29,6 @@ BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes'
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
-_FLOAT_NAMES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
-_STORAGE_NAMES = {dtype_name(dtype): dtype for dtype in (torch.int8, *STORAGE_DTYPES)}
-
 
 @dataclass(frozen=True)
 class CodecSettings(PackingFormat):
@@ -90,11 +87,10 @@ class CodecSettings(PackingFormat):
                 f"The quantization config asks for {asked}: set exactly one of load_in_4bit=True "
                 "and load_in_8bit=True."
             )
-        skips = get("llm_int8_skip_modules", ())
-        listed = isinstance(skips, (list, tuple, set, frozenset))
-        if not listed or not all(isinstance(skip, str) for skip in skips):
-            raise ConfigError(f"llm_int8_skip_modules is {skips!r}: give a list of module names.")
-        skips = tuple(skips)
+        given = get("llm_int8_skip_modules", ())
+        skips = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else (None,)
+        if not all(isinstance(skip, str) for skip in skips):
+            raise ConfigError(f"llm_int8_skip_modules is {given!r}: give a list of module names.")
         if eight and get("llm_int8_has_fp16_weight", False):
             raise ConfigError(
                 "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "
@@ -104,9 +100,9 @@ class CodecSettings(PackingFormat):
         if eight:
             return cls(by_config[0].kind, skip_modules=skips)
         kind = get("bnb_4bit_quant_type", next(c.kind for c in by_config if c.is_default))
-        names = [repr(codec.kind) for codec in by_config]
-        if repr(kind) not in names:
-            both = f"{', '.join(names[:-1])} and {names[-1]}"
+        names = [codec.kind for codec in by_config]
+        if kind not in names:
+            both = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
             raise ConfigError(f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows {both}.")
         storage = _dtype(get, "bnb_4bit_quant_storage", STORAGE_DTYPES)
         compute = _dtype(get, "bnb_4bit_compute_dtype", FLOAT_DTYPES)
@@ -120,10 +116,9 @@ class CodecSettings(PackingFormat):
 
     def describe(self) -> str:
         """Return the codec in words, such as "nf4 with double quantization"."""
-        parts = [self.kind, " with double quantization" if self.double_quant else ""]
-        if self.storage_dtype not in (torch.uint8, torch.int8):
-            parts.append(f", stored as {dtype_name(self.storage_dtype)}")
-        return "".join(parts)
+        plain = self.storage_dtype in (torch.uint8, torch.int8)
+        stored = "" if plain else f", stored as {dtype_name(self.storage_dtype)}"
+        return self.kind + (" with double quantization" if self.double_quant else "") + stored
 
     def bnb_fields(self) -> dict[str, Any]:
         """Return the arguments of the `BitsAndBytesConfig` that asks for this."""
@@ -156,8 +151,8 @@ class CodecSettings(PackingFormat):
         options: dict[str, tuple[Any, ...]] = {
             "kind": kinds(),
             "double_quant": (False, True),
-            "storage_dtype": tuple(_STORAGE_NAMES),
-            "compute_dtype": (None, *_FLOAT_NAMES),
+            "storage_dtype": tuple(map(dtype_name, (torch.int8, *STORAGE_DTYPES))),
+            "compute_dtype": (None, *map(dtype_name, FLOAT_DTYPES)),
             "stored_transposed": (False, True),
         }
         absent = {"storage_dtype": "uint8", "compute_dtype": None, "stored_transposed": False}
@@ -175,11 +170,10 @@ class CodecSettings(PackingFormat):
             raise ValueError(
                 f"blocksize is {blocksize!r:.80}; expected a power of two from 32 to 4096"
             )
-        compute_dtype = None if compute is None else _FLOAT_NAMES[compute]
-        storage = _STORAGE_NAMES[values["storage_dtype"]]
+        compute = None if compute is None else getattr(torch, compute)
         return cls(
-            values["kind"], values["double_quant"], storage, compute_dtype, blocksize,
-            stored_transposed=values["stored_transposed"],
+            values["kind"], values["double_quant"], getattr(torch, values["storage_dtype"]), compute,
+            blocksize, stored_transposed=values["stored_transposed"],
         )  # fmt: skip
 
 
