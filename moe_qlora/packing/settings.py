@@ -171,9 +171,10 @@ class CodecSettings(PackingFormat):
                 f"blocksize is {blocksize!r:.80}; expected a power of two from 32 to 4096"
             )
         compute = None if compute is None else getattr(torch, compute)
+        storage = getattr(torch, values["storage_dtype"])
         return cls(
-            values["kind"], values["double_quant"], getattr(torch, values["storage_dtype"]), compute,
-            blocksize, stored_transposed=values["stored_transposed"],
+            values["kind"], values["double_quant"], storage, compute, blocksize,
+            stored_transposed=values["stored_transposed"],
         )  # fmt: skip
 
 
