@@ -89,17 +89,14 @@ class PackedList(P.ParametrizationList):
         """Return a copy, of what lies in host memory one on the device that computes."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        codes = cast(nn.Parameter, self._parameters["original"])
-        copied = copy.deepcopy(codes, memo)
-        both = [each.__dict__.get("quant_state") for each in (codes, copied)]
+        codes = copy.deepcopy(self.original, memo)
+        both = [each.__dict__.get("quant_state") for each in (self.original, codes)]
         if None not in both:  # Params4bit copies its own without the memo
             memo[id(both[0])] = both[1]
         held = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(held, memo))
-        if self.host is not None:
-            codes, decoder = cast(Tensor, new._parameters["original"]), new._modules["0"]
-            if not codes.is_meta:  # as a copy to meta has them
-                put(codes, decoder, read(codes, decoder).to(self.host.device))
+        if self.host is not None and not codes.is_meta:  # as a copy to meta has them
+            put(codes, new[0], read(codes, new[0]).to(self.host.device))
         return new
 
     def forward(self) -> Tensor:
