@@ -46,7 +46,7 @@ class Bnb4bit(Codec):
     bits = 4
     scales = ABSMAX
     ends = (ABSMAX, NESTED_ABSMAX, TABLE, NESTED_TABLE)
-    packs_linears = has_record = nests = in_quant_state = decodes_whole = True
+    packs_linears = has_record = in_quant_state = decodes_whole = True
 
     def __init__(self, kind: str, *, is_default: bool = False) -> None:
         self.kind, self.table, self.is_default = kind, TABLES[kind], is_default
@@ -135,17 +135,16 @@ class Bnb4bit(Codec):
         import bitsandbytes.functional
 
         bnb: Any = bitsandbytes.functional  # no type annotations to check against
-        nested = None
+        codes = codes.view(settings.storage_dtype).unsqueeze(1)
+        tensors = {CODES: codes, TABLE: bnb.get_4bit_type(self.kind, device=codes.device)}
         if settings.double_quant:
             offset = scales.mean()
             scales, state = bnb.quantize_blockwise(scales.sub_(offset), blocksize=NESTED_BLOCK)
-            nested = NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
-        codes = codes.view(settings.storage_dtype).unsqueeze(1)
-        table = bnb.get_4bit_type(self.kind, device=codes.device)
-        return PackedWeight(
-            codes, scales, table, settings.blocksize, nested, torch.Size(shape), self.kind, dtype,
-            settings.compute_dtype,
-        )  # fmt: skip
+            tensors |= {NESTED_ABSMAX: state.absmax, NESTED_TABLE: state.code}
+        packed = self.assemble({**tensors, ABSMAX: scales}, shape, dtype, settings)
+        if packed.nested is not None:
+            packed.nested = packed.nested._replace(offset=offset)
+        return packed
 
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat

@@ -85,7 +85,6 @@ class Codec:
     loads_in_8bit = False  # by `load_in_8bit=True`, not `load_in_4bit` and its type
     packs_linears = False  # bitsandbytes' Linear layers support it
     has_record = False  # a stored weight has bitsandbytes' record, which names the decoded dtype
-    nests = False  # supports double quantization
     # a module has the codes as a `Params4bit` and the statistics, with a table, in a `QuantState`;
     # else the codes as a plain parameter and scales in the decoder (decoders.py)
     in_quant_state = False

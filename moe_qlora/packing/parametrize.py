@@ -275,8 +275,8 @@ def follow_calls_of(owner: nn.Module, path: str) -> None:
     """
     if path not in owner.__dict__.setdefault(_READS, {}):
         owner.__dict__[_READS][path] = (
-            owner.register_forward_pre_hook(partial(_note_input, path), with_kwargs=True),
-            owner.register_forward_hook(partial(_forget_input, path), always_call=True),
+            owner.register_forward_pre_hook(partial(_note_input, path, True), with_kwargs=True),
+            owner.register_forward_hook(partial(_note_input, path, False), always_call=True),
         )
 
 
@@ -287,12 +287,9 @@ def follow_no_calls(owner: nn.Module) -> None:
             hook.remove()
 
 
-def _note_input(path: str, owner: nn.Module, args: Any, kwargs: Any) -> None:
-    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, _input_dtype(args, kwargs))
-
-
-def _forget_input(path: str, owner: nn.Module, args: Any, output: Any) -> None:
-    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, None)
+def _note_input(path: str, begins: bool, owner: nn.Module, args: Any, last: Any) -> None:
+    dtype = _input_dtype(args, last) if begins else None
+    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, dtype)
 
 
 def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
