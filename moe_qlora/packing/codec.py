@@ -128,6 +128,8 @@ class Packer:
     def _take(self, chunk: Tensor) -> None:
         if not len(chunk):
             return
+        if self._done + len(chunk) > math.prod(self.shape):
+            raise ValueError(f"more weights came than shape {tuple(self.shape)} has")
         codes, scales = self._codec.quantize(chunk, self._unit)
         at, first = self._done * self._codec.bits // 8, self._done // self._unit
         self._codes[at : at + codes.numel()] = codes.view(torch.uint8).view(-1)
