@@ -46,7 +46,7 @@ class Bnb4bit(Codec):
     bits = 4
     scales = ABSMAX
     ends = (ABSMAX, NESTED_ABSMAX, TABLE, NESTED_TABLE)
-    packs_linears = has_record = nests = in_quant_state = decodes_whole = True
+    packs_linears = has_record = in_quant_state = decodes_whole = True
 
     def __init__(self, kind: str, *, is_default: bool = False) -> None:
         self.kind, self.table, self.is_default = kind, TABLES[kind], is_default
@@ -135,17 +135,16 @@ class Bnb4bit(Codec):
         import bitsandbytes.functional
 
         bnb: Any = bitsandbytes.functional  # no type annotations to check against
-        nested = None
+        codes = codes.view(settings.storage_dtype).unsqueeze(1)
+        tensors = {CODES: codes, TABLE: bnb.get_4bit_type(self.kind, device=codes.device)}
         if settings.double_quant:
             offset = scales.mean()
             scales, state = bnb.quantize_blockwise(scales.sub_(offset), blocksize=NESTED_BLOCK)
-            nested = NestedAbsmax(state.code, state.absmax, offset, state.blocksize)
-        codes = codes.view(settings.storage_dtype).unsqueeze(1)
-        table = bnb.get_4bit_type(self.kind, device=codes.device)
-        return PackedWeight(
-            codes, scales, table, settings.blocksize, nested, torch.Size(shape), self.kind, dtype,
-            settings.compute_dtype,
-        )  # fmt: skip
+            tensors |= {NESTED_ABSMAX: state.absmax, NESTED_TABLE: state.code}
+        packed = self.assemble({**tensors, ABSMAX: scales}, shape, dtype, settings)
+        if packed.nested is not None:
+            packed.nested = packed.nested._replace(offset=offset)
+        return packed
 
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
@@ -171,7 +170,7 @@ class Bnb4bit(Codec):
         end = min(blocks * block, packed.numel)
         flat = packed.codes.detach().view(-1).view(torch.uint8)
         codes = flat[begin * block // 2 : (end + 1) // 2]
-        absmax = first_level_absmax(packed, begin, blocks)
+        absmax = _first_level_absmax(packed, begin, blocks)
         if packed.device.type != "cpu":
             flat = _kernel(packed, codes, absmax, (end - begin * block,))
         else:
@@ -195,24 +194,20 @@ class Bnb4bit(Codec):
 NF4, FP4 = Bnb4bit("nf4"), Bnb4bit("fp4", is_default=True)
 
 
-def first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
-    """Return the fp32 absmax of the first-level blocks [begin, end)."""
+def _first_level_absmax(packed: PackedWeight, begin: int, end: int) -> Tensor:
     nested = packed.nested
     if nested is None:
         return packed.absmax[begin:end].float()
     import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
 
-    first, last = begin // nested.blocksize, cdiv(end, nested.blocksize)
-    start = first * nested.blocksize
+    block = nested.blocksize
+    first, last = begin // block, cdiv(end, block)
+    codes, outer = packed.absmax[first * block : last * block], nested.absmax[first:last]
     absmax = torch.ops.bitsandbytes.dequantize_blockwise.default(
-        packed.absmax[start : last * nested.blocksize],
-        nested.absmax[first:last],
-        nested.table,
-        nested.blocksize,
-        torch.float32,
+        codes, outer, nested.table, block, torch.float32
     )
     absmax += nested.offset
-    return cast(Tensor, absmax[begin - start : end - start])
+    return cast(Tensor, absmax[begin - first * block : end - first * block])
 
 
 def _kernel(packed: PackedWeight, codes: Tensor, absmax: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -46,20 +46,17 @@ _DEVICE_CHUNK = 2**24
 
 
 def first_nonfinite(weight: Tensor, limit: float = math.inf) -> tuple[int, ...] | None:
-    """Return the index of the first NaN or inf in row-major order, None where all is finite.
+    """Return the index of the first value in row-major order that is NaN, or not below `limit`.
 
-    Values of at least `limit` in size count as inf.
-
-    It reads the weight once, in pieces, with small temporaries only: minimum and maximum propagate
-    NaN. A finite weight costs one synchronisation with the device.
+    A weight without one is read once, in pieces, and costs one synchronisation with the device.
     """
     weight = weight.detach()
     step = _chunk_elements(weight.device)
-    extremes = [torch.stack(torch.aminmax(chunk)) for chunk in _flat_chunks(weight, step, 1)]
+    extremes = [torch.stack(torch.aminmax(chunk)) for chunk in _flat_chunks(weight, step)]
     if bool(are_below(torch.stack(extremes), limit).all()):
         return None
     start = 0
-    for chunk in _flat_chunks(weight, step, 1):
+    for chunk in _flat_chunks(weight, step):
         nonfinite = torch.nonzero(~are_below(chunk, limit))
         if len(nonfinite):
             flat = start + int(nonfinite[0])
@@ -75,11 +72,7 @@ def are_below(values: Tensor, limit: float = LARGEST) -> Tensor:
 
 
 def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
-    """Pack a weight `(..., rows, columns)`; the result equals bitsandbytes' own, bit for bit.
-
-    bitsandbytes' int8 kernel for CUDA supports float16 only: other dtypes are cast to it there, as
-    its own `Int8Params` does. A weight that cannot be packed is an `UnsupportedWeightError`.
-    """
+    """Pack a weight `(..., rows, columns)` as bitsandbytes does, bit for bit."""
     reason = why_not(weight, settings)
     if reason is not None:
         raise UnsupportedWeightError(f"The weight {reason}.")
@@ -107,11 +100,10 @@ class Packer:
         self.settings = settings
         self._codec = settings.codec
         self._unit = self._codec.unit(self.shape, settings)
-        self._step = max(_chunk_elements(self.device), self._unit)
+        self._step = max(_chunk_elements(self.device) // self._unit, 1) * self._unit
         specs, units = packed_tensors(shape, settings), -(-math.prod(shape) // self._unit)
         self._codes = torch.empty(specs[CODES].nbytes, dtype=torch.uint8, device=self.device)
-        scale_dtype = self._codec.scale_dtype
-        self._scales = torch.empty(units, dtype=scale_dtype, device=self.device)
+        self._scales = torch.empty(units, dtype=self._codec.scale_dtype, device=self.device)
         self._rest = torch.empty(0, dtype=dtype, device=self.device)
         self._done = 0
 
@@ -119,40 +111,30 @@ class Packer:
     def add(self, piece: Tensor) -> None:
         """Pack the next weights in row-major order: `(n, ...)` rows of the first dimension."""
         piece = piece.detach().to(self.device, self.dtype)
-        if len(self._rest):
-            piece = piece.reshape(-1)
-            missing = self._unit - len(self._rest)
-            self._hold(torch.cat([self._rest, piece[:missing]]))
-            piece = piece[missing:]
-        if piece.numel():
-            for chunk in _flat_chunks(piece, self._step, self._unit):
-                self._hold(chunk)
+        for chunk in _flat_chunks(piece, self._step) if piece.numel() else ():
+            flat = torch.cat([self._rest, chunk]) if len(self._rest) else chunk
+            whole = len(flat) // self._unit * self._unit
+            self._take(flat[:whole])
+            self._rest = flat[whole:].clone()
 
     @torch.no_grad()
     def finish(self) -> PackedWeight:
         """Return the packed weight; raise where weights are missing, or too large for float16."""
-        if len(self._rest):
-            self._take(self._rest)
+        self._take(self._rest)
         if self._done != math.prod(self.shape):
             raise ValueError(f"{self._done} weights came for a weight of shape {tuple(self.shape)}")
         return self._codec.finish(self._codes, self._scales, self.shape, self.dtype, self.settings)
 
-    def _hold(self, chunk: Tensor) -> None:
-        whole = len(chunk) // self._unit * self._unit
-        if whole:
-            self._take(chunk[:whole])
-        self._rest = chunk[whole:].clone()
-
     def _take(self, chunk: Tensor) -> None:
-        start, end = self._done, self._done + len(chunk)
-        if end > math.prod(self.shape):
+        if not len(chunk):
+            return
+        if self._done + len(chunk) > math.prod(self.shape):
             raise ValueError(f"more weights came than shape {tuple(self.shape)} has")
         codes, scales = self._codec.quantize(chunk, self._unit)
-        at = start * self._codec.bits // 8
+        at, first = self._done * self._codec.bits // 8, self._done // self._unit
         self._codes[at : at + codes.numel()] = codes.view(torch.uint8).view(-1)
-        first = start // self._unit
         self._scales[first : first + len(scales)] = scales
-        self._done = end
+        self._done += len(chunk)
 
 
 def restore(
@@ -161,11 +143,10 @@ def restore(
     dtype: torch.dtype | None,
     settings: CodecSettings,
 ) -> PackedWeight:
-    """Return the packed weight of a state dict's tensors; copy nothing.
+    """Return the packed weight of a state dict's tensors, by their key's end; copy nothing.
 
-    `tensors` are by their key's end: "" for the codes, ".absmax" or ".SCB". `dtype` is the decoded
-    weight's, and a record must agree with it; None: the record's. Raises ValueError, to follow the
-    weight's name, where a tensor does not match shape and settings.
+    `dtype` is the decoded weight's, and a record must agree with it; None: the record's. A
+    ValueError, to follow the weight's name, where a tensor does not match shape and settings.
     """
     problem = next(problems(tensors, shape, settings, dtype), None)
     if problem is not None:
@@ -230,25 +211,11 @@ def _chunk_elements(device: torch.device) -> int:
     return min(_CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK, MAX_ELEMENTS)
 
 
-def _flat_chunks(weight: Tensor, step: int, unit: int) -> Iterator[Tensor]:
-    """Cut a weight, in row-major order, into flat pieces of whole `unit`s, of about `step` weights.
+def _flat_chunks(weight: Tensor, step: int) -> Iterator[Tensor]:
+    """Cut a weight, in row-major order, into flat pieces of at most `step` weights.
 
-    They are views of a contiguous weight; otherwise copies of a few rows of the first dimension at
-    a time. Only the last piece may end within a unit.
+    They are views of a contiguous weight, else of copies of a few rows of the first dimension.
     """
-    step = max(step // unit, 1) * unit
-    if weight.is_contiguous():
-        yield from torch.split(weight.view(-1), step)
-        return
-    rows = max(step * len(weight) // weight.numel(), 1)
-    pending = weight.new_empty(0)
-    for part in torch.split(weight, rows):
-        flat = part.reshape(-1)
-        if len(pending):
-            flat = torch.cat([pending, flat])
-        whole = len(flat) // unit * unit
-        if whole:
-            yield from torch.split(flat[:whole], step)
-        pending = flat[whole:].clone()
-    if len(pending):
-        yield pending
+    rows = max(step * len(weight) // weight.numel(), 1) if not weight.is_contiguous() else None
+    for part in (weight,) if rows is None else weight.split(rows):
+        yield from part.reshape(-1).split(step)

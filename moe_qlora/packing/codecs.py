@@ -50,21 +50,15 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingFormat:
-    """How a weight is packed.
-
-    `storage_dtype` is the dtype that the bytes of 4-bit codes are viewed in, always torch.int8 for
-    int8. `compute_dtype` is the dtype that this package computes in, None for the activations'; it
-    never changes the dtype of a decoded tensor. `blocksize` is the number of weights in a
-    first-level block; `double_quant` quantizes the 4-bit statistics as well. `stored_transposed`,
-    for native codes of a checkpoint: codes and blocks run along the columns of the decoded weight,
-    whose last two dimensions are swapped in storage.
-    """
+    """How a weight is packed."""
 
     kind: str
-    double_quant: bool = False
-    storage_dtype: torch.dtype = torch.uint8
-    compute_dtype: torch.dtype | None = None
-    blocksize: int = 64
+    double_quant: bool = False  # 4-bit statistics are quantized as well
+    storage_dtype: torch.dtype = torch.uint8  # that 4-bit codes are viewed in; int8 for int8
+    compute_dtype: torch.dtype | None = None  # None: the activations'; never a decoded tensor's
+    blocksize: int = 64  # weights in a first-level block
+    # of native codes of a checkpoint: codes and blocks run along the decoded weight's columns,
+    # whose last two dimensions are swapped in storage
     stored_transposed: bool = field(default=False, kw_only=True)
 
 
@@ -77,39 +71,25 @@ class Codec:
     `settings` are a weight's, as `settle` has left them.
     """
 
-    kind: str
-    """Its name in `bnb_4bit_quant_type`, manifests, reports and messages."""
-    bits: int = 8
-    """Bits of a code: 8, or fewer of which whole codes fill a byte."""
-    blocksize: int = 64
-    """Weights in a unit, a power of two from 32 to 4096, unless settings say so."""
-    scales: str = ".scales"
-    """End of the key of the scales."""
+    kind: str  # its name in `bnb_4bit_quant_type`, manifests, reports and messages
+    bits: int = 8  # of a code: 8, or fewer of which whole codes fill a byte
+    blocksize: int = 64  # weights in a unit, a power of two from 32 to 4096
+    scales: str = ".scales"  # end of the scales' key
     scale_dtype: torch.dtype = torch.float32
-    """Of the scales."""
+    # 16 values of 4-bit codes, two in a byte, the first in the high half, whose weights are value
+    # times scale: the package's own kernels then compute with them. None: `decode` serves
     table: Sequence[float] | None = None
-    """16 values of 4-bit codes, two in a byte, the first in the high half, whose weights are value
-    times scale: the package's own kernels then compute with them. None: `decode` serves."""
 
-    is_kept = False
-    """Whether the codes are a checkpoint's native ones, which are never packed again."""
-    is_default = False
-    """Whether it is the default of a config that asks for 4 bit and names no type."""
-    loads_in_8bit = False
-    """Whether `load_in_8bit=True` asks for it, rather than `load_in_4bit` and its type."""
-    packs_linears = False
-    """Whether bitsandbytes' Linear layers support it."""
-    has_record = False
-    """Whether a stored weight has bitsandbytes' record, which includes the decoded dtype."""
-    nests = False
-    """Whether it supports double quantization."""
+    is_kept = False  # the codes are a checkpoint's native ones, never packed again
+    is_default = False  # of a config that asks for 4 bit and names no type
+    loads_in_8bit = False  # by `load_in_8bit=True`, not `load_in_4bit` and its type
+    packs_linears = False  # bitsandbytes' Linear layers support it
+    has_record = False  # a stored weight has bitsandbytes' record, which names the decoded dtype
+    # a module has the codes as a `Params4bit` and the statistics, with a table, in a `QuantState`;
+    # else the codes as a plain parameter and scales in the decoder (decoders.py)
     in_quant_state = False
-    """Whether a module has the codes as a `Params4bit` and the statistics, with a table, in a
-    `QuantState`; else the codes as a plain parameter and scales in the decoder (decoders.py)."""
-    decodes_whole = False
-    """Whether `decode` decodes any number of weights without temporaries of their size."""
-    linear_dtype: torch.dtype | None = None
-    """The dtype that bitsandbytes casts Linear weights to before it packs them; None: no cast."""
+    decodes_whole = False  # `decode` needs no temporaries of the decoded weights' size
+    linear_dtype: torch.dtype | None = None  # that bitsandbytes casts Linear weights to; None: none
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -118,11 +98,8 @@ class Codec:
 
     def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
         """Return the fields of settings that this codec fixes."""
-        return {
-            "double_quant": False,
-            "storage_dtype": torch.uint8,
-            "blocksize": self.blocksize,
-        }
+        fixed = {"double_quant": False, "storage_dtype": torch.uint8}
+        return fixed | {"blocksize": self.blocksize}
 
     def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
         """Return the fields of the settings that a weight was packed with, except the kind."""
@@ -155,10 +132,7 @@ class Codec:
     def value_problems(
         self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
     ) -> Iterator[str]:
-        """Yield faults in the tensors' values; some tensors may be absent.
-
-        Their dtypes and shapes are right. `dtype` is the decoded weight's, None where unknown.
-        """
+        """Yield faults in the values of these tensors, some of which may be absent."""
         yield from bad_scales(tensors.get(self.scales), "scale")
 
     def quantize(self, weights: Tensor, unit: int) -> tuple[Tensor, Tensor]:
@@ -217,11 +191,7 @@ _codecs: dict[str, Codec] = {}
 
 
 def register(codec: Codec) -> None:
-    """Add a codec under its kind.
-
-    Raises:
-        ValueError: Another codec has this kind, or a code's bits fill no byte.
-    """
+    """Add a codec under its kind; a ValueError where another has it."""
     if codec.kind in _codecs:
         raise ValueError(f"a codec of the kind {codec.kind!r} is registered already")
     if codec.bits not in (1, 2, 4, 8):

@@ -6,20 +6,18 @@
     shardable    4-bit: PackedCodes, uint8       Shardable4bit       uint8 parameters
                  others: nn.Parameter, flat      PackedScales        parameter: the scales' bits
 
-"4-bit" are codecs with `in_quant_state`; the others are int8 and users' codecs.
-
-A single process uses the compact layout, a distributed run the shardable layout (sharding.py): each
-tensor is a parameter that FSDP2, DeepSpeed and checkpoints shard, and none is floating-point, which
-mixed precision would cast. bitsandbytes' own code uses its `QuantState`, which shares a
-`PackedWeight`'s tensors; for a kind that bitsandbytes does not know it only carries them.
+"4-bit" are codecs with `in_quant_state`; the others are int8 and users' codecs. A single process
+uses the compact layout, a distributed run the shardable one (sharding.py). No statistic is a
+floating-point parameter, or an fp32 buffer: trainers and mixed precision cast these. bitsandbytes'
+own code uses its `QuantState`, which shares a `PackedWeight`'s tensors; for a kind that
+bitsandbytes does not know it only carries them.
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import bitsandbytes.functional
 import bitsandbytes.nn
@@ -36,7 +34,6 @@ bnb: Any = bitsandbytes.nn  # no type annotations to check against
 Params4bit = bnb.Params4bit
 
 _serials = itertools.count(1)
-# bitsandbytes has no type annotations to check against.
 _QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
 _TRANSPOSED = "stored_transposed"
 
@@ -44,9 +41,8 @@ _TRANSPOSED = "stored_transposed"
 class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
     """Dequantizes a 4-bit weight on access.
 
-    Unlike the class it extends it supports more than 2**31 - 1 weights and any row length, and
-    reads its statistics from the codes' own `Params4bit`, so that both stay one object through
-    deepcopy and device moves.
+    Unlike the class it extends it supports more than 2**31 - 1 weights and any row length. Its
+    statistics are those of the codes' own `Params4bit`.
     """
 
     quant_state: Any
@@ -55,33 +51,7 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         super().__init__(cast(Any, codes).quant_state)
         self.compute_dtype, self._serial = compute_dtype, next(_serials)
         self.storage_dtype: torch.dtype = codes.dtype
-        self.stored_transposed = bool(self.quant_state.__dict__.get("stored_transposed"))
-        self._codes = weakref.ref(codes)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Packed4bit:
-        # Params4bit copies its QuantState without the memo: use its copy.
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        codes = self._codes()
-        known = {"quant_state": self.quant_state, "_codes": self._codes}
-        if codes is not None:
-            copied: Any = copy.deepcopy(codes, memo)
-            known = {"quant_state": copied.quant_state, "_codes": weakref.ref(copied)}
-        for key, value in self.__dict__.items():
-            new.__dict__[key] = known[key] if key in known else copy.deepcopy(value, memo)
-        if codes is None:
-            new.quant_state = copy.deepcopy(self.quant_state, memo)
-        return new
-
-    def follow(self, codes: Tensor) -> Any:
-        """Return the statistics that belong to these codes."""
-        own = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
-        if own is not None:
-            self.__dict__["storage_dtype"] = codes.__dict__["quant_storage"]
-        if own is not None and own is not self.quant_state:
-            self.quant_state = own
-            self._codes = weakref.ref(cast(nn.Parameter, codes))
-        return self.quant_state
+        self.stored_transposed = bool(self.quant_state.__dict__.get(_TRANSPOSED))
 
     @torch.no_grad()
     def forward(self, quantized_param: Tensor) -> Tensor:
@@ -89,30 +59,42 @@ class Packed4bit(bnb_parametrize.Bnb4bitParametrization):
         return unpack(read(quantized_param, self))
 
 
-class PackedScales(nn.Module):
-    """Dequantizes a weight of codes and scales on access; `scale_bits` are the scales as integers.
+class ShardableDecoder(nn.Module):
+    """Dequantizes a weight on access, whose statistics may be parameters; its description."""
 
-    They are a buffer in the compact layout and a parameter in the shardable one: int32 for the fp32
-    scales of int8.
+    def __init__(self, packed: PackedWeight) -> None:
+        nn.Module.__init__(self)
+        self.weight_shape, self.weight_dtype = torch.Size(packed.shape), packed.dtype
+        self.kind, self.blocksize = packed.kind, packed.blocksize
+        self.compute_dtype, self._serial = packed.compute_dtype, next(_serials)
+
+    def packed(self, codes: Tensor) -> PackedWeight:
+        """Return the packed weight of these codes; of a local shard, valid but for its tensors."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def forward(self, codes: Tensor) -> Tensor:
+        """Dequantize codes to the weight's shape and dtype; for a shard, the result is on meta."""
+        if is_share(codes):
+            return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
+        return unpack(read(codes, self))
+
+
+class PackedScales(ShardableDecoder):
+    """Codes and scales: `scale_bits` are the scales as integers, int32 for the fp32 ones of int8.
+
+    They are a buffer in the compact layout and a parameter in the shardable one.
     """
 
     scale_bits: Tensor
 
     def __init__(self, packed: PackedWeight) -> None:
-        super().__init__()
+        super().__init__(packed)
         self.register_buffer("scale_bits", as_bits(packed.absmax), persistent=False)
-        self.weight_shape, self.weight_dtype = packed.shape, packed.dtype
-        self.kind, self.blocksize = packed.kind, packed.blocksize
-        self.compute_dtype = packed.compute_dtype
-        self._serial = next(_serials)
 
     def packed(self, codes: Tensor) -> PackedWeight:
-        """Return the packed weight of these codes, or of the local shard under an engine.
-
-        Of a shard only shape, dtype and settings are valid.
-        """
         owner = codes if isinstance(codes, nn.Parameter) else None
-        raw, scales, shape = codes.detach(), self.scale_bits.detach(), torch.Size(self.weight_shape)
+        raw, scales, shape = codes.detach(), self.scale_bits.detach(), self.weight_shape
         if not is_share(codes) and not is_share(self.scale_bits):
             codec = codec_of(self.kind)
             raw, scales = raw.view(codec.codes_shape(shape)), scales.view(codec.scale_dtype)
@@ -121,30 +103,13 @@ class PackedScales(nn.Module):
             self.compute_dtype, owner,
         )  # fmt: skip
 
-    @torch.no_grad()
-    def forward(self, codes: Tensor) -> Tensor:
-        """Dequantize codes to the weight's dtype; for a shard, the result is on meta."""
-        if is_share(codes):
-            return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
-        return unpack(read(codes, self))
-
 
 def as_bits(scales: Tensor) -> Tensor:
     """View scales as integers of their size, which no engine casts."""
     return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.itemsize])
 
 
-class Statistics(NamedTuple):
-    """The statistics of a 4-bit weight as plain fp32 tensors (absmax: uint8 where it is nested)."""
-
-    absmax: Tensor
-    table: Tensor
-    offset: Tensor | None
-    nested_absmax: Tensor | None
-    nested_table: Tensor | None
-
-
-class ShardableStatistics(nn.Module):
+class ShardableStatistics(ShardableDecoder):
     """The statistics of a 4-bit weight, as uint8 parameters that an engine shards and none casts.
 
         absmax   `(blocks,)` with double quantization, else `(4 blocks,)`, the bits of fp32 absmax
@@ -152,8 +117,7 @@ class ShardableStatistics(nn.Module):
                  mxfp4, whose absmax are e8m0 bytes, has it with the one outer scale 1
         tables   buffer that is not saved: the bits of the fp32 code tables
 
-    The zeros align each part to 16 bytes for the kernels. Between forwards an engine may leave only
-    a shard of them here, which is of no use to compute with.
+    The zeros align each part to 16 bytes for the kernels. Codes are uint8 `(bytes, 1)`.
     """
 
     absmax: Tensor
@@ -161,11 +125,8 @@ class ShardableStatistics(nn.Module):
     tables: Tensor
 
     def __init__(self, packed: PackedWeight) -> None:
-        nn.Module.__init__(self)
-        self.weight_shape, self.weight_dtype = torch.Size(packed.shape), packed.dtype
-        self.kind, self.blocksize = packed.kind, packed.blocksize
-        self.compute_dtype, self.storage_dtype = packed.compute_dtype, packed.codes.dtype
-        self.stored_transposed, self._serial = packed.stored_transposed, next(_serials)
+        super().__init__(packed)
+        self.storage_dtype, self.stored_transposed = packed.codes.dtype, packed.stored_transposed
         self.double_quant = packed.nested is not None
         self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
         tables = [cast(Tensor, packed.table)]
@@ -181,20 +142,16 @@ class ShardableStatistics(nn.Module):
         self.absmax = nn.Parameter(absmax, requires_grad=False)
         self.register_buffer("tables", torch.cat(tables).view(torch.uint8), persistent=False)
 
-    def parts(self) -> Statistics:
-        """Return views of the statistics; nothing is copied."""
+    def parts(self) -> tuple[Tensor | None, ...]:
+        """Return views: absmax, its table and, else None, offset, nested absmax and their table."""
         tables = self.tables.view(torch.float32)
         absmax = self.absmax.detach()
         if not self.double_quant:
-            return Statistics(absmax.view(torch.float32), tables, None, None, None)
+            return absmax.view(torch.float32), tables, None, None, None
         floats = self.nested.detach().view(torch.float32)
-        return Statistics(absmax, tables[:16], floats[0], floats[4:], tables[16:])
+        return absmax, tables[:16], floats[0], floats[4:], tables[16:]
 
     def packed(self, codes: Tensor) -> PackedWeight:
-        """Return the packed weight of uint8 codes `(bytes, 1)`.
-
-        Of a local shard only shape, dtype and settings are valid.
-        """
         if codes.dtype != torch.uint8:
             raise QuantizationError(
                 f"The packed codes of a weight of shape {tuple(self.weight_shape)} were cast from "
@@ -209,8 +166,8 @@ class ShardableStatistics(nn.Module):
                 bits = self.nested.detach()
                 nested = NestedAbsmax(self.tables, bits, bits, self.nested_blocksize)
         else:
-            absmax, table, offset, inner, inner_table = self.parts()
-            if offset is not None and inner is not None and inner_table is not None:
+            absmax, table, offset, inner, inner_table = cast(Any, self.parts())
+            if self.double_quant:
                 nested = NestedAbsmax(inner_table, inner, offset, self.nested_blocksize)
             if self.storage_dtype != torch.uint8:
                 raw = raw.view(-1).view(self.storage_dtype).unsqueeze(1)
@@ -225,23 +182,9 @@ class ShardableStatistics(nn.Module):
         """A bitsandbytes `QuantState` of views of the statistics, for its own code."""
         return to_quant_state(self.packed(torch.empty((0, 1), dtype=torch.uint8)))
 
-    @quant_state.setter
-    def quant_state(self, value: Any) -> None:
-        """Ignore assignments of bitsandbytes' code: the parameters are the statistics."""
-
 
 class Shardable4bit(ShardableStatistics, bnb_parametrize.Bnb4bitParametrization):
-    """Dequantizes a 4-bit weight on access; its statistics are parameters."""
-
-    @torch.no_grad()
-    def forward(self, quantized_param: Tensor) -> Tensor:
-        """Dequantize `(bytes, 1)` uint8 codes to the weight's shape and dtype.
-
-        For a shard only shape and dtype are known: the result is on meta.
-        """
-        if is_share(quantized_param):
-            return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
-        return unpack(read(quantized_param, self))
+    """The same as a parametrization of bitsandbytes'."""
 
 
 class PackedCodes(Params4bit):  # type: ignore[misc, valid-type]
@@ -265,20 +208,10 @@ class PackedCodes(Params4bit):  # type: ignore[misc, valid-type]
     def quant_state(self, value: Any) -> None:
         self.__dict__["quant_state"] = None  # which Params4bit's copies look up
 
-    def belong_to(self, statistics: ShardableStatistics) -> None:
-        """Let bitsandbytes' code find the statistics through the codes."""
-        self.__dict__["_statistics"] = weakref.ref(statistics)
-
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move to another device; ignore a dtype, since codes are no numbers."""
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self.detach().to(device=device, non_blocking=non_blocking)
-
-    def cuda(self, device: Any = None, non_blocking: bool = False) -> Any:
-        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
-
-    def cpu(self) -> Any:
-        return self.to("cpu")
 
 
 def is_share(tensor: Tensor) -> bool:
@@ -293,7 +226,7 @@ def is_shardable(decoder: Any) -> bool:
     return isinstance(decoder, ShardableStatistics)
 
 
-OWN_DECODERS = (Packed4bit, Shardable4bit, PackedScales)
+OWN_DECODERS = (Packed4bit, ShardableDecoder)
 
 
 def read(codes: Tensor, decoder: Any) -> PackedWeight:
@@ -301,19 +234,20 @@ def read(codes: Tensor, decoder: Any) -> PackedWeight:
 
     Codes that were cast to another dtype, which destroys them, are an error.
     """
-    if isinstance(decoder, PackedScales):
-        packed = decoder.packed(codes)
-    elif isinstance(decoder, ShardableStatistics):
+    if isinstance(decoder, ShardableDecoder):
         if isinstance(codes, PackedCodes):
-            codes.belong_to(decoder)
+            codes.__dict__["_statistics"] = weakref.ref(decoder)
         packed = decoder.packed(codes)
     else:
-        state = decoder.follow(codes) if isinstance(decoder, Packed4bit) else decoder.quant_state
+        state = codes.__dict__.get("quant_state") if isinstance(codes, Params4bit) else None
+        if state is None:
+            state = decoder.quant_state
+        elif state is not decoder.quant_state:
+            decoder.quant_state = state
         if state.absmax.device != codes.device and not codes.is_meta:
             state.to(codes.device)
         # Codes gathered by FSDP2 are no Params4bit: the decoder has their dtype.
-        of_codes = codes.__dict__.get("quant_storage") if isinstance(codes, Params4bit) else None
-        storage = of_codes or decoder.__dict__.get("storage_dtype")
+        storage = decoder.__dict__.get("storage_dtype")
         if storage is not None and codes.dtype != storage:
             raise QuantizationError(
                 f"The packed codes of a weight of shape {tuple(state.shape)} were cast from "
@@ -353,7 +287,7 @@ def packed_codes(packed: PackedWeight, statistics: ShardableStatistics) -> nn.Pa
         quant_storage=torch.uint8,
         bnb_quantized=True,
     )
-    parameter.belong_to(statistics)
+    parameter.__dict__["_statistics"] = weakref.ref(statistics)
     return cast(nn.Parameter, parameter)
 
 

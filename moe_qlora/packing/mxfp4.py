@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from ..errors import UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, TABLES, NestedAbsmax, PackedWeight, power_scales
 from ..layout import dtype_name
 from .codecs import CODES, Codec, PackingFormat, Shape, Tensors
-from .settings import CodecSettings, packed_tensors, why_not_packed
+from .settings import CodecSettings, why_not_packed
 
 EXPONENTS = ".exponents"  # e8m0: byte i stands for 2**(i - 127), and 255 is NaN
 
@@ -67,8 +67,8 @@ class Mxfp4(Codec):
         if EXPONENTS in tensors:
             bad = overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
             if bad is not None:
-                value = bad.value
-                yield f"has the exponent {bad.exponent}, which decodes to {value}, at {bad.block}"
+                block, exponent, value = bad
+                yield f"has the exponent {exponent}, which decodes to {value}, at {block}"
 
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
@@ -99,21 +99,12 @@ class Mxfp4(Codec):
 MXFP4 = Mxfp4()
 
 
-class BadBlock(NamedTuple):
-    """A block of MXFP4 codes that does not decode to numbers."""
+def overflowing_block(
+    codes: Tensor, exponents: Tensor, dtype: torch.dtype
+) -> tuple[int, int, str] | None:
+    """Return the first block that decodes to NaN, or to inf in `dtype`.
 
-    block: int  # its number
-    exponent: int
-    value: str  # its decoded value
-
-
-def overflowing_block(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> BadBlock | None:
-    """Return the first block of MXFP4 codes that decodes to NaN, or to inf in `dtype`.
-
-    Args:
-        codes: Two in a byte, 16 bytes a block, any shape.
-        exponents: uint8 (blocks,), e8m0.
-        dtype: Of the decoded weight.
+    It is its number, its exponent and its value; codes are 16 bytes a block.
     """
     largest = torch.finfo(dtype).max
     safe = 127 + math.floor(math.log2(largest / max(TABLES[MXFP4.kind])))
@@ -125,9 +116,9 @@ def overflowing_block(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> B
     bad = (values > largest) | (exponents[suspects] == 255)
     if not bool(bad.any()):
         return None
-    index = int(suspects[int(bad.nonzero()[0])])
-    exponent = int(exponents[index])
-    return BadBlock(index, exponent, "NaN" if exponent == 255 else f"inf in {dtype_name(dtype)}")
+    block = int(suspects[int(bad.nonzero()[0])])
+    exponent = int(exponents[block])
+    return block, exponent, "NaN" if exponent == 255 else f"inf in {dtype_name(dtype)}"
 
 
 def kept_settings(settings: CodecSettings) -> CodecSettings:
@@ -136,38 +127,28 @@ def kept_settings(settings: CodecSettings) -> CodecSettings:
 
 
 class KeptPacker:
-    """Assembles a weight from the native codes and scales of its experts, added in order."""
+    """Assembles a weight from the native codes and scales of its experts, added in order.
+
+    An `UnsupportedWeightError` where rows are no whole blocks, tensors of another dtype or shape
+    come, experts are missing, or a block decodes to NaN or inf.
+    """
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device | str, settings: CodecSettings
     ) -> None:
-        """Allocate a weight that decodes to `shape` and `dtype`.
-
-        Raises:
-            UnsupportedWeightError: Rows of this shape are no whole blocks.
-        """
         reason = why_not_packed(shape, dtype, settings)
         if reason is not None:
             raise UnsupportedWeightError(f"The weight {reason}.")
         self.shape, self.dtype, self.settings = torch.Size(shape), dtype, settings
-        specs = packed_tensors(shape, settings)
-        self._codes = torch.empty(specs[CODES].nbytes, dtype=torch.uint8, device=device)
-        self._exponents = torch.empty(specs[EXPONENTS].nbytes, dtype=torch.uint8, device=device)
+        count, weights = self.shape[0], math.prod(self.shape[1:])
+        self._codes = torch.empty(count, weights // 2, dtype=torch.uint8, device=device)
+        self._exponents = torch.empty(count, weights // MX_BLOCK, dtype=torch.uint8, device=device)
         self._experts = 0
 
-    @property
-    def experts(self) -> int:
-        """Number of experts that were added."""
-        return self._experts
-
     def add(self, blocks: Tensor, scales: Tensor) -> None:
-        """Add the next experts: codes `(n, rows, cols / 32, 16)`, scales `(n, rows, cols / 32)`.
-
-        Raises:
-            UnsupportedWeightError: They are of another dtype or shape than this weight's.
-        """
-        *_, first, second = self.shape
-        rows, cols = (second, first) if self.settings.stored_transposed else (first, second)
+        """Add the next experts: codes `(n, rows, cols / 32, 16)`, scales `(n, rows, cols / 32)`."""
+        *_, rows, cols = self.shape
+        rows, cols = (cols, rows) if self.settings.stored_transposed else (rows, cols)
         grid = (len(scales), *self.shape[1:-2], rows, cols // MX_BLOCK)
         for name, tensor, shape in (
             ("blocks", blocks, (*grid, MX_BLOCK // 2)),
@@ -178,37 +159,32 @@ class KeptPacker:
                     f"MXFP4 {name} are {tensor.dtype} of shape {tuple(tensor.shape)}; a weight of "
                     f"shape {tuple(self.shape)} has bytes of shape {shape} there."
                 )
-        if self._experts + len(scales) > self.shape[0]:
-            raise UnsupportedWeightError(
-                f"MXFP4 blocks came for {self._experts + len(scales)} experts or more; a weight of "
-                f"shape {tuple(self.shape)} has {self.shape[0]}."
-            )
+        at, end = self._experts, self._experts + len(scales)
+        self._check(end, end <= self.shape[0], " or more")
         blocks, scales = (
-            tensor.detach().view(torch.uint8).to(self._codes.device).reshape(-1)
+            tensor.detach().view(torch.uint8).to(self._codes.device).flatten(1)
             for tensor in (blocks, scales)
         )
-        weights = math.prod(self.shape[1:])
-        at, end = self._experts * weights, (self._experts + grid[0]) * weights
-        self._codes[at // 2 : end // 2] = (blocks << 4) | (blocks >> 4)
-        self._exponents[at // MX_BLOCK : end // MX_BLOCK] = scales
-        self._experts += grid[0]
+        self._codes[at:end] = (blocks << 4) | (blocks >> 4)
+        self._exponents[at:end] = scales
+        self._experts = end
 
     def finish(self) -> PackedWeight:
-        """Return the packed weight.
-
-        Raises:
-            UnsupportedWeightError: Experts are missing, or a block decodes to NaN or inf.
-        """
-        if self._experts != self.shape[0]:
+        """Return the packed weight."""
+        self._check(self._experts, self._experts == self.shape[0])
+        codes, exponents = self._codes.view(-1), self._exponents.view(-1)
+        bad = overflowing_block(codes, exponents, self.dtype)
+        if bad is not None:
+            block, exponent, value = bad
+            expert = block * MX_BLOCK // math.prod(self.shape[1:])
             raise UnsupportedWeightError(
-                f"MXFP4 blocks came for {self._experts} experts; a weight of shape "
+                f"Expert {expert} has an MXFP4 scale, {exponent}, that decodes to {value}."
+            )
+        return MXFP4.finish(codes, exponents, self.shape, self.dtype, self.settings)
+
+    def _check(self, came: int, fits: bool, more: str = "") -> None:
+        if not fits:
+            raise UnsupportedWeightError(
+                f"MXFP4 blocks came for {came} experts{more}; a weight of shape "
                 f"{tuple(self.shape)} has {self.shape[0]}."
             )
-        bad = overflowing_block(self._codes, self._exponents, self.dtype)
-        if bad is not None:
-            expert = bad.block * MX_BLOCK // math.prod(self.shape[1:])
-            raise UnsupportedWeightError(
-                f"Expert {expert} has an MXFP4 scale, {bad.exponent}, that decodes to {bad.value}."
-            )
-        codes, exponents = self._codes, self._exponents
-        return MXFP4.finish(codes, exponents, self.shape, self.dtype, self.settings)

@@ -1,9 +1,7 @@
 """torch's `ParametrizationList` of a packed weight, and the seam for weights in host memory.
 
-A list's `host`, where it has one, knows the weight's codes and statistics in host memory, where the
-module's own tensors are views of it: all that saves, merges or copies reads these. A forward or
-backward reads by `host.fetch`, which returns the weight on the device that computes. Compiled code
-has a handle, by which its operators fetch.
+Where a list has a `host`, the module's own tensors are views of host memory, which all that saves,
+merges or copies reads. A forward or backward reads by `host.fetch`, compiled code by a handle.
 """
 
 from __future__ import annotations
@@ -44,28 +42,21 @@ _by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDict
 
 
 class Host(Protocol):
-    """Where a packed weight lies that is not on the device that computes with it."""
+    """Where a packed weight lies that is not on the device that computes with it.
+
+    `layer` is with what it lies together, to be copied as a whole; `device` computes. `reserve`
+    returns where the weight is on the device (None where it never stays there), and what keeps it
+    there; `fetch` the weight on the device, valid while the returned object is referenced. `move`
+    has another device compute from now on.
+    """
 
     @property
-    def layer(self) -> object:
-        """With what it lies together, to be copied as a whole."""
-
+    def layer(self) -> object: ...
     @property
-    def device(self) -> torch.device:
-        """The device that computes."""
-
-    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]:
-        """Return where the weight is on the device, and what keeps it there while referenced.
-
-        The place is the same as long as recorded code finds the weight at its address; None where
-        it never will.
-        """
-
-    def fetch(self, packed_list: PackedList) -> PackedWeight:
-        """Return the weight on the device, valid as long as the returned object is referenced."""
-
-    def move(self, device: torch.device) -> None:
-        """Compute on another device from now on."""
+    def device(self) -> torch.device: ...
+    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]: ...
+    def fetch(self, packed_list: PackedList) -> PackedWeight: ...
+    def move(self, device: torch.device) -> None: ...
 
 
 class PackedList(P.ParametrizationList):
@@ -92,21 +83,20 @@ class PackedList(P.ParametrizationList):
             self.host.move(fn(torch.empty(0, dtype=torch.uint8, device=self.host.device)).device)
             return self
         cross_meta(self, "original", fn)
-        decoder = self._modules["0"]
-        if isinstance(decoder, Packed4bit):
-            decoder._codes = weakref.ref(cast(nn.Parameter, self._parameters["original"]))
         return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedList:
         """Return a copy, of what lies in host memory one on the device that computes."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
+        codes = copy.deepcopy(self.original, memo)
+        both = [each.__dict__.get("quant_state") for each in (self.original, codes)]
+        if None not in both:  # Params4bit copies its own without the memo
+            memo[id(both[0])] = both[1]
         held = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(held, memo))
-        if self.host is not None:
-            codes, decoder = cast(Tensor, new._parameters["original"]), new._modules["0"]
-            if not codes.is_meta:  # as a copy to meta has them
-                put(codes, decoder, read(codes, decoder).to(self.host.device))
+        if self.host is not None and not codes.is_meta:  # as a copy to meta has them
+            put(codes, new[0], read(codes, new[0]).to(self.host.device))
         return new
 
     def forward(self) -> Tensor:
@@ -140,9 +130,8 @@ def fetched(chain: PackedList) -> PackedWeight:
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
 def _unpacked(chain: PackedList) -> Tensor:
     """Return what `ParametrizationList.forward` does of a weight in host memory."""
-    assert chain.host is not None
     with torch.no_grad():
-        weight = unpack(chain.host.fetch(chain))
+        weight = unpack(fetched(chain))
     for key in range(1, len(chain)):
         weight = chain[key](weight)
     return weight
@@ -154,6 +143,11 @@ def put(codes: Any, decoder: Any, packed: PackedWeight) -> None:
     The parameter stays the same object, and so does the `QuantState`: tied weights follow.
     """
     codes.data = packed.codes
+    put_statistics(decoder, packed)
+
+
+def put_statistics(decoder: Any, packed: PackedWeight) -> None:
+    """Let the decoder (of the compact layout) have this weight's statistics."""
     if isinstance(decoder, PackedScales):
         decoder.scale_bits = as_bits(packed.absmax)
     else:

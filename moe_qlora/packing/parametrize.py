@@ -9,24 +9,20 @@ code that reads `module.<name>` gets the dequantized weight:
         [0]          Packed4bit (a Bnb4bitParametrization) with the same QuantState object,
                      or PackedScales with the row scales (decoders.py)
 
-That is the layout of a single process; sharding.py changes it for engines of many GPUs.
-
-The codes are a `Params4bit`, where bitsandbytes' own helper has a plain Parameter: its `to` moves
-the statistics with the codes, PEFT's k-bit preparation skips it by its class name, and transformers
-counts its weights right. Weights packed by that helper are read here as well.
+That is the layout of a single process; sharding.py changes it for engines of many GPUs (the two
+layouts: decoders.py). The codes are a `Params4bit`, where bitsandbytes' own helper has a plain
+Parameter: its `to` moves the statistics with the codes, PEFT's k-bit preparation skips it by its
+class name, and transformers counts its weights right. Weights packed by that helper are read here
+as well.
 
 In a call of the module, or of one around it whose code reads its weights, these are read in the
 dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
-
-Statistics are never floating-point parameters, and the int8 scales are a buffer of their fp32 bits
-as int32: trainers cast every fp32 parameter or buffer, and statistics must move with the model at
-full precision.
 
 Keys of a state dict, each of which can be loaded into the other layout; files of a packed folder
 have the compact layout's:
 
     layout      keys of a weight <module>.<name>                            a Linear4bit's weight
-    compact     <module>.<name>, and the ends in settings.py                the same
+    compact     <module>.<name>, and the ends of its codec's tensors        the same
     shardable   <module>.parametrizations.<name>.original                   <module>.weight
                 <module>.parametrizations.<name>.0.absmax, .nested          <module>.statistics.*
                 (int8 and users' codecs: .0.scale_bits)
@@ -65,9 +61,9 @@ from .decoders import (
     is_shardable,
     params4bit,
     read,
-    to_quant_state,
 )
-from .packed_list import PackedList, refuse_hosted
+from .linear import write_linear
+from .packed_list import PackedList, put_statistics, refuse_hosted
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
@@ -76,6 +72,7 @@ _SHARED = "_moe_qlora_scales"
 _MEMBERS = "_moe_qlora_class_members"
 _INPUT_DTYPE = "_moe_qlora_input_dtype"
 _READS = "_moe_qlora_reads"
+_STATISTICS = "0.absmax", "0.nested", "0.scale_bits"  # parameters of the shardable layout
 _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
@@ -89,93 +86,73 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         raise QuantizationError(
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
-    _unshare_class(module)
-    if _RECORD not in module.__dict__:
-        host: Any = module
-        hooks = [
-            host.register_state_dict_post_hook(_save),
-            host.register_load_state_dict_pre_hook(_load),
-        ]
-        module.__dict__[_RECORD] = tuple(module._parameters), hooks
     owner = hold(packed)
-    parametrization: nn.Module
+    decoder: nn.Module
     if codec_of(packed.kind).in_quant_state:
-        parametrization = Packed4bit(owner, packed.compute_dtype)
+        decoder = Packed4bit(owner, packed.compute_dtype)
     else:
         # Tied weights share the module with their scales, so that one move moves all.
-        parametrization = getattr(owner, _SHARED, None) or PackedScales(packed)
-        setattr(owner, _SHARED, parametrization)
-    plain = module._parameters.get(name)
-    try:
-        module._parameters.pop(name, None)
-        module.register_parameter(name, owner)
-        _register(module, name, parametrization)
-        cast(Any, module.parametrizations)._modules[name].__class__ = PackedList
-        _share_class(module)
-    except BaseException:
-        if not is_packed(module, name):
-            module._parameters[name] = plain
-            _forget(module)
-        raise
-
-
-def _register(module: nn.Module, name: str, parametrization: nn.Module) -> None:
-    """`register_parametrization`, for parameters called `keys`, `values` or `items` as well.
-
-    torch stores its lists in an `nn.ModuleDict`, which refuses entries with the names of its own
-    methods, but looks them up by key.
-    """
-    if not hasattr(nn.ModuleDict, name):
-        P.register_parametrization(module, name, parametrization, unsafe=True)
-        return
-    torch_parametrize: Any = P
-    chain = P.ParametrizationList([parametrization], module._parameters[name], unsafe=True)  # type: ignore[arg-type]
-    delattr(module, name)
+        decoder = getattr(owner, _SHARED, None) or PackedScales(packed)
+        setattr(owner, _SHARED, decoder)
+    chain = PackedList([decoder], owner, unsafe=True)
+    host: Any = module
+    if _RECORD not in module.__dict__:
+        hooks = (
+            host.register_state_dict_post_hook(_save),
+            host.register_load_state_dict_pre_hook(_load),
+        )
+        module.__dict__[_RECORD] = tuple(module._parameters), hooks
+    module._parameters.pop(name, None)
     if not P.is_parametrized(module):
-        torch_parametrize._inject_new_class(module)
-        module.parametrizations = nn.ModuleDict()
-    torch_parametrize._inject_property(module, name)
-    cast(nn.Module, module.parametrizations)._modules[name] = chain
+        cast(Any, P)._inject_new_class(module)
+        host.parametrizations = nn.ModuleDict()
+    # nn.ModuleDict refuses names of its own methods (`keys`, `values`), but looks them up by key.
+    host.parametrizations._modules[name] = chain
+    _set_class(module)
 
 
 def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Parameter:
     """Make a packed parameter plain again: `weight`, or by default the dequantized one.
 
-    The parameter gets its old place in registration order and does not require gradients. With the
-    last packed parameter of the module the hooks are removed as well.
+    The parameter gets its old place in registration order and does not require gradients.
     """
     if not is_packed(module, name):
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
     refuse_hosted(parametrization_list(module, name), f"{type(module).__name__}.{name}")
     if weight is None:
         weight = unpack(read_packed(module, name))
-    _unshare_class(module)
-    P.remove_parametrizations(module, name, leave_parametrized=False)
     parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
+    lists = cast(nn.Module, module._modules["parametrizations"])._modules
+    del lists[name]
     module._parameters[name] = parameter
-    _forget(module)
-    _share_class(module)
+    order, hooks = module.__dict__.get(_RECORD, ((), ()))
+    place = {known: index for index, known in enumerate(order)}
+    for known in sorted(module._parameters, key=lambda known: place.get(known, len(place))):
+        module._parameters[known] = module._parameters.pop(known)
+    if all(is_foreign(module, known) for known in packed_names(module)):
+        for hook in hooks:
+            hook.remove()
+        module.__dict__.pop(_RECORD, None)
+    if not lists:
+        del module.parametrizations
+        module.__class__ = type(module).__bases__[0]
+    _set_class(module)
     return parameter
 
 
 def extend_class(module: nn.Module, members: Callable[[type], Mapping[str, Any]]) -> None:
     """Add members to the class of a packed module, also for when it is packed again.
 
-    `members` gets the class that the module had before torch's parametrization. A class that an
-    engine has derived is not changed.
+    `members` gets the plain class. A class that an engine has derived is not changed.
     """
     module.__dict__[_MEMBERS] = members
-    _share_class(module)
+    _set_class(module)
 
 
 def restore_class(module: nn.Module) -> None:
     """Undo `extend_class`."""
-    members = module.__dict__.pop(_MEMBERS, None)
-    if members is not None and P.is_parametrized(module):
-        _unshare_class(module)
-        for name in set(members(type(module).__bases__[0])) & set(vars(type(module))):
-            delattr(type(module), name)
-        _share_class(module)
+    if module.__dict__.pop(_MEMBERS, None) is not None:
+        _set_class(module)
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
@@ -226,10 +203,7 @@ def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def read_packed(module: nn.Module, name: str) -> PackedWeight:
-    """Return the packed weight where it is now; nothing is dequantized or copied.
-
-    Codes that were cast to another dtype, which destroys them, are an error.
-    """
+    """Return the packed weight where it is now (`decoders.read`)."""
     decoder = decoder_of(module, name)
     if decoder is None:
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
@@ -282,17 +256,10 @@ def parametrization_list(module: nn.Module, name: str) -> nn.Module:
 def decoder_of(module: nn.Module, name: str) -> Any:
     """Return the module that decodes this parameter (decoders.py); None where it is not packed."""
     lists = module._modules.get("parametrizations")
-    if lists is None or name not in lists._modules:
-        return None
-    first = lists._modules[name]._modules.get("0")  # type: ignore[union-attr]
+    chain = None if lists is None else lists._modules.get(name)
+    first = None if chain is None else chain._modules.get("0")
     known = (bnb_parametrize.Bnb4bitParametrization, PackedScales)
     return first if isinstance(first, known) else None
-
-
-def decoded_dtype(decoder: Any) -> torch.dtype:
-    """Return the dtype that a packed weight's decoder gives."""
-    own: torch.dtype | None = getattr(decoder, "weight_dtype", None)
-    return decoder.quant_state.dtype if own is None else own
 
 
 def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
@@ -304,13 +271,12 @@ def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
 def follow_calls_of(owner: nn.Module, path: str) -> None:
     """Read the packed weights of `owner`'s module at `path` in the dtype of the owner's input too.
 
-    For owners whose code reads these weights, as dbrx's does. The hooks have the path, so that
-    copies follow their own calls.
+    For owners whose code reads them, as dbrx's. By the path copies follow their own calls.
     """
     if path not in owner.__dict__.setdefault(_READS, {}):
         owner.__dict__[_READS][path] = (
-            owner.register_forward_pre_hook(partial(_note_input, path), with_kwargs=True),
-            owner.register_forward_hook(partial(_forget_input, path), always_call=True),
+            owner.register_forward_pre_hook(partial(_note_input, path, True), with_kwargs=True),
+            owner.register_forward_hook(partial(_note_input, path, False), always_call=True),
         )
 
 
@@ -321,12 +287,9 @@ def follow_no_calls(owner: nn.Module) -> None:
             hook.remove()
 
 
-def _note_input(path: str, owner: nn.Module, args: Any, kwargs: Any) -> None:
-    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, _input_dtype(args, kwargs))
-
-
-def _forget_input(path: str, owner: nn.Module, args: Any, output: Any) -> None:
-    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, None)
+def _note_input(path: str, begins: bool, owner: nn.Module, args: Any, last: Any) -> None:
+    dtype = _input_dtype(args, last) if begins else None
+    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, dtype)
 
 
 def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
@@ -350,10 +313,7 @@ def is_autocast_on(x: Tensor) -> bool:
 
 @contextmanager
 def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
-    """Within the block, apply `last` to the weight that other code reads of a packed parameter.
-
-    `last` gets the dequantized weight and returns a tensor of its shape.
-    """
+    """Within the block, apply `last` to the weight that other code reads of a packed parameter."""
     chain = parametrization_list(module, name)._modules
     key = str(len(chain))
     chain[key] = last
@@ -363,59 +323,34 @@ def decoded_by(module: nn.Module, name: str, last: nn.Module) -> Iterator[None]:
         del chain[key]
 
 
-def _forget(module: nn.Module) -> None:
-    """Restore registration order; remove the hooks with the module's last packed parameter."""
-    if _RECORD not in module.__dict__:
-        return
-    order, hooks = module.__dict__[_RECORD]
-    known = [name for name in order if name in module._parameters]
-    ordered = {name: module._parameters[name] for name in (*known, *module._parameters)}
-    module._parameters.clear()
-    module._parameters.update(ordered)
-    if all(is_foreign(module, name) for name in packed_names(module)):
-        for hook in hooks:
-            hook.remove()
-        del module.__dict__[_RECORD]
-
-
-def _unshare_class(module: nn.Module) -> None:
-    """Give a parametrized module a class that no other module shares.
-
-    torch adds a property for each parametrized name to a module's class and removes it again: with
-    a shared class, all modules would change.
-    """
-    module.__dict__.pop(_INPUT_DTYPE, None)
-    if not P.is_parametrized(module):
-        return
-    shared = type(module)
-    body = {k: v for k, v in vars(shared).items() if k not in ("__dict__", "__weakref__")}
-    module.__class__ = type(shared.__name__, shared.__bases__, body)
-
-
-def _share_class(module: nn.Module) -> None:
+def _set_class(module: nn.Module) -> None:
     """Give a module the class of other such modules with the same packed parameters.
 
     torch creates a class for each parametrized module, and torch.compile would recompile each
     layer for its class, and give up after a few.
     """
     own, names = type(module), packed_names(module)
-    if not names or not set(names) <= set(vars(own)):
-        return  # nothing is packed, or an engine derived the class
+    module.__dict__.pop(_INPUT_DTYPE, None)
+    if not P.is_parametrized(module) or "__getstate__" not in vars(own):
+        return  # plain, or an engine derived the class
     lists = cast(nn.Module, module._modules["parametrizations"])._modules
     members = module.__dict__.get(_MEMBERS)
     key = own.__bases__, frozenset(lists), members
-    shared = _shared_classes.get(key)
+    shared = _shared_classes.get(key) if len(lists) == len(names) else None
     if shared is None:
-        body = {k: v for k, v in vars(own).items() if k not in ("__dict__", "__weakref__")}
-        body |= {name: _decoding_property(name) for name in names}
-        body["__call__"] = _reading_call(own.__bases__[0], tuple(names))
-        body["__getstate__"] = _refuse_pickling  # instead of torch's, whose message has no advice
-        body |= {} if members is None else members(own.__bases__[0])
+        of_torch = {"__module__", "__deepcopy__", "__getstate__", *lists}
+        body = {k: v for k, v in vars(own).items() if k in of_torch}
+        if names:
+            body |= {name: _decoding_property(name) for name in names}
+            body["__call__"] = _reading_call(own.__bases__[0], tuple(names))
+            body["__getstate__"] = _refuse_pickling  # torch's message has no advice
+            body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
         if len(lists) == len(names):  # with other code's parametrizations it stays its own
             _shared_classes[key] = shared
     module.__class__ = shared
-    module.__dict__[_INPUT_DTYPE] = None
+    if names:
+        module.__dict__[_INPUT_DTYPE] = None
 
 
 def _reading_call(base: Any, names: tuple[str, ...]) -> Callable[..., Any]:
@@ -428,8 +363,9 @@ def _reading_call(base: Any, names: tuple[str, ...]) -> Callable[..., Any]:
         around, dtype = getattr(self, _INPUT_DTYPE, None), _input_dtype(args, kwargs)
         if torch.compiler.is_compiling() and around is None:
             # torch 2.11 compiles no checkpointed layer in which an attribute is set.
-            decoders = [self.parametrizations[name][0] for name in names]
-            if dtype is None or all(decoded_dtype(decoder) == dtype for decoder in decoders):
+            first = [self.parametrizations[name][0] for name in names]
+            own = (getattr(d, "weight_dtype", None) or d.quant_state.dtype for d in first)
+            if dtype is None or all(each == dtype for each in own):
                 return base.__call__(self, *args, **kwargs)
         setattr(self, _INPUT_DTYPE, dtype)
         try:
@@ -500,37 +436,27 @@ def _load(
     """Load from bitsandbytes' keys or those of the shardable layout (load hook)."""
     assign = bool(metadata.get("assign_to_params_buffers"))
     for name in packed_names(module):
-        decoder, original = decoder_of(module, name), original_of(module, name)
-        key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}."
         if is_foreign(module, name):
             continue
+        decoder, original = decoder_of(module, name), original_of(module, name)
+        own = f"{prefix}parametrizations.{name}."
+        parameters = dict(parametrization_list(module, name).named_parameters())
+        keys = {part: own + part for part in ("original", *_STATISTICS)}
         packed = read_packed(module, name)
-        if state_dict.get(key) is not None:
-            settings = CodecSettings.of(packed)
-            dtype = None if settings.codec.has_record else packed.dtype
-            loaded = pop_packed(state_dict, key, packed.shape, dtype, settings, errors)
-        elif not is_shardable(decoder) and is_shardable_entry(state_dict, own):
-            loaded = pop_shardable(state_dict, own, packed)
-        else:
-            continue
-        if is_shardable(decoder):
-            kept = dict(parametrization_list(module, name).named_parameters())
-            put_shardable(state_dict, own, kept, loaded)
-            continue
-        state_dict[own + "original"] = original if loaded is None else loaded.codes
+        settings, key = CodecSettings.of(packed), f"{prefix}{name}"
+        loaded = _translate(
+            state_dict, key, keys, parameters, packed.shape, settings, packed, errors
+        )
         if loaded is None or (original.is_meta and not assign):
             continue  # torch's own message names meta
         loaded = loaded if assign else loaded.to(original.device)
-        codes = state_dict[own + "original"] = loaded.codes
-        if isinstance(decoder, PackedScales) and assign:
-            decoder.scale_bits = as_bits(loaded.absmax)
-            state_dict[own + "original"] = nn.Parameter(codes, requires_grad=False)
-        elif isinstance(decoder, PackedScales):
-            packed.absmax.copy_(loaded.absmax)
-        else:  # in place: tied modules share the statistics
-            decoder.quant_state.__dict__.update(to_quant_state(loaded).__dict__)
-            if assign:
-                state_dict[own + "original"] = params4bit(codes, decoder.quant_state)
+        put_statistics(decoder, loaded)
+        codes: Tensor = loaded.codes
+        if assign and isinstance(decoder, PackedScales):
+            codes = nn.Parameter(codes, requires_grad=False)
+        elif assign:
+            codes = params4bit(codes, decoder.quant_state)
+        state_dict[keys["original"]] = codes
 
 
 def blank_weight(
@@ -557,92 +483,75 @@ def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) ->
 
 def pack_blank_linear(module: Any, dtype: torch.dtype, settings: CodecSettings) -> None:
     """Give one of bitsandbytes' Linear layers on meta a blank packed weight, decoded to `dtype`."""
-    blank = blank_weight((module.out_features, module.in_features), dtype, settings)
-    if not isinstance(module, bnb.Linear8bitLt):
-        module.weight = hold(blank)
-        return
-    module.weight = bnb.Int8Params(blank.codes, requires_grad=False, has_fp16_weights=False)
-    module.weight.CB, module.weight.SCB = module.weight.data, blank.absmax
+    shape = module.out_features, module.in_features
+    write_linear(module, blank_weight(shape, dtype, settings))
 
 
-def pop_packed(
+def _translate(
     state_dict: dict[str, Any],
     key: str,
+    keys: Mapping[str, str],
+    parameters: Mapping[str, Tensor],
     shape: Sequence[int],
-    dtype: torch.dtype | None,
     settings: CodecSettings,
+    like: PackedWeight | None,
     errors: list[str],
 ) -> PackedWeight | None:
-    """Remove a packed weight from a state dict, copying statistics; on a fault None and an error.
+    """Give a weight's entries the layout that its module has; return it for the compact one.
 
-    Codes in another storage dtype of the same size are the same bytes.
+    `key` is that of the codes in the compact layout, `keys` are those of the shardable one by part.
+    `parameters` are the module's own by part: in the compact layout only the codes. They are
+    written where nothing could be loaded, which is an error.
     """
-    codes, storage = state_dict.pop(key), settings.storage_dtype
-    codes = codes.contiguous()
-    if codes.dtype != storage and codes.dtype.itemsize == storage.itemsize:
-        codes = codes.view(storage) if codes.dtype in STORAGE_DTYPES else codes
-    keys = [other for other in state_dict if other.startswith(f"{key}.")]
-    tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in keys}
-    settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
-    try:
-        return restore({CODES: codes, **tensors}, shape, dtype, settings)
-    except ValueError as error:
-        errors.append(
-            f"{key} {error}: load codes that were packed with the same settings, or 16-bit weights "
-            "into an unpacked model."
-        )
+    shardable, loaded = len(parameters) > 1, None
+    compact = state_dict.get(key) is not None
+    if key == keys["original"]:  # of a Linear layer, in both layouts
+        compact = any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds())
+    if compact:
+        codes = state_dict.pop(key).contiguous()
+        storage = settings.storage_dtype
+        if codes.dtype in STORAGE_DTYPES and codes.dtype.itemsize == storage.itemsize:
+            codes = codes.view(storage)  # the same bytes
+        ends = [other for other in state_dict if other.startswith(f"{key}.")]
+        tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in ends}
+        settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
+        dtype = None if settings.codec.has_record or like is None else like.dtype
+        try:
+            loaded = restore({CODES: codes, **tensors}, shape, dtype, settings)
+        except ValueError as error:
+            errors.append(
+                f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
+                "weights into an unpacked model."
+            )
+    elif shardable or like is None or not any(keys[part] in state_dict for part in _STATISTICS):
         return None
+    elif codec_of(like.kind).in_quant_state:
+        statistics = ShardableStatistics(like)
+        for part, parameter in statistics.named_parameters():
+            parameter.data = state_dict.pop(keys[f"0.{part}"]).clone()
+        loaded = statistics.packed(state_dict.pop(keys["original"]))
+    else:
+        codec = codec_of(like.kind)
+        scales = state_dict.pop(keys["0.scale_bits"]).clone().view(codec.scale_dtype)
+        codes = state_dict.pop(keys["original"]).view(codec.codes_shape(like.shape))
+        loaded = replace(like, codes=codes, absmax=scales, owner=None)
+    entries: Mapping[str, Tensor] = parameters
+    if loaded is not None:
+        entries = _shardable_parts(loaded) if shardable else {"original": loaded.codes}
+    for part, entry in entries.items():
+        own: Any = parameters[part]
+        sharded = hasattr(own, "device_mesh") and not hasattr(entry, "device_mesh")
+        state_dict[keys[part]] = _share_of(entry, own) if sharded else entry
+    return None if shardable else loaded
 
 
-def shardable_entries(packed: PackedWeight) -> dict[str, Tensor]:
-    """Return the parameters of a whole weight in the shardable layout, by the end of their key."""
+def _shardable_parts(packed: PackedWeight) -> dict[str, Tensor]:
     if not codec_of(packed.kind).in_quant_state:
         codes = packed.codes.detach().reshape(-1, 1)
         return {"original": codes, "0.scale_bits": as_bits(packed.absmax)}
-    statistics = ShardableStatistics(packed)
     codes = packed.codes.detach().view(-1).view(torch.uint8).unsqueeze(1)
-    entries = {f"0.{name}": value.data for name, value in statistics.named_parameters()}
-    return {"original": codes, **entries}
-
-
-def is_shardable_entry(state_dict: Mapping[str, Any], prefix: str) -> bool:
-    """Whether a state dict has a packed weight in the shardable layout."""
-    return any(f"{prefix}0.{name}" in state_dict for name in ("absmax", "scale_bits"))
-
-
-def pop_shardable(state_dict: dict[str, Any], prefix: str, like: PackedWeight) -> PackedWeight:
-    """Remove a packed weight from a state dict in the shardable layout.
-
-    `like` is the weight that it replaces; shape and settings must be equal.
-    """
-    codes = state_dict.pop(prefix + "original")
-    codec = codec_of(like.kind)
-    if not codec.in_quant_state:
-        scales = state_dict.pop(prefix + "0.scale_bits").clone().view(codec.scale_dtype)
-        codes = codes.view(codec.codes_shape(like.shape))
-        return replace(like, codes=codes, absmax=scales, owner=None)
-    statistics = ShardableStatistics(like)
-    for name, parameter in statistics.named_parameters():
-        parameter.data = state_dict.pop(f"{prefix}0.{name}").clone()
-    return statistics.packed(codes)
-
-
-def put_shardable(
-    state_dict: dict[str, Any],
-    prefix: str,
-    parameters: Mapping[str, Tensor],
-    loaded: PackedWeight | None,
-) -> None:
-    """Put a packed weight into a state dict under the keys of the shardable layout.
-
-    `parameters` are the module's own by the end of their key: they are written where nothing could
-    be loaded, and where they are sharded, this rank's shard is written.
-    """
-    entries = dict(parameters) if loaded is None else shardable_entries(loaded)
-    for end, entry in entries.items():
-        own = parameters.get(end)
-        sharded = hasattr(own, "device_mesh") and not hasattr(entry, "device_mesh")
-        state_dict[prefix + end] = _share_of(entry, own) if sharded else entry
+    parts = ShardableStatistics(packed).named_parameters()
+    return {"original": codes, **{f"0.{part}": value.data for part, value in parts}}
 
 
 def _share_of(whole: Tensor, like: Any) -> Tensor:
@@ -671,42 +580,28 @@ def _load_4bit(
     module: Any, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
 ) -> None:
     weight, statistics = module._parameters.get("weight"), module._modules.get("statistics")
-    key, own = f"{prefix}weight", f"{prefix}statistics."
-    if any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds()):
-        if isinstance(statistics, ShardableStatistics):
-            form = statistics.kind, statistics.storage_dtype, statistics.blocksize
-        elif isinstance(weight, Params4bit):
-            form = weight.quant_type, weight.quant_storage, weight.blocksize
-        else:
-            return
-        kind, storage, blocksize = form
-        shape = int(module.out_features), int(module.in_features)
-        settings = CodecSettings(kind, False, storage, None, blocksize)
-        loaded = pop_packed(state_dict, key, shape, None, settings, errors)
-    elif statistics is None and f"{own}absmax" in state_dict and isinstance(weight, Params4bit):
-        entries = {"original": state_dict.pop(key)}
-        parts = [part for part in ("absmax", "nested") if f"{own}{part}" in state_dict]
-        entries |= {f"0.{part}": state_dict.pop(f"{own}{part}") for part in parts}
-        like = from_quant_state(weight.data, cast(Any, weight).quant_state)
-        loaded = pop_shardable(entries, "", like)
-    else:
-        return
+    key, shape = f"{prefix}weight", (int(module.out_features), int(module.in_features))
+    keys = {part: f"{prefix}{part.replace('0', 'statistics')}" for part in _STATISTICS}
+    keys, parameters, like = keys | {"original": key}, {"original": weight}, None
     if isinstance(statistics, ShardableStatistics):
-        parameters: dict[str, Tensor] = {"original": weight}
+        like = read(weight, statistics)
         parameters |= {f"0.{part}": value for part, value in statistics.named_parameters()}
-        entries = {}
-        put_shardable(entries, "", parameters, loaded)
-        state_dict[key] = entries.pop("original")
-        state_dict |= {own + end.removeprefix("0."): entry for end, entry in entries.items()}
+    elif not isinstance(weight, Params4bit):
         return
-    state_dict[key] = weight if loaded is None else loaded.codes
+    elif weight.quant_state is not None:
+        like = from_quant_state(weight.data, weight.quant_state)
+    if like is None:  # not packed yet
+        form = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
+        settings = CodecSettings(*form)
+    else:
+        settings = CodecSettings.of(like)
+    loaded = _translate(state_dict, key, keys, parameters, shape, settings, like, errors)
     if loaded is None or (weight.is_meta and not assign):
         return  # torch's own message names meta
     if not assign:
         loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
-    codes: Any = hold(loaded)
-    state_dict[key] = codes
-    codes.module, module.weight, module.quant_state = module, codes, codes.quant_state
+    write_linear(module, loaded)
+    state_dict[key] = module.weight
 
 
 def _load_8bit(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
@@ -714,12 +609,10 @@ def _load_8bit(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> No
     statistics = module._modules.get("statistics")
     if isinstance(statistics, PackedScales) and scales in state_dict:
         state_dict.pop(f"{prefix}weight_format", None)
-        entry = state_dict.pop(scales).view(torch.int32)
-        own: Any = statistics.scale_bits
-        state_dict[bits] = _share_of(entry, own) if hasattr(own, "device_mesh") else entry
-        weight: Any = module.weight
-        if hasattr(weight, "device_mesh"):
-            state_dict[f"{prefix}weight"] = _share_of(state_dict[f"{prefix}weight"], weight)
+        state_dict[bits] = state_dict.pop(scales).view(torch.int32)
+        for key, own in ((bits, statistics.scale_bits), (f"{prefix}weight", module.weight)):
+            if hasattr(own, "device_mesh"):
+                state_dict[key] = _share_of(state_dict[key], own)
     elif statistics is None and bits in state_dict:
         state_dict[scales] = state_dict.pop(bits).view(torch.float32)
         state_dict[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)

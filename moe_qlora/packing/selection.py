@@ -39,7 +39,7 @@ def select_weights(
 ) -> list[WeightSelection]:
     """Decide for every expert weight of a model, which may be on meta, whether it is to be packed.
 
-    A skip pattern that is no valid regex is an error, one that matches nothing a warning.
+    A skip pattern that matches nothing is a warning.
     """
     # Imports bitsandbytes, which prints to stderr; the matching rule alone does not need it.
     from . import parametrize
@@ -55,10 +55,8 @@ def select_weights(
                 stacklevel=3,
             )
     # Parameters that the config asks bitsandbytes to pack itself.
-    if isinstance(config, Mapping):
-        left = config.get("target_parameters")
-    else:
-        left = getattr(config, "target_parameters", None)
+    asked = config if isinstance(config, Mapping) else {}
+    left = asked.get("target_parameters", getattr(config, "target_parameters", None))
     left_to_config = (left,) if isinstance(left, str) else tuple(left or ())
 
     def select(param: ExpertParam) -> WeightSelection:
@@ -105,12 +103,9 @@ def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
 
 
 def _covers(pattern: str, param: ExpertParam) -> bool:
-    for name in param.names:
-        if name == pattern or name.endswith("." + pattern):
-            return True
-        try:
-            if re.fullmatch(pattern, name):
-                return True
-        except re.error:
-            continue
-    return False
+    if any(f".{name}".endswith(f".{pattern}") for name in param.names):
+        return True
+    try:
+        return any(re.fullmatch(pattern, name) for name in param.names)
+    except re.error:
+        return False

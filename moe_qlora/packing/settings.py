@@ -1,19 +1,10 @@
 """How weights are packed: the fields of a `BitsAndBytesConfig`, and the tensors that result.
 
 The config is read by its attributes or keys, so that nothing here needs transformers. Each codec
-defines its own tensors (`codecs.py`); nf4, fp4 and int8 are bitsandbytes' formats, with the keys
-that a packed Linear layer has in a state dict.
+defines its own tensors (codecs.py), with the keys that a packed Linear layer of bitsandbytes has.
+The first of the two 4-bit codes in a byte is in its high half; divisions round up. That is 0.5625
+bytes a weight in 4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
 
-    kind       code table             blocks          order of weights      value of a weight
-    nf4, fp4   bitsandbytes' (16,)    64 of all       the decoded weight's  table[code] * absmax
-    mxfp4      E2M1 (16,)             32 of a row     the decoded weight's, table[code] *
-                                                      or, stored            2**(exponent - 127)
-                                                      transposed, that of
-                                                      its transpose
-    int8       none                   a row           the decoded weight's  code * scale / 127
-
-The first of the two codes in a byte is in the byte's high half. All divisions round up. That is
-0.5625 bytes a weight in 4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
 Packing, blank weights on meta, key names, checks of folders and byte counts all follow from
 `packed_tensors`. Decoding trusts tensors: tensors from outside pass `problems` first.
 """
@@ -24,7 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,9 +28,6 @@ from .codecs import Codec, PackingFormat, TensorSpec, codec_of, codecs, kinds
 BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
-
-_FLOAT_NAMES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
-_STORAGE_NAMES = {dtype_name(dtype): dtype for dtype in (torch.int8, *STORAGE_DTYPES)}
 
 
 @dataclass(frozen=True)
@@ -71,10 +59,7 @@ class CodecSettings(PackingFormat):
 
     @classmethod
     def from_config(cls, config: Any) -> CodecSettings:
-        """Read a `BitsAndBytesConfig` or its dict; absent fields have that class's defaults.
-
-        A config that cannot be followed is a `ConfigError`.
-        """
+        """Read a `BitsAndBytesConfig` or its dict; absent fields have that class's defaults."""
         if isinstance(config, type):
             raise ConfigError(
                 f"The quantization config is the class {config.__name__}: give an instance of it."
@@ -102,11 +87,10 @@ class CodecSettings(PackingFormat):
                 f"The quantization config asks for {asked}: set exactly one of load_in_4bit=True "
                 "and load_in_8bit=True."
             )
-        skips = get("llm_int8_skip_modules", ())
-        listed = isinstance(skips, (list, tuple, set, frozenset))
-        if not listed or not all(isinstance(skip, str) for skip in skips):
-            raise ConfigError(f"llm_int8_skip_modules is {skips!r}: give a list of module names.")
-        skips = tuple(skips)
+        given = get("llm_int8_skip_modules", ())
+        skips = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else (None,)
+        if not all(isinstance(skip, str) for skip in skips):
+            raise ConfigError(f"llm_int8_skip_modules is {given!r}: give a list of module names.")
         if eight and get("llm_int8_has_fp16_weight", False):
             raise ConfigError(
                 "llm_int8_has_fp16_weight=True keeps 8-bit weights in 16 bit, so that nothing "
@@ -116,9 +100,9 @@ class CodecSettings(PackingFormat):
         if eight:
             return cls(by_config[0].kind, skip_modules=skips)
         kind = get("bnb_4bit_quant_type", next(c.kind for c in by_config if c.is_default))
-        names = [repr(codec.kind) for codec in by_config]
-        if repr(kind) not in names:
-            both = f"{', '.join(names[:-1])} and {names[-1]}"
+        names = [codec.kind for codec in by_config]
+        if kind not in names:
+            both = f"{', '.join(map(repr, names[:-1]))} and {names[-1]!r}"
             raise ConfigError(f"bnb_4bit_quant_type is {kind!r}: bitsandbytes knows {both}.")
         storage = _dtype(get, "bnb_4bit_quant_storage", STORAGE_DTYPES)
         compute = _dtype(get, "bnb_4bit_compute_dtype", FLOAT_DTYPES)
@@ -132,10 +116,9 @@ class CodecSettings(PackingFormat):
 
     def describe(self) -> str:
         """Return the codec in words, such as "nf4 with double quantization"."""
-        parts = [self.kind, " with double quantization" if self.double_quant else ""]
-        if self.storage_dtype not in (torch.uint8, torch.int8):
-            parts.append(f", stored as {dtype_name(self.storage_dtype)}")
-        return "".join(parts)
+        plain = self.storage_dtype in (torch.uint8, torch.int8)
+        stored = "" if plain else f", stored as {dtype_name(self.storage_dtype)}"
+        return self.kind + (" with double quantization" if self.double_quant else "") + stored
 
     def bnb_fields(self) -> dict[str, Any]:
         """Return the arguments of the `BitsAndBytesConfig` that asks for this."""
@@ -151,10 +134,7 @@ class CodecSettings(PackingFormat):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values, under the keys of a packed folder's manifest.
-
-        `skip_modules` are not among them: they do not say how a weight is packed.
-        """
+        """Return how a weight is packed as JSON values, under the keys of a folder's manifest."""
         compute = self.compute_dtype
         return {
             "kind": self.kind,
@@ -171,15 +151,15 @@ class CodecSettings(PackingFormat):
         options: dict[str, tuple[Any, ...]] = {
             "kind": kinds(),
             "double_quant": (False, True),
-            "storage_dtype": tuple(_STORAGE_NAMES),
-            "compute_dtype": (None, *_FLOAT_NAMES),
+            "storage_dtype": tuple(map(dtype_name, (torch.int8, *STORAGE_DTYPES))),
+            "compute_dtype": (None, *map(dtype_name, FLOAT_DTYPES)),
             "stored_transposed": (False, True),
         }
         absent = {"storage_dtype": "uint8", "compute_dtype": None, "stored_transposed": False}
         values = {**absent, **values}
-        missing = [key for key in ("blocksize", *options) if key not in values]
-        if missing:
-            raise ValueError(f"{missing[0]} is missing")
+        for key in ("blocksize", *options):
+            if key not in values:
+                raise ValueError(f"{key} is missing")
         for key, allowed in options.items():
             value = values[key]
             if not any(value == one and type(value) is type(one) for one in allowed):
@@ -190,10 +170,10 @@ class CodecSettings(PackingFormat):
             raise ValueError(
                 f"blocksize is {blocksize!r:.80}; expected a power of two from 32 to 4096"
             )
-        compute_dtype = None if compute is None else _FLOAT_NAMES[compute]
-        storage = _STORAGE_NAMES[values["storage_dtype"]]
+        compute = None if compute is None else getattr(torch, compute)
+        storage = getattr(torch, values["storage_dtype"])
         return cls(
-            values["kind"], values["double_quant"], storage, compute_dtype, blocksize,
+            values["kind"], values["double_quant"], storage, compute, blocksize,
             stored_transposed=values["stored_transposed"],
         )  # fmt: skip
 
@@ -201,12 +181,10 @@ class CodecSettings(PackingFormat):
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
     """Read a dtype; the first one allowed is the default."""
     value = get(field, allowed[0])
-    dtype: Any = (
-        getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    )
+    dtype = getattr(torch, value.removeprefix("torch."), 0) if isinstance(value, str) else value
     if dtype not in allowed:
         raise ConfigError(f"{field} is {value!r}: give one of {', '.join(map(str, allowed))}.")
-    return dtype
+    return cast(torch.dtype, dtype)
 
 
 def packed_tensors(shape: Sequence[int], settings: CodecSettings) -> dict[str, TensorSpec]:
@@ -264,11 +242,10 @@ def problems(
     settings: CodecSettings,
     dtype: torch.dtype | None = None,
 ) -> Iterator[str]:
-    """Yield faults of a packed weight's tensors that decoding does not check, to follow its name.
+    """Yield faults of a packed weight's tensors, by the end of their key, to follow its name.
 
-    `tensors` are by the end of their key, the codes included; where one is on meta, or sharded,
-    values are not looked at. `shape` and `dtype` are those of the decoded weight; without a dtype a
-    4-bit weight may have any.
+    `shape` and `dtype` are those of the decoded weight; None: any that a record may say. Values are
+    not looked at where a tensor is on meta or sharded.
     """
     specs = packed_tensors(shape, settings)
     sound = True

@@ -342,7 +342,7 @@ def test_attach_is_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     stack = pack(module.down, SETTINGS["nf4"])
     with monkeypatch.context() as patch:
-        patch.setattr(parametrize, "register_parametrization", broken)
+        patch.setattr(storage, "PackedList", broken)
         with pytest.raises(MemoryError):
             storage.attach(module, "down", stack)
     assert module.down is weight
