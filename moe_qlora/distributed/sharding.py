@@ -379,3 +379,10 @@ def allocate(
         return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
 
     model._apply(empty)
+
+
+def device_of(mesh: Any) -> torch.device:
+    """Return this rank's device."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
@@ -295,27 +295,10 @@ def run_cases(rank: int, world: int, folders: dict[str, Path], large: Path) -> d
         results[f"{case} by transformers"] = loaded
     results["recast"] = run_recast(folders["nf4"], meshes["all"])
     results |= {"refusals": run_refusals(folders, meshes["all"], rank)}
-    results["callable"] = tensors_of(from_callable(folders["plain"], meshes["all"]))
     return results
 
 
-def from_callable(folder: Path, mesh: Any) -> nn.Module:
-    """Fill a sharded model from rows that a function gives."""
-    from moe_qlora.distributed.load_sharded import ShardedModel, blank_model
-
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(folder), dtype=torch.bfloat16
-        )
-    sharded = ShardedModel(blank_model(model, settings("nf4")), mesh)
-    filled: nn.Module = sharded.fill(lambda name, start, stop: plain[name][start:stop])
-    return filled
-
-
 def run_refusals(folders: dict[str, Path], mesh: Any, rank: int) -> dict[str, str]:
-    from moe_qlora.distributed.load_sharded import ShardedModel, blank_model
-
     refusals = {}
     pissa = LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")
     for case, arguments in {
@@ -327,16 +310,17 @@ def run_refusals(folders: dict[str, Path], mesh: Any, rank: int) -> dict[str, st
             moe_qlora.load_sharded(folders["plain"], mesh=mesh, **arguments)
         refusals[case] = str(caught.value)
 
-    def rows(name: str, start: int, stop: int) -> torch.Tensor:
-        shape = (stop - start, *shapes[name][1:])
-        return torch.full(shape, torch.nan if rank == 1 and "experts" in name else 0.0)
+    stock = Checkpoint.read
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folders["plain"]))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    def read(files: Checkpoint, key: str, *args: Any) -> torch.Tensor:
+        tensor = stock(files, key, *args)
+        return tensor * torch.nan if rank == 1 and "experts" in key else tensor
+
     kind = NonFiniteWeightError if rank == 1 else QuantizationError
-    with pytest.raises(kind) as failed:
-        ShardedModel(blank_model(model, settings("nf4")), mesh).fill(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "read", read)
+        with pytest.raises(kind) as failed:
+            moe_qlora.load_sharded(folders["plain"], settings("nf4"), mesh)
     refusals["not finite"] = str(failed.value)
     return refusals
 
@@ -360,14 +344,6 @@ def test_the_shares_are_those_of_the_whole_model(
         assert got[name].dtype == tensor.dtype, name
         assert torch.equal(got[name], tensor), name
     assert ranks[0][case]["is_sharded"]
-
-
-def test_shares_filled_from_a_function_are_the_same(ranks: Any, folders: dict[str, Path]) -> None:
-    model = load_whole(folders["plain"], "nf4")
-    moe_qlora.prepare_sharding(model)
-    for rank in ranks:
-        for name, tensor in tensors_of(model).items():
-            assert torch.equal(rank["callable"][name], tensor), name
 
 
 def test_a_packed_folder_is_loaded_in_another_dtype(ranks: Any, folders: dict[str, Path]) -> None:

@@ -23,6 +23,7 @@ import os
 import statistics
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import model as whole_model
@@ -33,6 +34,8 @@ from torch import distributed, nn
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 import moe_qlora
+from moe_qlora.checkpoint.conversion import DiskLayout
+from moe_qlora.checkpoint.reader import Checkpoint, TensorInfo
 
 ENGINES = ("single", "ddp", "fsdp2", "whole")
 COLUMNS = (
@@ -192,32 +195,55 @@ def _whole(
 def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from moe_qlora.distributed.load_sharded import ShardedModel, blank_model
+    from moe_qlora.checkpoint.load_spec import packing_spec
+    from moe_qlora.checkpoint.training_codec import from_config
+    from moe_qlora.distributed.filling import ShardedFill
+    from moe_qlora.distributed.load_sharded import compute_buffers, shard_and_fill
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     model: Any = meta_model(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     bnb_config = quantization()
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     bnb_config.llm_int8_skip_modules = linears
-    blank = blank_model(model, bnb_config)
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    experts = [param.name for param in blank.layout.experts]
+    compute_buffers(model, torch.device("cpu"))
+    spec = packing_spec(model, bnb_config, model.dtype, None)
+    from_config(model, bnb_config)
+    model.tie_weights()
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    experts = [param.name for param in spec.layout.experts]
     lora = whole_model.lora_config(model, experts, options.lora, options.rank)
-    sharded = ShardedModel(
-        blank, mesh, lora, None, {"reshard_after_forward": True},
+    rows = _RandomRows(model)
+    fill = ShardedFill(model, spec, rows, dtypes, bnb_config)
+    fill.pack(rows.layout)
+    adapted = shard_and_fill(
+        fill, mesh, lora, None, {"reshard_after_forward": True},
         {"autocast_adapter_dtype": False},
     )  # fmt: skip
-
-    def rows(name: str, start: int, stop: int) -> torch.Tensor:
-        shape = (stop - start, *shapes[name][1:])
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16, device=device)
-        return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02)
-
-    adapted = sharded.fill(rows)
     return adapted, adapted
+
+
+class _RandomRows(Checkpoint):
+    """Random numbers in place of a checkpoint's tensors, made where they are packed."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__([])
+        self._shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        self.layout: Any = DiskLayout(
+            model, {name: (shape, torch.bfloat16) for name, shape in self._shapes.items()}, []
+        )
+
+    def info(self, key: str) -> TensorInfo:
+        return TensorInfo(Path(), torch.bfloat16, self._shapes[key], 0, 0)
+
+    def fetch(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Any:
+        shape = self._shapes[key]
+        rows = range(*slice(start, stop).indices(shape[0]))
+        shape = (len(rows), *shape[1:])
+        if len(shape) == 1:
+            return lambda: torch.ones(shape, dtype=torch.bfloat16, device=device)
+        return lambda: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02)
 
 
 def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any) -> None:
