@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -107,15 +107,37 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         for leaf in parametrize.packed_names(module):
-            _replace_expert_weight(replaced, module, prefix, leaf, state_dict)
-        if isinstance(module._modules.get("statistics"), nn.Module):
-            _replace_linear(replaced, module, prefix, state_dict)
+            codes = f"{prefix}parametrizations.{leaf}.original"
+            # without that key it is whole already, under bitsandbytes' keys
+            if codes not in state_dict or parametrize.is_foreign(module, leaf):
+                continue
+            decoder, packed = (
+                parametrize.decoder_of(module, leaf),
+                parametrize.read_packed(module, leaf),
+            )
+            keys = {
+                part: f"{prefix}parametrizations.{leaf}.0.{part}" for part in decoder._parameters
+            }
+            entries = _entries(f"{prefix}{leaf}", packed, decoder, codes, keys, state_dict)
+            replaced |= {codes: entries, **{key: {} for key in keys.values()}}
+        linear: Any = module
+        decoder, codes = linear._modules.get("statistics"), f"{prefix}weight"
+        if not isinstance(decoder, nn.Module):
+            continue
+        keys = {part: f"{prefix}statistics.{part}" for part in decoder._parameters}
+        if not all(key in state_dict for key in (codes, *keys.values())):
+            continue
+        entries = _entries(codes, read(linear.weight, decoder), decoder, codes, keys, state_dict)
+        first = {codes: entries.pop(codes)}
+        if isinstance(decoder, PackedScales):
+            rows = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of the layout
+            entries = dict(zip((f"{prefix}SCB",), entries.values(), strict=True))
+            entries[f"{prefix}weight_format"] = plain_tensor(rows)
+        replaced |= {key: {} for key in keys.values()}
+        replaced |= {codes: first, next(iter(keys.values())): entries}
     tensors: dict[str, WholeTensor] = {}
     for key, value in state_dict.items():
-        if key in replaced:
-            tensors |= replaced[key]
-        else:
-            tensors[key] = plain_tensor(value)
+        tensors |= replaced[key] if key in replaced else {key: plain_tensor(value)}
     return tensors
 
 
@@ -125,89 +147,20 @@ def plain_tensor(value: Any) -> WholeTensor:
     return WholeTensor(dtype, _shape(value), value, partial(whole, value), _is_sharded(value))
 
 
-def _replace_expert_weight(
-    replaced: dict[str, dict[str, WholeTensor]],
-    module: nn.Module,
-    prefix: str,
-    leaf: str,
+def _entries(
+    name: str,
+    packed: PackedWeight,
+    decoder: Any,
+    key: str,
+    keys: Mapping[str, str],
     state_dict: Mapping[str, Any],
-) -> None:
-    own, name = f"{prefix}parametrizations.{leaf}.", f"{prefix}{leaf}"
-    decoder, first = parametrize.decoder_of(module, leaf), f"{own}original"
-    # without that key it is whole already, under bitsandbytes' keys
-    if first not in state_dict or parametrize.is_foreign(module, leaf):
-        return
-    packed = parametrize.read_packed(module, leaf)
-    keys = {part: f"{own}0.{part}" for part in decoder._parameters}
-    parameters = {part: state_dict[key] for part, key in keys.items()}
-    weight = _sharded_weight(name, packed, decoder, state_dict[first], parameters)
-    replaced[first] = weight.tensors()
-    replaced |= {key: {} for key in keys.values()}
+) -> dict[str, WholeTensor]:
+    """Return a packed weight's tensors under bitsandbytes' keys: codes, then statistics.
 
-
-def _replace_linear(
-    replaced: dict[str, dict[str, WholeTensor]],
-    module: Any,
-    prefix: str,
-    state_dict: Mapping[str, Any],
-) -> None:
-    decoder, name = module.statistics, f"{prefix}weight"
-    keys = {part: f"{prefix}statistics.{part}" for part in decoder._parameters}
-    if not all(key in state_dict for key in (name, *keys.values())):
-        return
-    parameters = {part: state_dict[key] for part, key in keys.items()}
-    first, *others = keys.values()
-    if isinstance(decoder, PackedScales):
-        bits = parameters["scale_bits"]
-        scales = WholeTensor(
-            torch.float32, _shape(bits), bits, lambda: whole(bits).view(torch.float32),
-            _is_sharded(bits),
-        )  # fmt: skip
-        layout = torch.tensor(0, dtype=torch.uint8)  # row by row
-        row_major = WholeTensor(layout.dtype, (), layout, lambda: layout, False)
-        replaced[first] = {f"{prefix}SCB": scales, f"{prefix}weight_format": row_major}
-        return
-    codes = state_dict[name]
-    weight = _sharded_weight(name, read(module.weight, decoder), decoder, codes, parameters)
-    tensors = weight.tensors()
-    replaced[name] = {name: tensors.pop(name)}
-    replaced[first] = tensors
-    replaced |= {key: {} for key in others}
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A packed weight as two gathering functions: codes, and statistics (with empty codes)."""
-
-    name: str
-    packed: PackedWeight  # its shape and settings
-    source: Any
-    codes: Callable[[], Tensor]
-    statistics: Callable[[], PackedWeight]
-    divided: bool
-
-    def tensors(self) -> dict[str, WholeTensor]:
-        specs = packed_tensors(self.packed.shape, CodecSettings.of(self.packed))
-        ends = sorted(specs, key=lambda end: end.startswith(RECORD))  # as bitsandbytes has them
-        return {
-            self.name + end: WholeTensor(
-                specs[end].dtype,
-                specs[end].shape,
-                self.source,
-                self.codes if end == CODES else partial(self._statistic, end),
-                self.divided,
-            )
-            for end in ends
-        }
-
-    def _statistic(self, end: str) -> Tensor:
-        return codec_of(self.packed.kind).entries(self.statistics())[end]
-
-
-def _sharded_weight(
-    name: str, packed: PackedWeight, decoder: Any, codes: Any, parameters: Mapping[str, Any]
-) -> _Weight:
-    codec = codec_of(packed.kind)
+    `key` is that of the codes, `keys` are those of the decoder's parameters in the state dict.
+    """
+    codec, codes = codec_of(packed.kind), state_dict[key]
+    parameters = {part: state_dict[own] for part, own in keys.items()}
 
     def whole_codes() -> Tensor:
         flat = whole(codes).view(-1)
@@ -215,19 +168,26 @@ def _sharded_weight(
             return flat.view(codec.codes_shape(packed.shape))
         return flat.view(torch.uint8).view(decoder.storage_dtype).unsqueeze(1)
 
-    def statistics() -> PackedWeight:
+    def statistic(end: str) -> Tensor:
         gathered = {part: whole(tensor) for part, tensor in parameters.items()}
         if isinstance(decoder, PackedScales):
-            return replace(packed, absmax=gathered["scale_bits"].view(codec.scale_dtype))
+            scales = gathered["scale_bits"].view(codec.scale_dtype)
+            return codec.entries(replace(packed, absmax=scales))[end]
         other = copy.copy(decoder)
         other._parameters = {
             part: nn.Parameter(tensor, requires_grad=False) for part, tensor in gathered.items()
         }
-        empty: PackedWeight = other.packed(torch.empty((0, 1), dtype=torch.uint8))
-        return empty
+        return codec.entries(other.packed(torch.empty((0, 1), dtype=torch.uint8)))[end]
 
     divided = any(map(_is_sharded, (codes, *parameters.values())))
-    return _Weight(name, packed, codes, whole_codes, statistics, divided)
+    specs = packed_tensors(packed.shape, CodecSettings.of(packed))
+    return {
+        name + end: WholeTensor(
+            specs[end].dtype, specs[end].shape, codes,
+            whole_codes if end == CODES else partial(statistic, end), divided,
+        )
+        for end in sorted(specs, key=lambda end: end.startswith(RECORD))  # as bitsandbytes has them
+    }  # fmt: skip
 
 
 def gather_to_first(

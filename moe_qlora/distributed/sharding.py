@@ -9,9 +9,9 @@ have no gradients.
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -261,9 +261,9 @@ def shards_integers() -> Iterator[None]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if not self.sharded_param.is_floating_point():
-            self.init_dtype_attrs = types.MethodType(_keep_dtype, self)
+            self.init_dtype_attrs = MethodType(_keep_dtype, self)
 
-    module.nn, sharded.__init__ = _NeuralNetworks(stock), init
+    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(stock), "Parameter": _Parameter}), init
     try:
         yield
     finally:
@@ -280,27 +280,18 @@ def _takes_integers() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-class _NeuralNetworks(types.ModuleType):
-    """`torch.nn` whose `Parameter` requires gradients of floating-point tensors only by default."""
+class _AnyParameter(type(nn.Parameter)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Parameter)
 
-    def __init__(self, stock: Any) -> None:
-        super().__init__(stock.__name__)
-        self._stock = stock
 
-        class Same(type(stock.Parameter)):  # type: ignore[misc]
-            def __instancecheck__(cls, instance: Any) -> bool:
-                return isinstance(instance, stock.Parameter)
+class _Parameter(nn.Parameter, metaclass=_AnyParameter):
+    """`nn.Parameter`, which by default requires gradients of floating-point tensors only."""
 
-        class Parameter(stock.Parameter, metaclass=Same):
-            def __new__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
-                if requires_grad is None:
-                    requires_grad = data is None or bool(data.is_floating_point())
-                return stock.Parameter(data, requires_grad=requires_grad)
-
-        self.Parameter = Parameter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
+    def __new__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
+        if requires_grad is None:
+            requires_grad = data is None or bool(data.is_floating_point())
+        return nn.Parameter(data, requires_grad=requires_grad)
 
 
 def shard_model(
