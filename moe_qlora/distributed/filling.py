@@ -11,7 +11,8 @@ A model on meta is packed with blank weights (`ShardedFill.pack`), adapted, shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..packing.codecs import CODES
 from ..packing.decoders import ShardableStatistics, as_bits
 from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings
-from .sharding import prepare_sharding
+from .sharding import packed_places, prepare_sharding
 
 
 # Packs one rank's shares of a weight's codes and statistics, from the rows alone that they need.
@@ -130,69 +131,56 @@ class ShareSlot(Slot):
 
         All ranks must call it.
         """
-        codes, scales = self._packed()
-        scales = self._gathered(scales)
-        codes = codes.view(-1, *self._codes_shape[1:])
-        settings = self.settings
-        assert settings is not None
-        codec = settings.codec
-        if not codec.in_quant_state:
-            bits = as_bits(scales.to(codec.scale_dtype))
-            return codes, {"scale_bits": self._share(bits)}, None
-        none = torch.empty(0, dtype=torch.uint8, device=self.device)
-        packed = codec.finish(none, scales, self.shape, self.dtype, settings)
-        whole = ShardableStatistics(packed)
-        shares = {name: self._share(value.data) for name, value in whole.named_parameters()}
-        return codes, shares, whole.tables
-
-    def _packed(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's codes, flat, and the scales of its blocks; none where it failed."""
-        nothing = torch.empty(0, dtype=self._plain.storage_dtype, device=self.device)
+        codes = torch.empty(0, dtype=torch.uint8, device=self.device)
         scales = torch.empty(0, dtype=torch.float32, device=self.device)
-        if self._packer is None or self._error is not None:
-            return nothing, scales
         try:
-            packed = super().finish()
+            if self._packer is not None and self._error is None:
+                packed = super().finish()
+                codes, scales = packed.codes.view(-1)[slice(*self._bytes)], packed.absmax
         except MoeQloraError as error:
             self._error = error
-            return nothing, scales
-        first, last = self._bytes
-        return packed.codes.view(-1)[first:last], packed.absmax
+        scales = self._gathered(scales)
+        settings = self.settings
+        assert settings is not None
+        codec, share = settings.codec, codes.view(-1, *self._codes_shape[1:])
+        if not codec.in_quant_state:
+            return share, {"scale_bits": self._share(as_bits(scales.to(codec.scale_dtype)))}, None
+        whole = ShardableStatistics(
+            codec.finish(codes[:0], scales, self.shape, self.dtype, settings)
+        )
+        shares = {name: self._share(value.data) for name, value in whole.named_parameters()}
+        return share, shares, whole.tables
 
     def _gathered(self, scales: Tensor) -> Tensor:
-        told = [last - first for first, last in zip(self._told, self._told[1:], strict=False)]
-        failed = self._error is not None
+        """Return all ranks' scales; raise on every rank where one has failed."""
+        told = [last - first for first, last in itertools.pairwise(self._told)]
+        mine = torch.zeros(max(told) + 1, dtype=torch.float32, device=self.device)
+        if self._error is None:
+            mine[: told[self.ranks.rank]] = scales[: told[self.ranks.rank]]
+        else:
+            mine[-1] = 1.0
+        parts = [mine]
         if self.ranks.count > 1:
-            mine = torch.zeros(max(told) + 1, dtype=torch.float32, device=self.device)
-            mine[-1] = float(failed)
-            if not failed:
-                mine[: told[self.ranks.rank]] = scales[: told[self.ranks.rank]]
             parts = [torch.empty_like(mine) for _ in told]
-            _gather(self.name, parts, mine, self.ranks.group)
-            scales = torch.cat([part[:count] for part, count in zip(parts, told, strict=True)])
-            failed = bool(torch.stack([part[-1] for part in parts]).any())
+            try:
+                distributed.all_gather(parts, mine, group=self.ranks.group)
+            except RuntimeError as error:
+                raise QuantizationError(
+                    f"Packing {self.name} failed on rank {distributed.get_rank()} while it "
+                    f"gathered absmax from all ranks ({first_line(error)}): every rank must take "
+                    "part to the end; load the model again."
+                ) from error
         if self._error is not None:
             raise self._error
-        if failed:
+        if bool(torch.stack([part[-1] for part in parts]).any()):  # the device is waited for once
             raise QuantizationError(
                 f"Another rank could not pack its share of {self.name}: see its error."
             )
-        return scales
+        return torch.cat([part[:count] for part, count in zip(parts, told, strict=True)])
 
     def _share(self, whole: Tensor) -> Tensor:
         first, last = self.ranks.span(len(whole))
         return whole[first:last].clone()
-
-
-def _gather(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:
-    try:
-        distributed.all_gather(parts, absmax, group=group)
-    except RuntimeError as error:
-        raise QuantizationError(
-            f"Packing {name} failed on rank {distributed.get_rank()} while it gathered absmax "
-            f"from all ranks ({first_line(error)}): every rank must take part to the end; load "
-            "the model again."
-        ) from error
 
 
 @dataclass
@@ -234,23 +222,10 @@ def _targets(
 
     A tied weight is yielded once.
     """
-    packed: list[tuple[str, nn.Module, str, Any, Sequence[int]]] = []
-    for prefix, module, leaf in parametrize.iter_packed(model):
-        chain = parametrize.parametrization_list(module, leaf)
-        decoder: Any = chain._modules["0"]
-        packed.append(
-            (f"{prefix}.{leaf}".lstrip("."), chain, "original", decoder, decoder.weight_shape)
-        )
-    for prefix, module in model.named_modules():
-        if parametrize.is_packed_linear(module) and "statistics" in module._modules:
-            linear: Any = module
-            shape = (linear.out_features, linear.in_features)
-            packed.append(
-                (f"{prefix}.weight".lstrip("."), module, "weight", linear.statistics, shape)
-            )
     seen: set[int] = set()
-    for name, owner, leaf, statistics, shape in packed:
-        target = Target(name, tuple(shape), dtypes[name], owner, leaf, settings, statistics)
+    for name, owner, leaf, decoder, *_ in packed_places(model):
+        shape = tuple(decoder.weight_shape)
+        target = Target(name, shape, dtypes[name], owner, leaf, settings, decoder)
         if id(target.tensor()) not in seen:
             seen |= {*map(id, target.tensors())}
             yield target

@@ -15,20 +15,19 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CheckpointError, MoeQloraError, first_line
-from ..kernels.weights import PackedWeight
-from ..packing import parametrize
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import PackedScales, read
 from ..packing.settings import CodecSettings, packed_tensors
 from ..world import NOT_GIVEN, WholeTensor
+from .sharding import Place, packed_places
 
 _Result = TypeVar("_Result")
 
@@ -104,37 +103,23 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
     either layout (parametrize.py).
     """
     replaced: dict[str, dict[str, WholeTensor]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{name}." if name else ""
-        for leaf in parametrize.packed_names(module):
-            codes = f"{prefix}parametrizations.{leaf}.original"
-            # without that key it is whole already, under bitsandbytes' keys
-            if codes not in state_dict or parametrize.is_foreign(module, leaf):
-                continue
-            decoder, packed = (
-                parametrize.decoder_of(module, leaf),
-                parametrize.read_packed(module, leaf),
-            )
-            keys = {
-                part: f"{prefix}parametrizations.{leaf}.0.{part}" for part in decoder._parameters
-            }
-            entries = _entries(f"{prefix}{leaf}", packed, decoder, codes, keys, state_dict)
-            replaced |= {codes: entries, **{key: {} for key in keys.values()}}
-        linear: Any = module
-        decoder, codes = linear._modules.get("statistics"), f"{prefix}weight"
-        if not isinstance(decoder, nn.Module):
+    for place in packed_places(model):
+        keys = {part: f"{place.statistics}{part}" for part in place.decoder._parameters}
+        # without these it is whole already, under bitsandbytes' keys
+        if not all(key in state_dict for key in (place.codes, *keys.values())):
             continue
-        keys = {part: f"{prefix}statistics.{part}" for part in decoder._parameters}
-        if not all(key in state_dict for key in (codes, *keys.values())):
-            continue
-        entries = _entries(codes, read(linear.weight, decoder), decoder, codes, keys, state_dict)
-        first = {codes: entries.pop(codes)}
-        if isinstance(decoder, PackedScales):
-            rows = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of the layout
-            entries = dict(zip((f"{prefix}SCB",), entries.values(), strict=True))
-            entries[f"{prefix}weight_format"] = plain_tensor(rows)
+        entries = _entries(place, keys, state_dict)
         replaced |= {key: {} for key in keys.values()}
-        replaced |= {codes: first, next(iter(keys.values())): entries}
+        if place.leaf != "weight":
+            replaced[place.codes] = entries
+            continue
+        replaced[place.codes] = {place.codes: entries.pop(place.codes)}
+        if isinstance(place.decoder, PackedScales):
+            at = place.name.removesuffix("weight")
+            rows = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of the layout
+            (scales,) = entries.values()
+            entries = {f"{at}SCB": scales, f"{at}weight_format": plain_tensor(rows)}
+        replaced[next(iter(keys.values()))] = entries
     tensors: dict[str, WholeTensor] = {}
     for key, value in state_dict.items():
         tensors |= replaced[key] if key in replaced else {key: plain_tensor(value)}
@@ -148,18 +133,15 @@ def plain_tensor(value: Any) -> WholeTensor:
 
 
 def _entries(
-    name: str,
-    packed: PackedWeight,
-    decoder: Any,
-    key: str,
-    keys: Mapping[str, str],
-    state_dict: Mapping[str, Any],
+    place: Place, keys: Mapping[str, str], state_dict: Mapping[str, Any]
 ) -> dict[str, WholeTensor]:
     """Return a packed weight's tensors under bitsandbytes' keys: codes, then statistics.
 
-    `key` is that of the codes, `keys` are those of the decoder's parameters in the state dict.
+    `keys` are those of the decoder's parameters in the state dict.
     """
-    codec, codes = codec_of(packed.kind), state_dict[key]
+    decoder, codes = place.decoder, state_dict[place.codes]
+    packed = read(cast(Tensor, place.owner._parameters[place.leaf]), decoder)
+    codec = codec_of(packed.kind)
     parameters = {part: state_dict[own] for part, own in keys.items()}
 
     def whole_codes() -> Tensor:
@@ -182,7 +164,7 @@ def _entries(
     divided = any(map(_is_sharded, (codes, *parameters.values())))
     specs = packed_tensors(packed.shape, CodecSettings.of(packed))
     return {
-        name + end: WholeTensor(
+        place.name + end: WholeTensor(
             specs[end].dtype, specs[end].shape, codes,
             whole_codes if end == CODES else partial(statistic, end), divided,
         )

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from bitsandbytes import MatmulLtState
@@ -109,6 +109,36 @@ def lay_out(model: nn.Module) -> nn.Module:
                 weight.compress_statistics, weight.quant_type = held.double_quant, held.kind
                 weight.quant_storage = held.storage_dtype
     return model
+
+
+class Place(NamedTuple):
+    """Where a packed weight sits in the shardable layout."""
+
+    name: str  # of the weight
+    owner: nn.Module  # with the codes as its parameter `leaf`
+    leaf: str
+    decoder: Any  # with the statistics
+    codes: str  # key of the codes in a state dict
+    statistics: str  # begin of the keys of the statistics
+
+
+def packed_places(model: nn.Module) -> Iterator[Place]:
+    """Yield each packed weight, an expert's or a Linear layer's, under all of its names."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        at = f"{name}." if name else ""
+        for leaf in parametrize.packed_names(module):
+            if not parametrize.is_foreign(module, leaf):
+                chain, own = (
+                    parametrize.parametrization_list(module, leaf),
+                    f"parametrizations.{leaf}.",
+                )
+                decoder = chain._modules["0"]
+                codes, statistics = f"{at}{own}original", f"{at}{own}0."
+                yield Place(f"{at}{leaf}", chain, "original", decoder, codes, statistics)
+        decoder = module._modules.get("statistics")
+        if decoder is not None and parametrize.is_packed_linear(module):
+            codes = f"{at}weight"
+            yield Place(codes, module, "weight", decoder, codes, f"{at}statistics.")
 
 
 def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:
