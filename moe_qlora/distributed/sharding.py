@@ -293,7 +293,7 @@ def shards_integers() -> Iterator[None]:
         if not self.sharded_param.is_floating_point():
             self.init_dtype_attrs = MethodType(_keep_dtype, self)
 
-    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(stock), "Parameter": _Parameter}), init
+    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _Parameter}), init
     try:
         yield
     finally:
