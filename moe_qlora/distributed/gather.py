@@ -190,55 +190,45 @@ def gather_to_first(
     """
     if not any(tensor.divided for tensor in tensors.values()):
         return use(lambda key: tensors[key].gather())
-    calls = _Calls(what)
+    lost = False
+
+    def guarded(collective: Callable[[], Any]) -> Any:
+        nonlocal lost
+        try:
+            return collective()
+        except RuntimeError as error:
+            lost = True
+            raise CheckpointError(
+                f"{what} failed on rank {distributed.get_rank()} while it gathered tensors "
+                f"from all ranks ({first_line(error)}): every rank must take part to the end."
+            ) from error
+
+    def exchanged(call: str | Exception | None = None) -> Any:
+        """Send from the first rank a key to gather, a final error, or None; receive on others."""
+        calls = [call]
+        guarded(lambda: distributed.broadcast_object_list(calls, src=0))
+        return calls[0]
+
     if distributed.get_rank() != 0:
-        while isinstance(call := calls.receive(), str):
-            calls.guarded(tensors[call].gather)
+        while isinstance(call := exchanged(), str):
+            guarded(tensors[call].gather)
         if call is not None:
             raise call
         return None
 
     def read(key: str) -> Tensor:
-        calls.send(key)
-        return calls.guarded(tensors[key].gather)
+        exchanged(key)
+        return cast(Tensor, guarded(tensors[key].gather))
 
     try:
         result = use(read)
     except BaseException as error:
-        if not calls.lost:
-            calls.send(error if isinstance(error, MoeQloraError) else _as_error(what, error))
+        if not lost:
+            text = f"{what} failed on rank 0: {type(error).__name__}: {first_line(error)}"
+            exchanged(error if isinstance(error, MoeQloraError) else CheckpointError(text))
         raise
-    calls.send(None)
+    exchanged()
     return result
-
-
-class _Calls:
-    """Messages of the first rank to all others: a key to gather, a final error, or None."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.lost = what, False
-
-    def send(self, call: str | Exception | None) -> None:
-        self.guarded(lambda: distributed.broadcast_object_list([call], src=0))
-
-    def receive(self) -> str | Exception | None:
-        calls: list[Any] = [None]
-        self.guarded(lambda: distributed.broadcast_object_list(calls, src=0))
-        return calls[0]
-
-    def guarded(self, collective: Callable[[], _Result]) -> _Result:
-        try:
-            return collective()
-        except RuntimeError as error:
-            self.lost = True
-            raise CheckpointError(
-                f"{self.what} failed on rank {distributed.get_rank()} while it gathered tensors "
-                f"from all ranks ({first_line(error)}): every rank must take part to the end."
-            ) from error
-
-
-def _as_error(what: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{what} failed on rank 0: {type(error).__name__}: {first_line(error)}")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from bitsandbytes import MatmulLtState
@@ -149,13 +149,45 @@ def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Mod
     return packed_codes(packed, statistics), statistics
 
 
-class ShardableLinear4bit(bnb.Linear4bit):
-    """A bitsandbytes 4-bit Linear layer whose statistics are parameters, of its submodule.
+class _ShardableLinear(nn.Module):
+    """A packed Linear layer whose statistics are parameters, of its submodule.
 
-    Made from a packed `Linear4bit` by `prepare_sharding`, which changes the class of the instance.
+    `prepare_sharding` makes it of bitsandbytes' layer, by changing the class of the instance.
     """
 
-    statistics: ShardableStatistics
+    stock: ClassVar[type]
+    weight: Tensor
+    bias: Tensor | None
+    statistics: Any
+    state: Any  # of an 8-bit layer
+    set_compute_type: Any
+
+    def restore_stock(self) -> None:
+        """Become bitsandbytes' own layer again."""
+        layer: Any = self
+        packed = read(layer.weight, layer.statistics)
+        require_whole(packed)
+        del layer.statistics
+        layer.__class__ = self.stock
+        write_linear(layer, packed)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the product, so that nothing gathered outlives it under ZeRO-3."""
+        layer: Any = self
+        _require_gathered(layer)
+        if hasattr(layer.weight, "ds_id"):
+            return cast(Tensor, _ReadAgain.apply(x, bias, layer))
+        return cast(Tensor, layer.product(x, bias))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # No bitsandbytes keys, which engines do not find as parameters: statistics save themselves.
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+class ShardableLinear4bit(_ShardableLinear, bnb.Linear4bit):
+    """A shardable 4-bit Linear layer."""
+
+    stock = bnb.Linear4bit
     compute_type_is_set: bool
     compute_dtype: torch.dtype | None
 
@@ -168,8 +200,7 @@ class ShardableLinear4bit(bnb.Linear4bit):
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        _require_gathered(self)
-        return _product(self, x, bias).to(dtype)
+        return self._product(x, bias).to(dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute by bitsandbytes, whose gradient function references the codes."""
@@ -177,24 +208,15 @@ class ShardableLinear4bit(bnb.Linear4bit):
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
         return out
 
-    def restore_stock(self) -> None:
-        """Become bitsandbytes' own layer again."""
-        _restore_stock(self, bnb.Linear4bit)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # No bitsandbytes keys, which engines do not find as parameters: statistics save themselves.
-        nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+class ShardableLinear8bit(_ShardableLinear, bnb.Linear8bitLt):
+    """A shardable 8-bit Linear layer."""
 
-
-class ShardableLinear8bit(bnb.Linear8bitLt):
-    """A bitsandbytes 8-bit Linear layer whose row scales are a parameter, of its submodule."""
-
-    statistics: PackedScales
+    stock = bnb.Linear8bitLt
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
-        _require_gathered(self)
-        return _product(self, x, None if self.bias is None else self.bias.to(x.dtype))
+        return self._product(x, None if self.bias is None else self.bias.to(x.dtype))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute by bitsandbytes, whose gradient function references the codes."""
@@ -205,28 +227,6 @@ class ShardableLinear8bit(bnb.Linear8bitLt):
         state.SCB = self.statistics.scale_bits.detach().view(torch.float32)
         out: Tensor = bnb_matmul_8bit(x, self.weight, bias=bias, state=state)
         return out
-
-    def restore_stock(self) -> None:
-        """Become bitsandbytes' own layer again."""
-        _restore_stock(self, bnb.Linear8bitLt)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
-
-
-def _restore_stock(layer: Any, cls: type) -> None:
-    packed = read(layer.weight, layer.statistics)
-    require_whole(packed)
-    del layer.statistics
-    layer.__class__ = cls
-    write_linear(layer, packed)
-
-
-def _product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a layer's product, so that nothing gathered outlives it under ZeRO-3."""
-    if hasattr(module.weight, "ds_id"):
-        return cast(Tensor, _ReadAgain.apply(x, bias, module))
-    return cast(Tensor, module.product(x, bias))
 
 
 class _ReadAgain(torch.autograd.Function):
