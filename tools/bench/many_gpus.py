@@ -31,6 +31,7 @@ import torch
 from common import append_row, environment, parser_of, release, synchronize, words_of
 from shapes import meta_model, quantization, whole_config
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 import moe_qlora
@@ -183,8 +184,6 @@ def _whole(
         more: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
         return model, wrap(model, device_ids=ids, **more)
     if engine == "whole":
-        from torch.distributed.device_mesh import init_device_mesh
-
         from moe_qlora.distributed.sharding import shard_model
 
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
@@ -193,8 +192,6 @@ def _whole(
 
 
 def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
     from moe_qlora.checkpoint.load_spec import packing_spec
     from moe_qlora.checkpoint.training_codec import from_config
     from moe_qlora.distributed.filling import ShardedFill
@@ -203,47 +200,34 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     model: Any = meta_model(config)
     bnb_config = quantization()
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    bnb_config.llm_int8_skip_modules = linears
+    bnb_config.llm_int8_skip_modules = [n for n, m in model.named_modules() if type(m) is nn.Linear]
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compute_buffers(model, torch.device("cpu"))
     spec = packing_spec(model, bnb_config, model.dtype, None)
     from_config(model, bnb_config)
     model.tie_weights()
-    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    experts = [param.name for param in spec.layout.experts]
+    experts, rows = [param.name for param in spec.layout.experts], _RandomRows([])
+    rows.disk = {n: (tuple(t.shape), torch.bfloat16) for n, t in model.state_dict().items()}
     lora = whole_model.lora_config(model, experts, options.lora, options.rank)
-    rows = _RandomRows(model)
-    fill = ShardedFill(model, spec, rows, dtypes, bnb_config)
-    fill.pack(rows.layout)
-    adapted = shard_and_fill(
-        fill, mesh, lora, None, {"reshard_after_forward": True},
-        {"autocast_adapter_dtype": False},
-    )  # fmt: skip
-    return adapted, adapted
+    fill = ShardedFill(model, spec, rows, dict.fromkeys(rows.disk, model.dtype), bnb_config)
+    fill.pack(DiskLayout(model, rows.disk, []))
+    more = {"reshard_after_forward": True}, {"autocast_adapter_dtype": False}
+    return (shard_and_fill(fill, mesh, lora, None, *more),) * 2
 
 
 class _RandomRows(Checkpoint):
-    """Random numbers in place of a checkpoint's tensors, made where they are packed."""
+    """Random numbers in place of a checkpoint's tensors."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__([])
-        self._shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        self.layout: Any = DiskLayout(
-            model, {name: (shape, torch.bfloat16) for name, shape in self._shapes.items()}, []
-        )
+    disk: dict[str, Any]
 
     def info(self, key: str) -> TensorInfo:
-        return TensorInfo(Path(), torch.bfloat16, self._shapes[key], 0, 0)
+        return TensorInfo(Path(), torch.bfloat16, self.disk[key][0], 0, 0)
 
     def fetch(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Any:
-        shape = self._shapes[key]
-        rows = range(*slice(start, stop).indices(shape[0]))
-        shape = (len(rows), *shape[1:])
-        if len(shape) == 1:
-            return lambda: torch.ones(shape, dtype=torch.bfloat16, device=device)
-        return lambda: torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02)
+        rows = torch.empty(self.disk[key][0], dtype=torch.bfloat16, device="meta")[start:stop]
+        std = 0.02 if rows.dim() > 1 else 0.0  # norms are 1
+        return lambda: torch.empty_like(rows, device=device).normal_(0.0 if std else 1.0, std)
 
 
 def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any) -> None:
