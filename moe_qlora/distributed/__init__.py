@@ -7,9 +7,9 @@ to them. Open load_sharded.py first.
 ranks.py               implements world.py's interface for several ranks
 sharding.py            makes every tensor of a packed weight a parameter, which engines shard;
                        which modules FSDP2 shards
-load_sharded.py        loads that FSDP2 shards, without transformers' loader
+filling.py             hf/fill.py for a sharded model: packs it blank, fills each rank's shares
+load_sharded.py        such a load without transformers' loader
 distributed_config.py  from_pretrained with transformers' `DistributedConfig`
-filling.py             gives a sharded model its values, each rank its own shares
 adapters.py            adapters on a model that has no values yet, or that is sharded already
 agreement.py           checks that all ranks were given the same
 gather.py              a model's whole state dict, gathered from all ranks

@@ -7,7 +7,7 @@ rank draws the same numbers: those of the first rank's generator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,13 +116,16 @@ def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
 def _same_numbers(mesh: Any) -> Iterator[None]:
     """Draw the numbers of the first rank's CPU generator on every rank, within the block."""
     state = [torch.get_rng_state()]
-    for dimension in reversed(range(mesh.ndim)):
-        group = mesh.get_group(dimension)
-        source = distributed.get_global_rank(group, 0)
-        distributed.broadcast_object_list(state, src=source, group=group)
+    _from_first(mesh, distributed.broadcast_object_list, state)
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(state[0])
         yield
+
+
+def _from_first(mesh: Any, broadcast: Callable[..., Any], value: Any) -> None:
+    """Broadcast a value of a mesh's first rank to all others."""
+    for group in reversed([mesh.get_group(dimension) for dimension in range(mesh.ndim)]):
+        broadcast(value, src=distributed.get_global_rank(group, 0), group=group)
 
 
 @torch.no_grad()
@@ -130,10 +133,7 @@ def _copy_local(source: nn.Module, target: nn.Module) -> None:
     held = (*source.named_parameters(), *source.named_buffers())
     names = dict((*target.named_parameters(), *target.named_buffers()))
     for name, tensor in held:
-        copied: Any = names[name]
-        whole: Any = tensor
-        local = whole._local_tensor if hasattr(whole, "placements") else whole
-        put_local(copied, local)
+        put_local(names[name], getattr(tensor, "_local_tensor", tensor))
 
 
 def replicate_adapters(model: nn.Module) -> None:
@@ -184,10 +184,7 @@ class _Replicate:
             if not parameter.requires_grad or hasattr(parameter, "device_mesh"):
                 continue
             if not getattr(parameter, _SEEN, False):
-                for dimension in reversed(range(self.mesh.ndim)):
-                    group = self.mesh.get_group(dimension)
-                    source = distributed.get_global_rank(group, 0)
-                    distributed.broadcast(parameter.data, src=source, group=group)
+                _from_first(self.mesh, distributed.broadcast, parameter.data)
                 parameter.register_post_accumulate_grad_hook(self._average)
                 setattr(parameter, _SEEN, True)
 

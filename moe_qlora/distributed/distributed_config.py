@@ -15,11 +15,9 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..hf.fill import Fill
 from .agreement import Facts, check_agreement
-from .filling import targets_of
-from .load_sharded import BlankModel, StoredWeights, aliases_of, device_of, pack_blanks
-from .sharding import allocate, shards_integers
+from .filling import ShardedFill
+from .sharding import allocate, device_of, shards_integers
 
 
 class RankLoad:
@@ -53,9 +51,9 @@ class RankLoad:
                     "whole on each rank for DDP."
                 )
 
-    def fill(self, *args: Any) -> ShardedFill:
-        """Return a `ShardedFill` of these arguments."""
-        return ShardedFill(*args)
+    def fill(self, *args: Any) -> ConfiguredFill:
+        """Return a `ConfiguredFill` of these arguments."""
+        return ConfiguredFill(*args)
 
 
 def _shard_instead(model: Any, instead: Callable[[Any, Any], None]) -> None:
@@ -84,34 +82,22 @@ def _without_sizes(cls: Any) -> Any:
     return type(cls.__name__, (cls,), members)
 
 
-class ShardedFill(Fill):
+class ConfiguredFill(ShardedFill):
     """Fills this rank's shares, once transformers has sharded the model and loaded the rest."""
 
     def hide(self, conversions: list[Any], *, linears: bool) -> list[Any]:
-        """Pack the model on meta with blank weights as well, in the layout that FSDP2 shards."""
-        renamings = super().hide(conversions, linears=linears)
-        model, spec = self._model, self.spec
-        self._aliases, dtypes = aliases_of(model), dict(self._dtypes)
-        if spec.manifest is not None and self.files is not None:
-            self._stored = StoredWeights(model, spec.manifest, self.files)
-            dtypes |= {} if spec.recasts else self._stored.dtypes()
-        params = {id(param): param for param in spec.params.values()}
-        blank = BlankModel(
-            model, self._config, spec.settings, spec.layout, tuple(params.values()), dtypes
-        )
-        pack_blanks(blank)
-        self._shares = targets_of(model, spec.settings, dtypes)
+        """Pack the model on meta with blank weights as well."""
+        renamings, model = super().hide(conversions, linears=linears), self._model
+        self.pack()
         # transformers loads what is neither packed nor dequantized
-        self._shares.plain = {
-            name: target
-            for name, target in self._shares.plain.items()
-            if self.names & {name, *self._aliases.get(name, ())}
-        }
+        self.targets = [
+            target
+            for target in self.targets
+            if target.settings or not self.names.isdisjoint(self._aliases[target.name])
+        ]
         for name in {*self.names, *self._linears}:
             model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
-        own = {id(target.tensor()) for target in self._shares.plain.values()}
-        for target in self._shares.packed.values():
-            own |= {id(tensor) for tensor in (target.codes(), *target.statistics.parameters())}
+        own = {id(tensor) for target in self.targets for tensor in target.tensors()}
         self.names |= {name for name, tensor in model.named_parameters() if id(tensor) in own}
         _shard_instead(model, _shard_by_plan)
         return renamings
@@ -123,17 +109,12 @@ class ShardedFill(Fill):
         """Fill this rank's shares."""
         model = self._model
         self._unhide()
-        target = next(iter(self._shares.packed.values()))
-        sharded: Any = target.codes()
+        sharded: Any = next(target.tensor() for target in self.targets if target.settings)
         device = device_of(sharded.device_mesh)
         offloaded = model.config.distributed_config.fsdp_cpu_offload
         allocate(model, device, torch.device("cpu") if offloaded else None)
-        assert self.files is not None
-        with self.files:
-            if self.spec.manifest is not None:
-                self._stored.fill(self._shares)
-            else:
-                self._shares.fill(self.files, self._layout, device, self._aliases, self._turned)
+        with self.opened:
+            self.fill(device)
 
 
 def _shard_by_plan(model: Any, config: Any) -> None:

@@ -1,38 +1,39 @@
 """Gives a sharded model its values, each rank its own shares, without a whole weight anywhere.
 
-A model on meta is packed with blank weights, sharded, and allocated; `ShardedWeights` has noted
-before where each weight sits, whatever wraps its module since. Its values come from
+A model on meta is packed with blank weights (`ShardedFill.pack`), adapted, sharded, and allocated;
+`Target` has noted where each weight sits, whatever wraps its module since. Its values come from
 
     checkpoint/rows   rows of a 16-bit checkpoint's parameters, which are packed here (`ShareSlot`)
-    fill_stored       a packed folder: codes and statistics on disk are the bytes of the whole
-                      packed weight in order (FORMAT.md), so that a share of one is a range of bytes
-                      of the other, at any number of ranks; nothing is decoded
+    a packed folder   codes and statistics on disk are the bytes of the whole packed weight in order
+                      (FORMAT.md), so that a share of one is a range of bytes of the other, at any
+                      number of ranks; nothing is decoded
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from ..checkpoint.reader import Checkpoint
+from ..checkpoint.conversion import DiskLayout
+from ..checkpoint.integrity import canonical_name, packed_names
 from ..checkpoint.rows import Slot, filled
-from ..errors import (
-    CheckpointError,
-    MoeQloraError,
-    QuantizationError,
-    first_line,
-)
+from ..errors import CheckpointError, MoeQloraError, QuantizationError, first_line
+from ..hf.fill import Fill
+from ..hf.model import finish_packing
 from ..kernels.limits import cdiv
 from ..packing import parametrize
 from ..packing.bnb4bit import ABSMAX, NESTED_ABSMAX, NESTED_TABLE, RECORD, TABLE, read_record
 from ..packing.codec import Packer
 from ..packing.codecs import CODES
 from ..packing.decoders import ShardableStatistics, as_bits
+from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings
+from .sharding import packed_places, prepare_sharding
 
 
 # Packs one rank's shares of a weight's codes and statistics, from the rows alone that they need.
@@ -81,12 +82,14 @@ class ShareSlot(Slot):
     """Packs this rank's shares of one weight, from the rows alone that they lie in."""
 
     def __init__(
-        self, target: PackedTarget, name: str, device: torch.device, *, transposed: bool = False
+        self, target: Target, name: str, device: torch.device, *, transposed: bool = False
     ) -> None:
         """`name` is the weight's on disk."""
-        self.target, self.ranks, settings = target, ranks_of(target.codes()), target.settings
+        codes, settings = target.tensor(), target.settings
+        assert settings is not None
         super().__init__(name, target.shape, target.dtype, device, settings, transposed=transposed)
-        self._codes_shape, ranks = torch.Size(target.codes_shape), self.ranks
+        self.ranks = ranks = ranks_of(codes)
+        self._codes_shape = codes.shape
         self._plain = replace(settings, double_quant=False, storage_dtype=torch.uint8)
         codec = settings.codec
         in_byte, unit = 8 // codec.bits, codec.unit(self.shape, settings)
@@ -128,210 +131,255 @@ class ShareSlot(Slot):
 
         All ranks must call it.
         """
-        codes, scales = self._packed()
-        scales = self._gathered(scales)
-        codes = codes.view(-1, *self._codes_shape[1:])
-        settings = self.target.settings
-        codec = settings.codec
-        if not codec.in_quant_state:
-            bits = as_bits(scales.to(codec.scale_dtype))
-            return codes, {"scale_bits": self._share(bits)}, None
-        none = torch.empty(0, dtype=torch.uint8, device=self.device)
-        packed = codec.finish(none, scales, self.shape, self.dtype, settings)
-        whole = ShardableStatistics(packed)
-        shares = {name: self._share(value.data) for name, value in whole.named_parameters()}
-        return codes, shares, whole.tables
-
-    def _packed(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's codes, flat, and the scales of its blocks; none where it failed."""
-        nothing = torch.empty(0, dtype=self._plain.storage_dtype, device=self.device)
+        codes = torch.empty(0, dtype=torch.uint8, device=self.device)
         scales = torch.empty(0, dtype=torch.float32, device=self.device)
-        if self._packer is None or self._error is not None:
-            return nothing, scales
         try:
-            packed = super().finish()
+            if self._packer is not None and self._error is None:
+                packed = super().finish()
+                codes, scales = packed.codes.view(-1)[slice(*self._bytes)], packed.absmax
         except MoeQloraError as error:
             self._error = error
-            return nothing, scales
-        first, last = self._bytes
-        return packed.codes.view(-1)[first:last], packed.absmax
+        scales = self._gathered(scales)
+        settings = self.settings
+        assert settings is not None
+        codec, share = settings.codec, codes.view(-1, *self._codes_shape[1:])
+        if not codec.in_quant_state:
+            return share, {"scale_bits": self._share(as_bits(scales.to(codec.scale_dtype)))}, None
+        whole = ShardableStatistics(
+            codec.finish(codes[:0], scales, self.shape, self.dtype, settings)
+        )
+        shares = {name: self._share(value.data) for name, value in whole.named_parameters()}
+        return share, shares, whole.tables
 
     def _gathered(self, scales: Tensor) -> Tensor:
-        told = [last - first for first, last in zip(self._told, self._told[1:], strict=False)]
-        failed = self._error is not None
+        """Return all ranks' scales; raise on every rank where one has failed."""
+        told = [last - first for first, last in itertools.pairwise(self._told)]
+        mine = torch.zeros(max(told) + 1, dtype=torch.float32, device=self.device)
+        if self._error is None:
+            mine[: told[self.ranks.rank]] = scales[: told[self.ranks.rank]]
+        else:
+            mine[-1] = 1.0
+        parts = [mine]
         if self.ranks.count > 1:
-            mine = torch.zeros(max(told) + 1, dtype=torch.float32, device=self.device)
-            mine[-1] = float(failed)
-            if not failed:
-                mine[: told[self.ranks.rank]] = scales[: told[self.ranks.rank]]
             parts = [torch.empty_like(mine) for _ in told]
-            _gather(self.name, parts, mine, self.ranks.group)
-            scales = torch.cat([part[:count] for part, count in zip(parts, told, strict=True)])
-            failed = bool(torch.stack([part[-1] for part in parts]).any())
+            try:
+                distributed.all_gather(parts, mine, group=self.ranks.group)
+            except RuntimeError as error:
+                raise QuantizationError(
+                    f"Packing {self.name} failed on rank {distributed.get_rank()} while it "
+                    f"gathered absmax from all ranks ({first_line(error)}): every rank must take "
+                    "part to the end; load the model again."
+                ) from error
         if self._error is not None:
             raise self._error
-        if failed:
+        if bool(torch.stack([part[-1] for part in parts]).any()):  # the device is waited for once
             raise QuantizationError(
                 f"Another rank could not pack its share of {self.name}: see its error."
             )
-        return scales
+        return torch.cat([part[:count] for part, count in zip(parts, told, strict=True)])
 
     def _share(self, whole: Tensor) -> Tensor:
         first, last = self.ranks.span(len(whole))
         return whole[first:last].clone()
 
 
-def _gather(name: str, parts: list[Tensor], absmax: Tensor, group: Any) -> None:
-    try:
-        distributed.all_gather(parts, absmax, group=group)
-    except RuntimeError as error:
-        raise QuantizationError(
-            f"Packing {name} failed on rank {distributed.get_rank()} while it gathered absmax "
-            f"from all ranks ({first_line(error)}): every rank must take part to the end; load "
-            "the model again."
-        ) from error
-
-
-_HEADER = 16  # bytes before nested absmax: the offset and three zeros
-
-
 @dataclass
-class PackedTarget:
-    """A packed weight to fill, and the modules that hold its parts."""
+class Target:
+    """A parameter or buffer to fill, and where it sits; of a packed weight, that of the codes."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype  # of the weight that is packed
-    settings: CodecSettings
-    codes_shape: tuple[int, ...]  # of the parameter of the whole weight's codes
-    owner: nn.Module  # with the codes as its parameter `leaf`
-    leaf: str
-    statistics: nn.Module
-
-    def codes(self) -> nn.Parameter:
-        """Return the parameter of the codes as it is now."""
-        parameter = self.owner._parameters[self.leaf]
-        assert parameter is not None
-        return parameter
-
-    def put(self, shares: tuple[Tensor, Mapping[str, Tensor], Tensor | None]) -> None:
-        """Fill codes, statistics and tables with this rank's shares."""
-        codes, statistics, tables = shares
-        put_local(self.codes(), codes)
-        for name, share in statistics.items():
-            put_local(self.statistics._parameters[name], share)
-        if tables is not None:
-            buffer: Any = self.statistics.tables
-            buffer.copy_(tables)
-
-
-@dataclass
-class PlainTarget:
-    """A parameter or buffer to fill that is not packed."""
-
-    name: str
-    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the weight
+    dtype: torch.dtype  # in which it is read, and packed
     owner: nn.Module
     leaf: str
+    settings: CodecSettings | None = None  # of a packed weight
+    statistics: Any = None  # the module with a packed weight's
 
     def tensor(self) -> Tensor:
         """Return the parameter or buffer as it is now."""
         held = (self.owner._parameters.get(self.leaf), self.owner._buffers.get(self.leaf))
         return next(tensor for tensor in held if tensor is not None)
 
-    def put(self, values: Tensor) -> None:
-        """Fill this rank's share."""
-        put_local(self.tensor(), values)
+    def tensors(self) -> list[Tensor]:
+        """Return it, and the statistics of a packed weight."""
+        return [self.tensor(), *(() if self.statistics is None else self.statistics.parameters())]
 
-
-@dataclass
-class ShardedWeights:
-    """Where the weights of a model sit, by the names that they had before adapters came."""
-
-    packed: dict[str, PackedTarget] = field(default_factory=dict)
-    plain: dict[str, PlainTarget] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def fill(
-        self,
-        files: Any,
-        layout: Any,
-        device: torch.device,
-        aliases: Mapping[str, Sequence[str]],
-        transposed: Container[str] = (),
+    def put(
+        self, values: Tensor, statistics: Mapping[str, Tensor] | None = None, tables: Any = None
     ) -> None:
-        """Fill this rank's shares from rows of a 16-bit checkpoint; what is packed, on `device`.
-
-        All ranks must call it, and raise together where one cannot. `aliases` are all names of tied
-        parameters by each of them; `transposed` are weights that a packed layer holds the other way
-        round than the checkpoint.
-        """
-        targets: dict[str, PackedTarget | PlainTarget] = {}
-        slots: dict[str, Slot] = {}
-        every: dict[str, PackedTarget | PlainTarget] = {**self.packed, **self.plain}
-        for name, target in every.items():
-            names = (name, *aliases.get(name, ()))
-            stored = next((other for other in names if other in layout.by_name), None)
-            if stored is None:
-                raise CheckpointError(f"The checkpoint has no tensor for {name}.")
-            targets[stored] = target
-            if isinstance(target, PackedTarget):
-                turned = name in transposed
-                slots[stored] = ShareSlot(target, stored, device, transposed=turned)
-            else:
-                tensor = target.tensor()
-                rows = ranks_of(tensor).span(len(tensor)) if tensor.dim() else None
-                slots[stored] = Slot(stored, tensor.shape, target.dtype, device, rows=rows)
-        groups = [group for group in layout.groups if slots.keys() & group.shapes]
-        for name, value in filled(files, layout, groups, slots):
-            targets[name].put(value)
-            del value  # before the next is packed
+        """Fill this rank's share; of a packed weight, of codes, statistics and tables."""
+        put_local(self.tensor(), values)
+        for name, share in (statistics or {}).items():
+            put_local(self.statistics._parameters[name], share)
+        if tables is not None:
+            self.statistics.tables.copy_(tables)
 
 
-def targets_of(
+def _targets(
     model: nn.Module, settings: CodecSettings, dtypes: Mapping[str, torch.dtype]
-) -> ShardedWeights:
-    """Note where the weights of a model sit that has its blank packed weights and no adapters.
+) -> Iterator[Target]:
+    """Yield where the weights of a model sit that has blank packed weights, and no adapters.
 
-    `dtypes` has, by name, those in which weights are read and packed. A tied weight is noted once.
+    A tied weight is yielded once.
     """
-    weights = ShardedWeights()
     seen: set[int] = set()
-    for name, owner, leaf, statistics, shape in _packed_parts(model):
-        codes: Any = owner._parameters[leaf]
-        if id(codes) in seen:
-            continue
-        seen |= {id(codes), *map(id, statistics.parameters())}
-        weights.packed[name] = PackedTarget(
-            name, shape, dtypes[name], settings, tuple(codes.shape), owner, leaf, statistics
-        )
-    buffers = set(model.state_dict())
+    for name, owner, leaf, decoder, *_ in packed_places(model):
+        shape = tuple(decoder.weight_shape)
+        target = Target(name, shape, dtypes[name], owner, leaf, settings, decoder)
+        if id(target.tensor()) not in seen:
+            seen |= {*map(id, target.tensors())}
+            yield target
+    stored = set(model.state_dict())
     for prefix, module in model.named_modules():
         for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = f"{prefix}.{leaf}".lstrip(".")
-            if tensor is None or id(tensor) in seen:
+            computed = leaf in module._buffers and name not in stored
+            if tensor is None or id(tensor) in seen or computed:
                 continue
-            if leaf in module._buffers and name not in buffers:
-                continue  # computed, not stored
             seen.add(id(tensor))
-            weights.plain[name] = PlainTarget(name, dtypes.get(name, tensor.dtype), module, leaf)
-    return weights
+            yield Target(name, tuple(tensor.shape), dtypes.get(name, tensor.dtype), module, leaf)
 
 
-def _packed_parts(
-    model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, str, nn.Module, tuple[int, ...]]]:
-    for prefix, module, name in parametrize.iter_packed(model):
-        chain = parametrize.parametrization_list(module, name)
-        decoder: Any = chain._modules["0"]
-        shape = tuple(decoder.weight_shape)
-        yield f"{prefix}.{name}".lstrip("."), chain, "original", decoder, shape
-    for prefix, module in model.named_modules():
-        statistics = module._modules.get("statistics")
-        if parametrize.is_packed_linear(module) and statistics is not None:
-            linear: Any = module
-            shape = (linear.out_features, linear.in_features)
-            yield f"{prefix}.weight".lstrip("."), module, "weight", statistics, shape
+class ShardedFill(Fill):
+    """Fills this rank's shares of a model that is sharded between `pack` and `fill`."""
+
+    _layout: DiskLayout
+    targets: list[Target]
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self._model
+
+    @property
+    def opened(self) -> Any:
+        """The files that it is filled from."""
+        assert self.files is not None
+        return self.files
+
+    def pack(self, layout: DiskLayout | None = None) -> None:
+        """Give the model on meta its blank packed weights, in the layout that FSDP2 shards.
+
+        `layout` is how a 16-bit checkpoint lies on disk, where `hide` has not found it.
+        """
+        model, spec, dtypes = self._model, self.spec, dict(self._dtypes)
+        if layout is not None:
+            self._layout = layout
+        owners: dict[int, list[str]] = {}
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in named:
+            owners.setdefault(id(tensor), []).append(name)
+        self._aliases = {name: names for names in owners.values() for name in names}
+        if spec.manifest is not None:
+            dtypes |= self._find_stored()
+        for name, tensor in named:
+            wanted = dtypes.get(name, tensor.dtype)
+            if tensor.is_meta and tensor.is_floating_point() and wanted.is_floating_point:
+                tensor.data = tensor.data.to(wanted)
+        for param in {id(param): param for param in spec.params.values()}.values():
+            parametrize.pack_blank(model, param, spec.settings)
+        for name in self._linears.keys() - spec.params.keys():
+            module = model.get_submodule(name.rpartition(".")[0])
+            parametrize.pack_blank_linear(module, dtypes[name], spec.settings)
+            dtypes[name] = spec.settings.codec.linear_dtype or dtypes[name]
+        model.config.quantization_config = self._config
+        finish_packing(model, spec.layout, self._config, spec.settings)
+        prepare_sharding(model)
+        self.targets = list(_targets(model, spec.settings, dtypes))
+
+    @torch.no_grad()
+    def fill(self, device: torch.device) -> None:
+        """Fill this rank's shares; what is packed, on `device`.
+
+        All ranks must call it, and raise together where one cannot.
+        """
+        if self.spec.manifest is not None:
+            for target in self.targets:
+                target.put(*self._stored_share(target))
+            return
+        targets: dict[str, Target] = {}
+        slots: dict[str, Slot] = {}
+        for target in self.targets:
+            name = self._among(target, self._layout.by_name)
+            if target.settings is not None:
+                turned = target.name in self._turned
+                slots[name] = ShareSlot(target, name, device, transposed=turned)
+            else:
+                tensor = target.tensor()
+                rows = ranks_of(tensor).span(len(tensor)) if tensor.dim() else None
+                slots[name] = Slot(name, tensor.shape, target.dtype, device, rows=rows)
+            targets[name] = target
+        groups = [group for group in self._layout.groups if slots.keys() & group.shapes]
+        for name, value in filled(self.opened, self._layout, groups, slots):
+            targets[name].put(*(value if isinstance(value, tuple) else (value,)))
+            del value  # before the next is packed
+
+    def _among(self, target: Target, names: Mapping[str, Any]) -> str:
+        for name in (target.name, *self._aliases.get(target.name, ())):
+            if name in names:
+                return name
+        raise CheckpointError(f"The checkpoint has no tensor for {target.name}.")
+
+    # folders that this package packed
+
+    def _find_stored(self) -> dict[str, torch.dtype]:
+        """Note the keys of each weight by their ends; return what 4-bit weights are decoded to."""
+        model, files, manifest = self._model, self.opened, self.spec.manifest
+        assert manifest is not None
+        keys = {canonical_name(model, key, self._aliases) or key: {CODES: key} for key in files}
+        dtypes: dict[str, torch.dtype] = {}
+        for stored, parts in packed_names(manifest).items():
+            name = canonical_name(model, stored, self._aliases) or stored
+            keys[name] = ends = {
+                SCALES if key.endswith(SCALES) else key.removeprefix(stored): key for key in parts
+            }
+            if (record := RECORD + manifest.settings.kind) in ends and not self.spec.recasts:
+                dtype = getattr(torch, read_record(files.read(ends[record]))["dtype"])
+                dtypes |= dict.fromkeys((name, *self._aliases.get(name, ())), dtype)
+        self._keys: dict[str, dict[str, str]] = keys
+        return dtypes
+
+    def _stored_share(self, target: Target) -> tuple[Any, ...]:
+        """Read this rank's share of one weight: the arguments of `Target.put`."""
+        files, keys = self.opened, self._keys[self._among(target, self._keys)]
+        values: Any = target.tensor()
+        first, last = ranks_of(values).span(len(values)) if values.dim() else (0, None)
+        settings = target.settings
+        if settings is None:
+            if first == last:  # fewer rows than ranks
+                return (torch.empty((0, *values.shape[1:]), dtype=values.dtype),)
+            return (files.read(keys[CODES], first, last),)
+        row, codec = values.shape[1:].numel(), settings.codec
+        share = files.read_bytes(keys[CODES], first * row, last * row)
+        share = share.view(values.dtype).view(-1, *values.shape[1:])
+        if not codec.in_quant_state:
+            bits: Any = target.statistics.scale_bits
+            first, last = (bits.itemsize * row for row in ranks_of(bits).span(len(bits)))
+            scales = files.read_bytes(keys[codec.scales], first, last).view(bits.dtype)
+            return share, {"scale_bits": scales}
+        record = RECORD + settings.kind
+        ends = (record, TABLE, *((NESTED_TABLE,) if settings.double_quant else ()))
+        small = {end: files.read(keys[end]) for end in ends}
+        problem = next(codec.value_problems(small, target.shape, settings, None), None)
+        if problem is not None:
+            raise CheckpointError(f"{target.name} {problem}.")
+        # The bytes of the second level: the offset, zeros, nested absmax.
+        said = read_record(small[record])
+        header = torch.tensor([said.get("nested_offset", 0.0), 0.0, 0.0, 0.0]).view(torch.uint8)
+        statistics = {}
+        for name, parameter in target.statistics.named_parameters():
+            first, last = ranks_of(parameter).span(len(parameter))
+            if name == "absmax":
+                statistics[name] = files.read_bytes(keys[ABSMAX], first, last)
+            else:
+                begin, end = (max(place - len(header), 0) for place in (first, last))
+                nested = files.read_bytes(keys[NESTED_ABSMAX], begin, end)
+                statistics[name] = torch.cat([header[first:last], nested])
+        tables = torch.cat([small[end] for end in ends[1:]]).view(torch.uint8)
+        return share, statistics, tables
 
 
 @torch.no_grad()
@@ -344,40 +392,3 @@ def put_local(parameter: Any, values: Tensor) -> None:
             f"{tuple(local.shape)}: the checkpoint is not of this model."
         )
     local.copy_(values)
-
-
-def fill_stored(target: PackedTarget, keys: Mapping[str, str], checkpoint: Checkpoint) -> None:
-    """Fill this rank's share of one packed weight; `keys` are its tensors' by their ends."""
-    codes: Any = target.codes()
-    row = torch.Size(target.codes_shape[1:]).numel()
-    first, last = ranks_of(codes).span(target.codes_shape[0])
-    share = checkpoint.read_bytes(keys[CODES], first * row, last * row)
-    share = share.view(codes.dtype).view(-1, *target.codes_shape[1:])
-    codec = target.settings.codec
-    if not codec.in_quant_state:
-        bits: Any = target.statistics.scale_bits
-        first, last = (bits.itemsize * row for row in ranks_of(bits).span(len(bits)))
-        scales = checkpoint.read_bytes(keys[codec.scales], first, last).view(bits.dtype)
-        target.put((share, {"scale_bits": scales}, None))
-        return
-    record = RECORD + target.settings.kind
-    small = {end: checkpoint.read(keys[end]) for end in (record, TABLE)}
-    if target.settings.double_quant:
-        small[NESTED_TABLE] = checkpoint.read(keys[NESTED_TABLE])
-    problem = next(codec.value_problems(small, target.shape, target.settings, None), None)
-    if problem is not None:
-        raise CheckpointError(f"{target.name} {problem}.")
-    statistics = {}
-    for name, parameter in target.statistics.named_parameters():
-        first, last = ranks_of(parameter).span(len(parameter))
-        if name == "absmax":
-            statistics[name] = checkpoint.read_bytes(keys[ABSMAX], first, last)
-        else:
-            # The bytes of the second level: the offset, zeros, nested absmax.
-            said = read_record(small[record])
-            header = torch.tensor([said["nested_offset"], 0.0, 0.0, 0.0]).view(torch.uint8)
-            begin, end = max(first - _HEADER, 0), max(last - _HEADER, 0)
-            nested = checkpoint.read_bytes(keys[NESTED_ABSMAX], begin, end)
-            statistics[name] = torch.cat([header[first:last], nested])
-    tables = [small[end] for end in (TABLE, NESTED_TABLE) if end in small]
-    target.put((share, statistics, torch.cat(tables).view(torch.uint8)))

@@ -13,22 +13,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import CheckpointError, MoeQloraError, first_line
-from ..kernels.weights import PackedWeight
-from ..packing import parametrize
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import PackedScales, read
 from ..packing.settings import CodecSettings, packed_tensors
 from ..world import NOT_GIVEN, WholeTensor
+from .sharding import Place, packed_places
 
 _Result = TypeVar("_Result")
 
@@ -104,18 +103,26 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
     either layout (parametrize.py).
     """
     replaced: dict[str, dict[str, WholeTensor]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{name}." if name else ""
-        for leaf in parametrize.packed_names(module):
-            _replace_expert_weight(replaced, module, prefix, leaf, state_dict)
-        if isinstance(module._modules.get("statistics"), nn.Module):
-            _replace_linear(replaced, module, prefix, state_dict)
+    for place in packed_places(model):
+        keys = {part: f"{place.statistics}{part}" for part in place.decoder._parameters}
+        # without these it is whole already, under bitsandbytes' keys
+        if not all(key in state_dict for key in (place.codes, *keys.values())):
+            continue
+        entries = _entries(place, keys, state_dict)
+        replaced |= {key: {} for key in keys.values()}
+        if place.leaf != "weight":
+            replaced[place.codes] = entries
+            continue
+        replaced[place.codes] = {place.codes: entries.pop(place.codes)}
+        if isinstance(place.decoder, PackedScales):
+            at = place.name.removesuffix("weight")
+            rows = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of the layout
+            (scales,) = entries.values()
+            entries = {f"{at}SCB": scales, f"{at}weight_format": plain_tensor(rows)}
+        replaced[next(iter(keys.values()))] = entries
     tensors: dict[str, WholeTensor] = {}
     for key, value in state_dict.items():
-        if key in replaced:
-            tensors |= replaced[key]
-        else:
-            tensors[key] = plain_tensor(value)
+        tensors |= replaced[key] if key in replaced else {key: plain_tensor(value)}
     return tensors
 
 
@@ -125,89 +132,17 @@ def plain_tensor(value: Any) -> WholeTensor:
     return WholeTensor(dtype, _shape(value), value, partial(whole, value), _is_sharded(value))
 
 
-def _replace_expert_weight(
-    replaced: dict[str, dict[str, WholeTensor]],
-    module: nn.Module,
-    prefix: str,
-    leaf: str,
-    state_dict: Mapping[str, Any],
-) -> None:
-    own, name = f"{prefix}parametrizations.{leaf}.", f"{prefix}{leaf}"
-    decoder, first = parametrize.decoder_of(module, leaf), f"{own}original"
-    # without that key it is whole already, under bitsandbytes' keys
-    if first not in state_dict or parametrize.is_foreign(module, leaf):
-        return
-    packed = parametrize.read_packed(module, leaf)
-    keys = {part: f"{own}0.{part}" for part in decoder._parameters}
-    parameters = {part: state_dict[key] for part, key in keys.items()}
-    weight = _sharded_weight(name, packed, decoder, state_dict[first], parameters)
-    replaced[first] = weight.tensors()
-    replaced |= {key: {} for key in keys.values()}
+def _entries(
+    place: Place, keys: Mapping[str, str], state_dict: Mapping[str, Any]
+) -> dict[str, WholeTensor]:
+    """Return a packed weight's tensors under bitsandbytes' keys: codes, then statistics.
 
-
-def _replace_linear(
-    replaced: dict[str, dict[str, WholeTensor]],
-    module: Any,
-    prefix: str,
-    state_dict: Mapping[str, Any],
-) -> None:
-    decoder, name = module.statistics, f"{prefix}weight"
-    keys = {part: f"{prefix}statistics.{part}" for part in decoder._parameters}
-    if not all(key in state_dict for key in (name, *keys.values())):
-        return
-    parameters = {part: state_dict[key] for part, key in keys.items()}
-    first, *others = keys.values()
-    if isinstance(decoder, PackedScales):
-        bits = parameters["scale_bits"]
-        scales = WholeTensor(
-            torch.float32, _shape(bits), bits, lambda: whole(bits).view(torch.float32),
-            _is_sharded(bits),
-        )  # fmt: skip
-        layout = torch.tensor(0, dtype=torch.uint8)  # row by row
-        row_major = WholeTensor(layout.dtype, (), layout, lambda: layout, False)
-        replaced[first] = {f"{prefix}SCB": scales, f"{prefix}weight_format": row_major}
-        return
-    codes = state_dict[name]
-    weight = _sharded_weight(name, read(module.weight, decoder), decoder, codes, parameters)
-    tensors = weight.tensors()
-    replaced[name] = {name: tensors.pop(name)}
-    replaced[first] = tensors
-    replaced |= {key: {} for key in others}
-
-
-@dataclass(frozen=True)
-class _Weight:
-    """A packed weight as two gathering functions: codes, and statistics (with empty codes)."""
-
-    name: str
-    packed: PackedWeight  # its shape and settings
-    source: Any
-    codes: Callable[[], Tensor]
-    statistics: Callable[[], PackedWeight]
-    divided: bool
-
-    def tensors(self) -> dict[str, WholeTensor]:
-        specs = packed_tensors(self.packed.shape, CodecSettings.of(self.packed))
-        ends = sorted(specs, key=lambda end: end.startswith(RECORD))  # as bitsandbytes has them
-        return {
-            self.name + end: WholeTensor(
-                specs[end].dtype,
-                specs[end].shape,
-                self.source,
-                self.codes if end == CODES else partial(self._statistic, end),
-                self.divided,
-            )
-            for end in ends
-        }
-
-    def _statistic(self, end: str) -> Tensor:
-        return codec_of(self.packed.kind).entries(self.statistics())[end]
-
-
-def _sharded_weight(
-    name: str, packed: PackedWeight, decoder: Any, codes: Any, parameters: Mapping[str, Any]
-) -> _Weight:
+    `keys` are those of the decoder's parameters in the state dict.
+    """
+    decoder, codes = place.decoder, state_dict[place.codes]
+    packed = read(cast(Tensor, place.owner._parameters[place.leaf]), decoder)
     codec = codec_of(packed.kind)
+    parameters = {part: state_dict[own] for part, own in keys.items()}
 
     def whole_codes() -> Tensor:
         flat = whole(codes).view(-1)
@@ -215,19 +150,26 @@ def _sharded_weight(
             return flat.view(codec.codes_shape(packed.shape))
         return flat.view(torch.uint8).view(decoder.storage_dtype).unsqueeze(1)
 
-    def statistics() -> PackedWeight:
+    def statistic(end: str) -> Tensor:
         gathered = {part: whole(tensor) for part, tensor in parameters.items()}
         if isinstance(decoder, PackedScales):
-            return replace(packed, absmax=gathered["scale_bits"].view(codec.scale_dtype))
+            scales = gathered["scale_bits"].view(codec.scale_dtype)
+            return codec.entries(replace(packed, absmax=scales))[end]
         other = copy.copy(decoder)
         other._parameters = {
             part: nn.Parameter(tensor, requires_grad=False) for part, tensor in gathered.items()
         }
-        empty: PackedWeight = other.packed(torch.empty((0, 1), dtype=torch.uint8))
-        return empty
+        return codec.entries(other.packed(torch.empty((0, 1), dtype=torch.uint8)))[end]
 
     divided = any(map(_is_sharded, (codes, *parameters.values())))
-    return _Weight(name, packed, codes, whole_codes, statistics, divided)
+    specs = packed_tensors(packed.shape, CodecSettings.of(packed))
+    return {
+        place.name + end: WholeTensor(
+            specs[end].dtype, specs[end].shape, codes,
+            whole_codes if end == CODES else partial(statistic, end), divided,
+        )
+        for end in sorted(specs, key=lambda end: end.startswith(RECORD))  # as bitsandbytes has them
+    }  # fmt: skip
 
 
 def gather_to_first(
@@ -248,55 +190,45 @@ def gather_to_first(
     """
     if not any(tensor.divided for tensor in tensors.values()):
         return use(lambda key: tensors[key].gather())
-    calls = _Calls(what)
+    lost = False
+
+    def guarded(collective: Callable[[], Any]) -> Any:
+        nonlocal lost
+        try:
+            return collective()
+        except RuntimeError as error:
+            lost = True
+            raise CheckpointError(
+                f"{what} failed on rank {distributed.get_rank()} while it gathered tensors "
+                f"from all ranks ({first_line(error)}): every rank must take part to the end."
+            ) from error
+
+    def exchanged(call: str | Exception | None = None) -> Any:
+        """Send from the first rank a key to gather, a final error, or None; receive on others."""
+        calls = [call]
+        guarded(lambda: distributed.broadcast_object_list(calls, src=0))
+        return calls[0]
+
     if distributed.get_rank() != 0:
-        while isinstance(call := calls.receive(), str):
-            calls.guarded(tensors[call].gather)
+        while isinstance(call := exchanged(), str):
+            guarded(tensors[call].gather)
         if call is not None:
             raise call
         return None
 
     def read(key: str) -> Tensor:
-        calls.send(key)
-        return calls.guarded(tensors[key].gather)
+        exchanged(key)
+        return cast(Tensor, guarded(tensors[key].gather))
 
     try:
         result = use(read)
     except BaseException as error:
-        if not calls.lost:
-            calls.send(error if isinstance(error, MoeQloraError) else _as_error(what, error))
+        if not lost:
+            text = f"{what} failed on rank 0: {type(error).__name__}: {first_line(error)}"
+            exchanged(error if isinstance(error, MoeQloraError) else CheckpointError(text))
         raise
-    calls.send(None)
+    exchanged()
     return result
-
-
-class _Calls:
-    """Messages of the first rank to all others: a key to gather, a final error, or None."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.lost = what, False
-
-    def send(self, call: str | Exception | None) -> None:
-        self.guarded(lambda: distributed.broadcast_object_list([call], src=0))
-
-    def receive(self) -> str | Exception | None:
-        calls: list[Any] = [None]
-        self.guarded(lambda: distributed.broadcast_object_list(calls, src=0))
-        return calls[0]
-
-    def guarded(self, collective: Callable[[], _Result]) -> _Result:
-        try:
-            return collective()
-        except RuntimeError as error:
-            self.lost = True
-            raise CheckpointError(
-                f"{self.what} failed on rank {distributed.get_rank()} while it gathered tensors "
-                f"from all ranks ({first_line(error)}): every rank must take part to the end."
-            ) from error
-
-
-def _as_error(what: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(f"{what} failed on rank 0: {type(error).__name__}: {first_line(error)}")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

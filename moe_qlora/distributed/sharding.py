@@ -9,10 +9,10 @@ have no gradients.
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from types import MethodType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from bitsandbytes import MatmulLtState
@@ -111,6 +111,36 @@ def lay_out(model: nn.Module) -> nn.Module:
     return model
 
 
+class Place(NamedTuple):
+    """Where a packed weight sits in the shardable layout."""
+
+    name: str  # of the weight
+    owner: nn.Module  # with the codes as its parameter `leaf`
+    leaf: str
+    decoder: Any  # with the statistics
+    codes: str  # key of the codes in a state dict
+    statistics: str  # begin of the keys of the statistics
+
+
+def packed_places(model: nn.Module) -> Iterator[Place]:
+    """Yield each packed weight, an expert's or a Linear layer's, under all of its names."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        at = f"{name}." if name else ""
+        for leaf in parametrize.packed_names(module):
+            if not parametrize.is_foreign(module, leaf):
+                chain, own = (
+                    parametrize.parametrization_list(module, leaf),
+                    f"parametrizations.{leaf}.",
+                )
+                decoder = chain._modules["0"]
+                codes, statistics = f"{at}{own}original", f"{at}{own}0."
+                yield Place(f"{at}{leaf}", chain, "original", decoder, codes, statistics)
+        decoder = module._modules.get("statistics")
+        if decoder is not None and parametrize.is_packed_linear(module):
+            codes = f"{at}weight"
+            yield Place(codes, module, "weight", decoder, codes, f"{at}statistics.")
+
+
 def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:
     if isinstance(decoder, PackedScales):
         _scales_as_parameter(decoder)
@@ -119,13 +149,45 @@ def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Mod
     return packed_codes(packed, statistics), statistics
 
 
-class ShardableLinear4bit(bnb.Linear4bit):
-    """A bitsandbytes 4-bit Linear layer whose statistics are parameters, of its submodule.
+class _ShardableLinear(nn.Module):
+    """A packed Linear layer whose statistics are parameters, of its submodule.
 
-    Made from a packed `Linear4bit` by `prepare_sharding`, which changes the class of the instance.
+    `prepare_sharding` makes it of bitsandbytes' layer, by changing the class of the instance.
     """
 
-    statistics: ShardableStatistics
+    stock: ClassVar[type]
+    weight: Tensor
+    bias: Tensor | None
+    statistics: Any
+    state: Any  # of an 8-bit layer
+    set_compute_type: Any
+
+    def restore_stock(self) -> None:
+        """Become bitsandbytes' own layer again."""
+        layer: Any = self
+        packed = read(layer.weight, layer.statistics)
+        require_whole(packed)
+        del layer.statistics
+        layer.__class__ = self.stock
+        write_linear(layer, packed)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the product, so that nothing gathered outlives it under ZeRO-3."""
+        layer: Any = self
+        _require_gathered(layer)
+        if hasattr(layer.weight, "ds_id"):
+            return cast(Tensor, _ReadAgain.apply(x, bias, layer))
+        return cast(Tensor, layer.product(x, bias))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # No bitsandbytes keys, which engines do not find as parameters: statistics save themselves.
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+
+
+class ShardableLinear4bit(_ShardableLinear, bnb.Linear4bit):
+    """A shardable 4-bit Linear layer."""
+
+    stock = bnb.Linear4bit
     compute_type_is_set: bool
     compute_dtype: torch.dtype | None
 
@@ -138,8 +200,7 @@ class ShardableLinear4bit(bnb.Linear4bit):
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        _require_gathered(self)
-        return _product(self, x, bias).to(dtype)
+        return self._product(x, bias).to(dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute by bitsandbytes, whose gradient function references the codes."""
@@ -147,24 +208,15 @@ class ShardableLinear4bit(bnb.Linear4bit):
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
         return out
 
-    def restore_stock(self) -> None:
-        """Become bitsandbytes' own layer again."""
-        _restore_stock(self, bnb.Linear4bit)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # No bitsandbytes keys, which engines do not find as parameters: statistics save themselves.
-        nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
+class ShardableLinear8bit(_ShardableLinear, bnb.Linear8bitLt):
+    """A shardable 8-bit Linear layer."""
 
-
-class ShardableLinear8bit(bnb.Linear8bitLt):
-    """A bitsandbytes 8-bit Linear layer whose row scales are a parameter, of its submodule."""
-
-    statistics: PackedScales
+    stock = bnb.Linear8bitLt
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
-        _require_gathered(self)
-        return _product(self, x, None if self.bias is None else self.bias.to(x.dtype))
+        return self._product(x, None if self.bias is None else self.bias.to(x.dtype))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute by bitsandbytes, whose gradient function references the codes."""
@@ -175,28 +227,6 @@ class ShardableLinear8bit(bnb.Linear8bitLt):
         state.SCB = self.statistics.scale_bits.detach().view(torch.float32)
         out: Tensor = bnb_matmul_8bit(x, self.weight, bias=bias, state=state)
         return out
-
-    def restore_stock(self) -> None:
-        """Become bitsandbytes' own layer again."""
-        _restore_stock(self, bnb.Linear8bitLt)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        nn.Linear._save_to_state_dict(self, destination, prefix, keep_vars)
-
-
-def _restore_stock(layer: Any, cls: type) -> None:
-    packed = read(layer.weight, layer.statistics)
-    require_whole(packed)
-    del layer.statistics
-    layer.__class__ = cls
-    write_linear(layer, packed)
-
-
-def _product(module: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a layer's product, so that nothing gathered outlives it under ZeRO-3."""
-    if hasattr(module.weight, "ds_id"):
-        return cast(Tensor, _ReadAgain.apply(x, bias, module))
-    return cast(Tensor, module.product(x, bias))
 
 
 class _ReadAgain(torch.autograd.Function):
@@ -261,9 +291,9 @@ def shards_integers() -> Iterator[None]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if not self.sharded_param.is_floating_point():
-            self.init_dtype_attrs = types.MethodType(_keep_dtype, self)
+            self.init_dtype_attrs = MethodType(_keep_dtype, self)
 
-    module.nn, sharded.__init__ = _NeuralNetworks(stock), init
+    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _Parameter}), init
     try:
         yield
     finally:
@@ -280,27 +310,18 @@ def _takes_integers() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-class _NeuralNetworks(types.ModuleType):
-    """`torch.nn` whose `Parameter` requires gradients of floating-point tensors only by default."""
+class _AnyParameter(type(nn.Parameter)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Parameter)
 
-    def __init__(self, stock: Any) -> None:
-        super().__init__(stock.__name__)
-        self._stock = stock
 
-        class Same(type(stock.Parameter)):  # type: ignore[misc]
-            def __instancecheck__(cls, instance: Any) -> bool:
-                return isinstance(instance, stock.Parameter)
+class _Parameter(nn.Parameter, metaclass=_AnyParameter):
+    """`nn.Parameter`, which by default requires gradients of floating-point tensors only."""
 
-        class Parameter(stock.Parameter, metaclass=Same):
-            def __new__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
-                if requires_grad is None:
-                    requires_grad = data is None or bool(data.is_floating_point())
-                return stock.Parameter(data, requires_grad=requires_grad)
-
-        self.Parameter = Parameter
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
+    def __new__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
+        if requires_grad is None:
+            requires_grad = data is None or bool(data.is_floating_point())
+        return nn.Parameter(data, requires_grad=requires_grad)
 
 
 def shard_model(
@@ -379,3 +400,10 @@ def allocate(
         return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
 
     model._apply(empty)
+
+
+def device_of(mesh: Any) -> torch.device:
+    """Return this rank's device."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
-from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers import training
+from tests.helpers.ranks import said
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-NF4 |= {"bnb_4bit_compute_dtype": "float32"}
+NF4 = training.NF4 | {"bnb_4bit_compute_dtype": "float32"}
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8, "vocab_size": 256}
 FP4 = NF4 | {"bnb_4bit_quant_type": "fp4"}
 PLAIN_ABSMAX = NF4 | {"bnb_4bit_use_double_quant": False}
@@ -52,19 +52,11 @@ def sharded(folder: Path, settings: dict[str, Any], config: LoraConfig | None = 
     return moe_qlora.load_sharded(folder, settings, lora_config=config)
 
 
-def from_pretrained(folder: Path, settings: dict[str, Any], **config: int) -> Any:
+def packed(folder: Path, settings: dict[str, Any], ranks: int = 1) -> Any:
+    asked = {} if ranks == 1 else {"distributed_config": DistributedConfig(fsdp_size=ranks)}
     with moe_qlora.enabled():
         return AutoModelForCausalLM.from_pretrained(
-            folder,
-            quantization_config=BitsAndBytesConfig(**settings),
-            distributed_config=DistributedConfig(**config),
-        )
-
-
-def packed(folder: Path, settings: dict[str, Any]) -> Any:
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BitsAndBytesConfig(**settings)
+            folder, quantization_config=BitsAndBytesConfig(**settings), **asked
         )
 
 
@@ -108,65 +100,52 @@ def grouped(folder: Path, settings: dict[str, Any], copies: bool) -> Any:
         DistributedDataParallel(model, process_group=group)(input_ids=IDS).logits.sum().backward()
 
 
-Case = tuple[Callable[..., Any], list[tuple[Any, ...]], dict[str, int], str]
-CASES: dict[str, Case] = {
-    "sharded, copies": (sharded, [("one", NF4), ("copy", NF4)], {}, ""),
-    "sharded, folder": (sharded, [("one", NF4), ("other", NF4)], {}, "model.safetensors of the"),
-    "sharded, missing": (sharded, [("one", NF4), ("no", NF4)], {}, "rank 1 failed"),
-    "sharded, codec": (sharded, [("one", NF4), ("one", FP4)], {}, "bnb_4bit_quant_type 'fp4'"),
-    "sharded, nested": (sharded, [("one", NF4), ("one", PLAIN_ABSMAX)], {}, "use_double_quant"),
-    "sharded, compute": (sharded, [("one", NF4), ("one", BF16)], {}, "compute_dtype 'bfloat16'"),
+# case -> (call, what rank 0 and rank 1 are given, what is said)
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], str]] = {
+    "sharded, copies": (sharded, ("one", NF4), ("copy", NF4), ""),
+    "sharded, folder": (sharded, ("one", NF4), ("other", NF4), "model.safetensors of the"),
+    "sharded, missing": (sharded, ("one", NF4), ("no", NF4), "rank 1 failed"),
+    "sharded, codec": (sharded, ("one", NF4), ("one", FP4), "bnb_4bit_quant_type 'fp4'"),
+    "sharded, nested": (sharded, ("one", NF4), ("one", PLAIN_ABSMAX), "use_double_quant"),
+    "sharded, compute": (sharded, ("one", NF4), ("one", BF16), "compute_dtype 'bfloat16'"),
     "sharded, adapter": (
-        sharded,
-        [("one", NF4, lora()), ("one", NF4, lora(lora_alpha=8))],
-        {},
+        sharded, ("one", NF4, lora()), ("one", NF4, lora(lora_alpha=8)),
         "lora_config.lora_alpha 8, and rank 0 has 4",
     ),
-    "fsdp, codec": (from_pretrained, [("one", NF4), ("one", FP4)], {"fsdp_size": 2}, "fp4"),
-    "ddp": (ddp, [("one", NF4), ("copy", NF4)], {}, ""),
-    "ddp, codec": (ddp, [("one", NF4), ("one", FP4)], {}, "codec of"),
+    "fsdp, codec": (packed, ("one", NF4, 2), ("one", FP4, 2), "fp4"),
+    "ddp": (ddp, ("one", NF4), ("copy", NF4), ""),
+    "ddp, codec": (ddp, ("one", NF4), ("one", FP4), "codec of"),
     "ddp, adapter": (
-        ddp,
-        [("one", NF4, lora()), ("one", NF4, lora(lora_alpha=8))],
-        {},
+        ddp, ("one", NF4, lora()), ("one", NF4, lora(lora_alpha=8)),
         "lora_alpha 8, and rank 0 has 4",
     ),
-    "ddp, active": (changed, [("one", NF4, ""), ("one", NF4, "active")], {}, "['second'], and"),
-    "ddp, scaling": (
-        changed,
-        [("one", NF4, ""), ("one", NF4, "scaling")],
-        {},
-        "q_proj.default 6.0",
-    ),
-    "ddp, disabled": (changed, [("one", NF4, ""), ("one", NF4, "disabled")], {}, " [], and rank"),
-    "ddp, trained": (changed, [("one", NF4, ""), ("one", NF4, "trained")], {}, "requires_grad"),
-    "ddp, nothing changed": (changed, [("one", NF4, ""), ("one", NF4, "")], {}, ""),
-    "ddp, own group": (grouped, [("one", NF4, False), ("one", NF4, False)], {}, ""),
-    "ddp, own groups": (grouped, [("one", NF4, True), ("one", FP4, True)], {}, ""),
-}
+    "ddp, active": (changed, ("one", NF4, ""), ("one", NF4, "active"), "['second'], and"),
+    "ddp, scaling": (changed, ("one", NF4, ""), ("one", NF4, "scaling"), "q_proj.default 6.0"),
+    "ddp, disabled": (changed, ("one", NF4, ""), ("one", NF4, "disabled"), " [], and rank"),
+    "ddp, trained": (changed, ("one", NF4, ""), ("one", NF4, "trained"), "requires_grad"),
+    "ddp, nothing changed": (changed, ("one", NF4, ""), ("one", NF4, ""), ""),
+    "ddp, own group": (grouped, ("one", NF4, False), ("one", NF4, False), ""),
+    "ddp, own groups": (grouped, ("one", NF4, True), ("one", FP4, True), ""),
+}  # fmt: skip
 
 
 def run(rank: int, world: int, root: Path) -> dict[str, str]:
-    said = {}
-    for name, (call, given, options, _) in CASES.items():
+    texts = {}
+    for name, (call, *given, _) in CASES.items():
         folder, *rest = given[rank]
-        try:
-            call(root / folder, *rest, **options)
-            said[name] = ""
-        except MoeQloraError as error:
-            said[name] = str(error)
-    return said
+        texts[name] = said(call, root / folder, *rest)
+    return texts
 
 
 @pytest.fixture(scope="module")
-def said(folders: Path) -> list[dict[str, str]]:
+def ranks(folders: Path) -> list[dict[str, str]]:
     return run_distributed(run, 2, folders)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_differs_is_named_by_all_ranks(said: list[dict[str, str]], case: str) -> None:
+def test_what_differs_is_named_by_all_ranks(ranks: list[dict[str, str]], case: str) -> None:
     expected = CASES[case][3]
-    for one in said:
+    for one in ranks:
         if expected:
             assert "rank 1" in one[case] or ("missing" in case and "no is no folder" in one[case])
             assert expected in one[case] or "missing" in case

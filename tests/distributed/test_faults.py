@@ -24,8 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -34,6 +32,7 @@ from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.distributed import gather
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
+from tests.helpers.ranks import sharded
 from tests.helpers.training import adamw, adapted, train
 
 WORLD, TIMEOUT = 3, 5.0
@@ -91,15 +90,6 @@ class Ranks:
         os._exit(code)
 
 
-def sharded(model: Any) -> Any:
-    moe_qlora.prepare_sharding(model)
-    mesh = init_device_mesh("cpu", (WORLD,))
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for layer in base.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 def die_at(count: int) -> None:
     """Let this process kill itself when it gathers its n-th tensor."""
     stock, left = gather.whole, [count]
@@ -114,7 +104,7 @@ def die_at(count: int) -> None:
 
 
 def save_model(model: Any, rank: int, folder: Path, victim: int | None, count: int) -> str:
-    sharded(model)
+    sharded(moe_qlora.prepare_sharding(model))
     if rank == victim:
         die_at(count)
     model.save_pretrained(folder)
@@ -149,7 +139,7 @@ def load(model: Any, rank: int, folder: Path, victim: int | None) -> str:
 
 
 def save_without_one(model: Any, rank: int, folder: Path, seconds: float) -> str:
-    sharded(model)
+    sharded(moe_qlora.prepare_sharding(model))
     if rank == 1:
         time.sleep(seconds)
         return "never came"

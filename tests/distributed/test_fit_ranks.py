@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moe_qlora
 from moe_qlora.testing import run_distributed
 from tests.helpers.fitting import BATCH, ENOUGH, adapted, fitted, least_memory, token_ids
+from tests.helpers.ranks import sharded
 from tests.helpers.training import train
 
 LAYERS = 4  # Of the model whose experts lie in host memory
@@ -23,12 +23,6 @@ LAYERS = 4  # Of the model whose experts lie in host memory
 
 def batches() -> list[torch.Tensor]:
     return [token_ids(adapted(), batch=BATCH * 2, seed=seed) for seed in range(3)]
-
-
-def sharded(model: Any) -> Any:
-    for layer in model.get_base_model().model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
 
 
 def ways(rank: int, world: int, memories: tuple[int, int], least: int) -> dict[str, Any]:

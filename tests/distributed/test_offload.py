@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,17 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
-from moe_qlora.errors import MoeQloraError
 from moe_qlora.packing.parametrize import iter_packed
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers import training
 from tests.helpers.delayed import delayed
+from tests.helpers.ranks import content, said, sharded
 
 WAYS: dict[str, dict[str, Any]] = {
     "moved": {},
@@ -100,14 +99,6 @@ def run_case(folder: str, rank: int, world: int, case: dict[str, Any]) -> dict[s
     return result
 
 
-def said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (MoeQloraError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def run_refusals(folder: str) -> dict[str, str]:
     sharding = DistributedConfig(fsdp_size=2)
 
@@ -118,15 +109,10 @@ def run_refusals(folder: str) -> dict[str, str]:
         model = training.adapted(hosted())
         if stepped:
             model(input_ids=torch.arange(6)[None])
-        for layer in model.get_base_model().model.layers:
-            fully_shard(layer, **options)
-        return fully_shard(model, **options)(input_ids=torch.arange(6)[None])
+        return sharded(model, **options)(input_ids=torch.arange(6)[None])
 
     def sharded_first() -> Any:
-        model = load(folder, {})
-        for layer in model.model.layers:
-            fully_shard(layer)
-        moe_qlora.offload_experts(fully_shard(model))
+        moe_qlora.offload_experts(sharded(load(folder, {})))
 
     return {
         "fsdp2": said(shard),
@@ -153,8 +139,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     tiny_model("qwen3_moe", num_hidden_layers=3, **sizes).save_pretrained(path / "plain")
     load(str(path), {}).save_pretrained(path / "packed")
     results = run_distributed(run, 2, str(path))
-    saved = {file.name: file.read_bytes() for file in (path / "saved").iterdir()}
-    assert saved == {file.name: file.read_bytes() for file in (path / "packed").iterdir()}
+    assert content(path / "saved") == content(path / "packed")
     return results
 
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.ranks import sharded
 
 RANKS = 2
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -43,17 +42,8 @@ def held(model: nn.Module) -> dict[str, int]:
     return sizes
 
 
-def sharded(packing: str) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (RANKS,))
-    model = adapted(packed(packing, ODD))
-    for layer in model.get_base_model().model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return held(model)
-
-
 def one_rank(rank: int, world: int) -> dict[str, dict[str, int]]:
-    return {f"fsdp {packing}": sharded(packing) for packing in PACKINGS}
+    return {packing: held(sharded(adapted(packed(packing, ODD)))) for packing in PACKINGS}
 
 
 @pytest.fixture(scope="module")
@@ -67,5 +57,5 @@ def test_fsdp_shares(ranks, packing):
     made = moe_qlora.plan(packed(packing, ODD), fsdp=RANKS, seq=8, rank=3,
                           targets="attention,experts")  # fmt: skip
     adapters = made.peak.parts["adapters"]
-    assert ranks[0][f"fsdp {packing}"] == {"weights": made.resident, "trained": adapters}
-    assert ranks[1][f"fsdp {packing}"]["weights"] <= made.resident
+    assert ranks[0][packing] == {"weights": made.resident, "trained": adapters}
+    assert ranks[1][packing]["weights"] <= made.resident

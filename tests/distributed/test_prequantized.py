@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
@@ -19,9 +18,10 @@ import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.testing import run_distributed
 from tests.helpers.prequantized import write_both
+from tests.helpers.ranks import CountedReads, tensors_of
+from tests.helpers.training import NF4
 
 FP8, MXFP4, NVFP4 = "deepseek_v3 fp8", "gpt_oss mxfp4", "qwen3_moe modelopt nvfp4"
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "nf4": NF4,
     "int8": {"load_in_8bit": True},
@@ -37,49 +37,18 @@ CASES = (  # the folder, how its model is divided, the settings
 )
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of this rank."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {
-        name: (tensor._local_tensor if hasattr(tensor, "placements") else tensor).detach().clone()
-        for name, tensor in named
-    }
-
-
-class CountedReads:
-    """Counts the bytes on disk that a rank reads of expert weights, codes and scales."""
-
-    def __init__(self) -> None:
-        self.total, self._stock = 0, Checkpoint.read
-
-    def __enter__(self) -> CountedReads:
-        def read(files: Checkpoint, key: str, *args: Any, **named: Any) -> torch.Tensor:
-            tensor = self._stock(files, key, *args, **named)
-            self.total += tensor.nbytes if ".experts." in key else 0
-            return tensor
-
-        Checkpoint.read = read  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        Checkpoint.read = self._stock  # type: ignore[method-assign]
-
-
 def load(folder: Path, way: str, kind: str, ranks: int) -> dict[str, Any]:
     config = BitsAndBytesConfig(**SETTINGS[kind])
-    if way == "load_sharded":
-        with CountedReads() as reads:
-            model = moe_qlora.load_sharded(folder, config)
-        return described(model, reads, {})
-    asked = DistributedConfig(fsdp_size=ranks)
+    info: dict[str, Any] = {}
     with moe_qlora.enabled(), CountedReads() as reads:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, output_loading_info=True, distributed_config=asked
-        )
-    return described(model, reads, info)
-
-
-def described(model: Any, reads: CountedReads, info: dict[str, Any]) -> dict[str, Any]:
+        if way == "load_sharded":
+            model = moe_qlora.load_sharded(folder, config)
+        else:
+            asked = DistributedConfig(fsdp_size=ranks)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, quantization_config=config, output_loading_info=True,
+                distributed_config=asked,
+            )  # fmt: skip
     return {
         "tensors": tensors_of(model),
         "read": reads.total,

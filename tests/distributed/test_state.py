@@ -21,12 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 
 import moe_qlora
-from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.ranks import content, said, sharded
 from tests.helpers.training import NF4, adamw, adapted, loaded, train
 
 WORLD = 4
@@ -44,23 +43,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def sharded(model: Any, mesh: Any = None) -> Any:
-    """The model, or PeftModel, under FSDP2: each layer, and the rest."""
-    mesh = mesh or init_device_mesh("cpu", (distributed.get_world_size(),))
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for layer in base.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def message(kind: type[Exception], call: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        call(*args, **kwargs)
-    except kind as error:
-        return str(error)
-    return ""
-
-
 def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for settings, values in SETTINGS.items():
@@ -72,7 +54,7 @@ def all_cases(rank: int, world: int, folder: Path) -> dict[str, Any]:
         results[f"{settings}: files"] = names(folder / "sharded" / settings)
         if settings == "int8":
             (folder / "file").touch()
-            results["no folder"] = message(CheckpointError, model.save_pretrained, folder / "file")
+            results["no folder"] = said(model.save_pretrained, folder / "file")
         # as Trainer does it: torch's keys, gathered on the first rank
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole = get_model_state_dict(model, options=options)
@@ -98,7 +80,7 @@ def adapters(folder: Path) -> dict[str, Any]:
         "load_adapter": (model.load_adapter, folder / "adapter" / "sharded", "second"),
     }
     for name, (call, *args) in calls.items():
-        results[f"{name} refused"] = message(AdapterError, call, *args)
+        results[f"{name} refused"] = said(call, *args)
     results["adapters"] = list(model.peft_config)
     return results
 
@@ -147,7 +129,7 @@ def checkpoints(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def resumed(folder: Path, mesh: DeviceMesh) -> list[float]:
-    model = sharded(adapted(loaded(folder / "plain", NF4)), mesh)
+    model = sharded(adapted(loaded(folder / "plain", NF4)), mesh=mesh)
     zero(model)
     optimizer = adamw(model, foreach=False)
     state = {
@@ -171,10 +153,6 @@ def zero(model: nn.Module) -> None:
 
 def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +192,8 @@ def test_sharded_models_are_saved_as_one_process_does(
 
 def test_all_ranks_raise_what_the_first_does(results: list[dict[str, Any]], folder: Path) -> None:
     for result in results:
-        assert (
-            result["no folder"]
-            == f"{folder / 'file'} exists and is a link or no folder: name a new one."
-        )
+        text = f"{folder / 'file'} exists and is a link or no folder: name a new one."
+        assert result["no folder"] == f"CheckpointError: {text}"
 
 
 @pytest.mark.parametrize("how", ["replicated", "sharded", "loaded"])
@@ -245,6 +221,7 @@ def test_adapters_are_saved_as_one_process_does(folder: Path, how: str) -> None:
 def test_what_needs_whole_weights_is_refused(results: list[dict[str, Any]], call: str) -> None:
     for result in results:
         text = result[f"{call} refused"]
+        assert text.startswith("AdapterError: ")
         assert "model.embed_tokens.weight is sharded over ranks" in text
         assert ("add adapters before" if call == "load_adapter" else "moe-qlora merge") in text
         assert result["adapters"] == ["default"]

@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from peft import LoraConfig
+from safetensors.torch import load_file
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
@@ -21,11 +22,15 @@ from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
-from tests.helpers.training import adamw, take_fsdp_on_cpus, whole
+from tests.helpers.training import NF4, adamw, logged_losses, take_fsdp_on_cpus, whole
 
 STEPS, ROWS = 3, 4
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-FSDP2 = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"]}
+FSDP2 = {
+    "version": 2,
+    "transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"],
+    "state_dict_type": "FULL_STATE_DICT",
+}
+LOADED_BY_ALL = {"state_dict_type": "SHARDED_STATE_DICT", "cpu_ram_efficient_loading": False}
 REENTRANT = {
     "activation_checkpointing": True,
     "activation_checkpointing_kwargs": {"use_reentrant": True},
@@ -37,8 +42,10 @@ CASES: dict[str, dict[str, Any]] = {
     "SFTTrainer, ddp": {"bf16": False},
     "Trainer, fsdp2": {"fsdp": True, "fsdp_config": FSDP2},
     "Trainer, fsdp2, reentrant": {"fsdp": True, "fsdp_config": FSDP2, **REENTRANT},
+    "Trainer, fsdp2, sharded": {"fsdp": True, "fsdp_config": {**FSDP2, **LOADED_BY_ALL}},
     "SFTTrainer, fsdp2": {"fsdp": True, "fsdp_config": FSDP2, "bf16": False},
 }
+RESUMED = ("Trainer, ddp", "Trainer, fsdp2", "Trainer, fsdp2, sharded")  # from a checkpoint too
 
 
 def join_as_torchrun(rank: int, world: int) -> None:
@@ -69,7 +76,7 @@ def rows() -> list[Tensor]:
     return list(torch.randint(5, 88, (STEPS * ROWS, 8), generator=generator))
 
 
-def run_trainer(folder: str, world: int, out: str, case: str) -> dict[str, Any]:
+def trainer_of(folder: str, world: int, out: str, case: str) -> Any:
     torch.manual_seed(0)
     config = SFTConfig if case.startswith("SFT") else TrainingArguments
     options = {key: value for key, value in CASES[case].items() if world > 1 or "fsdp" not in key}
@@ -82,17 +89,20 @@ def run_trainer(folder: str, world: int, out: str, case: str) -> dict[str, Any]:
         max_grad_norm=0.05,
         report_to=[],
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if case in RESUMED else "no",
+        save_steps=2,
         disable_tqdm=True,
         **options,
     )
-    if case.startswith("SFT"):
-        from datasets import Dataset
+    if not case.startswith("SFT"):
+        data = [{"input_ids": row, "labels": row} for row in rows()]
+        return Trainer(adapted(folder), settings, train_dataset=data)
+    from datasets import Dataset
 
-        moe_qlora.enable()
-        settings.model_init_kwargs = {"dtype": torch.float32}
-        torch.manual_seed(1)
-        trainer: Any = SFTTrainer(
+    settings.model_init_kwargs = {"dtype": torch.float32}
+    torch.manual_seed(1)
+    with moe_qlora.enabled():
+        return SFTTrainer(
             model=folder,
             args=settings,
             quantization_config=bnb_config(),
@@ -102,19 +112,27 @@ def run_trainer(folder: str, world: int, out: str, case: str) -> dict[str, Any]:
             train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows()]}),
             processing_class=tokenizer(),
         )
-        moe_qlora.disable()
-    else:
-        data = [{"input_ids": row, "labels": row} for row in rows()]
-        trainer = Trainer(adapted(folder), settings, train_dataset=data)
+
+
+def run_trainer(folder: str, world: int, case: str) -> dict[str, Any]:
+    out = f"{folder}, {case}, {world}"
+    trainer = trainer_of(folder, world, out, case)
     trainer.train()
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     model = trainer.model
-    return {
+    result = {
         "losses": [entry["loss"] for entry in log],
         "norms": [float(entry["grad_norm"]) for entry in log],
         "weights": {n: whole(p).detach() for n, p in model.named_parameters() if p.requires_grad},
         "sharded": count_sharded(model),
     }
+    if case in RESUMED:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        again = trainer_of(folder, world, f"{out}, again", case)
+        again.train(resume_from_checkpoint=f"{out}/checkpoint-2")
+        again.model.save_pretrained(f"{out}/adapter")
+        result["resumed"] = logged_losses(again)
+    return result
 
 
 def run_accelerate(folder: str, world: int, plugin: Any = None) -> dict[str, Any]:
@@ -162,7 +180,7 @@ def run_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     results = {"accelerate, ddp": run_accelerate(folder, world)}
     AcceleratorState._reset_state(reset_partial_state=True)
     for case in CASES:
-        results[case] = run_trainer(folder, world, f"{folder}-{rank}", case)
+        results[case] = run_trainer(folder, world, case)
         AcceleratorState._reset_state(reset_partial_state=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"]
@@ -193,7 +211,7 @@ def reference(folder: str, case: str) -> dict[str, Any]:
     AcceleratorState._reset_state(reset_partial_state=True)
     if case == "accelerate":
         return run_accelerate(folder, 1)
-    return run_trainer(folder, 1, f"{folder}-alone", case)
+    return run_trainer(folder, 1, case)
 
 
 @pytest.mark.parametrize("case", [*CASES, "accelerate, fsdp2", "accelerate, ddp"])
@@ -211,3 +229,15 @@ def test_two_ranks_train_as_one(two: Any, folder: str, case: str) -> None:
         sharded, packed = result["sharded"]
         assert packed == 2 * (2 + 4) * 3
         assert sharded == (packed if "fsdp2" in case else 0)
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_training_goes_on_from_a_checkpoint(two: Any, folder: str, case: str) -> None:
+    expected = reference(folder, "Trainer, ddp")
+    for result in (expected, *(rank[case] for rank in two)):
+        assert result["resumed"] == pytest.approx(expected["losses"], abs=1e-5)
+    single = load_file(f"{folder}, Trainer, ddp, 1/adapter/adapter_model.safetensors")
+    saved = load_file(f"{folder}, {case}, 2/adapter/adapter_model.safetensors")
+    assert saved.keys() == single.keys()
+    for key, tensor in single.items():
+        assert torch.allclose(saved[key], tensor, atol=1e-4), key

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
-    fully_shard,
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
 from tests.helpers import training
+from tests.helpers.ranks import said, sharded
 from tests.helpers.training import NF4, mean_of_ranks, whole, whole_gradients
 
 STEPS = 3
@@ -94,19 +92,6 @@ def adapted(model: Any, modules: Any = ("q_proj", "v_proj")) -> Any:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
     return peft_model
-
-
-def sharded(model: Any, **options: Any) -> Any:
-    """Shard each decoder layer and the root, as a plain loop does."""
-    stacks = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and hasattr(module[0], "self_attn")
-    ]
-    # Two stacks that share weights must be one group to torch, as are layers that do.
-    for layer in stacks[0] if len(stacks) == 1 else ():
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
 
 
 def train(model: Any, rank: int = 0, world: int = 1) -> dict[str, Any]:
@@ -200,17 +185,17 @@ def compiled(model: Any) -> Any:
 
 def run_refusals(folder: str) -> dict[str, Any]:
     """What is said where packed weights cannot be computed with."""
-    said: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     layer = sharded(adapted(packed_model(folder))).get_base_model().model.layers[0]
     x, index = torch.randn(3, 64), torch.zeros(3, 2, dtype=torch.long)
-    said["experts"] = error_of(lambda: layer.mlp.experts(x, index, torch.ones(3, 2)))
-    said["read"] = error_of(lambda: layer.mlp.experts.down_proj)
-    said["linear"] = error_of(lambda: layer.self_attn.k_proj(x))
+    texts["experts"] = said(lambda: layer.mlp.experts(x, index, torch.ones(3, 2)))
+    texts["read"] = said(lambda: layer.mlp.experts.down_proj)
+    texts["linear"] = said(lambda: layer.self_attn.k_proj(x))
     cpu = torch.device("cpu")
-    said["fsdp1"] = error_of(lambda: FullyShardedDataParallel(packed_model(folder), device_id=cpu))
-    said["compact"] = run_unprepared()
-    said["compact, cast"] = run_unprepared(**FP16["options"])
-    return said
+    texts["fsdp1"] = said(lambda: FullyShardedDataParallel(packed_model(folder), device_id=cpu))
+    texts["compact"] = run_unprepared()
+    texts["compact, cast"] = run_unprepared(**FP16["options"])
+    return texts
 
 
 def run_unprepared(**options: Any) -> dict[str, Any]:
@@ -224,17 +209,9 @@ def run_unprepared(**options: Any) -> dict[str, Any]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        errors = error_of(forward), error_of(forward)
+        errors = said(forward), said(forward)
     told = [str(each.message) for each in caught if "prepare_sharding" in str(each.message)]
     return {"errors": errors, "equal": equal, "warnings": told}
-
-
-def error_of(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (MoeQloraError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def unprepared() -> Any:
@@ -346,9 +323,9 @@ def test_sharded_weights_outside_of_the_sharded_model_are_named(two: Any) -> Non
 
 def test_statistics_that_stay_whole_are_a_warning(two: Any) -> None:
     for result in two:
-        said = result["refusals"]["compact"]
-        assert said["equal"] == [True, True]
-        (warning,) = said["warnings"]
+        told = result["refusals"]["compact"]
+        assert told["equal"] == [True, True]
+        (warning,) = told["warnings"]
         assert warning.startswith("model.layers.0.mlp.experts.gate_up_proj was sharded with")
         # Codes that are stored as floating-point numbers are cast.
         errors = result["refusals"]["compact, cast"]["errors"]

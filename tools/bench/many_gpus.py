@@ -23,6 +23,7 @@ import os
 import statistics
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import model as whole_model
@@ -30,9 +31,12 @@ import torch
 from common import append_row, environment, parser_of, release, synchronize, words_of
 from shapes import meta_model, quantization, whole_config
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import ProcessException, spawn
 
 import moe_qlora
+from moe_qlora.checkpoint.conversion import DiskLayout
+from moe_qlora.checkpoint.reader import Checkpoint, TensorInfo
 
 ENGINES = ("single", "ddp", "fsdp2", "whole")
 COLUMNS = (
@@ -180,8 +184,6 @@ def _whole(
         more: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": False}
         return model, wrap(model, device_ids=ids, **more)
     if engine == "whole":
-        from torch.distributed.device_mesh import init_device_mesh
-
         from moe_qlora.distributed.sharding import shard_model
 
         mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
@@ -190,34 +192,42 @@ def _whole(
 
 
 def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from moe_qlora.distributed.load_sharded import ShardedModel, blank_model
+    from moe_qlora.checkpoint.load_spec import packing_spec
+    from moe_qlora.checkpoint.training_codec import from_config
+    from moe_qlora.distributed.filling import ShardedFill
+    from moe_qlora.distributed.load_sharded import compute_buffers, shard_and_fill
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     model: Any = meta_model(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     bnb_config = quantization()
-    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    bnb_config.llm_int8_skip_modules = linears
-    blank = blank_model(model, bnb_config)
+    bnb_config.llm_int8_skip_modules = [n for n, m in model.named_modules() if type(m) is nn.Linear]
     if options.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    experts = [param.name for param in blank.layout.experts]
+    compute_buffers(model, torch.device("cpu"))
+    spec = packing_spec(model, bnb_config, model.dtype, None)
+    from_config(model, bnb_config)
+    model.tie_weights()
+    experts, rows = [param.name for param in spec.layout.experts], _RandomRows([])
+    rows.disk = {n: (tuple(t.shape), torch.bfloat16) for n, t in model.state_dict().items()}
     lora = whole_model.lora_config(model, experts, options.lora, options.rank)
-    sharded = ShardedModel(
-        blank, mesh, lora, None, {"reshard_after_forward": True},
-        {"autocast_adapter_dtype": False},
-    )  # fmt: skip
+    fill = ShardedFill(model, spec, rows, dict.fromkeys(rows.disk, model.dtype), bnb_config)
+    fill.pack(DiskLayout(model, rows.disk, []))
+    more = {"reshard_after_forward": True}, {"autocast_adapter_dtype": False}
+    return (shard_and_fill(fill, mesh, lora, None, *more),) * 2
 
-    def rows(name: str, start: int, stop: int) -> torch.Tensor:
-        shape = (stop - start, *shapes[name][1:])
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=torch.bfloat16, device=device)
-        return torch.randn(shape, dtype=torch.bfloat16, device=device).mul_(0.02)
 
-    adapted = sharded.fill(rows)
-    return adapted, adapted
+class _RandomRows(Checkpoint):
+    """Random numbers in place of a checkpoint's tensors."""
+
+    disk: dict[str, Any]
+
+    def info(self, key: str) -> TensorInfo:
+        return TensorInfo(Path(), torch.bfloat16, self.disk[key][0], 0, 0)
+
+    def fetch(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Any:
+        rows = torch.empty(self.disk[key][0], dtype=torch.bfloat16, device="meta")[start:stop]
+        std = 0.02 if rows.dim() > 1 else 0.0  # norms are 1
+        return lambda: torch.empty_like(rows, device=device).normal_(0.0 if std else 1.0, std)
 
 
 def _write(options: argparse.Namespace, engine: str, ranks: int, **figures: Any) -> None:

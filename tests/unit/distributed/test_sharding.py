@@ -21,22 +21,18 @@ from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
 from moe_qlora.packing.linear import read_linear
 from moe_qlora.testing import tiny_model
+from tests.helpers.training import NF4, loaded
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "nf4 double": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "fp4 stored as bf16": {"bnb_4bit_quant_storage": torch.bfloat16},
-    "nf4 double stored as fp32": {
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_quant_storage": torch.float32,
-    },
+    "nf4 double": NF4,
+    "fp4 stored as bf16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
+    "nf4 double stored as fp32": {**NF4, "bnb_4bit_quant_storage": torch.float32},
     "int8": {"load_in_8bit": True},
 }
 
 
 def packed(settings: str) -> Any:
-    options = SETTINGS[settings]
-    config = BitsAndBytesConfig(**{"load_in_4bit": "load_in_8bit" not in options, **options})
+    config = BitsAndBytesConfig(**SETTINGS[settings])
     model = tiny_model("qwen3_moe", seed=0, hidden_size=48, moe_intermediate_size=40)
     moe_qlora.quantize_experts(model, config)
     return model
@@ -90,12 +86,15 @@ def test_evaluation_leaves_linear_layers_as_they_were(
 def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
     model = packed(settings)
     before, count = logits(model), model.num_parameters()
+    kinds = [param.packed for param in moe_qlora.detect(model).experts]
+    assert set(kinds) == {settings.split(maxsplit=1)[0]}
     weights = [unpack(parametrize.read_packed(m, n)) for _, m, n in parametrize.iter_packed(model)]
     copies = copy.deepcopy(model)
     assert moe_qlora.prepare_sharding(copies) is copies
     names = [name for name, _ in copies.named_parameters()]
     moe_qlora.prepare_sharding(copies)
     assert [name for name, _ in copies.named_parameters()] == names
+    assert [param.packed for param in moe_qlora.detect(copies).experts] == kinds
     for again in (copies, copy.deepcopy(copies)):
         assert torch.equal(logits(again), before)
         assert again.num_parameters() == count
@@ -110,15 +109,6 @@ def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
             assert not list(chain.buffers()) or "tables" in dict(chain.named_buffers()).popitem()[0]
     codes = parametrize.original_of(*next((m, n) for _, m, n in parametrize.iter_packed(copies)))
     assert isinstance(codes, Params4bit) is (settings != "int8")
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_the_layout_does_not_hide_the_packed_type(settings: str) -> None:
-    model = packed(settings)
-    kinds = [param.packed for param in moe_qlora.detect(model).experts]
-    moe_qlora.prepare_sharding(model)
-    assert [param.packed for param in moe_qlora.detect(model).experts] == kinds
-    assert set(kinds) == {settings.split(maxsplit=1)[0]}
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -145,84 +135,61 @@ def test_casts_leave_the_layout_alone(settings: str) -> None:
     nn.Module.float(nn.Module.half(model))
     for weight, (_, module, name) in zip(weights, parametrize.iter_packed(model), strict=True):
         assert torch.equal(getattr(module, name), weight)
+    if settings != "int8":  # codes that are cast all the same are an error
+        codes = parametrize.original_of(module, name)
+        codes.data = codes.data.to(torch.int16)
+        with pytest.raises(QuantizationError, match=r"cast from torch\.uint8 to torch\.int16"):
+            parametrize.read_packed(module, name)
 
 
-def test_codes_that_were_cast_all_the_same_are_an_error() -> None:
-    model = moe_qlora.prepare_sharding(packed("nf4 double"))
-    _, module, name = next(parametrize.iter_packed(model))
-    codes = parametrize.original_of(module, name)
-    codes.data = codes.data.to(torch.int16)
-    with pytest.raises(QuantizationError, match=r"cast from torch\.uint8 to torch\.int16"):
-        parametrize.read_packed(module, name)
-
-
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
-def test_linear_layers_of_4_bit(double: bool, storage: torch.dtype) -> None:
-    torch.manual_seed(0)
-    stock = nn.Sequential(
-        Linear4bit(
-            96, 80, compress_statistics=double, quant_type="nf4", quant_storage=storage,
-            compute_dtype=torch.float32,
-        )
+def linear_of(double: bool, storage: torch.dtype) -> Any:
+    return Linear4bit(
+        96, 80, compress_statistics=double, quant_type="nf4", quant_storage=storage,
+        compute_dtype=torch.float32,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(linear_of(double, dtype) for double in (0, 1) for dtype in (torch.uint8, torch.bfloat16)),
+        Linear8bitLt(96, 80, has_fp16_weights=False),
+    ],
+    ids=["uint8", "bf16", "double, uint8", "double, bf16", "int8"],
+)
+def test_linear_layers(layer: Any) -> None:
+    torch.manual_seed(0)
+    stock: Any = nn.Sequential(copy.deepcopy(layer))
     stock.load_state_dict({"0.weight": torch.randn(80, 96), "0.bias": torch.randn(80)})
     stock.to("cpu")
     x = torch.randn(7, 96, requires_grad=True)
     expected = stock(x)
-    expected.sum().backward()
-    gradient, x.grad = x.grad, None
-    compact = stock.state_dict()
-    model = moe_qlora.prepare_sharding(copy.deepcopy(stock))
-    assert type(model[0]) is ShardableLinear4bit  # type: ignore[index]
+    (gradient,) = torch.autograd.grad(expected.sum(), x)
+    compact, is_int8 = stock.state_dict(), isinstance(layer, Linear8bitLt)
+    model: Any = moe_qlora.prepare_sharding(copy.deepcopy(stock))
+    assert type(model[0]) is (ShardableLinear8bit if is_int8 else ShardableLinear4bit)
     for again in (model, copy.deepcopy(model)):
         out = again(x)
-        out.sum().backward()
         assert torch.equal(out, expected)
-        assert torch.equal(x.grad, gradient)  # type: ignore[arg-type]
-        x.grad = None
-        assert not any(
-            p.is_floating_point() for n, p in again.named_parameters() if "bias" not in n
-        )
-    for state_dict in (compact, model.state_dict()):
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], gradient)
+        assert [n for n, p in again.named_parameters() if p.is_floating_point()] == ["0.bias"]
+    for state_dict in () if is_int8 else (compact, model.state_dict()):
         for target in (copy.deepcopy(stock), copy.deepcopy(model)):
-            from moe_qlora.packing.parametrize import load_linears
-
             errors: list[str] = []
             entries = {key: value.clone() for key, value in state_dict.items()}
             zeroed(target)
-            load_linears(target, entries, "", False, errors)
+            parametrize.load_linears(target, entries, "", False, errors)
             target.load_state_dict(entries)
             assert not errors
             assert torch.equal(target(x), expected)
 
 
-def test_linear_layers_of_8_bit() -> None:
-    torch.manual_seed(0)
-    stock = nn.Sequential(Linear8bitLt(64, 32, has_fp16_weights=False))
-    stock.load_state_dict({"0.weight": torch.randn(32, 64), "0.bias": torch.randn(32)})
-    stock.to("cpu")
-    model = moe_qlora.prepare_sharding(copy.deepcopy(stock))
-    assert type(model[0]) is ShardableLinear8bit  # type: ignore[index]
-    x = torch.randn(7, 64, requires_grad=True)
-    expected = stock(x)
-    out = model(x)
-    assert torch.equal(out, expected)
-    gradients = [torch.autograd.grad(each.sum(), x)[0] for each in (expected, out)]
-    assert torch.equal(*gradients)
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_adapters_merge_as_in_a_single_process(tmp_path: Path, settings: str) -> None:
     tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=40).save_pretrained(tmp_path)
-    options = SETTINGS[settings]
-    config = BitsAndBytesConfig(**{"load_in_4bit": "load_in_8bit" not in options, **options})
     results = []
     for prepare in (False, True):
-        with moe_qlora.enabled():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                tmp_path, quantization_config=config, dtype=torch.float32
-            )
+        model = loaded(tmp_path, SETTINGS[settings])
         torch.manual_seed(1)
         adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = moe_qlora.get_peft_model(model, adapters, experts=True)

@@ -1,0 +1,72 @@
+"""What tests on several ranks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.errors import MoeQloraError
+
+from .training import whole
+
+
+def sharded(model: Any, **options: Any) -> Any:
+    """The model, or PeftModel, under FSDP2: each decoder layer and the root, as a plain loop."""
+    options.setdefault("mesh", init_device_mesh("cpu", (distributed.get_world_size(),)))
+    stacks = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and hasattr(module[0], "self_attn")
+    ]
+    # Two stacks that share weights must be one group to torch, as are layers that do.
+    for layer in stacks[0] if len(stacks) == 1 else ():
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def said(call: Callable[..., Any], *args: Any, **named: Any) -> str:
+    """The error of a call in words; "" without one."""
+    try:
+        call(*args, **named)
+    except (MoeQloraError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, gathered."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: whole(tensor).detach().clone() for name, tensor in named}
+
+
+class CountedReads:
+    """Counts the bytes on disk that a rank reads of expert weights."""
+
+    def __init__(self) -> None:
+        self.total, self.stock = 0, (Checkpoint.read, Checkpoint.read_bytes)
+
+    def __enter__(self) -> CountedReads:
+        def counting(stock: Any) -> Any:
+            def read(files: Checkpoint, key: str, *args: Any, **named: Any) -> torch.Tensor:
+                tensor: torch.Tensor = stock(files, key, *args, **named)
+                self.total += tensor.nbytes if ".experts." in key else 0
+                return tensor
+
+            return read
+
+        Checkpoint.read, Checkpoint.read_bytes = map(counting, self.stock)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        Checkpoint.read, Checkpoint.read_bytes = self.stock  # type: ignore[method-assign]
