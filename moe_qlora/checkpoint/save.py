@@ -33,7 +33,6 @@ from ..packing.settings import CodecSettings
 from ..versions import installed_version
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
 from . import manifest as manifests
-from .integrity import check_packed_weight
 from .load_spec import kept_dtypes
 from .manifest import (
     CONFIG,
@@ -42,6 +41,7 @@ from .manifest import (
     SHARD_NAME,
     Manifest,
     PackedEntry,
+    check_experts,
     is_packed,
 )
 from .reader import SINGLE, plain_weights
@@ -303,8 +303,7 @@ def finish_packed(
         config=config,
         source=source,
     )
-    for name in experts:
-        check_packed_weight(work, name, manifest)
+    check_experts(work, manifest)
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
     (work / CONFIG).write_bytes(manifest.config_bytes())
     return manifest

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,22 +21,56 @@ _Key = TypeVar("_Key")
 _PIECE = 16 << 20
 
 
-class _Shard:
-    """A safetensors file being written; complete when its block ends without an exception."""
+class ShardWriter:
+    """A safetensors file being written, from any device.
 
-    _file: BinaryIO
+    `tensors` has dtypes and shapes by key, in the order of the file, to be written in rows. Tensors
+    of the keys `later` are unknown before, and follow, each as a whole: space for their entries is
+    reserved in the header, which is written last, padded with spaces. Without them, apart from the
+    order of keys, the file equals the output of `safetensors.torch.save_file`.
+    """
 
-    def __init__(self, path: Path, metadata: Mapping[str, str] | None) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str] | None = None,
+        later: Sequence[str] = (),
+    ) -> None:
+        self._path, self._end = path, 0
         self._header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._left: dict[str, tuple[int, int]] = {}  # offset and number of bytes to be written
+        for key, (dtype, shape) in tensors.items():
+            self._describe(key, dtype, shape)
+        # for each tensor: its key, escaped at worst, and the longest dtype, shape and offsets
+        room = len(self._encoded()) + sum(len(json.dumps(key)) + 192 for key in later)
+        self._room = room + -room % 8
+        self._file = path.open("xb")
+        self._file.truncate(8 + self._room + self._end)
 
-    def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int], begin: int) -> int:
+    def _encoded(self) -> bytes:
+        return json.dumps(self._header, separators=(",", ":")).encode()
+
+    def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-        span = [begin, begin + prod(shape) * dtype.itemsize]
+        nbytes = prod(shape) * dtype.itemsize
+        span = [self._end, self._end + nbytes]
         entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": span}
-        self._header[key] = entry
-        return span[1]
+        self._header[key], self._left[key] = entry, (self._end, nbytes)
+        self._end += nbytes
+
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Write the next rows of a tensor, or all of it."""
+        if key not in self._left:
+            self._describe(key, tensor.dtype, tensor.shape)
+        entry, (begin, left) = self._header[key], self._left[key]
+        rows = [DTYPE_NAMES.get(tensor.dtype), *tensor.shape[1:]]
+        assert rows == [entry["dtype"], *entry["shape"][1:]] and tensor.nbytes <= left, (
+            key, tensor.shape, entry,
+        )  # fmt: skip
+        self._left[key] = begin + tensor.nbytes, left - tensor.nbytes
+        self._put(tensor, 8 + self._room + begin)
 
     def _put(self, tensor: Tensor, begin: int) -> None:
         self._file.seek(begin)
@@ -45,90 +79,21 @@ class _Shard:
             # bytes by way of uint8: numpy has no bfloat16
             self._file.write(piece.cpu().view(torch.uint8).numpy().data)
 
-    def _finish(self) -> None:
-        """Write the end of the file."""
-
-    def close(self) -> None:
-        with self._file:
-            self._finish()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        if kind is None and not self._file.closed:
-            self.close()
-        self._file.close()
-
-
-class ShardWriter(_Shard):
-    """A safetensors file with known tensors: dtypes and shapes by key, in the order of the file.
-
-    Apart from the order of keys it equals the output of `safetensors.torch.save_file`.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(path, metadata)
-        end = 0
-        for key, (dtype, shape) in tensors.items():
-            end = self._describe(key, dtype, shape, end)
-        raw = json.dumps(self._header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
-        self._tensors = {key: (dtype, tuple(shape)) for key, (dtype, shape) in tensors.items()}
-        spans = {key: self._header[key]["data_offsets"] for key in tensors}
-        self._left = {
-            key: (8 + len(raw) + begin, end - begin) for key, (begin, end) in spans.items()
-        }
-        self._file = path.open("xb")
-        self._file.write(len(raw).to_bytes(8, "little") + raw)
-        self._file.truncate(8 + len(raw) + end)
-
-    def write(self, key: str, tensor: Tensor) -> None:
-        """Write the next rows of a tensor, or all of it, from any device."""
-        (dtype, shape), (begin, left) = self._tensors[key], self._left[key]
-        rows = (tensor.dtype, tuple(tensor.shape[1:]))
-        assert rows == (dtype, shape[1:]) and tensor.nbytes <= left, (key, tensor.shape, shape)
-        self._left[key] = begin + tensor.nbytes, left - tensor.nbytes
-        self._put(tensor, begin)
-
-    def _finish(self) -> None:
-        missing = [key for key, (_, left) in self._left.items() if left]
-        assert not missing, f"{self.path}: {missing[0]} was not written."
-
-
-class GrowingShard(_Shard):
-    """A safetensors file to which tensors are appended, unknown before.
-
-    Space for the header is reserved from all possible keys; the header is written last, padded with
-    spaces.
-    """
-
-    def __init__(self, path: Path, keys: Sequence[str], metadata: Mapping[str, str]) -> None:
-        super().__init__(path, metadata)
-        # for each tensor: its key, escaped at worst, and the longest dtype, shape and offsets
-        room = len(json.dumps(self._header)) + sum(len(json.dumps(key)) + 192 for key in keys)
-        self._room = room + -room % 8
-        self._file = path.open("xb")
-        self._file.write(b" " * (8 + self._room))
-        self._end = 0
-
-    def add(self, key: str, tensor: Tensor) -> None:
-        """Append a tensor, from any device."""
-        begin, self._end = self._end, self._describe(key, tensor.dtype, tensor.shape, self._end)
-        self._put(tensor, 8 + self._room + begin)
-
-    def _finish(self) -> None:
-        raw = json.dumps(self._header, separators=(",", ":")).encode()
-        assert len(raw) <= self._room, f"{self.path}: the header needs {len(raw)} bytes."
-        self._file.seek(0)
-        self._file.write(self._room.to_bytes(8, "little") + raw)
+        with self._file:
+            if kind is not None:
+                return
+            missing = [key for key, (_, left) in self._left.items() if left]
+            assert not missing, f"{self._path}: {missing[0]} was not written."
+            raw = self._encoded()
+            assert len(raw) <= self._room, f"{self._path}: the header needs {len(raw)} bytes."
+            self._file.seek(0)
+            self._file.write(self._room.to_bytes(8, "little") + raw.ljust(self._room))
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[list[_Key]]:

@@ -30,20 +30,20 @@ from torch import distributed, nn
 from transformers import GenerationConfig
 from transformers import initialization as init
 
+from ..checkpoint.base import file_facts
 from ..checkpoint.conversion import Group
-from ..checkpoint.integrity import (
+from ..checkpoint.load_spec import reload_spec
+from ..checkpoint.manifest import (
     FolderCheck,
+    Manifest,
     canonical_name,
+    is_packed,
     model_problems,
-    open_shards,
     packed_names,
     warn_of_changes,
 )
-from ..checkpoint.load_spec import reload_spec
-from ..checkpoint.manifest import Manifest, is_packed
 from ..checkpoint.quantize import PackingJob, build_model, copy_config
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.source import file_facts
 from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..detection.detect import detect
@@ -370,7 +370,7 @@ def _open_packed(
             "damaged."
         )
     model.tie_weights()
-    files = open_shards(folder, manifest)
+    files = check.checkpoint
     stored = StoredWeights(model, manifest, files)
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()} | spec.dtypes
     dtypes |= {} if spec.recasts else stored.dtypes()

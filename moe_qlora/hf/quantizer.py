@@ -20,9 +20,18 @@ from transformers.integrations.accelerate import get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from ..checkpoint.integrity import FolderCheck, model_problems, warn_of_changes
+from ..checkpoint.base import file_facts
 from ..checkpoint.load_spec import PackingPlan, kept_dtypes, packing_spec, reload_spec
-from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
+from ..checkpoint.manifest import (
+    CONFIG_KEY,
+    FolderCheck,
+    Manifest,
+    Mark,
+    has_manifest,
+    model_problems,
+    parse_mark,
+    warn_of_changes,
+)
 from ..checkpoint.prequantized import (
     PrequantizedCheckpoint,
     describe_plain,
@@ -32,7 +41,6 @@ from ..checkpoint.prequantized import (
 from ..checkpoint.prequantized.config import MakerConfig
 from ..checkpoint.quantize import copy_config
 from ..checkpoint.reader import Checkpoint, check_plain
-from ..checkpoint.source import file_facts
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs

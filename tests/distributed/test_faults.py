@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint.manifest import check_folder
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.distributed import gather
 from moe_qlora.errors import CheckpointError

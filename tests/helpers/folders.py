@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.checkpoint.reader import INDEX_SUFFIX
 
 TRICKS = (

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import writer
-from moe_qlora.checkpoint.integrity import check_folder
-from moe_qlora.checkpoint.manifest import CONFIG
+from moe_qlora.checkpoint.manifest import CONFIG, check_folder
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model

@@ -15,14 +15,15 @@ import torch
 from folders import TRICKS, noise, same, two_shards
 from safetensors.torch import save_file
 
-from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
 from moe_qlora.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     PackedEntry,
     TensorEntry,
+    check_folder,
     manifest_id,
     manifest_name,
+    open_checkpoint,
     read_manifest,
     shard_entry,
     shard_names,

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import moe_qlora
 from moe_qlora.checkpoint import reader
-from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint.manifest import check_folder
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app

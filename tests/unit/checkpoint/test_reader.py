@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.checkpoint.reader import (
     DTYPES,
     INDEX,

@@ -19,8 +19,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
-from moe_qlora.checkpoint.manifest import SHARD_NAME, has_manifest, read_manifest
+from moe_qlora.checkpoint.manifest import (
+    SHARD_NAME,
+    check_folder,
+    has_manifest,
+    open_checkpoint,
+    read_manifest,
+)
 from moe_qlora.checkpoint.save import is_save_file
 from moe_qlora.checkpoint.staging import left_behind, staging
 from moe_qlora.checkpoint.verify import verify
