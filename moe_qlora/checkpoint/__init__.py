@@ -4,8 +4,9 @@ What goes in: a 16-bit folder, a packed folder, a packed model or an adapter fol
 a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit folder
 (`merge_adapter`), or a report (`verify`). Files that may be damaged are read by `reader` only.
 
-    reader, writer    safetensors and JSON files
-    staging           folders that appear whole or not at all; one process at a time
+    reader            safetensors and JSON files, which may be damaged
+    staging           writing: safetensors files; folders that appear whole or not at all; one
+                      process at a time
     manifest          packed folders: the manifest, named by config.json; the folder against it, its
                       parts against each other and against its model; any folder as a `Checkpoint`
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions

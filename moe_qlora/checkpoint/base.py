@@ -42,8 +42,8 @@ from .manifest import (
 from .prequantized import PrequantizedCheckpoint, describe_plain, described_method, open_plain
 from .prequantized.open import MODELOPT_CONFIG
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_link, header_bytes
+from .staging import plan_shards
 from .training_codec import SAMPLED_ROWS
-from .writer import plan_shards
 
 PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 """Keys of config.json that a plain folder does not have."""

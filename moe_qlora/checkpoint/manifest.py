@@ -35,9 +35,9 @@ from ..errors import CheckpointError, visible
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
-from ..packing.bnb4bit import RECORD
+from ..packing.bnb4bit import RECORD, read_record
 from ..packing.codec import restore
-from ..packing.codecs import codecs
+from ..packing.codecs import CODES, codecs
 from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings, problems
 from .reader import (
@@ -292,6 +292,11 @@ def has_manifest(folder: Path) -> bool:
     return any(MANIFEST_NAME.fullmatch(file.name) for file in folder.glob("moe_qlora-*.json"))
 
 
+def is_save_file(name: str) -> bool:
+    """True for names of shards and manifests, which only packed saves write."""
+    return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))
+
+
 def _read_mark(folder: Path) -> Mark | None:
     if not os.path.lexists(folder / CONFIG):
         return None
@@ -342,13 +347,6 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
             f"{asdict(named)}: copy the whole folder again."
         )
     return manifest
-
-
-def check_folder(folder: str | Path, *, checksums: bool = True) -> Manifest:
-    """Check a packed folder without its model; `checksums` compares those of large tensors too."""
-    check = FolderCheck(folder, large=checksums)
-    check.finish()
-    return check.manifest
 
 
 class FolderCheck:
@@ -415,13 +413,14 @@ class FolderCheck:
                 "written (their checksum differs): copy the file again."
             )
 
-    def finish(self) -> None:
-        """Wait for the checksums of large tensors."""
+    def finish(self) -> Manifest:
+        """Wait for the checksums of large tensors; return the manifest."""
         try:
             for key, digest in self._sums.items():
                 self._compare(key, digest.result())
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        return self.manifest
 
 
 def warn_of_changes(folder: Path, manifest: Manifest) -> None:
@@ -536,9 +535,9 @@ def _form_problem(
 
 def check_experts(folder: Path, manifest: Manifest) -> None:
     """Check the codes and statistics of packed expert weights against their shapes."""
+    packed = packed_names(manifest)
     for name, entry in manifest.experts.items():
-        keys = tuple(key for key in manifest.tensors if key == name or key.startswith(f"{name}."))
-        problem = _form_problem(manifest, name, keys, entry.shape)
+        problem = _form_problem(manifest, name, packed.get(name, ()), entry.shape)
         if problem is not None:
             raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")
 
@@ -549,22 +548,36 @@ class PackedWeights:
     `keys` has the keys that hold each, by its name; the model on meta, the shapes of Linear layers.
     """
 
-    def __init__(self, folder: FolderCheck, model: Any) -> None:
-        self._folder, self._manifest, self._plain = folder, folder.manifest, model.state_dict()
+    def __init__(self, folder: FolderCheck, model: Any = None) -> None:
+        self._folder, self._manifest = folder, folder.manifest
+        self._plain: dict[str, Tensor] = {} if model is None else model.state_dict()
         self.keys = packed_names(folder.manifest)
         self._last: tuple[str, PackedWeight] | None = None
+
+    def parts(
+        self, name: str
+    ) -> tuple[dict[str, Tensor], tuple[int, ...], CodecSettings, torch.dtype | None]:
+        """Return a weight's tensors by key suffix, shape, codec, and dtype if no record has it.
+
+        Of tensors that cannot be read: ValueError, KeyError or TypeError.
+        """
+        entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
+        parts = parts_of(name, self.keys[name], self._folder.checkpoint.read)
+        if entry is not None:
+            return parts, entry.shape, settings, getattr(torch, entry.dtype)
+        if (plain := self._plain.get(name)) is not None:
+            dtype = None if settings.codec.has_record else plain.dtype
+            return parts, tuple(plain.shape), settings, dtype
+        record = parts.get(RECORD + settings.kind)  # of a model that could not be built
+        shape = parts[CODES].shape if record is None else read_record(record)["shape"]
+        return parts, tuple(shape), settings, None
 
     def weight(self, name: str) -> PackedWeight:
         """Return a packed weight; the last one is kept, for its next slice."""
         if self._last is None or self._last[0] != name:
-            entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
-            dtype = getattr(torch, entry.dtype) if entry else None
-            if dtype is None and not settings.codec.has_record:
-                dtype = self._plain[name].dtype
-            shape = entry.shape if entry else self._plain[name].shape
             try:
-                parts = parts_of(name, self.keys[name], self._folder.checkpoint.read)
-                self._last = (name, restore(parts, tuple(shape), dtype, settings))
+                parts, shape, settings, dtype = self.parts(name)
+                self._last = (name, restore(parts, shape, dtype, settings))
             except ValueError as error:
                 raise CheckpointError(f"{self._folder.folder}: {name} {error}.") from error
         return self._last[1]

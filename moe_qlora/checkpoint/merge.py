@@ -22,7 +22,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,9 +56,8 @@ from .load_spec import kept_dtypes
 from .manifest import CONFIG, canonical_name, is_packed
 from .prequantized.open import json_parts, plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
-from .staging import absolute, check_new, new_folder
+from .staging import ShardWriter, absolute, check_new, new_folder
 from .training_codec import TrainingCodec
-from .writer import ShardWriter
 
 
 @dataclass(frozen=True)
@@ -242,34 +241,29 @@ class _Merge:
 
     def write(self, folder: Path, tell: Progress) -> None:
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
-        files = {key: file for file in self._files for key in file.keys}
         done: set[str] = set()
-        writers: dict[str, ShardWriter] = {}
-
-        def write(key: str, tensor: Tensor) -> None:
-            file = files[key]
-            if file.name not in writers:
+        with ExitStack() as stack:
+            writers: dict[str, ShardWriter] = {}
+            for file in self._files:
                 specs = {key: self._specs[key] for key in file.keys}
                 writer = ShardWriter(folder / file.name, specs, file.metadata)
-                writers[file.name] = stack.enter_context(writer)
-            writers[file.name].write(key, tensor.to(self._specs[key][0]))
-
-        with ExitStack() as stack:
-            for key in files:
+                writers |= dict.fromkeys(file.keys, stack.enter_context(writer))
+            for key in writers:
                 if key not in done:
                     tell(len(done), len(groups), key)
-                    self._write_group(groups[key], write)
+                    self._write_group(groups[key], writers)
                     done.update(groups[key].keys)
         tell(len(groups), len(groups), "")
 
-    def _write_group(self, group: Group, write: Callable[[str, Tensor], None]) -> None:
+    def _write_group(self, group: Group, writers: Mapping[str, ShardWriter]) -> None:
         base, updates = self._base, self._updates
         changes, packed = self._changes(group), self._pack(group)
         unchanged = not changes and not packed and group.target not in updates.untied
         if unchanged and not isinstance(base, PackedBase):
             for key in group.keys:
                 for start, stop in Group((key,), {key: base.disk[key][0]}).slices():
-                    write(key, base.checkpoint.read(key, start, stop))
+                    tensor = base.checkpoint.read(key, start, stop)
+                    writers[key].write(key, tensor.to(self._specs[key][0]))
             return
         replaced = group.shapes and all(name in updates.replacements for name in group.shapes)
         source = updates.untied.get(group.target, group.target)
@@ -302,7 +296,7 @@ class _Merge:
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
                         "base, is broken, or the dtype too narrow."
                     )
-                write(key, tensor)
+                writers[key].write(key, tensor)
         if changes:
             self.changed.update(group.keys)
         self._factors = {}

@@ -45,9 +45,8 @@ from .load_spec import PackingPlan, kept_dtypes, packing_spec
 from .manifest import CONFIG, INT8_FORMAT, Manifest, PackedEntry
 from .reader import check_plain
 from .rows import Slot, filled
-from .staging import absolute, check_new, new_folder
+from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
 from .training_codec import from_config
-from .writer import ShardWriter, plan_shards
 
 
 def quantize_checkpoint(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,8 +30,6 @@ from ..layout import listed
 from ..models import named
 from ..models.files import read_json
 from ..packing import codec
-from ..packing.bnb4bit import RECORD, read_record
-from ..packing.codecs import CODES
 from ..packing.settings import FLOAT_DTYPES, CodecSettings, problems
 from ..progress import Progress
 from .base import Base, resolve_checkpoint
@@ -43,15 +41,13 @@ from .manifest import (
     PackedWeights,
     has_manifest,
     is_packed,
+    is_save_file,
     model_problems,
     open_checkpoint,
-    packed_names,
-    parts_of,
     settings_problem,
 )
 from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
-from .save import is_save_file
 from .staging import left_behind
 
 
@@ -163,7 +159,7 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
     folder, manifest, checkpoint = opened.folder, opened.manifest, opened.checkpoint
     damage = [f"{folder}: {problem}." for problem in _config_problems(folder, manifest)]
     warnings = list(_leftovers(folder, manifest))
-    shapes: dict[str, tuple[int, ...]] = {}
+    weights = PackedWeights(opened)
     try:
         source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
@@ -173,17 +169,21 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
         own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
         (warnings if own else damage).append(f"Shapes were not compared with the model's: {error}")
     else:
-        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        weights = PackedWeights(opened, model)
         damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
-    packed = packed_names(manifest)
-    owned = {key for keys in packed.values() for key in keys}
-    steps = [*packed, *(key for key in checkpoint if key not in owned)]
+    owned = {key for keys in weights.keys.values() for key in keys}
+    steps = [*weights.keys, *(key for key in checkpoint if key not in owned)]
     for number, name in enumerate(steps):
         tell(number, len(steps), name)
-        if name in packed:
-            damage += _packed_problems(checkpoint, manifest, name, packed[name], shapes)
-        else:
+        if name not in weights.keys:
             damage += _value_problems(checkpoint, name)
+            continue
+        try:
+            parts, shape, settings, dtype = weights.parts(name)
+            reasons = list(problems(parts, shape, settings, dtype))
+        except (ValueError, KeyError, TypeError) as error:
+            reasons = [f"has parts that cannot be read ({error})"]
+        damage += [f"{checkpoint.info(name).file}: {name} {reason}." for reason in reasons]
     tell(len(steps), len(steps), "")
     kinds = {manifest.settings_of(name).kind for name in manifest.experts}
     return VerifyReport(
@@ -192,7 +192,7 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
         len(checkpoint.files),
         len(checkpoint),
         len(manifest.experts),
-        len(packed.keys() - manifest.experts.keys()),
+        len(weights.keys.keys() - manifest.experts.keys()),
         sum(checkpoint.info(key).nbytes for key in checkpoint),
         tuple(dict.fromkeys(damage)),
         tuple(warnings),
@@ -216,28 +216,6 @@ def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield problem
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield f"the quantization_config of {CONFIG} cannot be followed ({error!r:.200})"
-
-
-def _packed_problems(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
-    name: str,
-    keys: tuple[str, ...],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> list[str]:
-    where = f"{checkpoint.info(name).file}: {name}"
-    entry = manifest.experts.get(name)
-    try:
-        parts = parts_of(name, keys, checkpoint.read)
-        shape = entry.shape if entry else shapes.get(name)
-        if shape is None:  # of a model that could not be built
-            record = parts.get(RECORD + manifest.settings.kind)
-            shape = tuple(parts[CODES].shape if record is None else read_record(record)["shape"])
-        dtype = getattr(torch, entry.dtype) if entry else None
-        reasons = list(problems(parts, shape, manifest.settings_of(name), dtype))
-    except (ValueError, KeyError, TypeError) as error:
-        reasons = [f"has parts that cannot be read ({error})"]
-    return [f"{where} {reason}." for reason in reasons]
 
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:

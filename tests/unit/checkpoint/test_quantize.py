@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from folders import check_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from typer.testing import CliRunner
 
 import moe_qlora
 from moe_qlora.checkpoint import reader
-from moe_qlora.checkpoint.manifest import check_folder
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
