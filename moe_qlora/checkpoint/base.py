@@ -36,7 +36,6 @@ from .manifest import (
     PackedWeights,
     canonical_name,
     is_packed,
-    model_problems,
     warn_of_changes,
 )
 from .prequantized import PrequantizedCheckpoint, describe_plain, described_method, open_plain
@@ -216,17 +215,12 @@ class PackedBase(Base):
         self._weights = weights = PackedWeights(opened, model)
         parts = {key for keys in weights.keys.values() for key in keys} - weights.keys.keys()
         state = model.state_dict()
-        problems = [
-            *model_problems(opened.manifest, model),
-            *(
-                f"{key} is no tensor of a {type(model).__name__}"
-                for key in self.checkpoint
-                if key not in parts and key not in state
-            ),
-        ]
-        if problems:
+        opened.check_model(model)
+        foreign = next((k for k in self.checkpoint if k not in parts and k not in state), None)
+        if foreign is not None:
             raise CheckpointError(
-                f"{folder}: {problems[0]}: config.json is not the one it was saved with."
+                f"{folder}: {foreign} is no tensor of a {type(model).__name__}: config.json is not "
+                "the one it was saved with."
             )
         params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for key in self.checkpoint:

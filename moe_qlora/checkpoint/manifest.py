@@ -413,6 +413,15 @@ class FolderCheck:
                 "written (their checksum differs): copy the file again."
             )
 
+    def check_model(self, model: Any) -> None:
+        """Compare the manifest with the meta model."""
+        problem = next(model_problems(self.manifest, model), None)
+        if problem is not None:
+            raise CheckpointError(
+                f"{self.folder}: {problem}: config.json is not the one it was saved with, or files "
+                "are damaged."
+            )
+
     def finish(self) -> Manifest:
         """Wait for the checksums of large tensors; return the manifest."""
         try:

@@ -211,10 +211,9 @@ class PackingJob:
         entries = {}
         for name in (name for _, names in self.steps for name in names if name in self.spec.params):
             param = self.spec.params[name]
-            others = {*param.names} - {name}
-            others |= {alias for alias, source in self.tied.items() if source == name}
-            dtype = dtype_name(self.dtype(name))
-            entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
+            tied = (alias for alias, source in self.tied.items() if source == name)
+            others = tuple(sorted({*param.names, *tied} - {name}))
+            entries[name] = PackedEntry(tuple(param.shape), dtype_name(self.dtype(name)), others)
         return entries
 
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:

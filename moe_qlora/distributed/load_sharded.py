@@ -38,7 +38,6 @@ from ..checkpoint.manifest import (
     Manifest,
     canonical_name,
     is_packed,
-    model_problems,
     packed_names,
     warn_of_changes,
 )
@@ -363,12 +362,7 @@ def _open_packed(
     config = copy_config(source.config.quantization_config)
     spec = reload_spec(model, config, model.dtype, manifest, folder)
     from_config(model, config)
-    problem = next(model_problems(manifest, model), None)
-    if problem is not None:
-        raise CheckpointError(
-            f"{folder}: {problem}: config.json is not the one it was saved with, or files are "
-            "damaged."
-        )
+    check.check_model(model)
     model.tie_weights()
     files = check.checkpoint
     stored = StoredWeights(model, manifest, files)

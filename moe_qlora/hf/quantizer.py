@@ -28,7 +28,6 @@ from ..checkpoint.manifest import (
     Manifest,
     Mark,
     has_manifest,
-    model_problems,
     parse_mark,
     warn_of_changes,
 )
@@ -156,12 +155,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         check_no_codes_of_single_experts(files or (), names)
         check_linears(model, spec.settings)
         if self._checked is not None:
-            problem = next(model_problems(self._checked.manifest, model), None)
-            if problem is not None:
-                raise CheckpointError(
-                    f"{self._checked.folder}: {problem}: config.json is not the one it was saved "
-                    "with, or files are damaged."
-                )
+            self._checked.check_model(model)
         spec = replace(spec, params={n: p for n, p in spec.params.items() if n in names})
         prequantized = isinstance(opened, PrequantizedCheckpoint)
         if self._mark is None and self._keeps_codes():
