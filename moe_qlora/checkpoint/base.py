@@ -202,12 +202,8 @@ class PackedBase(Base):
     """A folder that this package packed, decoded; in the layout that transformers would save."""
 
     def __init__(self, folder: Path, model: Any, max_shard_size: int | str) -> None:
-        self.folder, self.model, self._limit, self.keeps_files = (
-            folder,
-            model,
-            max_shard_size,
-            False,
-        )
+        self.folder, self.model, self._limit = folder, model, max_shard_size
+        self.keeps_files = False
         opened = FolderCheck(folder)
         opened.finish()
         warn_of_changes(folder, opened.manifest)
