@@ -91,19 +91,20 @@ class Base:
         self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
         self.layout = DiskLayout(model, self.disk)
 
-    def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        """Return rows of the group's parameters, if they can be written back exactly."""
-        read = self._tensors(group, start, stop)
+    def values(
+        self, group: Group, start: int, stop: int | None, exact: bool = True
+    ) -> dict[str, Tensor]:
+        """Return rows of the group's parameters; raise unless they can be written back exactly."""
+        # codes travel, not what they are decoded to
+        device = self._device if self.decodes(group) else None
+        places = group.places(start, stop)
+        read = {key: self.checkpoint.read(key, first, last, device) for key, first, last in places}
         values = self.layout.convert(group, read)
-        if group.converter is not None:
+        if exact and group.converter is not None:
             parts = group.part(start, stop)
             first = {parts[key]: tensor for key, tensor in read.items()}
             _check_same(group, first, self.layout.restore(group, values))
         return values
-
-    def parameters(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        """Return rows of the group's parameters, whether or not they can be written back."""
-        return self.layout.convert(group, self._tensors(group, start, stop))
 
     def decodes(self, group: Group) -> bool:
         """Whether tensors of a group are a maker's codes on disk."""
@@ -111,12 +112,6 @@ class Base:
         return isinstance(makers, PrequantizedCheckpoint) and any(
             map(makers.is_dequantized, group.keys)
         )
-
-    def _tensors(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        # codes travel, not what they are decoded to
-        device = self._device if self.decodes(group) else None
-        places = group.places(start, stop)
-        return {key: self.checkpoint.read(key, first, last, device) for key, first, last in places}
 
     def first_rows(self, name: str) -> Tensor | None:
         """Return the first rows of a parameter, or all; None where it is not on disk.
@@ -240,7 +235,9 @@ class PackedBase(Base):
                 "that leads back to it, so that it cannot be written."
             )
 
-    def values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
+    def values(
+        self, group: Group, start: int, stop: int | None, exact: bool = True
+    ) -> dict[str, Tensor]:
         """Return decoded rows of the group's parameters, if they can be written exactly."""
         values = {}
         for name in group.shapes:
@@ -250,7 +247,7 @@ class PackedBase(Base):
                 values[name] = codec.unpack_range(weight, start, last)
             else:
                 values[name] = self.checkpoint.read(name, start, stop)
-        if group.converter is not None:
+        if exact and group.converter is not None:
             again = self.layout.convert(group, self.layout.restore(group, values))
             _check_same(group, values, again)
         return values

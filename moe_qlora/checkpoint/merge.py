@@ -396,13 +396,14 @@ def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ..
 # added tokens       embeddings and head have the adapter's number of rows; `vocab_size`
 # an untied head     stored beside the embeddings; `tie_word_embeddings`
 # another head       `score` of a reward model in place of `lm_head`; `architectures`, labels
+
+
 def trained_head(adapter: Adapter, model: Any) -> Any:
     """Return the meta model whose head the adapter holds, which this model lacks; or None."""
     held = model.state_dict()
     new = {name: shape for name, shape in adapter.whole_tensors().items() if name not in held}
-    for task in (
-        ("SequenceClassification", "TokenClassification", "QuestionAnswering") if new else ()
-    ):
+    tasks = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+    for task in tasks if new else ():
         auto = getattr(transformers, f"AutoModelFor{task}")
         if (maker := auto._model_mapping.get(type(model.config), None)) is not None:
             config = copy.deepcopy(model.config)

@@ -177,11 +177,6 @@ def check_new(destination: Path) -> None:
         raise CheckpointError(f"{destination} exists and is a link or no folder: name a new one.")
 
 
-def replaceable(path: Path) -> bool:
-    """True if `replace_file` may write the path: a file, or new in a folder; never a device."""
-    return path.is_file() or (not path.exists() and path.absolute().parent.is_dir())
-
-
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file at once: its readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")

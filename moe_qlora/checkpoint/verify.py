@@ -333,7 +333,7 @@ def _weight_error(
     largest = 0.0
     for start, stop in group.slices():
         last = rows if stop is None else stop
-        value = base.parameters(group, start, stop)[source_name].float()
+        value = base.values(group, start, stop, exact=False)[source_name].float()
         decoded = codec.unpack_range(packed, start, last, dtype=torch.float32)
         difference = decoded - value
         for at, part in enumerate((difference, value)):
