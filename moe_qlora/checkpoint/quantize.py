@@ -229,13 +229,15 @@ class PackingJob:
             index: sum(nbytes(name, group.shapes[name]) for name in names)
             for index, (group, names) in enumerate(self.steps)
         }
-        ends = (*key_ends(settings), SCALES, INT8_FORMAT)
+        ends = key_ends(settings)
         shards = []
         for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
             path = work / f"shard-{number:05d}.safetensors"
             shards.append(path)
             steps = [self.steps[index] for index in indices]
-            keys = [f"{name}{end}" for _, names in steps for name in names for end in ends]
+            owners = [(name, name.rpartition(".")[0]) for _, names in steps for name in names]
+            keys = [f"{name}{end}" for name, _ in owners for end in ends]
+            keys += [f"{module}{end}" for _, module in owners for end in (SCALES, INT8_FORMAT)]
             with ShardWriter(path, {}, {"format": "pt"}, keys) as shard:
                 slots = {
                     name: self._slot(name, group, name in packed)
