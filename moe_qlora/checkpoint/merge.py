@@ -200,8 +200,8 @@ class _Merge:
         model = base.model
         head = trained_head(adapter, model)
         shapes = {key: shape for key, (shape, _) in base.disk.items()}
-        new = {} if head is None else head.state_dict()
-        self._updates = updates = Resolver(model, shapes, adapter, new).resolve()
+        added = {} if head is None else head.state_dict()
+        self._updates = updates = Resolver(model, shapes, adapter, added).resolve()
         move_to_stored_names(updates, base, adapter)
         self.new_config = reshape(base, updates, adapter, head)
         self._factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
@@ -215,11 +215,9 @@ class _Merge:
                     f"{adapter.folder} is for a model with {name}, which the base's files do not "
                     "hold: name the base that it was trained on."
                 )
-        dtypes = {key: stored for key, (_, stored) in base.disk.items()}
-        fp32 = kept_dtypes(model, dtype)
         for group in base.layout.groups:
             for key in group.keys:
-                stored = dtypes[key]
+                stored = base.disk[key][1]
                 if training is not None and any(name in training for name in group.shapes):
                     check_plain(key, stored)
                 if stored not in FLOATS and self._changes(group):
@@ -227,8 +225,12 @@ class _Merge:
                         f"{key} is {stored}, which an adapter cannot be added to: name a base in "
                         "16 bit."
                     )
-                if stored in FLOATS and dtype is not None:
-                    dtypes[key] = torch.float32 if any(map(fp32, group.shapes)) else dtype
+        dtypes = {key: stored for key, (_, stored) in base.disk.items()}
+        if dtype is not None:
+            fp32 = kept_dtypes(model, dtype)
+            for group in base.layout.groups:
+                wanted = torch.float32 if any(map(fp32, group.shapes)) else dtype
+                dtypes |= {key: wanted for key in group.keys if dtypes[key] in FLOATS}
         self._files = base.files(dtypes)
         self._specs = {key: (dtypes[key], shape) for key, (shape, _) in base.disk.items()}
         self.nbytes = sum(math.prod(shape) * kind.itemsize for kind, shape in self._specs.values())
