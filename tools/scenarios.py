@@ -34,7 +34,7 @@ import transformers
 from torch import nn
 
 import moe_qlora
-from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.errors import CheckpointError, MoeQloraError
 from moe_qlora.memory.meta_model import lora_config_of
 

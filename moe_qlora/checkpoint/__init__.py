@@ -4,16 +4,15 @@ What goes in: a 16-bit folder, a packed folder, a packed model or an adapter fol
 a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit folder
 (`merge_adapter`), or a report (`verify`). Files that may be damaged are read by `reader` only.
 
-    reader, writer    safetensors and JSON files
-    staging           folders that appear whole or not at all; one process at a time
-    manifest          the manifest of a packed folder, named by config.json
-    integrity         a packed folder against its manifest, its parts against each other and against
-                      its model; any folder as a `Checkpoint`
+    reader            safetensors and JSON files, which may be damaged
+    staging           writing: safetensors files; folders that appear whole or not at all; one
+                      process at a time
+    manifest          packed folders: the manifest, named by config.json; the folder against it, its
+                      parts against each other and against its model; any folder as a `Checkpoint`
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
     load_spec         what one load packs
     rows              the loop that reads rows, converts and packs them, for loads and folders
     save, quantize    write a packed folder: from a packed model, from a 16-bit folder
-    source            which files a folder was packed from, by content
     adapter           an adapter as deltas to weights
     per_expert        adapters with LoRA on each single expert
     training_codec    what an adapter was trained on, by its note: the codec, the base's fingerprint

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError
 from ..layout import listed, unwrapped_name
 from ..models.files import check_patterns, read_json
-from .integrity import canonical_name
+from .manifest import canonical_name
 from .reader import Checkpoint, inside, parse_fields
 
 CONFIG = "adapter_config.json"

@@ -17,7 +17,7 @@ from ..errors import visible
 from ..layout import dtype_name, name_pattern
 from ..versions import installed_version
 from .staging import replace_file
-from .training_codec import Fingerprint, TrainingCodec
+from .training_codec import TrainingCodec
 
 CARD = "README.md"
 _START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
@@ -55,7 +55,9 @@ def write_card(folder: Path, facts: Mapping[str, str], base: str = "", usage: st
     else:
         named = f"base_model: {json.dumps(base)}\n" if base else ""
         text = f"---\n{named}library_name: peft\ntags:\n- lora\n- moe\n---\n"
-    rows = "".join(f"| {name} | {_cell(value)} |\n" for name, value in facts.items() if value)
+    # as code, so that names are not read as markup
+    plain = {n: visible(f).replace("|", "\\|").replace("`", "'") for n, f in facts.items() if f}
+    rows = "".join(f"| {name} | `{value}` |\n" for name, value in plain.items())
     table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
     part = f"{_START}\n\n{table}\n{_END}"
     others = _PART.sub("\n", text).rstrip("\n")
@@ -66,13 +68,11 @@ def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[st
     """Return the rows of a card, given adapter_config.json and the note beside it."""
     base = packed.base if packed is not None else None
     patterns = config.get("rank_pattern") or {}
-    return {
+    facts = {
         "base": base.name if base else str(config.get("base_model_name_or_path") or ""),
-        "fingerprint of the base": digest(base) if base else "",
-        "base was packed as": _codec(packed) if packed is not None else "",
-        "packed": f"{len(packed.experts)} expert weights, {len(packed.linears)} Linear layers"
-        if packed is not None
-        else "",
+        "fingerprint of the base": "",
+        "base was packed as": "",
+        "packed": "",
         "dtype in training": dtype_name(packed.dtype) if packed and packed.dtype else "",
         "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}"
         + (f" (and {len(patterns)} ranks of single targets)" if patterns else ""),
@@ -82,6 +82,17 @@ def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[st
             f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
         ),
     }
+    if base is not None:  # without the model's name
+        content = {key: value for key, value in asdict(base).items() if key != "name"}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        facts["fingerprint of the base"] = digest[:16]
+    if packed is not None:
+        how = packed.settings
+        double = ", double quantization" if how.double_quant else ""
+        facts["base was packed as"] = f"{how.kind}, blocks of {how.blocksize}{double}"
+        counts = len(packed.experts), len(packed.linears)
+        facts["packed"] = "{} expert weights, {} Linear layers".format(*counts)
+    return facts
 
 
 def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
@@ -114,26 +125,8 @@ the base as in training first.
 """
 
 
-def digest(base: Fingerprint) -> str:
-    """Return a short hash of a fingerprint, without the model's name."""
-    content = {key: value for key, value in asdict(base).items() if key != "name"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _codec(packed: TrainingCodec) -> str:
-    settings = packed.settings
-    double = ", double quantization" if settings.double_quant else ""
-    return f"{settings.kind}, blocks of {settings.blocksize}{double}"
-
-
 def _targets(names: Any) -> str:
     if isinstance(names, str):
         return names
     listed = names if isinstance(names, (list, set)) else []
     return ", ".join(sorted({name_pattern(name) for name in listed if isinstance(name, str)}))
-
-
-def _cell(value: str) -> str:
-    """Return a value as code in a Markdown table, so that names are not read as markup."""
-    plain = visible(value).replace("|", "\\|").replace("`", "'")
-    return f"`{plain}`"

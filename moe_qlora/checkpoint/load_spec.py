@@ -20,8 +20,7 @@ from ..layout import ExpertParam, ModelLayout
 from ..models.files import check_patterns
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
-from .integrity import canonical_name, settings_problem
-from .manifest import Manifest
+from .manifest import Manifest, canonical_name, settings_problem
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The manifest of a packed folder: its files, its packed weights and their codecs.
+"""Packed folders: the manifest, and a check of the folder against it, its parts and its model.
 
 FORMAT.md in this folder specifies every file and key. In short:
 
@@ -9,6 +9,8 @@ FORMAT.md in this folder specifies every file and key. In short:
 
 A file's name changes with its content, so that a save into a folder never touches a file of the
 model that is there. Renaming the new config.json over the old one turns the one into the other.
+Checksums find accidental damage; further checks cover what decoding and loading rely on: the parts
+of each packed weight, and their dtypes and sizes against the shapes of the model.
 """
 
 from __future__ import annotations
@@ -17,26 +19,39 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import torch
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
+from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, visible
+from ..kernels.weights import PackedWeight
+from ..layout import dtype_name, listed
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
-from ..packing.settings import CodecSettings
+from ..packing.bnb4bit import RECORD, read_record
+from ..packing.codec import restore
+from ..packing.codecs import CODES, codecs
+from ..packing.int8 import SCALES
+from ..packing.settings import CodecSettings, problems
 from .reader import (
     DTYPE_NAMES,
+    DTYPES,
+    SINGLE,
     Checkpoint,
     TensorInfo,
     header_bytes,
     incomplete,
+    index_of,
     inside,
     parse_fields,
+    read_index,
 )
 
 CONFIG = "config.json"
@@ -62,6 +77,16 @@ SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
 
 _READ = 1 << 20
+_SMALL = 1 << 16
+
+# Keys of config.json that do not change the forward.
+_IDLE = {
+    *(CONFIG_KEY, "transformers_weights"),
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
+    *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
+}
+INT8_FORMAT = ".weight_format"  # tensor of bitsandbytes' int8 Linear layers
 
 _T = TypeVar("_T")
 _Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
@@ -257,11 +282,25 @@ def shard_entry(file: Path) -> ShardEntry:
         return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
 
 
-def read_mark(folder: str | Path) -> Mark | None:
-    """Return the mark in a folder's config.json; None if there is no config.json or no mark."""
-    if not os.path.lexists(Path(folder) / CONFIG):
+def is_packed(folder: str | Path) -> bool:
+    """True if the folder's config.json has the mark of a packed folder."""
+    return _read_mark(Path(folder)) is not None
+
+
+def has_manifest(folder: Path) -> bool:
+    """True if the folder contains a manifest, whatever config.json says."""
+    return any(MANIFEST_NAME.fullmatch(file.name) for file in folder.glob("moe_qlora-*.json"))
+
+
+def is_save_file(name: str) -> bool:
+    """True for names of shards and manifests, which only packed saves write."""
+    return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))
+
+
+def _read_mark(folder: Path) -> Mark | None:
+    if not os.path.lexists(folder / CONFIG):
         return None
-    file = inside(Path(folder), CONFIG)
+    file = inside(folder, CONFIG)
     value = read_json(file)
     return parse_mark(value[CONFIG_KEY], file) if CONFIG_KEY in value else None
 
@@ -270,20 +309,34 @@ def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
     """Check the entry `moe_qlora` of a config."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} is damaged: {CONFIG_KEY} is {value!r:.80}, and no object.")
-    return _parse(Mark, value, file, f"{CONFIG_KEY}.")
+    prefix = f"{CONFIG_KEY}."
+    return parse_fields(Mark, _checked_version(value, file, prefix), file, prefix)
+
+
+def _checked_version(value: dict[str, Any], file: Path, prefix: str = "") -> dict[str, Any]:
+    version = value.get("format_version")
+    if version not in (FORMAT_VERSION, NATIVE_VERSION) or isinstance(version, bool):
+        raise CheckpointError(
+            f"{file} has {prefix}format_version {version!r:.80}, and this version of moe_qlora "
+            f"reads {FORMAT_VERSION} and {NATIVE_VERSION}: pack the model again, or install the "
+            "version that wrote it."
+        )
+    return value
 
 
 def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | None:
     """Return the manifest that `mark`, or else config.json, names; None without a mark."""
     folder = Path(folder)
-    mark = mark or read_mark(folder)
+    mark = mark or _read_mark(folder)
     if mark is None:
         return None
     file = inside(folder, mark.manifest)
     raw = read_raw(file, MAX_JSON)
     if manifest_name(raw) != mark.manifest:
         raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
-    manifest = _parse(Manifest, parse_json(file, raw), file)
+    value = _checked_version(parse_json(file, raw), file)
+    del value["format_version"]
+    manifest = parse_fields(Manifest, value, file)
     for name in manifest.shards:
         inside(folder, name)
     identity = manifest_id(manifest.tensors, manifest.codec, manifest.experts)
@@ -296,24 +349,305 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
     return manifest
 
 
-def is_packed(folder: str | Path) -> bool:
-    """True if the folder's config.json has the mark of a packed folder."""
-    return read_mark(folder) is not None
+class FolderCheck:
+    """A packed folder, open and checked against its manifest.
+
+    Everything that a loader parses is checked at once: headers, and the bytes of small tensors. The
+    checksums of large tensors are compared in threads, while files are loaded, or never if `large`
+    is False. `mark` is the mark in the model's config; None reads config.json.
+    """
+
+    def __init__(self, folder: str | Path, mark: Mark | None = None, *, large: bool = True) -> None:
+        self.folder = folder = Path(folder)
+        manifest = read_manifest(folder, mark)
+        if manifest is None:
+            raise CheckpointError(
+                f"{folder} was not packed by moe_qlora: its {CONFIG} is missing, or names no "
+                "manifest."
+            )
+        self.manifest = manifest
+        for name, shard in manifest.shards.items():
+            file = folder / name
+            seen = shard_entry(file)
+            if seen != shard:
+                raise CheckpointError(
+                    f"{file} has {seen.nbytes} bytes, {shard.nbytes} were written, or its header "
+                    "is not the one that was written: copy it again."
+                )
+        self.checkpoint = Checkpoint([folder / name for name in manifest.shards])
+        infos = {key: self.checkpoint.info(key) for key in self.checkpoint}
+        for key in (*manifest.tensors, *infos):
+            info, entry = infos.get(key), manifest.tensors.get(key)
+            held = info and (info.file.name, DTYPE_NAMES[info.dtype], info.shape)
+            said = entry and (entry.file, entry.dtype, entry.shape)
+            if held != said:
+                raise CheckpointError(
+                    f"{folder}: the shards hold {key} as {held}, the manifest says {said}: copy "
+                    "the whole folder again."
+                )
+        check_experts(folder, manifest)
+        for name, expert in manifest.experts.items():
+            for alias in manifest.tensors.keys() & expert.aliases - manifest.experts.keys():
+                raise CheckpointError(
+                    f"{folder}: {alias} is a tensor, and an alias of the packed weight {name}."
+                )
+        # largest first, for threads that end together
+        order = sorted(infos.items(), key=lambda item: -item[1].nbytes)
+        for key, info in order:
+            if info.nbytes <= _SMALL:
+                self._compare(key, checksum(info))
+        self._pool = ThreadPoolExecutor(reading_threads())
+        self._sums = {
+            key: self._pool.submit(checksum, info)
+            for key, info in order
+            if large and info.nbytes > _SMALL
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
+        return self  # transformers copies its quantizer for every tensor
+
+    def _compare(self, key: str, digest: str) -> None:
+        if digest != self.manifest.tensors[key].sha256:
+            raise CheckpointError(
+                f"{self.checkpoint.info(key).file}: the bytes of {key} are not those that were "
+                "written (their checksum differs): copy the file again."
+            )
+
+    def check_model(self, model: Any) -> None:
+        """Compare the manifest with the meta model."""
+        problem = next(model_problems(self.manifest, model), None)
+        if problem is not None:
+            raise CheckpointError(
+                f"{self.folder}: {problem}: config.json is not the one it was saved with, or files "
+                "are damaged."
+            )
+
+    def finish(self) -> Manifest:
+        """Wait for the checksums of large tensors; return the manifest."""
+        try:
+            for key, digest in self._sums.items():
+                self._compare(key, digest.result())
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        return self.manifest
 
 
-def has_manifest(folder: Path) -> bool:
-    """True if the folder contains a manifest, whatever config.json says."""
-    return any(MANIFEST_NAME.fullmatch(file.name) for file in folder.glob("moe_qlora-*.json"))
+def warn_of_changes(folder: Path, manifest: Manifest) -> None:
+    """Warn if config.json has changed since packing in a key that changes the forward."""
+    changes: list[str] = []
 
+    def compare(before: Any, now: Any, key: str) -> None:
+        if isinstance(before, dict) and isinstance(now, dict):
+            for name in sorted({*before, *now} - _IDLE):
+                compare(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
+        elif before != now and repr(before) != repr(now):  # NaN differs from itself
+            new, old = ("not set" if one is None else f"{one!r:.40}" for one in (now, before))
+            changes.append(f"{visible(key)} is {new} and was {old}")
 
-def _parse(kind: type[_T], value: dict[str, Any], file: Path, prefix: str = "") -> _T:
-    version = value.pop("format_version", None)
-    if version not in (FORMAT_VERSION, NATIVE_VERSION) or isinstance(version, bool):
-        raise CheckpointError(
-            f"{file} has {prefix}format_version {version!r:.80}, and this version of moe_qlora "
-            f"reads {FORMAT_VERSION} and {NATIVE_VERSION}: pack the model again, or install the "
-            "version that wrote it."
+    if (folder / CONFIG).is_file():
+        compare(manifest.config, read_json(inside(folder, CONFIG)), "")
+    if changes:
+        warnings.warn(
+            f"{folder / CONFIG} changed since the model was packed: "
+            f"{listed(changes, separator='; ')}; restore it, or pack the model again.",
+            UserWarning,
+            stacklevel=2,
         )
-    if kind is Mark:
-        value["format_version"] = version
-    return parse_fields(kind, value, file, prefix)
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Open the files that manifest or index name, or the only one; compare no checksums."""
+    folder = Path(folder)
+    with reading(folder):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    if is_packed(folder):
+        return FolderCheck(folder, large=False).checkpoint
+    index = index_of(folder)
+    if index is None:
+        with reading(folder):
+            files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+        files = [file for file in files if not SHARD_NAME.fullmatch(file.name)]
+        files = [file for file in files if file.name == SINGLE] or files
+        if not files and has_manifest(folder) and not (folder / CONFIG).exists():
+            raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
+        if len(files) != 1:
+            others = [*folder.glob("*.gguf"), *folder.glob("*.bin"), *folder.glob("*.pt*")]
+            found = f"{len(files)} safetensors files and no index of those that belong together"
+            if not files:
+                found = "no safetensors file"
+            if not files and others:
+                kind = "GGUF" if min(others).suffix == ".gguf" else "a pickle"
+                found += f" but {min(others).name}, {kind}, which is never read"
+            raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
+        return Checkpoint([inside(folder, files[0].name)])
+    weight_map = read_index(index)
+    if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
+        raise CheckpointError(
+            f"{folder} holds {SINGLE} beside {index.name}, which does not name it: remove the file "
+            "or the index, whichever is not of this model (transformers reads the file)."
+        )
+    checkpoint = Checkpoint([inside(folder, name) for name in dict.fromkeys(weight_map.values())])
+    for key, name in weight_map.items():
+        if key not in checkpoint or checkpoint.info(key).file.name != name:
+            raise CheckpointError(f"{index}: {name} does not hold {key}: a file is damaged.")
+    return checkpoint
+
+
+def canonical_name(model: Any, name: str, names: Container[str]) -> str | None:
+    """Return the name with or without `base_model_prefix`, whichever is in `names`, or None."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    candidates = (name, prefix + name, name.removeprefix(prefix))
+    return next((candidate for candidate in candidates if candidate in names), None)
+
+
+def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
+    """Return the keys of each packed weight, an expert's or a Linear layer's, by its name."""
+    keys = manifest.tensors
+    owners = set(manifest.experts)
+    for key in keys:
+        if RECORD in key:
+            owners.add(key.partition(RECORD)[0])
+        elif key.endswith(SCALES) and key.removesuffix(SCALES) not in owners:
+            owners.add(f"{key.removesuffix(SCALES)}.weight")
+    names = {}
+    for name in owners & keys.keys():
+        module = name.removesuffix(".weight")
+        int8 = {module + SCALES, module + INT8_FORMAT} if module != name else set()
+        names[name] = tuple(
+            key for key in keys if key == name or key.startswith(f"{name}.") or key in int8
+        )
+    return names
+
+
+def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Return a packed weight's tensors by key suffix; ValueError for another int8 layout."""
+    form = next((key for key in keys if key.endswith(INT8_FORMAT)), None)
+    if form is not None and not (value := read(form)).is_meta and value.flatten().tolist() != [0]:
+        raise ValueError(f"has another {INT8_FORMAT} than 0, which stands for rows")
+    ends = {SCALES if key.endswith(SCALES) else key.removeprefix(name): key for key in keys}
+    return {end: read(key) for end, key in ends.items() if key != form}
+
+
+def _form_problem(
+    manifest: Manifest, name: str, keys: tuple[str, ...], shape: tuple[int, ...]
+) -> str | None:
+    """Return what a packed weight lacks, or has in a wrong dtype or size, by the manifest."""
+
+    def blank(key: str) -> Tensor:
+        entry = manifest.tensors[key]
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+
+    found = problems(parts_of(name, keys, blank), shape, manifest.settings_of(name))
+    return next(found, None)
+
+
+def check_experts(folder: Path, manifest: Manifest) -> None:
+    """Check the codes and statistics of packed expert weights against their shapes."""
+    packed = packed_names(manifest)
+    for name, entry in manifest.experts.items():
+        problem = _form_problem(manifest, name, packed.get(name, ()), entry.shape)
+        if problem is not None:
+            raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")
+
+
+class PackedWeights:
+    """The packed weights of a folder, experts' and Linear layers', one in memory at a time.
+
+    `keys` has the keys that hold each, by its name; the model on meta, the shapes of Linear layers.
+    """
+
+    def __init__(self, folder: FolderCheck, model: Any = None) -> None:
+        self._folder, self._manifest = folder, folder.manifest
+        self._plain: dict[str, Tensor] = {} if model is None else model.state_dict()
+        self.keys = packed_names(folder.manifest)
+        self._last: tuple[str, PackedWeight] | None = None
+
+    def parts(
+        self, name: str
+    ) -> tuple[dict[str, Tensor], tuple[int, ...], CodecSettings, torch.dtype | None]:
+        """Return a weight's tensors by key suffix, shape, codec, and dtype if no record has it.
+
+        Of tensors that cannot be read: ValueError, KeyError or TypeError.
+        """
+        entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
+        parts = parts_of(name, self.keys[name], self._folder.checkpoint.read)
+        if entry is not None:
+            return parts, entry.shape, settings, getattr(torch, entry.dtype)
+        if (plain := self._plain.get(name)) is not None:
+            dtype = None if settings.codec.has_record else plain.dtype
+            return parts, tuple(plain.shape), settings, dtype
+        record = parts.get(RECORD + settings.kind)  # of a model that could not be built
+        shape = parts[CODES].shape if record is None else read_record(record)["shape"]
+        return parts, tuple(shape), settings, None
+
+    def weight(self, name: str) -> PackedWeight:
+        """Return a packed weight; the last one is kept, for its next slice."""
+        if self._last is None or self._last[0] != name:
+            try:
+                parts, shape, settings, dtype = self.parts(name)
+                self._last = (name, restore(parts, shape, dtype, settings))
+            except ValueError as error:
+                raise CheckpointError(f"{self._folder.folder}: {name} {error}.") from error
+        return self._last[1]
+
+
+def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
+    """Return the first contradiction between the manifest and config.json's settings."""
+    saved, asked = manifest.settings.to_dict(), settings.to_dict()
+    for key in ("kind", "double_quant", "blocksize", "storage_dtype"):
+        if saved[key] != asked[key]:
+            return f"the manifest says {key}={saved[key]!r}, config.json {asked[key]!r}"
+    return None
+
+
+def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
+    """Yield differences between a packed folder and the meta model, each as a sentence's start.
+
+    The model may have another class than the saved one; then missing tensors are no difference.
+    """
+    from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
+
+    state = model.state_dict()
+    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    owners = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
+    packed = packed_names(manifest)
+    # In a load, bitsandbytes has replaced its layers already, if its config packs any.
+    linears = {name for name, module in owners.items() if is_packed_linear(module)}
+    owned = {key for keys in packed.values() for key in keys}
+    stored = set()
+    ends = (INT8_FORMAT, *(end for codec in codecs() for end in codec.ends))
+    for name, entry in manifest.tensors.items():
+        if name in owned and name not in packed:
+            continue
+        own = canonical_name(model, name, shapes)
+        if own is None:
+            if name.endswith(ends) or RECORD in name:
+                yield f"{name} belongs to no packed weight"
+            continue
+        stored.add(own)
+        if name in manifest.experts:
+            continue
+        plain = name not in packed
+        floats = DTYPES[entry.dtype].is_floating_point == state[own].is_floating_point()
+        if linears and not plain and own not in linears:
+            yield f"{name} is packed, and by its config it is not"
+        elif not plain and own not in owners:
+            yield f"{name} is packed, and the manifest does not name it"
+        elif plain and own not in linears and not floats:
+            yield f"{name} is {entry.dtype}, the model's is {dtype_name(state[own].dtype)}"
+        elif not plain:
+            why = _form_problem(manifest, name, packed[name], shapes[own])
+            if why is not None:
+                yield f"{name} {why}"
+        elif entry.shape != shapes[own]:
+            yield f"{name} has the shape {entry.shape}, the model's config gives {shapes[own]}"
+    classes = manifest.config.get("architectures")
+    if isinstance(classes, list) and type(model).__name__ in classes:
+        # A folder of this very class has all tensors but tied ones.
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        tied |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
+        ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+        for name in shapes.keys() - tied - stored:
+            if not (ignored and re.search(ignored, name)):
+                yield f"{name} is missing"

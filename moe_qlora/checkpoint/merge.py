@@ -22,7 +22,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
@@ -50,26 +50,14 @@ from .adapter import (
     single_experts,
     vocabulary,
 )
-from .base import (
-    FLOATS,
-    PACKED_KEYS,
-    Base,
-    PackedBase,
-    PlainBase,
-    auxiliary_files,
-    copy_files,
-    open_base,
-    stored_apart,
-)
+from .base import FLOATS, PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, same_bits
-from .integrity import canonical_name
 from .load_spec import kept_dtypes
-from .manifest import CONFIG, is_packed
+from .manifest import CONFIG, canonical_name, is_packed
 from .prequantized.open import json_parts, plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
-from .staging import absolute, check_new, new_folder
+from .staging import ShardWriter, absolute, check_new, new_folder
 from .training_codec import TrainingCodec
-from .writer import ShardWriter
 
 
 @dataclass(frozen=True)
@@ -173,7 +161,13 @@ def merge_adapter(
             asked = quantization_config
             if asked is not None:
                 asked = training_codec.from_config(copy.deepcopy(model), asked)
-            training = _named_as(training_codec.choose(lora.folder, asked), model)
+            training = training_codec.choose(lora.folder, asked)
+            names = model.state_dict()
+            experts, linears = (  # they may have been noted from this model's inner model
+                frozenset(canonical_name(model, name, names) or name for name in noted)
+                for noted in (training.experts, training.linears)
+            )
+            training = replace(training, experts=experts, linears=linears)
         merge = _Merge(opened, lora, training, dtype)
         with (
             new_folder(target) as folder,
@@ -181,18 +175,12 @@ def merge_adapter(
         ):
             copied = _copy_side_files(source, adapter_folder, folder)
             merge.write(folder, tell)
-            _write_config(source, folder, opened, merge, dtype)
-    return merge.report(target, copied)
-
-
-def _named_as(training: TrainingCodec, model: nn.Module) -> TrainingCodec:
-    """Return the codec under this model's names; it may have been noted from its inner model."""
-    names = model.state_dict()
-
-    def known(noted: frozenset[str]) -> frozenset[str]:
-        return frozenset(canonical_name(model, name, names) or name for name in noted)
-
-    return replace(training, experts=known(training.experts), linears=known(training.linears))
+            merge.write_config(source, folder)
+    return MergeReport(
+        target, len(opened.disk), len(merge.changed), len(merge.rounded), merge.nbytes,
+        opened.checkpoint.method, copied,
+        {key: value for key, value in merge.new_config.items() if key != "label2id"},
+    )  # fmt: skip
 
 
 class _Merge:
@@ -208,24 +196,17 @@ class _Merge:
         training: TrainingCodec | None,
         dtype: torch.dtype | None,
     ) -> None:
-        self._base, self._adapter, self._training = base, adapter, training
-        model: Any = base.model
+        self._base, self._adapter, self._training, self._dtype = base, adapter, training, dtype
+        model = base.model
         head = trained_head(adapter, model)
         shapes = {key: shape for key, (shape, _) in base.disk.items()}
-        new = {} if head is None else head.state_dict()
-        self._updates = updates = Resolver(model, shapes, adapter, new).resolve()
-        move_to_stored_names(updates, model, base, adapter)
-        self.new_config = reshape(base, updates, adapter, model, head)
-        self.text_type: str = model.config.get_text_config().model_type
+        added = {} if head is None else head.state_dict()
+        self._updates = updates = Resolver(model, shapes, adapter, added).resolve()
+        move_to_stored_names(updates, base, adapter)
+        self.new_config = reshape(base, updates, adapter, head)
         self._factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
-        self._changed: set[str] = set()
-        self._rounded: set[str] = set()
-        self.dtypes = _dtypes(base, model, dtype)
-        self.files = base.files(self.dtypes)
-        self._specs = {key: (self.dtypes[key], shape) for key, (shape, _) in base.disk.items()}
-        self.nbytes = sum(
-            math.prod(shape) * dtype.itemsize for dtype, shape in self._specs.values()
-        )
+        self.changed: set[str] = set()
+        self.rounded: set[str] = set()
         rounded = frozenset[str]() if training is None else training.experts | training.linears
         for name in (*updates.deltas, *updates.replacements, *sorted(rounded - updates.tied)):
             if name not in base.layout.by_name:
@@ -235,15 +216,24 @@ class _Merge:
                     "hold: name the base that it was trained on."
                 )
         for group in base.layout.groups:
-            if training and any(name in training for name in group.shapes):
-                for key in group.keys:
-                    check_plain(key, base.disk[key][1])
-            for key in group.keys if self._changes(group) else ():
-                if base.disk[key][1] not in FLOATS:
+            for key in group.keys:
+                stored = base.disk[key][1]
+                if training is not None and any(name in training for name in group.shapes):
+                    check_plain(key, stored)
+                if stored not in FLOATS and self._changes(group):
                     raise CheckpointError(
-                        f"{key} is {base.disk[key][1]}, which an adapter cannot be added to: name "
-                        "a base in 16 bit."
+                        f"{key} is {stored}, which an adapter cannot be added to: name a base in "
+                        "16 bit."
                     )
+        dtypes = {key: stored for key, (_, stored) in base.disk.items()}
+        if dtype is not None:
+            fp32 = kept_dtypes(model, dtype)
+            for group in base.layout.groups:
+                wanted = torch.float32 if any(map(fp32, group.shapes)) else dtype
+                dtypes |= {key: wanted for key in group.keys if dtypes[key] in FLOATS}
+        self._files = base.files(dtypes)
+        self._specs = {key: (dtypes[key], shape) for key, (shape, _) in base.disk.items()}
+        self.nbytes = sum(math.prod(shape) * kind.itemsize for kind, shape in self._specs.values())
 
     def _changes(self, group: Group) -> bool:
         updates = self._updates
@@ -251,76 +241,67 @@ class _Merge:
             name in updates.deltas or name in updates.replacements for name in group.shapes
         ) or any(key in updates.disk_deltas for key in group.keys)
 
-    def report(self, folder: Path, copied: tuple[str, ...]) -> MergeReport:
-        base, changed, rounded = self._base, len(self._changed), len(self._rounded)
-        return MergeReport(
-            folder, len(base.disk), changed, rounded, self.nbytes, base.checkpoint.method, copied,
-            {key: value for key, value in self.new_config.items() if key != "label2id"},
-        )  # fmt: skip
-
     def write(self, folder: Path, tell: Progress) -> None:
         groups = {key: group for group in self._base.layout.groups for key in group.keys}
-        files = {key: file for file in self.files for key in file.keys}
         done: set[str] = set()
-        writers: dict[str, ShardWriter] = {}
-
-        def write(key: str, tensor: Tensor) -> None:
-            file = files[key]
-            if file.name not in writers:
+        with ExitStack() as stack:
+            writers: dict[str, ShardWriter] = {}
+            for file in self._files:
                 specs = {key: self._specs[key] for key in file.keys}
                 writer = ShardWriter(folder / file.name, specs, file.metadata)
-                writers[file.name] = stack.enter_context(writer)
-            writers[file.name].write(key, tensor.to(self._specs[key][0]))
-
-        with ExitStack() as stack:
-            for key in files:
-                if key in done:
-                    continue
-                tell(len(done), len(groups), key)
-                self._write_group(groups[key], write)
-                done.update(groups[key].keys)
+                writers |= dict.fromkeys(file.keys, stack.enter_context(writer))
+            for key in writers:
+                if key not in done:
+                    tell(len(done), len(groups), key)
+                    self._write_group(groups[key], writers)
+                    done.update(groups[key].keys)
         tell(len(groups), len(groups), "")
 
-    def _write_group(self, group: Group, write: Callable[[str, Tensor], None]) -> None:
+    def _write_group(self, group: Group, writers: Mapping[str, ShardWriter]) -> None:
+        base, updates = self._base, self._updates
         changes, packed = self._changes(group), self._pack(group)
-        untied = self._updates.untied.get(group.target)
-        unchanged = not changes and not packed and not untied
-        if unchanged and isinstance(self._base, PlainBase):
+        unchanged = not changes and not packed and group.target not in updates.untied
+        if unchanged and not isinstance(base, PackedBase):
             for key in group.keys:
-                for start, stop in Group((key,), {key: self._base.disk[key][0]}).slices():
-                    write(key, self._base.checkpoint.read(key, start, stop))
+                for start, stop in Group((key,), {key: base.disk[key][0]}).slices():
+                    tensor = base.checkpoint.read(key, start, stop)
+                    writers[key].write(key, tensor.to(self._specs[key][0]))
             return
+        replaced = group.shapes and all(name in updates.replacements for name in group.shapes)
+        source = updates.untied.get(group.target, group.target)
         self._factors = {}
         for start, stop in group.slices():
-            values = self._values(group, start, stop)
+            if replaced:
+                values = dict.fromkeys(group.shapes, torch.empty(0))
+            elif source == group.target:
+                values = base.values(group, start, stop)
+            else:
+                read = base.values(base.layout.by_name[source], start, stop)
+                values = {group.target: read[source]}
             for name, weight in packed.items():
                 last = weight.shape[0] if stop is None else stop
                 wide = torch.promote_types(weight.dtype, values[name].dtype)
                 values[name] = codec.unpack_range(weight, start, last).to(wide)
-            sums = {name: self._sum(name, value, start, stop) for name, value in values.items()}
-            on_disk = self._base.layout.restore(group, sums)
+            for name in values:
+                if name in updates.replacements:
+                    key = updates.replacements[name]
+                    values[name] = self._adapter.file.read(key, start, stop)
+                deltas = updates.deltas.get(name, ())
+                values[name] = self._add_deltas(values[name], deltas, start)
+            on_disk = base.layout.restore(group, values)
             for key, stand_in in group.part(start, stop).items():
                 first = start if group.unit == "row" else 0
-                deltas = self._updates.disk_deltas.get(key, ())
-                tensor = self._add_deltas(on_disk[stand_in], deltas, first)
-                tensor = tensor.to(self.dtypes[key])
+                deltas = updates.disk_deltas.get(key, ())
+                tensor = self._add_deltas(on_disk[stand_in], deltas, first).to(self._specs[key][0])
                 if not unchanged and not bool(tensor.isfinite().all()):
                     raise AdapterError(
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
                         "base, is broken, or the dtype too narrow."
                     )
-                write(key, tensor)
+                writers[key].write(key, tensor)
         if changes:
-            self._changed.update(group.keys)
+            self.changed.update(group.keys)
         self._factors = {}
-
-    def _values(self, group: Group, start: int, stop: int | None) -> dict[str, Tensor]:
-        if group.shapes and all(name in self._updates.replacements for name in group.shapes):
-            return dict.fromkeys(group.shapes, torch.empty(0))  # `_sum` reads the adapter's
-        name = self._updates.untied.get(group.target, group.target)
-        if name == group.target:
-            return self._base.values(group, start, stop)
-        return {group.target: self._base.values(self._base.layout.by_name[name], start, stop)[name]}
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
         training = self._training
@@ -334,16 +315,11 @@ class _Merge:
                         packer = training.packer(name, group.shapes[name], value.dtype)
                         packers[name] = packer, training.decoded_dtype(name, value.dtype)
                     packers[name][0].add(value)
-        self._rounded.update(packers)
+        self.rounded.update(packers)
         return {n: replace(packer.finish(), dtype=dtype) for n, (packer, dtype) in packers.items()}
 
-    def _sum(self, name: str, value: Tensor, start: int, stop: int | None) -> Tensor:
-        """Return rows of a parameter with the adapter's changes, in fp32 or finer."""
-        if name in self._updates.replacements:
-            value = self._adapter.file.read(self._updates.replacements[name], start, stop)
-        return self._add_deltas(value, self._updates.deltas.get(name, ()), start)
-
     def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:
+        """Return rows with these changes, in fp32 or finer."""
         if not deltas:
             return value
         wide = torch.promote_types(value.dtype, torch.float32)
@@ -354,72 +330,54 @@ class _Merge:
             delta.add_rows(self._factors[delta], total, start)
         return total
 
-
-def _dtypes(base: Base, model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each merged tensor; modules that transformers keeps in fp32 stay so."""
-    dtypes = {key: kind for key, (_, kind) in base.disk.items()}
-    if dtype is None:
-        return dtypes
-    fp32 = kept_dtypes(model, dtype)
-    for group in base.layout.groups:
-        exempt = any(fp32(name) for name in group.shapes)
-        for key in group.keys:
-            if dtypes[key] in FLOATS:
-                dtypes[key] = torch.float32 if exempt else dtype
-    return dtypes
-
-
-def _write_config(
-    source: Path, folder: Path, base: Base, merge: _Merge, dtype: torch.dtype | None
-) -> None:
-    """Write config.json, and the index of several files."""
-    config = read_json(source / CONFIG)
-    same = dtype is None and base.keeps_files and not merge.new_config
-    if same and not any(name in config for name in PACKED_KEYS):
-        shutil.copyfile(source / CONFIG, folder / CONFIG)
-    else:
-        config = config if base.keeps_files else plain_json(config)
-        for part in (config, config.get("text_config")):
-            if isinstance(part, dict):
+    def write_config(self, source: Path, folder: Path) -> None:
+        """Write config.json, and the index of several files."""
+        base, new, config = self._base, self.new_config, read_json(source / CONFIG)
+        same = self._dtype is None and base.keeps_files and not new
+        if same and not any(name in config for name in PACKED_KEYS):
+            shutil.copyfile(source / CONFIG, folder / CONFIG)
+        else:
+            config = config if base.keeps_files else plain_json(config)
+            text = []
+            for part in json_parts(config):
                 for name in PACKED_KEYS:
                     part.pop(name, None)
-        if dtype is not None:
-            for part in json_parts(config):
-                part.update({k: dtype_name(dtype) for k in ("dtype", "torch_dtype") if part.get(k)})
-        text = [part for part in json_parts(config) if part.get("model_type") == merge.text_type]
-        new = merge.new_config
-        config.update({key: value for key, value in new.items() if key != "vocab_size"})
-        for key in new.keys() & {"vocab_size", "tie_word_embeddings"}:
-            for part in text or [config]:
-                part[key] = new[key]
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    index = index_of(source) if base.keeps_files else source / INDEX
-    if index is None or (not base.keeps_files and len(merge.files) == 1):
-        return
-    if same:
-        shutil.copyfile(index, folder / index.name)
-        return
-    names = {key: file.name for file in merge.files for key in file.keys}
-    content: dict[str, Any] = {"metadata": {}}
-    if base.keeps_files:
-        content = read_json(index, MAX_JSON)
-    old = content.get("weight_map", {})
-    content["weight_map"] = {key: old.get(key, file) for key, file in names.items()}
-    content["metadata"] = {**(content.get("metadata") or {}), "total_size": merge.nbytes}
-    (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                for name in ("dtype", "torch_dtype"):
+                    if self._dtype is not None and part.get(name):
+                        part[name] = dtype_name(self._dtype)
+                if part.get("model_type") == base.model.config.get_text_config().model_type:
+                    text.append(part)
+            for key, value in new.items():
+                of_text = key in ("vocab_size", "tie_word_embeddings")
+                for part in [config] * (key != "vocab_size") + (text or [config]) * of_text:
+                    part[key] = value
+            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        index = index_of(source) if base.keeps_files else source / INDEX
+        if index is None or (not base.keeps_files and len(self._files) == 1):
+            return
+        if same:
+            shutil.copyfile(index, folder / index.name)
+            return
+        content = read_json(index, MAX_JSON) if base.keeps_files else {}
+        old = content.get("weight_map", {})
+        names = {key: file.name for file in self._files for key in file.keys}
+        content["metadata"] = {**(content.get("metadata") or {}), "total_size": self.nbytes}
+        content["weight_map"] = {key: old.get(key, file) for key, file in names.items()}
+        (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-_TOKENIZER = re.compile(
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json|"
-    r".*\.(model|tiktoken|jinja)|chat_template\.json|additional_chat_templates"
-)
-_PROCESSOR = re.compile(r".*processor_config\.json")
-_GENERATION = re.compile(r"generation_config\.json")
-# Files of one kind, and the one beside which the base's others are left out.
+# Files of one kind: with the named file, all of them come from the adapter's folder.
 _KINDS = (
-    (_TOKENIZER, "tokenizer_config.json"),
-    (_PROCESSOR, "processor_config.json"),
-    (_GENERATION, ""),
+    (
+        re.compile(
+            r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|"
+            r"tekken\.json|.*\.(model|tiktoken|jinja)|chat_template\.json|"
+            r"additional_chat_templates"
+        ),
+        "tokenizer_config.json",
+    ),
+    (re.compile(r".*processor_config\.json"), "processor_config.json"),
+    (re.compile(r"generation_config\.json"), ""),
 )
 
 
@@ -440,36 +398,30 @@ def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ..
 # added tokens       embeddings and head have the adapter's number of rows; `vocab_size`
 # an untied head     stored beside the embeddings; `tie_word_embeddings`
 # another head       `score` of a reward model in place of `lm_head`; `architectures`, labels
-_HEADS = (
-    "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-    "AutoModelForQuestionAnswering",
-)
 
 
 def trained_head(adapter: Adapter, model: Any) -> Any:
     """Return the meta model whose head the adapter holds, which this model lacks; or None."""
     held = model.state_dict()
     new = {name: shape for name, shape in adapter.whole_tensors().items() if name not in held}
-    for auto in _HEADS:
-        maker = getattr(transformers, auto)._model_mapping.get(type(model.config), None)
-        if not new or maker is None:
-            continue
-        config = copy.deepcopy(model.config)
-        config.num_labels = max(shape[0] for shape in new.values())
-        config.architectures = [maker.__name__]
-        with torch.device("meta"), quiet():
-            head = maker(config)
-        shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-        if any(shapes.get(name) == shape for name, shape in new.items()):
-            return head
+    tasks = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+    for task in tasks if new else ():
+        auto = getattr(transformers, f"AutoModelFor{task}")
+        if (maker := auto._model_mapping.get(type(model.config), None)) is not None:
+            config = copy.deepcopy(model.config)
+            config.num_labels = max(shape[0] for shape in new.values())
+            config.architectures = [maker.__name__]
+            with torch.device("meta"), quiet():
+                head = maker(config)
+            shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+            if any(shapes.get(name) == shape for name, shape in new.items()):
+                return head
     return None
 
 
-def reshape(
-    base: Base, updates: Updates, adapter: Adapter, model: Any, head: Any
-) -> dict[str, Any]:
+def reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[str, Any]:
     """Resize, add and leave out tensors of the merged folder; return changed config fields."""
+    model = base.model
     layout, changes = base.layout, dict[str, Any]()
     shapes = {n: adapter.file.info(key).shape for n, key in updates.replacements.items()}
     names = vocabulary(model)
@@ -479,7 +431,7 @@ def reshape(
         changes["tie_word_embeddings"] = False
     for name, stored in updates.untied.items():
         if name not in layout.by_name:
-            base.add(name, layout.by_name[stored].shapes[stored], dtype)
+            base.put(name, layout.by_name[stored].shapes[stored], dtype)
     added = [name for name in shapes if head is not None and name not in model.state_dict()]
     if added:
         for name in layout.by_name.keys() & vocabulary(model, inputs=False):
@@ -488,10 +440,10 @@ def reshape(
         changes["architectures"] = config.architectures
         changes["id2label"], changes["label2id"] = config.id2label, config.label2id
     for name in added:
-        base.add(name, shapes[name], dtype)
+        base.put(name, shapes[name], dtype)
     resized = {n: s for n, s in shapes.items() if n in names and s != layout.by_name[n].shapes[n]}
     for name, shape in resized.items():
-        base.resize(name, shape)
+        base.put(name, shape)
     if resized:
         held = [name for name in names if name in layout.by_name]
         rows = {name: layout.by_name[name].shapes[name][0] for name in held}
@@ -508,12 +460,12 @@ def reshape(
 # Tied weights: one tensor under several names, which an adapter may change in different ways.
 
 
-def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter: Adapter) -> None:
+def move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> None:
     """Put each change of a weight that the model on meta ties under names on disk, in place.
 
     Embeddings and head that the adapter changes in different ways are untied: `updates.untied`.
     """
-    by_tensor: dict[int, list[str]] = {}
+    model, by_tensor = base.model, dict[int, list[str]]()
     for name, tensor in model.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(tensor), []).append(name)
     shared: list[tuple[str, str]] = []
@@ -521,15 +473,34 @@ def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter
         stored = [name for name in names if name in base.layout.by_name]
         updates.tied.update(set(names) - set(stored))
         for name in names:  # PEFT saves the base's own embeddings beside LoRA on them
-            key = updates.replacements.get(name)
-            if key is not None and stored and _unchanged(base, adapter, key, stored[0]):
-                del updates.replacements[name]
-        _share(updates, model, names)
+            if name in updates.replacements and stored:
+                shape, dtype = base.disk[base.layout.by_name[stored[0]].keys[0]]
+                own = adapter.file.read(updates.replacements[name]).to(dtype)
+                if own.shape == shape and base.holds(stored[0], own.__getitem__):
+                    del updates.replacements[name]
+        keys = [updates.replacements[name] for name in names if name in updates.replacements]
+        if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it
+            updates.replacements.update(dict.fromkeys(names, keys[0]))
+        tokens = {n: [one for one in updates.deltas.get(n, ()) if one.tokens] for n in names}
+        inputs = set(names) - set(vocabulary(model, inputs=False))
+        trained = next((tokens[name] for name in names if name in inputs and tokens[name]), [])
+        for name in names if trained else ():
+            if not tokens[name]:
+                updates.deltas[name] = [*trained, *updates.deltas.get(name, ())]
         changed = [n for n in names if n in updates.deltas or n in updates.replacements]
-        if not changed or stored_apart(base, stored):
+        if not changed or base.stored_apart(stored):
             continue
         if not _agree(adapter.file, updates, names):
-            _untie(updates, model, adapter, names, stored)
+            config = model.config
+            both = {config.tie_word_embeddings, config.get_text_config().tie_word_embeddings}
+            if True not in both or not stored or not set(names) <= set(vocabulary(model)):
+                raise AdapterError(
+                    f"{adapter.folder} changes {names[0]} and {names[1]} in different ways, and "
+                    "the base ties them: one tensor on disk cannot hold both; untie them in the "
+                    "base first."
+                )
+            updates.untied.update(dict.fromkeys(names, stored[0]))
+            updates.tied.difference_update(names)
             continue
         others = [name for name in names if name not in updates.deltas]
         first = next((name for name in changed if name in updates.deltas), "")
@@ -551,44 +522,6 @@ def move_to_stored_names(updates: Updates, model: nn.Module, base: Base, adapter
         )
 
 
-def _share(updates: Updates, model: nn.Module, names: list[str]) -> None:
-    keys = [updates.replacements[name] for name in names if name in updates.replacements]
-    if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it
-        updates.replacements.update(dict.fromkeys(names, keys[0]))
-    tokens = {n: [one for one in updates.deltas.get(n, ()) if one.tokens] for n in names}
-    inputs = set(names) - set(vocabulary(model, inputs=False))
-    trained = next((tokens[name] for name in names if name in inputs and tokens[name]), [])
-    for name in names if trained else ():
-        if not tokens[name]:
-            updates.deltas[name] = [*trained, *updates.deltas.get(name, ())]
-
-
-def _untie(
-    updates: Updates, model: Any, adapter: Adapter, names: list[str], stored: list[str]
-) -> None:
-    config = model.config
-    both = {config.tie_word_embeddings, config.get_text_config().tie_word_embeddings}
-    if True not in both or not stored or not set(names) <= set(vocabulary(model)):
-        raise AdapterError(
-            f"{adapter.folder} changes {names[0]} and {names[1]} in different ways, and the base "
-            "ties them: one tensor on disk cannot hold both; untie them in the base first."
-        )
-    updates.untied.update(dict.fromkeys(names, stored[0]))
-    updates.tied.difference_update(names)
-
-
-def _unchanged(base: Base, adapter: Adapter, key: str, stored: str) -> bool:
-    group = base.layout.by_name[stored]
-    if adapter.file.info(key).shape != group.shapes[stored]:
-        return False
-    for start, stop in group.slices():
-        old = base.values(group, start, stop)[stored]
-        new = adapter.file.read(key)[start:stop]
-        if not same_bits(new.to(old.dtype), old):
-            return False
-    return True
-
-
 def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
     """Whether one tensor can hold all changes; LoRA on one of the names counts for all."""
     replaced = [updates.replacements[name] for name in names if name in updates.replacements]
@@ -596,16 +529,12 @@ def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
     tokens = any(one.tokens for deltas in adapted for one in deltas)
     if len(replaced) not in (0, len(names)) or (tokens and len(adapted) < len(names)):
         return False
-    return all(same_bits(file.read(replaced[0]), file.read(key)) for key in replaced[1:]) and all(
-        _same_deltas(file, adapted[0], other) for other in adapted[1:]
-    )
-
-
-def _same_deltas(file: Checkpoint, left: list[LoraDelta], right: list[LoraDelta]) -> bool:
-    if [(one.scaling, one.tokens) for one in left] != [(one.scaling, one.tokens) for one in right]:
-        return False
+    how = {tuple((one.scaling, one.tokens) for one in deltas) for deltas in adapted}
     factors = [
         [factor for one in deltas for factor in one.factors(file, torch.float32)]
-        for deltas in (left, right)
+        for deltas in adapted
     ]
-    return all(map(same_bits, *factors))
+    tensors = [[file.read(key)] for key in replaced]
+    return len(how) < 2 and all(
+        all(map(same_bits, alike[0], other)) for alike in (tensors, factors) for other in alike[1:]
+    )

@@ -34,23 +34,19 @@ from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
 from .base import (
-    PlainBase,
+    Base,
     auxiliary_files,
     copy_files,
+    describe_source,
     resolve_checkpoint,
-    stored_apart,
 )
 from .conversion import Group
-from .integrity import INT8_FORMAT
 from .load_spec import PackingPlan, kept_dtypes, packing_spec
-from .manifest import CONFIG, Manifest, PackedEntry
-from .prequantized import PrequantizedCheckpoint
+from .manifest import CONFIG, INT8_FORMAT, Manifest, PackedEntry
 from .reader import check_plain
 from .rows import Slot, filled
-from .source import describe_source
-from .staging import absolute, check_new, new_folder
+from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
 from .training_codec import from_config
-from .writer import GrowingShard, plan_shards
 
 
 def quantize_checkpoint(
@@ -109,7 +105,14 @@ def quantize_checkpoint(
         new_folder(out) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
-        _write_auxiliary_files(folder, work, model, config)
+        copy_files(auxiliary_files(folder), work)
+        model.config.quantization_config = config
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(work)
+        if not read_json(work / CONFIG).get("quantization_config"):
+            raise CheckpointError(f"{type(model.config).__name__} does not store its quantization.")
+        if model.can_generate() and not (work / "generation_config.json").exists():
+            model.generation_config.save_pretrained(work)
         shards = job.write(work, max_shard_size, tell)
         origin = describe_source(folder, job.base.checkpoint.files)
         return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
@@ -150,7 +153,7 @@ class PackingJob:
         dtype = model.dtype
         own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
         self.fp32 = kept_dtypes(model, dtype)
-        self.base = PlainBase(folder, model, device=device)
+        self.base = Base(folder, model, device=device)
         # Replaces the model's Linear layers that bitsandbytes packs.
         self.packed = from_config(model, config)
         linears = self.packed.linears
@@ -166,12 +169,9 @@ class PackingJob:
         self.tied = {
             name: source
             for name, source in tied.items()
-            if not stored_apart(self.base, [n for n in (name, source) if n in disk])
+            if not self.base.stored_apart([n for n in (name, source) if n in disk])
         }
-        self.steps = self._steps(model)
-
-    def _steps(self, model: Any) -> list[tuple[Group, list[str]]]:
-        on_disk = self.base.layout.by_name.keys()
+        on_disk = disk.keys()
         left_out = {name for name, source in self.tied.items() if source in on_disk}
         left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
@@ -196,48 +196,61 @@ class PackingJob:
                 f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
                 "transformers and its own bitsandbytes settings."
             )
-        steps = [
+        self.steps: list[tuple[Group, list[str]]] = [
             (group, names)
             for group in self.base.layout.groups
             if (names := [name for name in group.shapes if name not in left_out])
         ]
-        floating = {name for name, t in model.state_dict().items() if t.is_floating_point()}
-        for key in (key for group, names in steps if floating & {*names} for key in group.keys):
-            check_plain(key, self.base.disk[key][1])
-        return steps
+        floating = {name for name, dtype in own.items() if dtype.is_floating_point}
+        for group, names in self.steps:
+            for key in group.keys if floating & {*names} else ():
+                check_plain(key, self.base.disk[key][1])
 
     def experts(self) -> dict[str, PackedEntry]:
         """Return the manifest's entries of packed expert weights."""
         entries = {}
         for name in (name for _, names in self.steps for name in names if name in self.spec.params):
             param = self.spec.params[name]
-            others = {*param.names} - {name}
-            others |= {alias for alias, source in self.tied.items() if source == name}
-            dtype = dtype_name(self.dtype(name))
-            entries[name] = PackedEntry(tuple(param.shape), dtype, tuple(sorted(others)))
+            tied = (alias for alias, source in self.tied.items() if source == name)
+            others = tuple(sorted({*param.names, *tied} - {name}))
+            entries[name] = PackedEntry(tuple(param.shape), dtype_name(self.dtype(name)), others)
         return entries
 
     def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
         """Write the shards; return them in order."""
+        packed = self.spec.params.keys() | self.packed.linears
+        settings = self.spec.settings
+
+        def nbytes(name: str, shape: tuple[int, ...]) -> int:
+            plain = math.prod(shape) * self.dtype(name).itemsize
+            return packed_nbytes(shape, settings) if name in packed else plain
+
         sizes = {
-            index: sum(self._nbytes(name, group.shapes[name]) for name in names)
+            index: sum(nbytes(name, group.shapes[name]) for name in names)
             for index, (group, names) in enumerate(self.steps)
         }
+        ends = key_ends(settings)
         shards = []
         for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
             path = work / f"shard-{number:05d}.safetensors"
             shards.append(path)
-            keys = [key for i in indices for name in self.steps[i][1] for key in self._keys(name)]
-            with GrowingShard(path, keys, {"format": "pt"}) as shard:
-                steps = [self.steps[index] for index in indices]
-                slots = {name: self._slot(name) for _, names in steps for name in names}
+            steps = [self.steps[index] for index in indices]
+            owners = [(name, name.rpartition(".")[0]) for _, names in steps for name in names]
+            keys = [f"{name}{end}" for name, _ in owners for end in ends]
+            keys += [f"{module}{end}" for _, module in owners for end in (SCALES, INT8_FORMAT)]
+            with ShardWriter(path, {}, {"format": "pt"}, keys) as shard:
+                slots = {
+                    name: self._slot(name, group, name in packed)
+                    for group, names in steps
+                    for name in names
+                }
                 groups = [group for group, _ in steps]
                 weights = filled(self.base.checkpoint, self.base.layout, groups, slots)
                 for index, (_, names) in zip(indices, steps, strict=True):
                     tell(index, len(self.steps), names[0])
                     for name, weight in itertools.islice(weights, len(names)):
                         for key, tensor in self._entries(name, weight):
-                            shard.add(key, tensor)
+                            shard.write(key, tensor)
                         del weight  # before the next is packed
         tell(len(self.steps), len(self.steps), "")
         return shards
@@ -246,31 +259,14 @@ class PackingJob:
         """Return the dtype of a parameter after loading."""
         return self.spec.dtypes.get(name) or self.fp32(name) or self.dtypes[name]
 
-    def _nbytes(self, name: str, shape: tuple[int, ...]) -> int:
-        if name in self.spec.params or name in self.packed.linears:
-            return packed_nbytes(shape, self.spec.settings)
-        return math.prod(shape) * self.dtype(name).itemsize
-
-    def _keys(self, name: str) -> list[str]:
-        ends = key_ends(self.spec.settings)
-        module = name.rpartition(".")[0]
-        return [*(name + end for end in ends), f"{module}{SCALES}", f"{module}{INT8_FORMAT}"]
-
-    def _slot(self, name: str) -> Slot:
-        packs = name in self.spec.params or name in self.packed.linears
-        makers, keys = self.base.checkpoint, self.base.layout.by_name[name].keys
-        if isinstance(makers, PrequantizedCheckpoint):
-            decodes = any(map(makers.is_dequantized, keys))
-        else:
-            decodes = False
-        device = self.device if packs or decodes else torch.device("cpu")
-        shape = self.base.layout.by_name[name].shapes[name]
+    def _slot(self, name: str, group: Group, packs: bool) -> Slot:
+        shape, turned = group.shapes[name], name in self.transposed
         if not packs:
+            device = self.device if self.base.decodes(group) else torch.device("cpu")
             return Slot(name, shape, self.dtype(name), device)
         dtype = self.spec.settings.codec.linear_dtype if name in self.packed.linears else None
-        turned = name in self.transposed
         return Slot(
-            name, shape[:: -1 if turned else 1], dtype or self.dtype(name), device,
+            name, shape[:: -1 if turned else 1], dtype or self.dtype(name), self.device,
             self.spec.settings, transposed=turned,
         )  # fmt: skip
 
@@ -289,14 +285,3 @@ class PackingJob:
             yield f"{module}{SCALES}", weight.absmax
             # bitsandbytes' number of the row-major layout
             yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
-
-
-def _write_auxiliary_files(folder: Path, work: Path, model: Any, config: Any) -> None:
-    copy_files(auxiliary_files(folder), work)
-    model.config.quantization_config = config
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(work)
-    if not read_json(work / CONFIG).get("quantization_config"):
-        raise CheckpointError(f"{type(model.config).__name__} does not store its quantization.")
-    if model.can_generate() and not (work / "generation_config.json").exists():
-        model.generation_config.save_pretrained(work)

@@ -32,21 +32,22 @@ from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
-from . import manifest as manifests
-from .integrity import check_packed_weight
 from .load_spec import kept_dtypes
 from .manifest import (
     CONFIG,
     CONFIG_KEY,
-    MANIFEST_NAME,
-    SHARD_NAME,
     Manifest,
     PackedEntry,
+    check_experts,
     is_packed,
+    is_save_file,
+    manifest_id,
+    shard_entry,
+    shard_names,
+    tensor_entries,
 )
 from .reader import SINGLE, plain_weights
-from .staging import absolute, discard, move_files, new_folder, staging
-from .writer import ShardWriter, plan_shards
+from .staging import ShardWriter, absolute, discard, move_files, new_folder, plan_shards, staging
 
 # Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.
 _SHARDS, _MANIFESTS = "model-????????-?????-of-?????.safetensors", f"moe_qlora-{'?' * 16}.json"
@@ -121,7 +122,18 @@ def save_pretrained(
             _write_packed(work, self, tensors, read, max_shard_size)
             written = [str(f.relative_to(work).as_posix()) for f in work.rglob("*") if f.is_file()]
         if push_to_hub:
-            _upload(folder, sorted(written), token, kwargs)
+            from huggingface_hub import HfApi
+
+            api, named = HfApi(token=token), kwargs.get("repo_id") or folder.name
+            private = {key: kwargs[key] for key in ("private",) if key in kwargs}
+            api.upload_folder(
+                repo_id=api.create_repo(named, exist_ok=True, **private).repo_id,
+                folder_path=folder,
+                allow_patterns=[glob.escape(file) for file in sorted(written)],
+                delete_patterns=[_SHARDS, _MANIFESTS],
+                commit_message=kwargs.get("commit_message") or "Upload model",
+                create_pr=kwargs.get("create_pr", False),
+            )
 
     ranks.gather_to_first(tensors, write, f"Saving to {folder}")
 
@@ -202,11 +214,6 @@ def _target(folder: Path) -> Iterator[Path]:
         discard(*(file for file in outdated if file.name not in new))
 
 
-def is_save_file(name: str) -> bool:
-    """True for names of shards and manifests, which only packed saves write."""
-    return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))
-
-
 def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> None:
     quantizer, own = model.hf_quantizer, model.config.__dict__
     # The stock method gets no weights from the quantizer, and has no distributed_config by which it
@@ -220,25 +227,21 @@ def _write_auxiliary_files(model: Any, work: Path, kwargs: dict[str, Any]) -> No
         own |= hidden
     (work / SINGLE).unlink(missing_ok=True)
     config = read_json(work / CONFIG)
-    config["dtype"] = _main_dtype(model) or config.get("dtype")
-    (work / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-
-
-def _main_dtype(model: Any) -> str | None:
-    """Return the most frequent dtype of plain weights, without those that the class has in fp32."""
-    # The stock method notes the first parameter's, to which a reload would cast all others.
+    # The stock method notes the first parameter's dtype, to which a reload would cast all others.
+    # That of most plain weights stands there instead, without those that the class has in fp32.
     fp32 = kept_dtypes(model, torch.bfloat16)
     sizes: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         plain = parameter.is_floating_point() and not isinstance(parameter, Params4bit)
         if plain and not fp32(name):
             sizes[dtype_name(parameter.dtype)] += parameter.numel()
-    return max(sizes, key=sizes.__getitem__, default=None)
+    config["dtype"] = max(sizes, key=sizes.__getitem__, default=config.get("dtype"))
+    (work / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
 def _write_packed(
     work: Path,
-    model: nn.Module,
+    model: Any,
     tensors: Mapping[str, WholeTensor],
     read: Callable[[str], Tensor],
     max_shard_size: int | str,
@@ -258,7 +261,15 @@ def _write_packed(
                 writer.write(key, records[key] if key in records else read(key))
     entries, settings = _packed_entries(model)
     experts = {name: entry for name, entry in entries.items() if name in tensors}
-    finish_packed(work, files, experts, settings, _plain_linears(model))
+    # Linear layers that are unpacked here but that `from_pretrained` would pack
+    quantizer: Any = model.hf_quantizer
+    skips = quantizer.get_modules_to_not_convert(
+        model, quantizer.quantization_config.llm_int8_skip_modules, model._keep_in_fp32_modules
+    )
+    stock = world().stock_class
+    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
+    plain = [] if all(is_skipped(name, skips) for name in plain) else plain
+    finish_packed(work, files, experts, settings, plain)
 
 
 def finish_packed(
@@ -275,10 +286,10 @@ def finish_packed(
     reload would pack: they are added to `llm_int8_skip_modules`.
     """
     codec = settings.to_dict()
-    tensors = manifests.tensor_entries(files)
-    identity = manifests.manifest_id(tensors, codec, experts)
-    shards = [manifests.shard_entry(file) for file in files]
-    names = manifests.shard_names(identity, shards)
+    tensors = tensor_entries(files)
+    identity = manifest_id(tensors, codec, experts)
+    shards = [shard_entry(file) for file in files]
+    names = shard_names(identity, shards)
     new_name = {file.name: name for file, name in zip(files, names, strict=True)}
     for file in files:
         file.rename(work / new_name[file.name])
@@ -303,8 +314,7 @@ def finish_packed(
         config=config,
         source=source,
     )
-    for name in experts:
-        check_packed_weight(work, name, manifest)
+    check_experts(work, manifest)
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
     (work / CONFIG).write_bytes(manifest.config_bytes())
     return manifest
@@ -337,31 +347,3 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
             f"{first.to_dict()}), and a folder holds one kind: pack the model again."
         )
     return entries, first
-
-
-def _plain_linears(model: Any) -> list[str]:
-    """List Linear layers that are unpacked here but that `from_pretrained` would pack."""
-    config = model.hf_quantizer.quantization_config
-    skips = model.hf_quantizer.get_modules_to_not_convert(
-        model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
-    )
-    stock = world().stock_class
-    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
-    return [] if all(is_skipped(name, skips) for name in plain) else plain
-
-
-def _upload(folder: Path, written: list[str], token: Any, kwargs: dict[str, Any]) -> None:
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token)
-    known = {key: kwargs[key] for key in ("private",) if key in kwargs}
-    name = kwargs.get("repo_id") or folder.name
-    repository = api.create_repo(name, exist_ok=True, **known).repo_id
-    api.upload_folder(
-        repo_id=repository,
-        folder_path=folder,
-        allow_patterns=[glob.escape(file) for file in written],
-        delete_patterns=[_SHARDS, _MANIFESTS],
-        commit_message=kwargs.get("commit_message") or "Upload model",
-        create_pr=kwargs.get("create_pr", False),
-    )

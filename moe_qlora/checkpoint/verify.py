@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,29 +25,29 @@ from transformers.core_model_loading import dot_natural_key
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
+from ..kernels.weights import PackedWeight
 from ..layout import listed
 from ..models import named
 from ..models.files import read_json
 from ..packing import codec
-from ..packing.bnb4bit import RECORD, read_record
-from ..packing.codecs import CODES
 from ..packing.settings import FLOAT_DTYPES, CodecSettings, problems
 from ..progress import Progress
-from .base import PackedWeights, PlainBase, resolve_checkpoint
+from .base import Base, resolve_checkpoint
 from .conversion import Group
-from .integrity import (
-    check_folder,
+from .manifest import (
+    CONFIG,
+    FolderCheck,
+    Manifest,
+    PackedWeights,
+    has_manifest,
+    is_packed,
+    is_save_file,
     model_problems,
     open_checkpoint,
-    open_shards,
-    packed_names,
-    parts_of,
     settings_problem,
 )
-from .manifest import CONFIG, Manifest, has_manifest, is_packed
 from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
-from .save import is_save_file
 from .staging import left_behind
 
 
@@ -133,10 +133,16 @@ def verify(
         raise CheckpointError(
             f"{folder} was not packed by moe_qlora, so that there is nothing to compare."
         )
-    report, manifest = _verify_packed(folder, trust_remote_code, tell)
-    if against is None or manifest is None or report.problems:
-        return report
-    errors = tuple(_errors(folder, manifest, Path(against), trust_remote_code, tell))
+    try:
+        opened = FolderCheck(folder)
+        opened.finish()
+    except CheckpointError as error:
+        return VerifyReport(folder, "unknown", problems=(str(error),))
+    with opened.checkpoint:
+        report = _verify_packed(opened, trust_remote_code, tell)
+        if against is None or report.problems:
+            return report
+        errors = tuple(_errors(opened, Path(against), trust_remote_code, tell))
     return replace(report, errors=errors)
 
 
@@ -149,16 +155,11 @@ def _is_packed(folder: Path) -> bool:
         return has_manifest(folder)
 
 
-def _verify_packed(
-    folder: Path, trust_remote_code: bool, tell: Progress
-) -> tuple[VerifyReport, Manifest | None]:
-    try:
-        manifest = check_folder(folder)
-    except CheckpointError as error:
-        return VerifyReport(folder, "unknown", problems=(str(error),)), None
+def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress) -> VerifyReport:
+    folder, manifest, checkpoint = opened.folder, opened.manifest, opened.checkpoint
     damage = [f"{folder}: {problem}." for problem in _config_problems(folder, manifest)]
     warnings = list(_leftovers(folder, manifest))
-    shapes: dict[str, tuple[int, ...]] = {}
+    weights = PackedWeights(opened)
     try:
         source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
@@ -168,32 +169,34 @@ def _verify_packed(
         own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
         (warnings if own else damage).append(f"Shapes were not compared with the model's: {error}")
     else:
-        shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+        weights = PackedWeights(opened, model)
         damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
-    packed = packed_names(manifest)
-    owned = {key for keys in packed.values() for key in keys}
-    with open_shards(folder, manifest) as checkpoint:
-        steps = [*packed, *(key for key in checkpoint if key not in owned)]
-        for number, name in enumerate(steps):
-            tell(number, len(steps), name)
-            if name in packed:
-                damage += _packed_problems(checkpoint, manifest, name, packed[name], shapes)
-            else:
-                damage += _value_problems(checkpoint, name)
-        tell(len(steps), len(steps), "")
-        kinds = {manifest.settings_of(name).kind for name in manifest.experts}
-        report = VerifyReport(
-            folder,
-            ", ".join(sorted(kinds)) or str(manifest.codec["kind"]),
-            len(checkpoint.files),
-            len(checkpoint),
-            len(manifest.experts),
-            len(packed.keys() - manifest.experts.keys()),
-            sum(checkpoint.info(key).nbytes for key in checkpoint),
-            tuple(dict.fromkeys(damage)),
-            tuple(warnings),
-        )
-    return report, manifest
+    owned = {key for keys in weights.keys.values() for key in keys}
+    steps = [*weights.keys, *(key for key in checkpoint if key not in owned)]
+    for number, name in enumerate(steps):
+        tell(number, len(steps), name)
+        if name not in weights.keys:
+            damage += _value_problems(checkpoint, name)
+            continue
+        try:
+            parts, shape, settings, dtype = weights.parts(name)
+            reasons = list(problems(parts, shape, settings, dtype))
+        except (ValueError, KeyError, TypeError) as error:
+            reasons = [f"has parts that cannot be read ({error})"]
+        damage += [f"{checkpoint.info(name).file}: {name} {reason}." for reason in reasons]
+    tell(len(steps), len(steps), "")
+    kinds = {manifest.settings_of(name).kind for name in manifest.experts}
+    return VerifyReport(
+        folder,
+        ", ".join(sorted(kinds)) or str(manifest.codec["kind"]),
+        len(checkpoint.files),
+        len(checkpoint),
+        len(manifest.experts),
+        len(weights.keys.keys() - manifest.experts.keys()),
+        sum(checkpoint.info(key).nbytes for key in checkpoint),
+        tuple(dict.fromkeys(damage)),
+        tuple(warnings),
+    )
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -213,28 +216,6 @@ def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
             yield problem
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         yield f"the quantization_config of {CONFIG} cannot be followed ({error!r:.200})"
-
-
-def _packed_problems(
-    checkpoint: Checkpoint,
-    manifest: Manifest,
-    name: str,
-    keys: tuple[str, ...],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> list[str]:
-    where = f"{checkpoint.info(name).file}: {name}"
-    entry = manifest.experts.get(name)
-    try:
-        parts = parts_of(name, keys, checkpoint.read)
-        shape = entry.shape if entry else shapes.get(name)
-        if shape is None:  # of a model that could not be built
-            record = parts.get(RECORD + manifest.settings.kind)
-            shape = tuple(parts[CODES].shape if record is None else read_record(record)["shape"])
-        dtype = getattr(torch, entry.dtype) if entry else None
-        reasons = list(problems(parts, shape, manifest.settings_of(name), dtype))
-    except (ValueError, KeyError, TypeError) as error:
-        reasons = [f"has parts that cannot be read ({error})"]
-    return [f"{where} {reason}." for reason in reasons]
 
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -318,17 +299,16 @@ def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
 
 
 def _errors(
-    folder: Path, manifest: Manifest, source: Path, trust_remote_code: bool, tell: Progress
+    opened: FolderCheck, source: Path, trust_remote_code: bool, tell: Progress
 ) -> Iterator[WeightError]:
     resolved = resolve_checkpoint(source, trust_remote_code)
     model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
-    with open_shards(folder, manifest) as checkpoint, closing(PlainBase(source, model)) as base:
-        weights = PackedWeights(folder, manifest, checkpoint, model)
-        order = sorted(weights.keys, key=dot_natural_key)
+    weights, entries = PackedWeights(opened, model), opened.manifest.experts
+    with closing(Base(source, model)) as base:
         places = []
-        for name in order:
-            entry = manifest.experts.get(name)
+        for name in sorted(weights.keys, key=dot_natural_key):
+            entry = entries.get(name)
             names = (name, *(entry.aliases if entry else ()))
             other = next((one for one in names if one in base.layout.by_name), "")
             shape = base.layout.by_name[other].shapes[other] if other else None
@@ -338,41 +318,33 @@ def _errors(
                     f"{source} is of another model: it does not hold {name}{wanted}."
                 )
             places.append((name, other, counts.get(name, counts.get(other)) if entry else None))
-        for number, place in enumerate(places):
-            tell(number, len(order), place[0])
-            yield _weight_error(base, weights, *place)
-        tell(len(order), len(order), "")
+        for number, (name, other, experts) in enumerate(places):
+            tell(number, len(places), name)
+            yield _weight_error(base, weights.weight(name), name, other, experts)
+        tell(len(places), len(places), "")
 
 
 def _weight_error(
-    base: PlainBase, weights: PackedWeights, name: str, source_name: str, experts: int | None
+    base: Base, packed: PackedWeight, name: str, source_name: str, experts: int | None
 ) -> WeightError:
-    packed, group = weights.weight(name), base.layout.by_name[source_name]
-    rows = packed.shape[0]
+    group, rows = base.layout.by_name[source_name], packed.shape[0]
     # squares of the differences, and of the source
-    wrong, right = torch.zeros(2, rows, dtype=torch.float64)
+    squares = torch.zeros(2, rows, dtype=torch.float64)
     largest = 0.0
     for start, stop in group.slices():
         last = rows if stop is None else stop
-        value = base.parameters(group, start, stop)[source_name].float()
+        value = base.values(group, start, stop, exact=False)[source_name].float()
         decoded = codec.unpack_range(packed, start, last, dtype=torch.float32)
-        difference = (decoded - value).reshape(last - start, -1)
-        wrong[start:last] = difference.double().square().sum(1)
-        right[start:last] = value.reshape(last - start, -1).double().square().sum(1)
+        difference = decoded - value
+        for at, part in enumerate((difference, value)):
+            squares[at, start:last] = part.reshape(last - start, -1).double().square().sum(1)
         largest = max(largest, float(difference.abs().max()))
     count = experts if experts and rows % experts == 0 else 1
-    each = zip(wrong.view(count, -1).sum(1), right.view(count, -1).sum(1), strict=True)
-    return WeightError(
-        name,
-        expert=experts is not None,
-        shape=tuple(packed.shape),
-        relative=_ratio(float(wrong.sum()), float(right.sum())),
-        experts=tuple(_ratio(float(one), float(other)) for one, other in each),
-        max_abs=largest,
+    sums = squares.view(2, count, -1).sum(2)
+    relative, *each = (
+        0.0 if not wrong else math.sqrt(wrong / right) if right else math.inf
+        for wrong, right in ((float(one), float(other)) for one, other in [squares.sum(1), *sums.T])
     )
-
-
-def _ratio(wrong: float, right: float) -> float:
-    if not wrong:
-        return 0.0
-    return math.sqrt(wrong / right) if right else math.inf
+    return WeightError(
+        name, experts is not None, tuple(packed.shape), relative, tuple(each), largest
+    )

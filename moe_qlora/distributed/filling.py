@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ..checkpoint.conversion import DiskLayout
-from ..checkpoint.integrity import canonical_name, packed_names
+from ..checkpoint.manifest import canonical_name, packed_names
 from ..checkpoint.rows import Slot, filled
 from ..errors import CheckpointError, MoeQloraError, QuantizationError, first_line
 from ..hf.fill import Fill

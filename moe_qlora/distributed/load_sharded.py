@@ -27,11 +27,10 @@ from torch import distributed
 from transformers import GenerationConfig
 from transformers import initialization as init
 
-from ..checkpoint.integrity import FolderCheck, model_problems, open_shards, warn_of_changes
+from ..checkpoint.base import file_facts
 from ..checkpoint.load_spec import reload_spec
-from ..checkpoint.manifest import is_packed
+from ..checkpoint.manifest import FolderCheck, is_packed, warn_of_changes
 from ..checkpoint.quantize import PackingJob, build_model, copy_config
-from ..checkpoint.source import file_facts
 from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..errors import CheckpointError, ConfigError
@@ -235,14 +234,9 @@ def _open_packed(
     spec = reload_spec(model, config, model.dtype, manifest, folder)
     refuse_to_shard(spec.kept, "load it whole and call fully_shard")
     from_config(model, config)
-    problem = next(model_problems(manifest, model), None)
-    if problem is not None:
-        raise CheckpointError(
-            f"{folder}: {problem}: config.json is not the one it was saved with, or files are "
-            "damaged."
-        )
+    check.check_model(model)
     model.tie_weights()
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()} | spec.dtypes
-    fill = ShardedFill(model, spec, open_shards(folder, manifest), dtypes, config)
+    fill = ShardedFill(model, spec, check.checkpoint, dtypes, config)
     fill.pack()
     return fill

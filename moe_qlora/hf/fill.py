@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from transformers.core_model_loading import WeightRenaming
 
 from ..checkpoint.conversion import DiskLayout
-from ..checkpoint.integrity import canonical_name, packed_names, parts_of
 from ..checkpoint.load_spec import PackingPlan
+from ..checkpoint.manifest import canonical_name, packed_names, parts_of
 from ..checkpoint.prequantized import PrequantizedCheckpoint
 from ..checkpoint.prequantized.config import MXFP4
 from ..checkpoint.prequantized.formats import CODES, SCALE

@@ -19,9 +19,17 @@ from transformers.integrations.accelerate import get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from ..checkpoint.integrity import FolderCheck, model_problems, warn_of_changes
+from ..checkpoint.base import file_facts
 from ..checkpoint.load_spec import PackingPlan, kept_dtypes, packing_spec, reload_spec
-from ..checkpoint.manifest import CONFIG_KEY, Manifest, Mark, has_manifest, parse_mark
+from ..checkpoint.manifest import (
+    CONFIG_KEY,
+    FolderCheck,
+    Manifest,
+    Mark,
+    has_manifest,
+    parse_mark,
+    warn_of_changes,
+)
 from ..checkpoint.prequantized import (
     PrequantizedCheckpoint,
     describe_plain,
@@ -29,7 +37,6 @@ from ..checkpoint.prequantized import (
     open_plain,
 )
 from ..checkpoint.reader import Checkpoint, check_plain
-from ..checkpoint.source import file_facts
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
@@ -144,12 +151,7 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         check_no_codes_of_single_experts(files or (), names)
         check_linears(model, spec.settings)
         if self._checked is not None:
-            problem = next(model_problems(self._checked.manifest, model), None)
-            if problem is not None:
-                raise CheckpointError(
-                    f"{self._checked.folder}: {problem}: config.json is not the one it was saved "
-                    "with, or files are damaged."
-                )
+            self._checked.check_model(model)
         spec = replace(spec, params={n: p for n, p in spec.params.items() if n in names})
         prequantized = isinstance(opened, PrequantizedCheckpoint)
         if self._mark is None and asked.keep_codes:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from ..checkpoint.manifest import is_packed
-from ..checkpoint.staging import replace_file, replaceable
+from ..checkpoint.staging import replace_file
 from ..checkpoint.verify import verify
 from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers, first_line
 from ..experts.counts import ExpertCounts
@@ -100,7 +100,8 @@ def write_report(
         words = "batch, seq and progress are ignored since version 0.3: plan() plans a step."
         warnings.warn(f"write_report: {words}", DeprecationWarning, stacklevel=2)
     target = Path(out).expanduser()
-    if not replaceable(target) or (target.exists() and target.suffix.lower() != ".html"):
+    new = not target.exists() and target.absolute().parent.is_dir()
+    if not new and not (target.is_file() and target.suffix.lower() == ".html"):
         raise ConfigError(f"out is {target}, which is no .html file that can be written; name one.")
     check_numbers(max_tokens=max_tokens)
     if isinstance(text, (str, Path)) and not Path(text).expanduser().is_file():

@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.integrity import check_folder
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.distributed import gather
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
+from tests.helpers.folders import check_folder
 from tests.helpers.ranks import sharded
 from tests.helpers.training import adamw, adapted, train
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.manifest import FolderCheck, Manifest, open_checkpoint
 from moe_qlora.checkpoint.reader import INDEX_SUFFIX
 
 TRICKS = (
@@ -16,6 +16,10 @@ TRICKS = (
     *("sub\\model.safetensors", "C:model.safetensors", "C:\\model.safetensors", "a\0b", "~/x/y"),
     *("\\\\server\\share", "..\\model.safetensors", "./model.safetensors"),
 )
+
+
+def check_folder(folder: Path | str, *, checksums: bool = True) -> Manifest:
+    return FolderCheck(folder, large=checksums).finish()
 
 
 def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.errors import AdapterError
 from moe_qlora.lora.config import spell_exactly
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...layout import dtype_name, human_bytes
 from ...models.files import read_json
-from ..integrity import open_checkpoint
-from ..manifest import CONFIG
+from ..manifest import CONFIG, open_checkpoint
 from ..reader import Checkpoint, TensorInfo, inside
 from .config import MODELOPT, MakerConfig, maker_config, method_of
 from .formats import CODES, SHAPE, Plan, dequantize, described

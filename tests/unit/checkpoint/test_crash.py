@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from folders import check_folder
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint import writer
-from moe_qlora.checkpoint.integrity import check_folder
+from moe_qlora.checkpoint import staging
 from moe_qlora.checkpoint.manifest import CONFIG
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.errors import CheckpointError
@@ -111,7 +111,7 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None] = die) 
         if (writes or event in _EVENTS) and str(root) in str(args[0]):
             tick()
 
-    flush, put = os.fsync, writer.ShardWriter._put
+    flush, put = os.fsync, staging.ShardWriter._put
 
     def fsync(handle: int) -> None:
         tick()
@@ -125,7 +125,7 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None] = die) 
         put(self, *args)
         self._file.flush()
 
-    os.fsync, writer.ShardWriter._put = fsync, write
+    os.fsync, staging.ShardWriter._put = fsync, write
     sys.addaudithook(hook)
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import TRICKS, noise, same, two_shards
+from folders import TRICKS, check_folder, noise, same, two_shards
 from safetensors.torch import save_file
 
-from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
 from moe_qlora.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -23,52 +22,23 @@ from moe_qlora.checkpoint.manifest import (
     TensorEntry,
     manifest_id,
     manifest_name,
+    open_checkpoint,
     read_manifest,
-    shard_entry,
-    shard_names,
-    tensor_entries,
 )
 from moe_qlora.checkpoint.reader import INDEX_SUFFIX, SINGLE, read_header
+from moe_qlora.checkpoint.save import finish_packed
 from moe_qlora.errors import CheckpointError
-
-CODEC = {
-    "kind": "int8",
-    "double_quant": False,
-    "blocksize": 64,
-    "storage_dtype": "int8",
-    "compute_dtype": None,
-}
+from moe_qlora.packing.settings import CodecSettings
 
 
 def packed_folder(folder: Path) -> Manifest:
     """An int8 expert weight `w` and a plain tensor `b`, in two shards."""
     folder.mkdir(exist_ok=True)
-    parts = ({"w": noise(torch.int8, 2, 3, 4)}, {"w.SCB": torch.ones(6), "b": torch.ones(3)})
-    tables: dict = {}
-    for number, tensors in enumerate(parts, 1):
-        save_file(tensors, folder / f"s{number}")
-    tables = tensor_entries([folder / "s1", folder / "s2"])
-    identity = manifest_id(tables, CODEC)
-    shards = [shard_entry(folder / name) for name in ("s1", "s2")]
-    names = dict(zip(("s1", "s2"), shard_names(identity, shards), strict=True))
-    for old, new in names.items():
-        (folder / old).rename(folder / new)
-    manifest = Manifest(
-        identity,
-        "moe_qlora test",
-        "toy",
-        CODEC,
-        {"w": PackedEntry((2, 3, 4), "bfloat16")},
-        dict(zip(names.values(), shards, strict=True)),
-        {
-            key: type(entry)(names[entry.file], entry.dtype, entry.shape, entry.sha256)
-            for key, entry in tables.items()
-        },
-        {"model_type": "toy"},
-    )
-    (folder / manifest.file_name).write_bytes(manifest.to_bytes())
-    (folder / "config.json").write_bytes(manifest.config_bytes())
-    return manifest
+    save_file({"w": noise(torch.int8, 2, 3, 4)}, folder / "s1")
+    save_file({"w.SCB": torch.ones(6), "b": torch.ones(3)}, folder / "s2")
+    (folder / "config.json").write_text('{"model_type": "toy"}')
+    experts = {"w": PackedEntry((2, 3, 4), "bfloat16")}
+    return finish_packed(folder, [folder / "s1", folder / "s2"], experts, CodecSettings("int8"))
 
 
 def manifest_of(folder: Path) -> Path:

@@ -26,8 +26,8 @@ import moe_qlora
 from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.checkpoint.staging import ShardWriter
 from moe_qlora.checkpoint.training_codec import TrainingCodec
-from moe_qlora.checkpoint.writer import ShardWriter
 from moe_qlora.cli.app import app
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
@@ -424,77 +424,76 @@ def test_adapters_that_cannot_be_merged(
     refuses(error, match, folders / "base", adapter, tmp_path / "out")
 
 
-def test_a_misfit_names_keys_and_shapes_and_how_many_more(folders: Path, tmp_path: Path) -> None:
-    def widen(weights: dict[str, Tensor]) -> None:
-        for key in list(weights):
-            weights[key] = torch.cat([weights[key]] * 2, dim=1)
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 
-    adapter = changed_weights(folders, tmp_path / "adapter", widen)
-    shape = r"\(\d+, \d+\)"
-    match = rf"was trained on .*: \S+lora_A.weight {shape} .* of shape \(.*and 5 more"
+
+def widen(weights: dict[str, Tensor]) -> None:
+    weights |= {key: torch.cat([value] * 2, dim=1) for key, value in weights.items()}
+
+
+def move(weights: dict[str, Tensor]) -> None:
+    for key in [key for key in weights if key.startswith(Q_PROJ)]:
+        weights[key.replace("layers.0", "layers.9")] = weights.pop(key)
+
+
+def spoil(weights: dict[str, Tensor]) -> None:
+    weights[next(key for key in weights if "experts.lora_A" in key)][0, 0] = math.inf
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            widen,
+            r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(.*and 5 more",
+        ),
+        (lambda w: w.pop(f"{Q_PROJ}.lora_B.weight"), "q_proj.lora_A.weight lacks its other half"),
+        (move, r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module"),
+        (
+            lambda w: w.update({"base_model.model.score.weight": torch.zeros(2, 8)}),
+            r"score.weight \(2, 8\) has no place",
+        ),
+        (
+            lambda w: w.update({f"{Q_PROJ}.lora_magnitude_vector": torch.zeros(8)}),
+            r"lora_magnitude_vector \(8,\) has no place",
+        ),
+        (
+            lambda w: w.update({"base_model.model.lm_head.weight": torch.zeros(2, 8)}),
+            r"lm_head.weight \(2, 8\) replaces a tensor of shape \(\d+, 64\)",
+        ),
+        (spoil, r"Merged, model.layers.*down_proj.weight holds NaN or inf"),
+    ],
+)
+def test_tensors_of_an_adapter_that_do_not_fit(
+    change: Any, match: str, folders: Path, tmp_path: Path
+) -> None:
+    adapter = changed_weights(folders, tmp_path / "adapter", change)
     refuses(AdapterError, match, folders / "base", adapter, tmp_path / "out")
 
 
-def test_tensors_without_a_place(folders: Path, tmp_path: Path) -> None:
-    out, key = tmp_path / "out", "base_model.model.model.layers.0.self_attn.q_proj"
-
-    def lose(weights: dict[str, Tensor]) -> None:
-        del weights[f"{key}.lora_B.weight"]
-
-    def move(weights: dict[str, Tensor]) -> None:
-        for half in "AB":
-            value = weights.pop(f"{key}.lora_{half}.weight")
-            weights[f"{key.replace('layers.0', 'layers.9')}.lora_{half}.weight"] = value
-
-    def add(weights: dict[str, Tensor]) -> None:
-        weights["base_model.model.score.weight"] = torch.zeros(2, 8)
-
-    def scale(weights: dict[str, Tensor]) -> None:
-        weights[f"{key}.lora_magnitude_vector"] = torch.zeros(8)
-
-    def shrink(weights: dict[str, Tensor]) -> None:
-        weights["base_model.model.lm_head.weight"] = torch.zeros(2, 8)
-
-    for number, (change, match) in enumerate(
-        [
-            (lose, "q_proj.lora_A.weight lacks its other half"),
-            (move, r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module"),
-            (add, r"score.weight \(2, 8\) has no place"),
-            (scale, r"lora_magnitude_vector \(8,\) has no place"),
-            (shrink, r"lm_head.weight \(2, 8\) replaces a tensor of shape \(\d+, 64\)"),
-        ]
-    ):
-        adapter = changed_weights(folders, tmp_path / str(number), change)
-        refuses(AdapterError, match, folders / "base", adapter, out)
-
-
-def test_a_result_that_is_not_finite(folders: Path, tmp_path: Path) -> None:
-    def spoil(weights: dict[str, Tensor]) -> None:
-        key = next(key for key in weights if "experts.lora_A" in key)
-        weights[key][0, 0] = math.inf
-
-    adapter = changed_weights(folders, tmp_path / "adapter", spoil)
-    match = r"Merged, model.layers.*down_proj.weight holds NaN or inf"
-    refuses(AdapterError, match, folders / "base", adapter, tmp_path / "out")
-
-
-def test_missing_experts_are_not_made_up_for(folders: Path, tmp_path: Path) -> None:
-    weights = tensors(folders / "base")
-    lost = [key for key in weights if ".experts.3." in key and "layers.1" in key]
-    assert len(lost) == 3
-    for key in lost:
+def lose_experts(weights: dict[str, Tensor]) -> None:
+    for key in [key for key in weights if ".experts.3." in key and "layers.1" in key]:
         del weights[key]
-    match = r"layers.1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, "
-    base = other_base(folders, tmp_path, weights)
-    refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
 
 
-def test_a_weight_that_is_not_plain(folders: Path, tmp_path: Path) -> None:
-    weights = tensors(folders / "base")
+def cast(weights: dict[str, Tensor]) -> None:
     key = "model.layers.0.self_attn.q_proj.weight"
     weights[key] = weights[key].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lose_experts, r"layers.1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, "),
+        (cast, "q_proj.weight is torch.int8, which an adapter"),
+    ],
+)
+def test_tensors_of_a_base_that_do_not_fit(
+    change: Any, match: str, folders: Path, tmp_path: Path
+) -> None:
+    weights = tensors(folders / "base")
+    change(weights)
     base = other_base(folders, tmp_path, weights)
-    match = "q_proj.weight is torch.int8, which an adapter"
     refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import check_folder
 from safetensors.torch import load_file, save_file
 from training import NF4, loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -23,7 +24,6 @@ from typer.testing import CliRunner
 
 import moe_qlora
 from moe_qlora.checkpoint import reader
-from moe_qlora.checkpoint.integrity import check_folder
 from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app

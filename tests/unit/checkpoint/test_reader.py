@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from moe_qlora.checkpoint.integrity import open_checkpoint
+from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.checkpoint.reader import (
     DTYPES,
     INDEX,
@@ -26,8 +26,7 @@ from moe_qlora.checkpoint.reader import (
     inside,
     read_header,
 )
-from moe_qlora.checkpoint.staging import new_folder
-from moe_qlora.checkpoint.writer import ShardWriter, plan_shards
+from moe_qlora.checkpoint.staging import ShardWriter, new_folder, plan_shards
 from moe_qlora.errors import CheckpointError
 from moe_qlora.models.files import read_json
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import check_folder
 from safetensors.torch import load_file
 from torch import nn
 from training import NF4, SETTINGS
@@ -19,9 +20,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint.integrity import check_folder, open_checkpoint
-from moe_qlora.checkpoint.manifest import SHARD_NAME, has_manifest, read_manifest
-from moe_qlora.checkpoint.save import is_save_file
+from moe_qlora.checkpoint.manifest import (
+    SHARD_NAME,
+    has_manifest,
+    is_save_file,
+    open_checkpoint,
+    read_manifest,
+)
 from moe_qlora.checkpoint.staging import left_behind, staging
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError

@@ -39,10 +39,10 @@ def test_a_new_folder_appears_when_it_is_whole(tmp_path):
     assert names(goal.parent) == ["model"]
 
 
-def fail_within(goal: Path) -> None:
+def fail_within(goal: Path, error: Exception | None = None) -> None:
     with new_folder(goal) as work:
         (work / "x").write_text("1")
-        raise KeyError
+        raise error or KeyError
 
 
 def test_the_root_file_of_the_last_name_is_moved_last(tmp_path, monkeypatch):
@@ -67,21 +67,27 @@ def test_the_root_file_of_the_last_name_is_moved_last(tmp_path, monkeypatch):
     assert [(folder / name).read_text(encoding="utf-8") for name in files] == files
 
 
-def test_an_exception_leaves_nothing(tmp_path):
-    with pytest.raises(KeyError):
-        fail_within(tmp_path / "model")
-    assert names(tmp_path) == []
-
-
-def test_a_disk_that_fails_leaves_nothing(tmp_path):
-    def build() -> None:
-        with new_folder(tmp_path / "model") as work:
-            (work / "x").write_text("1")
-            raise OSError(28, "No space left on device")
-
-    said = "model cannot be written: No space left on device; make room there or name another"
-    with pytest.raises(CheckpointError, match=said):
-        build()
+@pytest.mark.parametrize(
+    ("error", "raised", "said"),
+    [
+        (KeyError("x"), KeyError, "x"),
+        (
+            OSError(28, "No space left on device"),
+            CheckpointError,
+            "model cannot be written: No space left on device; make room there or name another",
+        ),
+        (
+            SafetensorError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            ),
+            CheckpointError,
+            r"model cannot be written: No space left on device \(os error 28\); make room there",
+        ),
+    ],
+)
+def test_a_failure_leaves_nothing(tmp_path, error, raised, said):
+    with pytest.raises(raised, match=said):
+        fail_within(tmp_path / "model", error)
     assert names(tmp_path) == []
 
 
@@ -101,13 +107,6 @@ def test_what_could_not_be_read_or_written_is_named(tmp_path, code, first, secon
         new_folder(tmp_path / "place/model"),
     ):
         raise OSError(code, os.strerror(code), *paths)
-
-
-def test_a_full_disk_is_one_to_safetensors_too(tmp_path):
-    words = "Error while serializing: I/O error: No space left on device (os error 28)"
-    said = r"model cannot be written: No space left on device \(os error 28\); make room there"
-    with pytest.raises(CheckpointError, match=said), new_folder(tmp_path / "model"):
-        raise SafetensorError(words)
 
 
 def test_a_folder_that_is_there_is_written_whatever_follows(tmp_path, monkeypatch):
@@ -248,22 +247,17 @@ def secret(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path):
-    precious = secret(tmp_path)
-    (tmp_path / PARTIAL).symlink_to(precious)
+@pytest.mark.parametrize("kind", ["link", "another owner's"])
+def test_a_staging_folder_that_is_not_ours_is_refused(tmp_path, monkeypatch, kind):
+    precious, own = secret(tmp_path), os.geteuid()
+    if kind == "link":
+        (tmp_path / PARTIAL).symlink_to(precious)
+    else:
+        precious = precious.rename(tmp_path / PARTIAL)
+        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     with pytest.raises(CheckpointError, match="is a link, or another user's: move it away"):
         fail_within(tmp_path / "model")
     assert names(precious) == ["x"]
-
-
-def test_another_owners_folder_is_refused(tmp_path, monkeypatch):
-    (tmp_path / PARTIAL).mkdir()
-    (tmp_path / PARTIAL / "x").write_text("theirs")
-    own = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    with pytest.raises(CheckpointError, match="is a link, or another user's: move it away"):
-        fail_within(tmp_path / "model")
-    assert names(tmp_path / PARTIAL) == ["x"]
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "pipe", "folder"])

@@ -142,7 +142,7 @@ def contents(folder):
 
 
 def test_an_interrupted_merge_leaves_nothing(cli, folder, monkeypatch):
-    from moe_qlora.checkpoint.writer import ShardWriter
+    from moe_qlora.checkpoint.staging import ShardWriter
 
     before, stock, calls = contents(folder), ShardWriter.write, []
 
