@@ -14,6 +14,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as registers
 
@@ -74,8 +75,13 @@ class _Tree:
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._children = self._weights = _Dicts([])
 
-    def look(self, *_: Any) -> None:
-        """Look for changes now. A copy, whose registrations are not noted, looks each time."""
+    def look(self, stack: nn.Module, *_: Any) -> None:
+        """Look for changes in a training forward; generation has one for each token.
+
+        A copy of the model, whose registrations are not noted, looks at each call instead.
+        """
+        if not (stack.training and torch.is_grad_enabled()):
+            return
         self.forget()
         self.parameters()
         self._looked = self._adapters() if id(self.root) == self._first else -1

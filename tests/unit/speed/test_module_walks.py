@@ -1,6 +1,7 @@
 """Walks of the module tree give what the class's methods give, also after the tree has changed."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 
 import moe_qlora
-from moe_qlora.speed.module_walks import quicken_walks
+from moe_qlora.speed.module_walks import _Dicts, quicken_walks
 from moe_qlora.testing import tiny_model
 
 
@@ -50,12 +51,8 @@ def test_as_the_class_after_each_change_of_the_tree(model: PeftModel) -> None:
 
 
 def test_between_forwards_changes_are_seen_without_looking(model: PeftModel) -> None:
-    undo = quicken_walks(model)
-    base = model.get_base_model()
-
-    def forward(of: PeftModel = model) -> None:
-        of(input_ids=torch.arange(4)[None])
-
+    undo = quicken_walks(model.train())
+    base, forward = model.get_base_model(), partial(model, input_ids=torch.arange(4)[None])
     forward()
     assert_as_class(model)
     model.add_adapter("more", LoraConfig(r=3, target_modules=["v_proj"]))
@@ -70,12 +67,27 @@ def test_between_forwards_changes_are_seen_without_looking(model: PeftModel) -> 
     model.to("meta")
     assert_as_class(model)
     undo()
-    twin = copy.deepcopy(tiny_model("qwen3_moe"))
+    twin = tiny_model("qwen3_moe").train()
     quicken_walks(twin)
     second = copy.deepcopy(twin)
     second(input_ids=torch.arange(4)[None])
     del second.lm_head
     assert [*second.named_modules()] == [*type(second).named_modules(second)]
+
+
+def test_only_a_training_forward_looks(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[object] = []
+    monkeypatch.setattr(_Dicts, "have_changed", lambda each: looks.append(each))
+    quicken_walks(model.train())
+    for grad, mode in ((False, True), (True, False), (True, True)):
+        model.train(mode)
+        looks.clear()
+        with torch.set_grad_enabled(grad):
+            model(input_ids=torch.arange(4)[None])
+        assert bool(looks) is (grad and mode)
+    looks.clear()
+    list(model.parameters())
+    assert not looks
 
 
 def test_train_reaches_a_module_that_was_switched_by_itself(model: PeftModel) -> None:
