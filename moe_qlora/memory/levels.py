@@ -131,7 +131,7 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
     Under "recompute" the compiled function runs again, and not another: fused in another way, a
     router may choose other experts. One compilation serves rows of all lengths.
     """
-    whole = torch.compile(own) if compiles else own
+    whole = _compile(own) if compiles else own
     parts: dict[str, Callable[..., Any]] = {}
 
     def run(level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool = True) -> Any:
@@ -140,11 +140,27 @@ def runner(own: Callable[..., Any], *, compiles: bool) -> Callable[..., Any]:
         if not compiles or level in (RECOMPUTE, KEEP):
             return compute(level, whole, args, kwargs, preserve_rng_state=preserve_rng_state)
         if level not in parts:
-            parts[level] = torch.compile(_compute_of(level))
+            parts[level] = _compile(_compute_of(level))
         # Joined LoRA (speed/joined_lora.py) holds a product on an object for the next layers, which
         # Dynamo refuses within a checkpoint, and would then run all of it eagerly.
         with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
             return parts[level](level, own, args, kwargs, preserve_rng_state=preserve_rng_state)
+
+    return run
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function with guards that see that a parameter's `.data` changed, as by TRL's cast.
+
+    Before torch 2.13 Dynamo does not look at parameters of a dictionary that it saw in the call
+    before: code for fp32 adapters was run on bf16 ones, and read past their end.
+    https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_dynamo/config.py
+    """
+    compiled = torch.compile(function)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+            return compiled(*args, **kwargs)
 
     return run
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from itertools import chain
 
 import bitsandbytes as bnb
 import pytest
@@ -191,3 +193,35 @@ def test_a_layer_that_fails_leaves_no_hooks_of_its_checkpoint(function, monkeypa
         compute("recompute", fails, (x,), {})
     x.square().sum().backward()
     assert torch.equal(x.grad, 2 * x), held
+
+
+def test_code_for_one_dtype_is_not_run_on_weights_that_were_cast_in_place(monkeypatch):
+    # torch 2.11 on Python 3.12 ran it: its guards did not look at parameters seen a call before.
+    alike = []
+
+    def backend(graph, examples):
+        compiled_for = dtypes(examples)
+
+        def run(*args):
+            alike.append(dtypes(args) == compiled_for)
+            return graph(*args)
+
+        return run
+
+    def dtypes(values):
+        return [value.dtype for value in values if isinstance(value, torch.Tensor)]
+
+    def forward(layer, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer.forward(x)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    layers = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+    run = levels.runner(forward, compiles=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        for weight in chain(*map(torch.nn.Module.parameters, layers)):
+            weight.data = weight.data.to(dtype)
+        for place in (0, 1, 0, 0):
+            run(levels.KEEP, (layers[place], torch.ones(3, 4)), {})
+    assert len(alike) == 8
+    assert all(alike)
