@@ -65,7 +65,7 @@ from .fitted import (
     release_copy,
     runs_recorded,
 )
-from .flat_rows import has_flat_rows
+from .flat_rows import RowMemory, has_flat_rows, limit_lengths
 from .hosted import HostedExperts, pace
 
 _log = logging.getLogger(__name__)
@@ -400,11 +400,16 @@ class Fit:
         self.gain = self._choices.gain(self._known, choice)
         self._saved = self._choices.saved_by(choice)
         # A batch of another shape may run while memory of graphs stays reserved.
-        both = self._needs + self._with_gaps(self._pool(choice.activities))
+        pool = self._pool(choice.activities)
+        both = self._needs + self._with_gaps(pool)
         for name, layer in self._fitted.items():
             layer.level = choice.levels.get(name, levels.RECOMPUTE)
             layer.beside = both <= self._limit
         self._experts.hold(choice.host)
+        kept = sum(a.saved for a in self._activities[levels.RECOMPUTE] if a.name in self._fitted)
+        work = self._work(choice.activities, of_layers=True)
+        room = 1 + (self._limit - self._needs) / pool
+        limit_lengths(self._model, RowMemory(room, kept / pool, work / pool))
 
     def _keep_less(self, excess: int) -> None:
         """Choose anew where steps take so many bytes more than was planned."""

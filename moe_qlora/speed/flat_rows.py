@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,36 +87,65 @@ class RowLengths:
     Both come from the batches that come. CUDA graphs are recorded for the next power of two where
     no recorded length serves a row (filled to 69 %), and for its own length, a quarter of a power
     of two, once that has come often (89 %). Recorded rows of up to four times the tokens are
-    quicker than rows that are not recorded.
+    quicker than rows that are not recorded. Where memory holds no other length, those that are
+    recorded serve.
     """
 
     def __init__(self, largest: int) -> None:
         self.largest = largest
+        self.memory = RowMemory()
+        self.alone = False  # Whether memory holds the last row alone, without graphs of others
         self.recorded: list[tuple[int, int]] = []  # (L, S)
         self._came: Counter[tuple[int, int]] = Counter()
 
     def pick(self, tokens: int, segments: int) -> tuple[int, int, bool]:
         """Return a row's length, the size of its table, and whether it is recorded."""
-        size = table_size(segments)
+        self.alone, size = False, table_size(segments)
         if tokens > self.largest:
             return rounded(tokens), size, False
         own = self._of(rounded(tokens)), size
         self._came[own] += 1
-        free = len(self.recorded) < _RECORDED
-        if own not in self.recorded and not (free and self._came[own] >= _OFTEN):
-            fits = [each for each in self.recorded if each[0] >= own[0] and each[1] >= size]
+        if own in self.recorded:
+            return *own, True
+        free = self._is_free(own[0])
+        if not (free and self._came[own] >= _OFTEN):
+            long = [each for each in self.recorded if each[0] >= own[0]]
+            fits = [each for each in long if each[1] >= size]
             serve = [each for each in fits if not free or each[0] <= 4 * own[0]]
             if serve:
                 return *min(serve), True
+            wide = self._of(1 << (own[0] - 1).bit_length()), size
+            own = wide if self._is_free(wide[0]) else own
             if not free:
-                return *own, False
-            own = self._of(1 << (own[0] - 1).bit_length()), size
-        if own not in self.recorded:
-            self.recorded.append(own)
+                self.alone = len(self.recorded) < _RECORDED
+                if not (self.alone and long):
+                    return *own, False
+                own = min(long)[0], size  # In place of the one whose table is too small
+                self.recorded.remove(min(long))
+        self.recorded.append(own)
         return *own, True
 
     def _of(self, length: int) -> int:
         return min(max(length, _SHORT), self.largest)
+
+    def _is_free(self, length: int) -> bool:
+        lengths = [each for each, _ in self.recorded]
+        return len(lengths) < _RECORDED and self.memory.holds(lengths, length, self.largest)
+
+
+class RowMemory(NamedTuple):
+    """The memory that graphs of rows may take, as parts of what those of the largest row take."""
+
+    room: float = math.inf  # All that there is
+    kept: float = 0  # What the largest row needs beside a longer one, with which it shares the rest
+    work: float = 0  # What it takes to record the largest row, beside all graphs
+
+    def holds(self, recorded: Sequence[int], length: int, largest: int) -> bool:
+        """Whether a row of this length can be recorded beside others; the first one always can."""
+        longest = max([*recorded, length])
+        others = sum(recorded) + length - longest
+        needed = longest + self.kept * others + self.work * length
+        return not recorded or needed <= self.room * largest
 
 
 def rounded(tokens: int) -> int:
@@ -135,6 +166,14 @@ def has_flat_rows(model: nn.Module) -> bool:
     """Whether batches of a model run as flat rows."""
     found = [stack.__dict__.get(_FLAT) for stack in decoder_stacks(model)]
     return any(rows is not None and rows.obstacle is None for rows in found)
+
+
+def limit_lengths(model: nn.Module, memory: RowMemory) -> None:
+    """Let the flat rows of a model have no more recorded lengths than memory holds."""
+    for stack in decoder_stacks(model):
+        rows = stack.__dict__.get(_FLAT)
+        if rows is not None and rows.lengths is not None:
+            rows.lengths.memory = memory
 
 
 def obstacle(stack: Any) -> str | None:
@@ -226,7 +265,9 @@ class FlatRows:
             return self._apart(given)
         # Attention wants masks of all pairs of tokens where flash attention has none.
         dense = not getattr(self.stack, "_supports_flash_attn", False)
-        segments = Segments(row.length, row.offsets, row.longest, row.recorded, dense, row.rows)
+        segments = Segments(
+            row.length, row.offsets, row.longest, row.recorded, dense, row.rows, row.alone
+        )
         flat = {
             name: row.gathered(value) if row.has_tokens(value) else value
             for name, value in given.items()
@@ -247,7 +288,8 @@ class FlatRows:
         if plain and self._plain is not None and self._plain[0] == key:
             return self._plain[1]
         row = _Row.of(given, self.longest, lengths)
-        self._plain = (key, row) if plain and row is not None and row.recorded else None
+        again = plain and row is not None and row.recorded and not row.alone
+        self._plain = (key, row) if again else None
         return row
 
 
@@ -288,6 +330,7 @@ class _Row:
     offsets: Tensor  # (S + 1,) int32
     positions: Tensor  # (1, L)
     rows: int  # As of `Segments`
+    alone: bool  # Likewise
     source: Tensor | None  # (L,) of the batch's tokens, B * T for filling; None: in their order
     target: Tensor | None  # (B * T,) in the row, L for padding
 
@@ -326,7 +369,8 @@ class _Row:
         # What fills a row may follow its only segment: nothing before sees it.
         whole = segments == len(real) and count == real.numel() == length
         rows = 1 if segments == 1 else len(real) if whole else 0
-        row = cls(shape, length, longest, recorded, offsets, offsets, rows, source, target)
+        alone = lengths is not None and lengths.alone
+        row = cls(shape, length, longest, recorded, offsets, offsets, rows, alone, source, target)
         # Zeros fill it: some rotary embeddings depend on the last position.
         row.positions = row.gathered(within.view(shape) if positions is None else positions)
         return row

@@ -339,6 +339,9 @@ class _GraphedLayer(RunsLevels):
         # In backward, a checkpoint around the layer computes it again: no new pass.
         keeps = level != levels.RECOMPUTE
         admitted = in_backward() or self.shared.enters(self.place, keeps=keeps)
+        row = segments.running.get()
+        if self.place == 0 and row is not None and row.alone and not in_backward():
+            self.shared.make_room(self.layer)
         try:
             leaves, structure, kind = self._kinds.describe(args, kwargs)
             may = admitted and self.active and not measures(layer) and segments.records()

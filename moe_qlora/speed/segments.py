@@ -59,6 +59,7 @@ class Segments:
     recorded: bool  # Whether rows of this length are recorded as CUDA graphs
     dense: bool  # Whether the model's attention cannot take offsets
     rows: int = 0  # Segments are so many rows of one length; 0: of any
+    alone: bool = False  # Whether memory does not hold graphs of other rows beside it
 
     def ids(self) -> Tensor:
         """Return the segment of each token `(L,)` int64."""

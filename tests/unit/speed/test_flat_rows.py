@@ -276,6 +276,25 @@ def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
     assert len(lengths.recorded) == 8
 
 
+def test_no_more_lengths_are_recorded_than_memory_holds() -> None:
+    lengths = flat_rows.RowLengths(4096)
+    lengths.memory = flat_rows.RowMemory(room=1.2, kept=0.2, work=0.3)
+    assert [lengths.pick(*row) for row in ((4000, 9), (700, 9), (4000, 17), (700, 9))] == [
+        (4096, 16, True), (4096, 16, True), (4096, 64, True), (4096, 64, True),
+    ]  # fmt: skip
+    assert lengths.recorded == [(4096, 64)]  # It needs 1.5 rows beside the first one, of 1.2
+    lengths = flat_rows.RowLengths(4096)
+    lengths.memory = flat_rows.RowMemory(room=1.2, kept=0.2, work=0.3)
+    picked = []
+    for tokens in (1500, 700, 4000, 1500):
+        picked.append((*lengths.pick(tokens, 9), lengths.alone))
+    assert picked == [
+        (2048, 16, True, False), (2048, 16, True, False), (4096, 16, False, True),
+        (2048, 16, True, False),
+    ]  # fmt: skip
+    assert [lengths.pick(700, 9)[0] for _ in range(7)] == [2048] * 6 + [1024]
+
+
 def test_the_table_of_segments_holds_those_of_a_row() -> None:
     lengths = flat_rows.RowLengths(512)
     assert [lengths.pick(500, count)[1] for count in (5, 16, 17, 5, 40)] == [16, 16, 64, 16, 64]

@@ -177,6 +177,24 @@ def test_flat_rows_are_recorded_for_few_lengths(ran: list[str]) -> None:
     rows.remove()
 
 
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
+    enough: bool, ran: list[str]
+) -> None:
+    model = packed()
+    rows, *_ = flat_rows.flatten_rows(model, 1, 2048, fixed=True)
+    ids = [token_ids(model, 1, count) for count in (2000, 1000, 2000)]
+    with fitted(model, ENOUGH) as fit:
+        memory = ENOUGH if enough else int(fit.peak) + 4096
+    with fitted(model, memory), emulated(model.get_base_model()) as graphs:
+        recorded = []
+        for each in (ids[1], ids[1], ids[0], ids[1], ids[0], ids[1]):
+            step(model, each)
+            recorded.append(graphs.recorded // LAYERS)
+    assert recorded == ([0, 1, 2, 2, 2, 2] if enough else [0, 1, 0, 1, 0, 1])
+    rows.remove()
+
+
 def test_a_batch_that_comes_while_gradients_accumulate() -> None:
     model = packed()
     weights, memory = trained(model), tight(model)
