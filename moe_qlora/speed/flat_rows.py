@@ -288,8 +288,9 @@ class FlatRows:
         if plain and self._plain is not None and self._plain[0] == key:
             return self._plain[1]
         row = _Row.of(given, self.longest, lengths)
-        again = plain and row is not None and row.recorded and not row.alone
-        self._plain = (key, row) if again else None
+        self._plain = None
+        if plain and row is not None and row.recorded and not row.alone:
+            self._plain = key, row
         return row
 
 

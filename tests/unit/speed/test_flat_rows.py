@@ -285,9 +285,7 @@ def test_no_more_lengths_are_recorded_than_memory_holds() -> None:
     assert lengths.recorded == [(4096, 64)]  # It needs 1.5 rows beside the first one, of 1.2
     lengths = flat_rows.RowLengths(4096)
     lengths.memory = flat_rows.RowMemory(room=1.2, kept=0.2, work=0.3)
-    picked = []
-    for tokens in (1500, 700, 4000, 1500):
-        picked.append((*lengths.pick(tokens, 9), lengths.alone))
+    picked = [(*lengths.pick(tokens, 9), lengths.alone) for tokens in (1500, 700, 4000, 1500)]
     assert picked == [
         (2048, 16, True, False), (2048, 16, True, False), (4096, 16, False, True),
         (2048, 16, True, False),
