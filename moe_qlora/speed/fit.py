@@ -370,13 +370,14 @@ class Fit:
         """Return the bytes of a step whose layers have a memory pool of their own.
 
         What layers keep and work with is not shared with what the loss works with, nor with
-        gradients, which come as activations go.
+        gradients, which come as activations go, and with one layer that runs to be recorded.
         """
         always = sum(planned.parts[name] for name in COMPONENTS[: COMPONENTS.index("gradients")])
         others = self._work(activities, of_layers=False)
         gradients = sum(parameter.nbytes for parameter in self._measured.trained)
         pool = self._pool(activities) + _OF_GRAPHS
-        return self._resident + always + pool + max(others, gradients)
+        once = self._work(activities, of_layers=True)
+        return self._resident + always + pool + max(others, gradients + once)
 
     def _pool(self, activities: tuple[Activity, ...]) -> int:
         return sum(a.saved for a in activities) + self._work(activities, of_layers=True)
@@ -407,9 +408,8 @@ class Fit:
             layer.beside = both <= self._limit
         self._experts.hold(choice.host)
         kept = sum(a.saved for a in self._activities[levels.RECOMPUTE] if a.name in self._fitted)
-        work = self._work(choice.activities, of_layers=True)
         room = 1 + (self._limit - self._needs) / pool
-        limit_lengths(self._model, RowMemory(room, kept / pool, work / pool))
+        limit_lengths(self._model, RowMemory(room, kept / pool))
 
     def _keep_less(self, excess: int) -> None:
         """Choose anew where steps take so many bytes more than was planned."""

@@ -138,14 +138,12 @@ class RowMemory(NamedTuple):
 
     room: float = math.inf  # All that there is
     kept: float = 0  # What the largest row needs beside a longer one, with which it shares the rest
-    work: float = 0  # What it takes to record the largest row, beside all graphs
 
     def holds(self, recorded: Sequence[int], length: int, largest: int) -> bool:
         """Whether a row of this length can be recorded beside others; the first one always can."""
         longest = max([*recorded, length])
         others = sum(recorded) + length - longest
-        needed = longest + self.kept * others + self.work * length
-        return not recorded or needed <= self.room * largest
+        return not recorded or longest + self.kept * others <= self.room * largest
 
 
 def rounded(tokens: int) -> int:

@@ -278,13 +278,13 @@ def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
 
 def test_no_more_lengths_are_recorded_than_memory_holds() -> None:
     lengths = flat_rows.RowLengths(4096)
-    lengths.memory = flat_rows.RowMemory(room=1.2, kept=0.2, work=0.3)
+    lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
     assert [lengths.pick(*row) for row in ((4000, 9), (700, 9), (4000, 17), (700, 9))] == [
         (4096, 16, True), (4096, 16, True), (4096, 64, True), (4096, 64, True),
     ]  # fmt: skip
-    assert lengths.recorded == [(4096, 64)]  # It needs 1.5 rows beside the first one, of 1.2
+    assert lengths.recorded == [(4096, 64)]  # It needs 1.4 rows with the first one, of 1.1
     lengths = flat_rows.RowLengths(4096)
-    lengths.memory = flat_rows.RowMemory(room=1.2, kept=0.2, work=0.3)
+    lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
     picked = [(*lengths.pick(tokens, 9), lengths.alone) for tokens in (1500, 700, 4000, 1500)]
     assert picked == [
         (2048, 16, True, False), (2048, 16, True, False), (4096, 16, False, True),
