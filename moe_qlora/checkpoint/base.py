@@ -203,7 +203,9 @@ class PackedBase(Base):
         opened.finish()
         warn_of_changes(folder, opened.manifest)
         self.checkpoint = opened.checkpoint
-        self._weights = weights = PackedWeights(opened, model)
+        self._weights = weights = PackedWeights(
+            opened.manifest, opened.checkpoint, model.state_dict()
+        )
         parts = {key for keys in weights.keys.values() for key in keys} - weights.keys.keys()
         state = model.state_dict()
         opened.check_model(model)

@@ -554,41 +554,49 @@ def check_experts(folder: Path, manifest: Manifest) -> None:
 class PackedWeights:
     """The packed weights of a folder, experts' and Linear layers', one in memory at a time.
 
-    `keys` has the keys that hold each, by its name; the model on meta, the shapes of Linear layers.
+    `keys` has the keys that hold each, by its name. `plain` has tensors of the shape and dtype of
+    Linear layers; of one without, the shape is what its record says.
     """
 
-    def __init__(self, folder: FolderCheck, model: Any = None) -> None:
-        self._folder, self._manifest = folder, folder.manifest
-        self._plain: dict[str, Tensor] = {} if model is None else model.state_dict()
-        self.keys = packed_names(folder.manifest)
+    def __init__(
+        self, manifest: Manifest, files: Checkpoint, plain: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._manifest, self._files, self._plain = manifest, files, plain or {}
+        self.keys = packed_names(manifest)
         self._last: tuple[str, PackedWeight] | None = None
 
     def parts(
-        self, name: str
-    ) -> tuple[dict[str, Tensor], tuple[int, ...], CodecSettings, torch.dtype | None]:
-        """Return a weight's tensors by key suffix, shape, codec, and dtype if no record has it.
+        self, name: str, device: Any = None
+    ) -> tuple[dict[str, Tensor], tuple[int, ...], torch.dtype | None, CodecSettings]:
+        """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec.
 
         Of tensors that cannot be read: ValueError, KeyError or TypeError.
         """
         entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
-        parts = parts_of(name, self.keys[name], self._folder.checkpoint.read)
+        fetched = {key: self._files.fetch(key, device=device) for key in self.keys[name]}
+        parts = parts_of(name, self.keys[name], lambda key: fetched[key]())
         if entry is not None:
-            return parts, entry.shape, settings, getattr(torch, entry.dtype)
+            return parts, entry.shape, getattr(torch, entry.dtype), settings
         if (plain := self._plain.get(name)) is not None:
             dtype = None if settings.codec.has_record else plain.dtype
-            return parts, tuple(plain.shape), settings, dtype
+            return parts, tuple(plain.shape), dtype, settings
         record = parts.get(RECORD + settings.kind)  # of a model that could not be built
         shape = parts[CODES].shape if record is None else read_record(record)["shape"]
-        return parts, tuple(shape), settings, None
+        return parts, tuple(shape), None, settings
+
+    def read(self, name: str, device: Any = None) -> PackedWeight:
+        """Read a packed weight to a device (default: the CPU)."""
+        try:
+            return restore(*self.parts(name, device))
+        except ValueError as error:
+            place = self._files.files[0].parent
+            raise CheckpointError(f"{place}: {name} {error}.") from error
 
     def weight(self, name: str) -> PackedWeight:
         """Return a packed weight; the last one is kept, for its next slice."""
         if self._last is None or self._last[0] != name:
-            try:
-                parts, shape, settings, dtype = self.parts(name)
-                self._last = (name, restore(parts, shape, dtype, settings))
-            except ValueError as error:
-                raise CheckpointError(f"{self._folder.folder}: {name} {error}.") from error
+            self._last = None
+            self._last = name, self.read(name)
         return self._last[1]
 
 

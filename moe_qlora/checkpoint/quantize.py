@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import initialization as init
 
 from ..detection.detect import detect
@@ -33,18 +33,10 @@ from ..packing.int8 import SCALES
 from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
-from .base import (
-    Base,
-    auxiliary_files,
-    copy_files,
-    describe_source,
-    resolve_checkpoint,
-)
-from .conversion import Group
+from .base import Base, auxiliary_files, copy_files, describe_source, resolve_checkpoint
 from .load_spec import PackingPlan, kept_dtypes, packing_spec
 from .manifest import CONFIG, INT8_FORMAT, Manifest, PackedEntry
-from .reader import check_plain
-from .rows import Slot, filled
+from .rows import filled, packed_linears, slot_for
 from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
 from .training_codec import from_config
 
@@ -99,9 +91,10 @@ def quantize_checkpoint(
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
-    job = PackingJob(folder, model, config, place)
+    opened = open_to_pack(folder, model, config, place)
+    base, plan = opened.base, opened.plan
     with (
-        closing(job.base),
+        closing(base),
         new_folder(out) as work,
         reporting(progress, "Packing", "Packed") as tell,
     ):
@@ -113,9 +106,9 @@ def quantize_checkpoint(
             raise CheckpointError(f"{type(model.config).__name__} does not store its quantization.")
         if model.can_generate() and not (work / "generation_config.json").exists():
             model.generation_config.save_pretrained(work)
-        shards = job.write(work, max_shard_size, tell)
-        origin = describe_source(folder, job.base.checkpoint.files)
-        return save.finish_packed(work, shards, job.experts(), job.spec.settings, source=origin)
+        shards, entries = _write(opened, place, work, max_shard_size, tell)
+        origin = describe_source(folder, base.checkpoint.files)
+        return save.finish_packed(work, shards, entries, plan.settings, source=origin)
 
 
 def copy_config(config: Any) -> Any:
@@ -144,144 +137,126 @@ def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
         return named.build(source, trust_remote_code=trust_remote_code)
 
 
-class PackingJob:
-    """One conversion of a checkpoint: its groups of parameters, their codecs and dtypes."""
+class Opened(NamedTuple):
+    """A checkpoint that is to be packed."""
 
-    def __init__(self, folder: Path, model: Any, config: Any, device: torch.device) -> None:
-        self.device, self.config = device, config
-        self.spec: PackingPlan = packing_spec(model, config, model.dtype, None)
-        dtype = model.dtype
-        own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        self.fp32 = kept_dtypes(model, dtype)
-        self.base = Base(folder, model, device=device)
-        # Replaces the model's Linear layers that bitsandbytes packs.
-        self.packed = from_config(model, config)
-        linears = self.packed.linears
-        model.tie_weights()
-        # bitsandbytes also replaces Conv1D, which stores `(in, out)`.
-        replaced = {
-            n: getattr(model.get_submodule(n[:-7]), "source_cls", nn.Linear) for n in linears
-        }
-        self.transposed = {n for n, kind in replaced.items() if not issubclass(kind, nn.Linear)}
-        self.dtypes = own | dict.fromkeys(linears & own.keys(), dtype)
-        tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-        disk = self.base.layout.by_name
-        self.tied = {
-            name: source
-            for name, source in tied.items()
-            if not self.base.stored_apart([n for n in (name, source) if n in disk])
-        }
-        on_disk = disk.keys()
-        left_out = {name for name, source in self.tied.items() if source in on_disk}
-        left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-        optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-        missing = [
-            name
-            for name in sorted(model.state_dict().keys() - on_disk - left_out - self.tied.keys())
-            if not any(re.search(pattern, name) for pattern in optional)
-        ]
-        if missing:
+    base: Base
+    plan: PackingPlan
+    dtypes: dict[str, torch.dtype]  # of all parameters, were they not packed
+    linears: dict[str, bool]  # weights of Linear layers that are packed: see `packed_linears`
+    tied: dict[str, str]  # names that are stored under another
+    left_out: set[str]  # names that are not written
+
+
+def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) -> Opened:
+    """Open a checkpoint, given its model on meta, whose Linear layers are replaced."""
+    plan = packing_spec(model, config, model.dtype, None)
+    own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    dtype, fp32 = model.dtype, kept_dtypes(model, model.dtype)
+    base = Base(folder, model, device=device)
+    from_config(model, config)
+    linears = packed_linears(model)
+    model.tie_weights()
+    dtypes = {
+        name: plan.dtypes.get(name) or fp32(name) or (dtype if name in linears else stored)
+        for name, stored in own.items()
+    }
+    disk = base.layout.by_name
+    all_tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {
+        name: source
+        for name, source in all_tied.items()
+        if not base.stored_apart([n for n in (name, source) if n in disk])
+    }
+    left_out = {name for name, source in tied.items() if source in disk}
+    left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    missing = [
+        name
+        for name in sorted(model.state_dict().keys() - disk.keys() - left_out - tied.keys())
+        if not any(re.search(pattern, name) for pattern in optional)
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{folder} has no tensor for {listed(missing)}, which a {type(model).__name__} needs: "
+            "config.json is of another model."
+        )
+    if not (disk.keys() - left_out) & plan.params.keys():
+        skipped = config.llm_int8_skip_modules
+        if skipped and len(detect(model)):
             raise CheckpointError(
-                f"{self.base.folder} has no tensor for {listed(missing)}, "
-                f"which a {type(model).__name__} needs: config.json is of another model."
+                f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
+                "weight unpacked; name fewer."
             )
-        if not (on_disk - left_out) & self.spec.params.keys():
-            folder, skipped = self.base.folder, self.config.llm_int8_skip_modules
-            if skipped and len(detect(model)):
-                raise CheckpointError(
-                    f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
-                    "weight unpacked; name fewer."
-                )
-            raise CheckpointError(
-                f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
-                "transformers and its own bitsandbytes settings."
-            )
-        self.steps: list[tuple[Group, list[str]]] = [
-            (group, names)
-            for group in self.base.layout.groups
-            if (names := [name for name in group.shapes if name not in left_out])
-        ]
-        floating = {name for name, dtype in own.items() if dtype.is_floating_point}
-        for group, names in self.steps:
-            for key in group.keys if floating & {*names} else ():
-                check_plain(key, self.base.disk[key][1])
+        raise CheckpointError(
+            f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
+            "transformers and its own bitsandbytes settings."
+        )
+    return Opened(base, plan, dtypes, linears, tied, left_out)
 
-    def experts(self) -> dict[str, PackedEntry]:
-        """Return the manifest's entries of packed expert weights."""
-        entries = {}
-        for name in (name for _, names in self.steps for name in names if name in self.spec.params):
-            param = self.spec.params[name]
-            tied = (alias for alias, source in self.tied.items() if source == name)
-            others = tuple(sorted({*param.names, *tied} - {name}))
-            entries[name] = PackedEntry(tuple(param.shape), dtype_name(self.dtype(name)), others)
-        return entries
 
-    def write(self, work: Path, max_shard_size: int | str, tell: Progress) -> list[Path]:
-        """Write the shards; return them in order."""
-        packed = self.spec.params.keys() | self.packed.linears
-        settings = self.spec.settings
+def _write(
+    opened: Opened, device: torch.device, work: Path, max_shard_size: int | str, tell: Progress
+) -> tuple[list[Path], dict[str, PackedEntry]]:
+    """Write the shards; return them in order, and the manifest's entries of expert weights."""
+    base, plan, dtypes, linears, tied, left_out = opened
+    steps = [
+        (group, names)
+        for group in base.layout.groups
+        if (names := [name for name in group.shapes if name not in left_out])
+    ]
+    packed = plan.params.keys() | linears.keys()
+    cpu, sizes, entries = torch.device("cpu"), dict[int, int](), dict[str, PackedEntry]()
+    for index, (group, names) in enumerate(steps):
+        shapes = {name: group.shapes[name] for name in names}
+        sizes[index] = sum(
+            packed_nbytes(shape, plan.settings)
+            if name in packed
+            else math.prod(shape) * dtypes[name].itemsize
+            for name, shape in shapes.items()
+        )
+        for name in (name for name in names if name in plan.params):
+            aliases = {*plan.params[name].names, *(n for n, other in tied.items() if other == name)}
+            shape, dtype = tuple(plan.params[name].shape), dtype_name(dtypes[name])
+            entries[name] = PackedEntry(shape, dtype, tuple(sorted(aliases - {name})))
+    shards = []
+    for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
+        path = work / f"shard-{number:05d}.safetensors"
+        shards.append(path)
+        ends, later, slots = key_ends(plan.settings), [], {}
+        for group, names in (steps[index] for index in indices):
+            for name in names:
+                later += [f"{name}{end}" for end in ends]
+                later += [f"{name.rpartition('.')[0]}{end}" for end in (SCALES, INT8_FORMAT)]
+                place = device if name in packed or base.decodes(group) else cpu
+                slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
+        with ShardWriter(path, {}, {"format": "pt"}, later) as shard:
+            groups = [steps[index][0] for index in indices]
+            weights = filled(base.checkpoint, base.layout, groups, slots)
+            for index in indices:
+                names = steps[index][1]
+                tell(index, len(steps), names[0])
+                for name, weight in itertools.islice(weights, len(names)):
+                    for key, tensor in _entries(name, weight, dtypes[name], name in plan.params):
+                        shard.write(key, tensor)
+                    del weight  # before the next is packed
+    tell(len(steps), len(steps), "")
+    return shards, entries
 
-        def nbytes(name: str, shape: tuple[int, ...]) -> int:
-            plain = math.prod(shape) * self.dtype(name).itemsize
-            return packed_nbytes(shape, settings) if name in packed else plain
 
-        sizes = {
-            index: sum(nbytes(name, group.shapes[name]) for name in names)
-            for index, (group, names) in enumerate(self.steps)
-        }
-        ends = key_ends(settings)
-        shards = []
-        for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
-            path = work / f"shard-{number:05d}.safetensors"
-            shards.append(path)
-            steps = [self.steps[index] for index in indices]
-            owners = [(name, name.rpartition(".")[0]) for _, names in steps for name in names]
-            keys = [f"{name}{end}" for name, _ in owners for end in ends]
-            keys += [f"{module}{end}" for _, module in owners for end in (SCALES, INT8_FORMAT)]
-            with ShardWriter(path, {}, {"format": "pt"}, keys) as shard:
-                slots = {
-                    name: self._slot(name, group, name in packed)
-                    for group, names in steps
-                    for name in names
-                }
-                groups = [group for group, _ in steps]
-                weights = filled(self.base.checkpoint, self.base.layout, groups, slots)
-                for index, (_, names) in zip(indices, steps, strict=True):
-                    tell(index, len(self.steps), names[0])
-                    for name, weight in itertools.islice(weights, len(names)):
-                        for key, tensor in self._entries(name, weight):
-                            shard.write(key, tensor)
-                        del weight  # before the next is packed
-        tell(len(self.steps), len(self.steps), "")
-        return shards
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a parameter after loading."""
-        return self.spec.dtypes.get(name) or self.fp32(name) or self.dtypes[name]
-
-    def _slot(self, name: str, group: Group, packs: bool) -> Slot:
-        shape, turned = group.shapes[name], name in self.transposed
-        if not packs:
-            device = self.device if self.base.decodes(group) else torch.device("cpu")
-            return Slot(name, shape, self.dtype(name), device)
-        dtype = self.spec.settings.codec.linear_dtype if name in self.packed.linears else None
-        return Slot(
-            name, shape[:: -1 if turned else 1], dtype or self.dtype(name), self.device,
-            self.spec.settings, transposed=turned,
-        )  # fmt: skip
-
-    def _entries(self, name: str, weight: PackedWeight | Tensor) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(weight, Tensor):
-            yield name, weight
-            return
-        yield name, weight.codes
-        codec = codec_of(weight.kind)
-        if name in self.spec.params or not codec.loads_in_8bit:
-            weight = replace(weight, dtype=self.dtype(name))
-            for end, value in codec.entries(weight).items():
-                yield f"{name}{end}", value
-        else:
-            module = name.rpartition(".")[0]
-            yield f"{module}{SCALES}", weight.absmax
-            # bitsandbytes' number of the row-major layout
-            yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
+def _entries(
+    name: str, weight: PackedWeight | Tensor, dtype: torch.dtype, is_expert: bool
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(weight, Tensor):
+        yield name, weight
+        return
+    yield name, weight.codes
+    codec = codec_of(weight.kind)
+    if is_expert or not codec.loads_in_8bit:
+        for end, value in codec.entries(replace(weight, dtype=dtype)).items():
+            yield f"{name}{end}", value
+    else:
+        module = name.rpartition(".")[0]
+        yield f"{module}{SCALES}", weight.absmax
+        # bitsandbytes' number of the row-major layout
+        yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)

@@ -19,12 +19,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import MoeQloraError, NonFiniteWeightError
+from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below
 from ..packing.settings import CodecSettings
 from .conversion import DiskLayout, Group
+from .load_spec import PackingPlan
 from .reader import Checkpoint, check_plain
 
 WORKERS = 4
@@ -104,6 +106,34 @@ class Slot:
         if not pieces:  # none of its rows are wanted
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def packed_linears(model: nn.Module) -> dict[str, bool]:
+    """Return the weights of bitsandbytes' Linear layers: whether the disk has them `(in, out)`."""
+    # It also replaces Conv1D, which stores that.
+    return {
+        f"{name}.weight": not issubclass(getattr(module, "source_cls", nn.Linear), nn.Linear)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if parametrize.is_packed_linear(module)
+    }
+
+
+def slot_for(
+    model: Any,
+    plan: PackingPlan,
+    linears: Mapping[str, bool],
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Slot:
+    """Return the slot of a parameter that is loaded in this dtype, were it not packed."""
+    settings: CodecSettings | None = plan.settings
+    if name in linears:
+        dtype = plan.settings.codec.linear_dtype or dtype
+    elif name not in plan.params:
+        settings = None
+    shape, turned = model.get_parameter_or_buffer(name).shape, linears.get(name, False)
+    return Slot(name, shape, dtype, device, settings, transposed=turned)
 
 
 def filled(

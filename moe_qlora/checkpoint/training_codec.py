@@ -37,6 +37,7 @@ from ..packing.linear import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from .reader import inside, parse_fields
+from .rows import packed_linears
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
@@ -117,7 +118,8 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     base = of_model(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     check_linears(model, settings)
-    return TrainingCodec(settings, experts, _packed_linears(model), base)
+    linears = frozenset(map(unwrapped_name, packed_linears(model)))
+    return TrainingCodec(settings, experts, linears, base)
 
 
 def from_packed(model: nn.Module) -> TrainingCodec | None:
@@ -138,19 +140,11 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
         settings = CodecSettings(linear_kind(layers[0]) if layers else NF4.kind)
         if states and (first := states[0]) is not None:
             settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
-    linears = _packed_linears(model)
+    linears = frozenset(map(unwrapped_name, packed_linears(model)))
     dtypes = {weight.dtype for weight in weights.values()}
     dtypes |= {state.dtype for state in states if state is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return TrainingCodec(settings, frozenset(how), linears, of_model(model), native, dtype)
-
-
-def _packed_linears(model: nn.Module) -> frozenset[str]:
-    return frozenset(
-        unwrapped_name(f"{name}.weight")
-        for name, module in model.named_modules(remove_duplicate=False)
-        if parametrize.is_packed_linear(module)
-    )
 
 
 @checked

@@ -159,7 +159,7 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
     folder, manifest, checkpoint = opened.folder, opened.manifest, opened.checkpoint
     damage = [f"{folder}: {problem}." for problem in _config_problems(folder, manifest)]
     warnings = list(_leftovers(folder, manifest))
-    weights = PackedWeights(opened)
+    weights = PackedWeights(manifest, checkpoint)
     try:
         source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
@@ -169,7 +169,7 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
         own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
         (warnings if own else damage).append(f"Shapes were not compared with the model's: {error}")
     else:
-        weights = PackedWeights(opened, model)
+        weights = PackedWeights(manifest, checkpoint, model.state_dict())
         damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
     owned = {key for keys in weights.keys.values() for key in keys}
     steps = [*weights.keys, *(key for key in checkpoint if key not in owned)]
@@ -179,7 +179,7 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
             damage += _value_problems(checkpoint, name)
             continue
         try:
-            parts, shape, settings, dtype = weights.parts(name)
+            parts, shape, dtype, settings = weights.parts(name)
             reasons = list(problems(parts, shape, settings, dtype))
         except (ValueError, KeyError, TypeError) as error:
             reasons = [f"has parts that cannot be read ({error})"]
@@ -304,7 +304,8 @@ def _errors(
     resolved = resolve_checkpoint(source, trust_remote_code)
     model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
-    weights, entries = PackedWeights(opened, model), opened.manifest.experts
+    weights = PackedWeights(opened.manifest, opened.checkpoint, model.state_dict())
+    entries = opened.manifest.experts
     with closing(Base(source, model)) as base:
         places = []
         for name in sorted(weights.keys, key=dot_natural_key):
