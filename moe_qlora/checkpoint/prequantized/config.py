@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Annotated, Any, Literal
@@ -87,12 +88,6 @@ def method_of(own: Any) -> str | None:
 
 _SKIPPED = r"(?:{})(?:(?<=\.)|(?=\.|$))"  # transformers' should_convert_module
 
-_IS_NAMED: dict[str, Callable[[str, str], bool]] = {
-    COMPRESSED: lambda module, name: module == name,
-    MODELOPT: lambda module, name: module.startswith(f"{name}."),
-}
-"""How a name leaves out a module, besides by its pattern; for others the module ends with it."""
-
 
 class MakerConfig:
     """A `quantization_config` of a method that is read.
@@ -110,11 +105,25 @@ class MakerConfig:
         self._ignored: dict[str, re.Pattern[str] | None] = {}
         for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
             for name in _parse(list[str], {**config, **inner}.get(key) or (), key):
-                self._ignored[name] = self._ignored_pattern(name)
+                pattern = None
+                if self.method == COMPRESSED:
+                    pattern = _pattern(name) if name.startswith("re:") else None
+                else:
+                    own = translate(name) if self.method == MODELOPT else _SKIPPED.format(name)
+                    with suppress(re.error):
+                        pattern = re.compile(own)
+                self._ignored[name] = pattern
         self._by_name: dict[str, Scheme] = {}
         self._by_pattern: list[tuple[re.Pattern[str], Scheme]] = []
         self._default: Scheme | None = None
-        for targets, scheme in self._groups(config, inner):
+        groups: Groups = iter(())  # MXFP4 has one layout
+        if self.method == COMPRESSED:
+            groups = _compressed_groups(config)
+        elif self.method == MODELOPT:
+            groups = _modelopt_groups(inner)
+        elif self.method != MXFP4:
+            groups = iter([(None, _fp8_scheme(config, self.method))])
+        for targets, scheme in groups:
             for target in targets or ("Linear",):
                 if target.startswith("re:"):
                     self._by_pattern.append((_pattern(target), scheme))
@@ -122,22 +131,6 @@ class MakerConfig:
                     self._default = self._default or scheme
                 else:
                     self._by_name.setdefault(target, scheme)
-
-    def _groups(self, config: Mapping[str, Any], inner: Mapping[str, Any]) -> Groups:
-        if self.method == COMPRESSED:
-            return _compressed_groups(config)
-        if self.method == MODELOPT:
-            return _modelopt_groups(inner)
-        # MXFP4 has one layout
-        return iter([] if self.method == MXFP4 else [(None, _fp8_scheme(config, self.method))])
-
-    def _ignored_pattern(self, name: str) -> re.Pattern[str] | None:
-        if self.method == COMPRESSED:
-            return _pattern(name) if name.startswith("re:") else None
-        try:
-            return re.compile(translate(name) if self.method == MODELOPT else _SKIPPED.format(name))
-        except re.error:
-            return None
 
     def check_patterns(self, modules: Iterable[str]) -> None:
         """Raise where a pattern of the configuration may run for ever on these modules' names."""
@@ -157,7 +150,10 @@ class MakerConfig:
 
     def is_ignored(self, module: str) -> bool:
         """Whether the configuration says that a module is not converted."""
-        is_named = _IS_NAMED.get(self.method, str.endswith)
+        is_named: Callable[[str, str], bool] = {
+            COMPRESSED: str.__eq__,
+            MODELOPT: lambda module, name: module.startswith(f"{name}."),
+        }.get(self.method, str.endswith)
         return any(
             is_named(module, name) or (pattern is not None and pattern.match(module) is not None)
             for name, pattern in self._ignored.items()
@@ -241,24 +237,23 @@ def _compressed_groups(config: Mapping[str, Any]) -> Groups:
         if value and value != "dense":
             raise _unread(f"{key} {value!r:.80}", "weights are stored otherwise")
     for name, group in (own.config_groups or {}).items():
-        if group.weights:
-            yield group.targets, _compressed_scheme(group.weights, f"config_groups.{name}.weights")
-
-
-def _compressed_scheme(weights: _Weights, place: str) -> Scheme:
-    kind, bits, asked = weights.type, weights.num_bits, weights.group_size
-    per = "tensor" if asked is None else "channel" if asked == -1 else "group"
-    strategy = weights.strategy or per
-    if strategy == "tensor_group" and (kind, bits) != (FLOAT, 4):  # NVFP4's, whose scales nest
-        raise _unread(f"{place}.strategy {strategy!r}", f"of {bits} bits of type {kind}")
-    if strategy == "block":
-        block: Block = _parse(_Pair, weights.block_structure, f"{place}.block_structure")
-    elif strategy in ("group", "tensor_group"):
-        block = (1, _parse(_Size, asked, f"{place}.group_size"))
-    else:
-        block = CHANNEL if strategy == "channel" else TENSOR
-    setting = f"{place} ({kind}, {bits} bits, {strategy} {'' if asked is None else asked}".rstrip()
-    return Scheme(kind, bits, (block,), f"{setting})", strategy == "tensor_group")
+        if group.weights is None:
+            continue
+        weights, place = group.weights, f"config_groups.{name}.weights"
+        kind, bits, asked = weights.type, weights.num_bits, weights.group_size
+        per = "tensor" if asked is None else "channel" if asked == -1 else "group"
+        strategy = weights.strategy or per
+        nested = strategy == "tensor_group"  # NVFP4's
+        if nested and (kind, bits) != (FLOAT, 4):
+            raise _unread(f"{place}.strategy {strategy!r}", f"of {bits} bits of type {kind}")
+        if strategy == "block":
+            block: Block = _parse(_Pair, weights.block_structure, f"{place}.block_structure")
+        elif strategy in ("group", "tensor_group"):
+            block = (1, _parse(_Size, asked, f"{place}.group_size"))
+        else:
+            block = CHANNEL if strategy == "channel" else TENSOR
+        said = f"{place} ({kind}, {bits} bits, {strategy} {'' if asked is None else asked}"
+        yield group.targets, Scheme(kind, bits, (block,), f"{said.rstrip()})", nested)
 
 
 _FP8_ALGORITHMS: dict[str, tuple[Block, ...]] = {
