@@ -34,7 +34,7 @@ from ..checkpoint.prequantized.config import MXFP4
 from ..checkpoint.prequantized.formats import CODES, SCALE
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rows import Slot, ahead, filled, packed_linears, slot_for
-from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
+from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, PackedWeight
 from ..layout import listed
 from ..packing import parametrize
@@ -87,6 +87,7 @@ class Fill:
         # what the model holds for packed experts until they are attached, and these
         self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
         self._hook: Any = None
+        self.error: MoeQloraError | None = None
         self._linears = packed_linears(model)
         self._turned = {name for name, turned in self._linears.items() if turned}
 
@@ -140,7 +141,10 @@ class Fill:
         def tie_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("missing_keys") is not None:
                 del model.__dict__["tie_weights"]
-                self._fill(kwargs["missing_keys"])
+                try:
+                    self._fill(kwargs["missing_keys"])
+                except MoeQloraError as error:  # raised once transformers has left out its names
+                    self.error = error
             return type(model).tie_weights(model, *args, **kwargs)
 
         self._model.tie_weights = MethodType(tie_weights, self._model)

@@ -305,8 +305,10 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Attach the packed weights, and leave the model with a quantizer of the stock class."""
-        model = super()._process_model_after_weight_loading(model, **kwargs)  # type: ignore[misc]
         fill = self._fill
+        if fill is not None and fill.error is not None:
+            raise fill.error
+        model = super()._process_model_after_weight_loading(model, **kwargs)  # type: ignore[misc]
         self._spec = self._opened = self._fill = None
         if self._checked is not None:
             self._checked.finish()

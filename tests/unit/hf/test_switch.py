@@ -11,11 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
 from transformers.integrations.accelerate import _get_device_map, get_device
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
+from moe_qlora.checkpoint import conversion
+from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from moe_qlora.hf import switch
 from moe_qlora.hf.quantizer import packing_quantizer
@@ -241,16 +246,64 @@ def damaged(folder: Path, target: Path, change: Any) -> Path:
     return target
 
 
+class Live(TorchDispatchMode):
+    """The most bytes of storages that were alive at a time: read from disk, or made by torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.alive, self.most = dict[Any, int](), 0
+        read = Checkpoint.read
+        monkeypatch.setattr(Checkpoint, "read", lambda *given: self.count(read(*given).clone()))
+
+    def count(self, tensor: Any) -> Any:
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            self.alive[StorageWeakRef(storage)] = storage.nbytes()
+            self.alive = {one: size for one, size in [*self.alive.items()] if not one.expired()}
+            self.most = max(self.most, sum(self.alive.values()))
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return tree_map(self.count, func(*args, **kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # single experts on disk, and fused
+def test_a_load_needs_few_experts_beside_what_it_makes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 512, "num_experts": 32}
+    if family == "gpt_oss":
+        sizes = {"hidden_size": 128, "intermediate_size": 512, "num_local_experts": 32}
+    model: Any = tiny_model(family, dtype=torch.bfloat16, num_hidden_layers=1, **sizes)
+    model.save_pretrained(tmp_path)
+    experts = sum(p.nbytes for n, p in model.named_parameters() if n.endswith("_proj"))
+    del model
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 2**18)
+    live = Live(monkeypatch)
+    with live, moe_qlora.enabled():
+        packed_model = load(tmp_path, dtype=torch.bfloat16)
+    resident = sum(live.alive.values())
+    assert experts > 12_000_000 and live.most - resident < 4_000_000, live.most - resident
+    assert packed(packed_model)
+
+
 @pytest.mark.parametrize("value", [float("nan"), 1e38])  # whose sum is inf
-def test_values_that_cannot_be_packed_are_named(folder: Path, tmp_path: Path, value: float) -> None:
+def test_values_that_cannot_be_packed_are_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
     def change(tensors: dict[str, torch.Tensor], key: str) -> None:
         tensors[key][:] = value
 
     bad = damaged(folder, tmp_path / "bad", change)
     seen = r"experts\.down_proj holds NaN or inf in row 2"
+    unexpected: list[Any] = []
+    monkeypatch.setattr(
+        "transformers.modeling_utils.log_state_dict_report",
+        lambda **report: unexpected.append(report["loading_info"].unexpected_keys),
+    )
     with pytest.raises(NonFiniteWeightError, match=seen), moe_qlora.enabled():
         load(bad)
-    assert is_stock()
+    assert is_stock() and unexpected == [set()]  # none that is hidden from transformers
 
 
 def test_wrong_shapes_are_named(folder: Path, tmp_path: Path) -> None:
