@@ -22,6 +22,11 @@ def check_folder(folder: Path | str, *, checksums: bool = True) -> Manifest:
     return FolderCheck(folder, large=checksums).finish()
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, by its path in it."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
 def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
     """Random bits, NaN among them where the dtype has it."""
     generator = torch.Generator().manual_seed(seed)

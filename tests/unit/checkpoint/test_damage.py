@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import contents
 from torch import nn
 from training import loaded, lora
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -84,10 +85,6 @@ class Victim:
             return "refused"
         assert seen(model) == self.want
         return "equal"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def seen(model: nn.Module) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import contents
 from safetensors.torch import load_file, save_file
 from training import SETTINGS as KINDS
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -59,10 +60,6 @@ def small(kind: str = "nf4") -> Any:
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
     quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
     return model
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def check_damaged(result: tuple[int, str, str], *parts: str) -> None:
