@@ -38,8 +38,13 @@ from .manifest import (
     is_packed,
     warn_of_changes,
 )
-from .prequantized import PrequantizedCheckpoint, describe_plain, described_method, open_plain
-from .prequantized.open import MODELOPT_CONFIG
+from .prequantized import (
+    MODELOPT_CONFIG,
+    PrequantizedCheckpoint,
+    describe_plain,
+    described_method,
+    open_plain,
+)
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_link, header_bytes
 from .staging import plan_shards
 from .training_codec import SAMPLED_ROWS

@@ -54,7 +54,7 @@ from .base import FLOATS, PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_f
 from .conversion import Group, same_bits
 from .load_spec import kept_dtypes
 from .manifest import CONFIG, canonical_name, is_packed
-from .prequantized.open import json_parts, plain_json
+from .prequantized import json_parts, plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
 from .staging import ShardWriter, absolute, check_new, new_folder
 from .training_codec import TrainingCodec

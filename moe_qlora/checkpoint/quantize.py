@@ -59,7 +59,7 @@ def quantize_checkpoint(
 
     Args:
         source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one in a format
-            that `checkpoint/prequantized/` reads.
+            that `checkpoint/prequantized.py` reads.
         destination: New folder; nothing is overwritten.
         quantization_config: `BitsAndBytesConfig` or its dict.
         dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.

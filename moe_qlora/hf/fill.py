@@ -29,9 +29,7 @@ from transformers.core_model_loading import WeightRenaming
 from ..checkpoint.conversion import DiskLayout
 from ..checkpoint.load_spec import PackingPlan
 from ..checkpoint.manifest import PackedWeights, canonical_name, packed_names
-from ..checkpoint.prequantized import PrequantizedCheckpoint
-from ..checkpoint.prequantized.config import MXFP4
-from ..checkpoint.prequantized.formats import CODES, SCALE
+from ..checkpoint.prequantized import CODES, MXFP4, SCALE, PrequantizedCheckpoint
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rows import Slot, ahead, filled, packed_linears, slot_for
 from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
@@ -278,7 +276,7 @@ class Fill:
 
         def fetch(start: int) -> list[Callable[[], Tensor]]:
             rows = start, min(start + step, shape[0])
-            return [files.fetch_stored(parts[role], *rows, device) for role in (CODES, SCALE)]
+            return [files.disk.fetch(parts[role], *rows, device) for role in (CODES, SCALE)]
 
         try:
             packer = KeptPacker(shape, self._dtypes[name], device, self.spec.settings_of(name))

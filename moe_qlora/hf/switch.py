@@ -166,8 +166,7 @@ def _preferring_bitsandbytes(stock: Any) -> Any:
     # quantized, wins; all else is left to `stock`, the class's attribute as it was.
     from transformers import BitsAndBytesConfig
 
-    from ..checkpoint.prequantized import maker_method
-    from ..checkpoint.prequantized.config import MakerConfig
+    from ..checkpoint.prequantized import MakerConfig, maker_method
     from ..checkpoint.quantize import copy_config
     from .quantizer import MAKERS_CONFIG
 

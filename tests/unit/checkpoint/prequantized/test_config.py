@@ -8,8 +8,7 @@ from folders import same
 from prequantized import compressed, encode_fp8, encode_int, encode_nvfp4, write_tensors
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from moe_qlora.checkpoint.prequantized import open_plain
-from moe_qlora.checkpoint.prequantized.config import MakerConfig
+from moe_qlora.checkpoint.prequantized import MakerConfig, open_plain
 from moe_qlora.errors import CheckpointError
 
 Q = "model.layers.0.self_attn.q_proj"
