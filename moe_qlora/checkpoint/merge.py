@@ -39,23 +39,24 @@ from ..models.files import MAX_JSON, read_json
 from ..models.named import quiet
 from ..packing import codec
 from ..progress import Progress, reporting
-from . import per_expert, training_codec
+from . import training_codec
 from .adapter import (
     Adapter,
     LoraDelta,
     Resolver,
     Updates,
     check_adapter_patterns,
+    fused_adapter,
     open_adapter,
     single_experts,
     vocabulary,
 )
 from .base import FLOATS, PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, same_bits
-from .load_spec import kept_dtypes
 from .manifest import CONFIG, canonical_name, is_packed
 from .prequantized import json_parts, plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
+from .rows import kept_dtypes
 from .staging import ShardWriter, absolute, check_new, new_folder
 from .training_codec import TrainingCodec
 
@@ -153,7 +154,7 @@ def merge_adapter(
             training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
         singles = single_experts(lora.file)
         if any(canonical_name(model, f"{one}.weight", opened.disk) is None for one in singles):
-            fused = stack.enter_context(per_expert.fused(adapter_folder, model))
+            fused = stack.enter_context(fused_adapter(adapter_folder, model))
             lora = replace(open_adapter(fused), folder=adapter_folder)
             stack.enter_context(lora.file)
         training: TrainingCodec | None = None

@@ -34,9 +34,8 @@ from ..packing.settings import key_ends, packed_nbytes
 from ..progress import Progress, reporting
 from . import save
 from .base import Base, auxiliary_files, copy_files, describe_source, resolve_checkpoint
-from .load_spec import PackingPlan, kept_dtypes, packing_spec
 from .manifest import CONFIG, INT8_FORMAT, Manifest, PackedEntry
-from .rows import filled, packed_linears, slot_for
+from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
 from .training_codec import from_config
 

@@ -32,7 +32,6 @@ from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
-from .load_spec import kept_dtypes
 from .manifest import (
     CONFIG,
     CONFIG_KEY,
@@ -47,6 +46,7 @@ from .manifest import (
     tensor_entries,
 )
 from .reader import SINGLE, plain_weights
+from .rows import kept_dtypes
 from .staging import ShardWriter, absolute, discard, move_files, new_folder, plan_shards, staging
 
 # Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.

@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from transformers.core_model_loading import WeightRenaming
 
 from ..checkpoint.conversion import DiskLayout
-from ..checkpoint.load_spec import PackingPlan
 from ..checkpoint.manifest import PackedWeights, canonical_name, packed_names
 from ..checkpoint.prequantized import CODES, MXFP4, SCALE, PrequantizedCheckpoint
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.rows import Slot, ahead, filled, packed_linears, slot_for
+from ..checkpoint.rows import PackingPlan, Slot, ahead, filled, packed_linears, slot_for
 from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, PackedWeight
 from ..layout import listed

@@ -20,7 +20,6 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.base import file_facts
-from ..checkpoint.load_spec import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..checkpoint.manifest import (
     CONFIG_KEY,
     FolderCheck,
@@ -37,6 +36,7 @@ from ..checkpoint.prequantized import (
     open_plain,
 )
 from ..checkpoint.reader import Checkpoint, check_plain
+from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs

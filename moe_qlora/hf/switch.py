@@ -12,7 +12,7 @@ off puts back exactly what was there. The path of one load:
     update_attn_implementation    is config.json that of a packed folder? then check the folder
       v
     preprocess_model              the model is on meta: detect its expert weights, and decide what
-      |                           is packed (checkpoint/load_spec.py):
+      |                           is packed (checkpoint/rows.py):
       |                             16-bit checkpoint  packing_spec   by the user's config
       |                             packed folder      reload_spec    by the folder's manifest
       v
