@@ -12,7 +12,7 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     prequantized      folders that their makers quantized, as the 16-bit folders they stand for
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
     rows              what one load packs; the loop that reads rows, converts and packs them
-    save, quantize    write a packed folder: from a packed model, from a 16-bit folder
+    save              a packed folder: of a packed model, of a 16-bit folder
     adapter           an adapter as deltas to weights; one with LoRA on each single expert
     training_codec    what an adapter was trained on, by its note: codec, the base's fingerprint;
                       the model card

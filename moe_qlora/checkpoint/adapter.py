@@ -537,10 +537,6 @@ def fused_adapter(folder: Path, model: nn.Module) -> Iterator[Path]:
 
     It is the folder itself if no key names a single expert or the model has no fused expert
     weights; otherwise a temporary one.
-
-    Raises:
-        AdapterError: Experts are missing in the file, differ in rank, have factors that do not fit
-            each other, or belong to no module of the model.
     """
     source = folder / WEIGHTS
     modules: dict[str, dict[str, ExpertParam]] = {}
@@ -724,7 +720,6 @@ class _Fusion:
         return same[0]
 
     def _stacked(self, keys: Mapping[tuple[int | None, str], str]) -> Factors:
-        """Return the factors of one projection of all experts."""
         first = next(iter(keys.values()))
         read = {place: self.file.read(key) for place, key in keys.items()}
         single = (None, "A") not in read
@@ -763,7 +758,6 @@ def uniform(ranks: Mapping[str, int], scalings: Mapping[str, float]) -> tuple[in
 
 
 def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
-    """Return LoRA of the fused projection; a half without LoRA gets zeros."""
     one = gate or up
     assert one is not None
     gate = gate or Factors(one.a, torch.zeros_like(one.b), one.scaling)

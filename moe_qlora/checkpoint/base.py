@@ -66,14 +66,10 @@ class OutFile:
 class Base:
     """A 16-bit folder in its original layout, or one that its maker quantized, dequantized.
 
-    `disk` has shape and dtype of the plain folder's tensors, `layout` says how they make the
-    parameters of `model`, and `keeps_files`, whether a merged folder has the base's files.
-
-    Args:
-        folder: Of the checkpoint.
-        model: Its model on meta, tied.
-        device: Where a maker's codes are decoded; tensors of groups that have some arrive there.
-        max_shard_size: Of new files, where the folder's own cannot be kept.
+    `disk` has shape and dtype of the plain folder's tensors; `layout` says how they make the
+    parameters of `model`, which is on meta, tied; `keeps_files`, whether a merged folder has the
+    base's files, or new ones of `max_shard_size`. A maker's codes are decoded on `device`, where
+    all tensors of their group arrive.
     """
 
     disk: Disk

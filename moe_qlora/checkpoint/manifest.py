@@ -352,9 +352,8 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
 class FolderCheck:
     """A packed folder, open and checked against its manifest.
 
-    Everything that a loader parses is checked at once: headers, and the bytes of small tensors. The
-    checksums of large tensors are compared in threads, while files are loaded, or never if `large`
-    is False. `mark` is the mark in the model's config; None reads config.json.
+    What a loader parses is checked at once: headers, and the bytes of small tensors; checksums of
+    large tensors in threads, while files are loaded, or never if `large` is False.
     """
 
     def __init__(self, folder: str | Path, mark: Mark | None = None, *, large: bool = True) -> None:
@@ -532,7 +531,6 @@ def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) ->
 def _form_problem(
     manifest: Manifest, name: str, keys: tuple[str, ...], shape: tuple[int, ...]
 ) -> str | None:
-    """Return what a packed weight lacks, or has in a wrong dtype or size, by the manifest."""
 
     def blank(key: str) -> Tensor:
         entry = manifest.tensors[key]

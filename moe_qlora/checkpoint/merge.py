@@ -185,11 +185,6 @@ def merge_adapter(
 
 
 class _Merge:
-    """One merge, group by group.
-
-    Weights in `training` are quantized and decoded before deltas are added.
-    """
-
     def __init__(
         self,
         base: Base,
@@ -320,7 +315,6 @@ class _Merge:
         return {n: replace(packer.finish(), dtype=dtype) for n, (packer, dtype) in packers.items()}
 
     def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:
-        """Return rows with these changes, in fp32 or finer."""
         if not deltas:
             return value
         wide = torch.promote_types(value.dtype, torch.float32)
@@ -383,7 +377,6 @@ _KINDS = (
 
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
-    """Copy the base's files; a tokenizer, processor or generation config of the adapter wins."""
     files, found = auxiliary_files(source), auxiliary_files(adapter)
     copied: list[Path] = []
     for kind, whole in _KINDS:

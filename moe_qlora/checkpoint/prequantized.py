@@ -76,31 +76,20 @@ ADVICE = "name the model's 16-bit checkpoint instead"
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a group of weights is stored.
+    """How a group of weights is stored."""
 
-    Attributes:
-        kind: `FLOAT` or `INT`.
-        bits: Of a code.
-        blocks: Rows and columns that share a scale, any of these; None is the whole dimension.
-        setting: What the configuration says, for messages.
-        nested: Whether scales are FP8 and have a scale of their own, as in NVFP4.
-    """
-
-    kind: str
-    bits: int
-    blocks: tuple[Block, ...]
-    setting: str
-    nested: bool = False
+    kind: str  # `FLOAT` or `INT`
+    bits: int  # of a code
+    blocks: tuple[Block, ...]  # rows and columns of one scale, any of these; None: all of them
+    setting: str  # what the configuration says, for messages
+    nested: bool = False  # FP8 scales have a scale of their own, as in NVFP4
 
 
 Groups = Iterator[tuple[Iterable[str] | None, Scheme]]
 
 
 def maker_method(config: Mapping[str, Any]) -> str | None:
-    """Return the method of a config.json that its maker quantized with.
-
-    None for a 16-bit checkpoint and for bitsandbytes, whose folders are read elsewhere.
-    """
+    """Return the method of a maker's config.json; None for 16 bits and for bitsandbytes."""
     return method_of(maker_config(config))
 
 
@@ -130,11 +119,7 @@ _SKIPPED = r"(?:{})(?:(?<=\.)|(?=\.|$))"  # transformers' should_convert_module
 
 
 class MakerConfig:
-    """A `quantization_config` of a method that is read.
-
-    Raises:
-        CheckpointError: The method, or a setting of it, is not read; the message names it.
-    """
+    """A `quantization_config` of a method that is read; what is not read is refused by name."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.method = method_of(config) or "bitsandbytes"
@@ -331,23 +316,14 @@ CODES, SCALE, FACTOR, DIVISOR, SHAPE = "codes", "scale", "factor", "divisor", "s
 
 @dataclass(frozen=True)
 class Quantized:
-    """How one plain tensor is stored.
+    """How one plain tensor is stored."""
 
-    Attributes:
-        parts: Keys on disk by their role; `CODES` is the one that the tensor is known by.
-        shape: Of the plain tensor: (rows, columns) or (experts, rows, columns).
-        block: Rows and columns that share a scale; of the matrix of codes, whatever the plain one.
-        unpack: Codes (r, whatever their width) -> fp32 values (r, at least the columns).
-        one_scale: Whether a single scale belongs to all of the tensor.
-        transposed: Whether the plain tensor has the codes' rows as its last dimension.
-    """
-
-    parts: Mapping[str, str]
-    shape: tuple[int, ...]
-    block: tuple[int, int]
-    unpack: Callable[[Tensor], Tensor]
-    one_scale: bool = False
-    transposed: bool = False
+    parts: Mapping[str, str]  # keys on disk by role; `CODES` is the one that it is known by
+    shape: tuple[int, ...]  # plain: (rows, columns) or (experts, rows, columns)
+    block: tuple[int, int]  # rows and columns of the matrix of codes that share a scale
+    unpack: Callable[[Tensor], Tensor]  # codes (r, any width) -> fp32 values (r, columns or more)
+    one_scale: bool = False  # a single scale belongs to all of the tensor
+    transposed: bool = False  # the plain tensor has the codes' rows as its last dimension
 
     @property
     def stacked(self) -> bool:
@@ -488,9 +464,6 @@ class Plan:
     What lies on disk decides: codes with their scales are decoded, tensors of 16 bits or more are
     read as they are, whatever the configuration lists. It says how codes are laid out, and of which
     modules bytes are no codes and a tensor called scale is a weight.
-
-    Raises:
-        CheckpointError: A part is missing, belongs to nothing, or has the wrong shape.
     """
 
     def __init__(
@@ -499,7 +472,7 @@ class Plan:
         config: MakerConfig,
         shape_of: Callable[[str], tuple[int, ...]],
     ) -> None:
-        """Take the `shape_of` a stored `weight_shape`, which it reads."""
+        """`shape_of` reads a stored `weight_shape`."""
         self.stored, self.config, self.shape_of = stored, config, shape_of
         self.tensors: dict[str, Quantized] = {}
         for key, info in stored.items():
@@ -520,7 +493,6 @@ class Plan:
             )
 
     def _name(self, key: str) -> str:
-        """Return the plain name of codes."""
         ends = {MXFP4: "_blocks", COMPRESSED: "_packed"}
         return key.removesuffix(ends.get(self.config.method, ""))
 
@@ -545,7 +517,6 @@ class Plan:
         return self._scale_of(key) or like or f"{key}{end}"
 
     def _of_codes(self, key: str, info: TensorInfo) -> Quantized | None:
-        """Return the plain tensor that a key holds the codes of; None where it holds none."""
         method, last = self.config.method, key.rpartition(".")[2]
         if last in _REFUSED:
             raise CheckpointError(
@@ -692,15 +663,7 @@ class PrequantizedCheckpoint(Checkpoint):
     """The plain tensors that the quantized ones of a checkpoint stand for, read-only.
 
     Keys, shapes and dtypes are those of the 16-bit checkpoint. A tensor, or rows of it, is decoded
-    when it is read: in fp32, in pieces, with one rounding.
-
-    Args:
-        checkpoint: What lies on disk; it is closed with this one.
-        config: The folder's `quantization_config`.
-        dtype: Of the plain tensors.
-
-    Raises:
-        CheckpointError: The format is not read, or a part of a tensor is missing or foreign.
+    when it is read: in fp32, in pieces, with one rounding. `disk` is what lies there.
     """
 
     def __init__(
@@ -806,22 +769,11 @@ def open_plain(
     quantization_config: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Checkpoint:
-    """Open the tensors of a folder in 16 bits.
+    """Open the tensors of a folder in 16 bits: a `PrequantizedCheckpoint` of a maker's folder.
 
-    Args:
-        folder: That holds the checkpoint.
-        files: Safetensors files to read; default: those of its index.
-        quantization_config: Of the checkpoint; default: that of its config.json, or of modelopt's
-            hf_quant_config.json.
-        dtype: Of tensors that are decoded; default: that of config.json, bfloat16 where it has no
-            dtype of 16 bits or more.
-
-    Returns:
-        A `Checkpoint` of a 16-bit folder, a `PrequantizedCheckpoint` of one that its maker
-        quantized.
-
-    Raises:
-        CheckpointError: A file is damaged, or the folder is quantized in a way that is not read.
+    Without `files`, those that its index names; without `quantization_config`, that of its
+    config.json, or of modelopt's hf_quant_config.json; `dtype` is that of decoded tensors, by
+    default config.json's, bfloat16 where it has none of 16 bits or more.
     """
     folder = Path(folder)
     config, own = _configs(folder)

@@ -305,7 +305,6 @@ def filled(
 
 
 def _parts(group: Group, slots: Sequence[Slot]) -> list[tuple[int, int | None]]:
-    """Return the slices of a group that its slots want; (0, 0) where they want no row."""
     spans = [slot.rows for slot in slots if slot.rows is not None]
     wanted = [(first, last) for first, last in spans if first < last]
     if len(spans) == len(slots) and not wanted:

@@ -106,7 +106,6 @@ class TrainingCodec:
         return dtype if self._linear_dtype(name) else self.dtype or dtype
 
     def _linear_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype that bitsandbytes casts a Linear layer's weight to; None for experts."""
         return self.settings.codec.linear_dtype if name in self.linears else None
 
 

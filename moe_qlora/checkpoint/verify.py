@@ -200,7 +200,6 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield differences of config.json, whose content follows from the manifest."""
     written, now = json.loads(manifest.config_bytes()), read_json(inside(folder, CONFIG))
     for part in (written, now):  # earlier versions had other sentences there
         if isinstance(part.get("transformers_weights"), str):

@@ -29,8 +29,8 @@ from transformers import initialization as init
 
 from ..checkpoint.base import file_facts
 from ..checkpoint.manifest import FolderCheck, is_packed, warn_of_changes
-from ..checkpoint.quantize import build_model, copy_config, open_to_pack
 from ..checkpoint.rows import reload_spec
+from ..checkpoint.save import build_model, copy_config, open_to_pack
 from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..errors import CheckpointError, ConfigError

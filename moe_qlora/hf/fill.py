@@ -340,10 +340,8 @@ def weights_to_keep(
             key = canonical_name(model, name, files)
             if key is None or files.parts(key).keys() != {CODES, SCALE}:
                 continue
-            blocks, whole = (
-                files.stored[files.parts(key)[CODES]].shape,
-                (*param.shape, MX_BLOCK // 2),
-            )
+            blocks = files.stored[files.parts(key)[CODES]].shape
+            whole = *param.shape, MX_BLOCK // 2
             if len(blocks) == 4 and (blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]) == whole:
                 kept[name] = kept_settings(spec.settings)
     if not kept:

@@ -56,8 +56,6 @@ def packing_quantizer(stock: type, asked: Callable[[], Any]) -> type:
 
 
 class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can be assigned
-    """Mixed in before a bitsandbytes quantizer of transformers."""
-
     pre_quantized: bool
     quantization_config: Any
     _asked: Callable[[], Any]
@@ -120,17 +118,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         files = kwargs.get("checkpoint_files")
         ranks = self._several(model.config)
         asked = self._asked()
-        if asked.offload and ranks is not None:
+        if asked.offload and (ranks is not None or is_deepspeed_zero3_enabled()):
             raise ConfigError(
-                "enabled(offload=True): this load shards the model over ranks "
-                "(distributed_config), and experts in host memory are whole on each rank: load it "
-                "without that, for DDP, or without offload."
-            )
-        if asked.offload and is_deepspeed_zero3_enabled():
-            raise ConfigError(
-                "enabled(offload=True): DeepSpeed's ZeRO-3 shards every weight, and experts in "
-                "host memory are whole on each rank: use ZeRO-1 or ZeRO-2, or leave offload out "
-                "and give zero_optimization.offload_param."
+                "enabled(offload=True): this load shards weights (by a distributed_config, or by "
+                "DeepSpeed's ZeRO-3), and experts in host memory are whole on each rank: load the "
+                "model for DDP, ZeRO-1 or ZeRO-2, or leave offload out."
             )
         if ranks is not None:
             facts = {"quantization_config": self.quantization_config, "dtype": dtype}
@@ -304,7 +296,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         return shares
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Attach the packed weights, and leave the model with a quantizer of the stock class."""
         fill = self._fill
         if fill is not None and fill.error is not None:
             raise fill.error

@@ -167,7 +167,7 @@ def _preferring_bitsandbytes(stock: Any) -> Any:
     from transformers import BitsAndBytesConfig
 
     from ..checkpoint.prequantized import MakerConfig, maker_method
-    from ..checkpoint.quantize import copy_config
+    from ..checkpoint.save import copy_config
     from .quantizer import MAKERS_CONFIG
 
     def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:
