@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from folders import check_folder, contents
+from folders import check_folder, contents, edit
 from safetensors.torch import load_file, save_file
 from training import NF4, loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -193,19 +193,15 @@ def drop(path: Path) -> None:
     content = json.loads(index.read_text())
     del content["weight_map"]["model.norm.weight"]
     index.write_text(json.dumps(content))
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        if tensors.pop("model.norm.weight", None) is not None:
-            save_file(tensors, file, metadata={"format": "pt"})
+    edit(path, lambda held: held.pop("model.norm.weight", None))
 
 
 def poison(path: Path, value: float = math.inf) -> None:
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        for key in tensors:
-            if ".experts.1.up_proj" in key:
-                tensors[key][:] = value
-        save_file(tensors, file, metadata={"format": "pt"})
+    def put(held: dict[str, torch.Tensor]) -> None:
+        for tensor in (held[key] for key in held if ".experts.1.up_proj" in key):
+            tensor[:] = value
+
+    edit(path, put)
 
 
 def test_a_missing_tensor_is_named(source: Path, tmp_path: Path) -> None:
@@ -215,12 +211,12 @@ def test_a_missing_tensor_is_named(source: Path, tmp_path: Path) -> None:
 
 
 def to_float8(path: Path, part: str, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        for key in [key for key in tensors if part in key]:
-            tensors[key] = tensors[key].to(dtype)
-            tensors[f"{key}_scale_inv"] = torch.ones(1, 1)
-        save_file(tensors, file, metadata={"format": "pt"})
+    def cast(held: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in held if part in key]:
+            held[key] = held[key].to(dtype)
+            held[f"{key}_scale_inv"] = torch.ones(1, 1)
+
+    edit(path, cast)
 
 
 @pytest.mark.parametrize(

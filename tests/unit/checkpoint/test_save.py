@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from folders import check_folder, contents
+from folders import bits, check_folder, contents
 from safetensors.torch import load_file
 from torch import nn
 from training import NF4, SETTINGS
@@ -32,6 +30,9 @@ from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
+
+# bitsandbytes and transformers warn of their own affairs while they load
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 KINDS = SETTINGS | {
     "fp32 storage": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.float32},
@@ -57,25 +58,9 @@ def loaded(folder: Path, tmp_path: Path, kind: str, family: str = "qwen3_moe") -
         )
 
 
-def bits(model: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """Every tensor of the state dict as bytes: codes that are stored as floats may be NaN."""
-    return {
-        key: (t.dtype, tuple(t.shape), t.detach().flatten().view(torch.uint8).numpy().tobytes())
-        for key, t in model.state_dict().items()
-    }
-
-
 def reload(folder: Path, cls: Any = AutoModelForCausalLM, **kwargs: Any) -> Any:
     with moe_qlora.enabled():
         return cls.from_pretrained(folder, **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # bitsandbytes and transformers warn of their own affairs while they load
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.mark.parametrize(

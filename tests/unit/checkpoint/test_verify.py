@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,12 +28,7 @@ from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.decoders import from_quant_state
 from moe_qlora.testing import tiny_model
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import bits
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -58,14 +59,6 @@ def load(folder: Path, **arguments: Any) -> Any:
 
 def packed(model: nn.Module) -> list[str]:
     return [f"{module}.{name}" for module, _, name in parametrize.iter_packed(model)]
-
-
-def same(left: nn.Module, right: nn.Module) -> bool:
-    ours, theirs = left.state_dict(), right.state_dict()
-    return list(ours) == list(theirs) and all(
-        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        for a, b in zip(ours.values(), theirs.values(), strict=True)
-    )
 
 
 def test_a_class_that_extends_the_packing_one_goes_on_without_packing(folder: Path) -> None:
@@ -176,7 +169,7 @@ def test_every_setting(folder: Path, kind: str, dtype: torch.dtype | None, devic
     moe_qlora.quantize_experts(reference)
     with moe_qlora.enabled():
         model = load(folder, quantization_config=config, **arguments)
-    assert same(model, reference)
+    assert [*bits(model).items()] == [*bits(reference).items()]
     assert config.to_dict() == before
     assert model.quantization_method == "bitsandbytes"
     assert model.is_loaded_in_8bit is ("load_in_8bit" in settings)
@@ -193,7 +186,7 @@ def test_a_skipped_layer_reloads_as_it_is(folder: Path, tmp_path: Path) -> None:
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert packed(again) == packed(model) != []
     assert not any(".layers.0." in name for name in packed(model))
-    assert same(again, model)
+    assert bits(again) == bits(model)
 
 
 def test_tensors_instead_of_files(folder: Path) -> None:
@@ -206,7 +199,7 @@ def test_tensors_instead_of_files(folder: Path) -> None:
             state_dict=state,
             quantization_config=BitsAndBytesConfig(**NF4),
         )
-    assert same(model, expected)
+    assert bits(model) == bits(expected)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -224,7 +217,7 @@ def test_a_model_without_experts_loads_as_ever(tmp_path: Path, offload: bool) ->
     plain = load(tmp_path)
     with moe_qlora.enabled(offload=offload):
         model = load(tmp_path)
-    assert same(model, plain)
+    assert bits(model) == bits(plain)
     assert type(model.hf_quantizer) is type(plain.hf_quantizer)
 
 
@@ -353,7 +346,7 @@ def test_saving_into_the_current_folder(
         monkeypatch.chdir(tmp_path)
         model.save_pretrained(".")
         assert list(Path.cwd().glob("moe_qlora-*.json"))
-        assert same(AutoModelForCausalLM.from_pretrained("."), model)
+        assert bits(AutoModelForCausalLM.from_pretrained(".")) == bits(model)
 
 
 def test_one_tensor_of_a_weight_that_another_tool_packed_is_refused(
@@ -467,7 +460,7 @@ def test_a_folder_whose_linear_layers_bitsandbytes_has_packed(family: str, tmp_p
         model = cls.from_pretrained(tmp_path / "stock")
         expected = cls.from_pretrained(tmp_path / "plain", quantization_config=config)
     assert packed(model) == packed(expected) != []
-    assert same(model, expected)
+    assert bits(model) == bits(expected)
 
 
 def test_llama4_experts_that_bitsandbytes_has_packed_as_layers(tmp_path: Path) -> None:
@@ -497,4 +490,4 @@ def test_llama4_experts_that_bitsandbytes_has_packed_as_layers(tmp_path: Path) -
     with moe_qlora.enabled():
         model = type(source).from_pretrained(tmp_path)
     assert not packed(model)
-    assert same(model, stock)
+    assert bits(model) == bits(stock)
