@@ -229,15 +229,13 @@ class LoraSettings:
         """Return rank and scaling of a target: as in PEFT, the first matching pattern counts."""
 
         def first(patterns: Mapping[str, float] | None, default: float) -> float:
-            matches = (
-                value
-                for pattern, value in (patterns or {}).items()
-                if re.match(_END_OF_NAME.format(pattern), name)
-            )
-            return next(matches, default)
+            found = (patterns or {}).items()
+            return next((v for p, v in found if re.match(_END_OF_NAME.format(p), name)), default)
 
-        rank = int(first(self.rank_pattern, self.r))
-        alpha = first(self.alpha_pattern, self.lora_alpha)
+        rank, alpha = (
+            int(first(self.rank_pattern, self.r)),
+            first(self.alpha_pattern, self.lora_alpha),
+        )
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -272,8 +270,7 @@ def check_config_patterns(config: Mapping[str, Any], model: nn.Module, where: st
     whole = (config.get(f) for f in ("target_modules", "exclude_modules", "target_parameters"))
     patterns = [pattern for pattern in whole if isinstance(pattern, str)]
     for by_name in (config.get("rank_pattern"), config.get("alpha_pattern")):
-        if isinstance(by_name, dict):
-            patterns += map(_END_OF_NAME.format, by_name)
+        patterns += map(_END_OF_NAME.format, by_name if isinstance(by_name, dict) else ())
     layers = config.get("layers_pattern") or ()
     layers = [layers] if isinstance(layers, str) else layers
     patterns += [rf".*\.{pattern}\.(\d+)\." for pattern in layers if isinstance(pattern, str)]
@@ -308,8 +305,7 @@ def open_adapter(folder: Path) -> Adapter:
     return Adapter(folder, settings, Checkpoint([inside(folder, WEIGHTS)]))
 
 
-_Pair = dict[str, str]
-"""Keys of one LoRA layer by part: "Aweight", "Bweight", "Bbias", "Aembedding", "Bembedding"."""
+_Pair = dict[str, str]  # keys of one LoRA layer: "Aweight", "Bweight", "Bbias", "Aembedding", ...
 
 
 def single_experts(keys: Iterable[str]) -> Iterator[str]:
@@ -407,8 +403,7 @@ class Resolver:
         if trained != name and PREFIX + trained in self._adapter.file:
             return
         name = name.replace(".modules_to_save.", ".")
-        target = self._known(name, self._shapes)
-        shape = self._adapter.file.info(key).shape
+        target, shape = self._known(name, self._shapes), self._adapter.file.info(key).shape
         old = self._shapes.get(target or "", ())
         resized = target in self._resizable and shape[1:] == old[1:]
         if "lora_" in key or target is None:

@@ -45,7 +45,7 @@ from .prequantized import (
     described_method,
     open_plain,
 )
-from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_link, header_bytes
+from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_folder, check_link, header_bytes
 from .staging import plan_shards
 from .training_codec import SAMPLED_ROWS
 
@@ -302,8 +302,7 @@ def resolve_checkpoint(
     What bitsandbytes quantized is refused, and what this package `packed` unless that is allowed.
     Makers' methods are left to the reader, which refuses what it does not read.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    check_folder(folder)
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if packed and is_packed(folder):
         return source

@@ -46,6 +46,7 @@ from .reader import (
     SINGLE,
     Checkpoint,
     TensorInfo,
+    check_folder,
     header_bytes,
     incomplete,
     index_of,
@@ -160,8 +161,7 @@ class Manifest:
     def settings_of(self, name: str) -> CodecSettings:
         """Return the codec of a packed weight, an expert's or a Linear layer's."""
         entry = self.experts.get(name)
-        own = None if entry is None else entry.codec
-        return self.settings if own is None else CodecSettings.from_dict(own)
+        return CodecSettings.from_dict((entry and entry.codec) or self.codec)
 
     def native_codecs(self) -> dict[str, CodecSettings]:
         """Return the codecs of weights that have their checkpoint's native codes, by name."""
@@ -171,8 +171,7 @@ class Manifest:
     @property
     def version(self) -> int:
         """Return the version of the format that the folder needs."""
-        native = any(entry.codec is not None for entry in self.experts.values())
-        return NATIVE_VERSION if native else FORMAT_VERSION
+        return NATIVE_VERSION if self.native_codecs() else FORMAT_VERSION
 
     @property
     def entry(self) -> str:
@@ -457,9 +456,7 @@ def warn_of_changes(folder: Path, manifest: Manifest) -> None:
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open the files that manifest or index name, or the only one; compare no checksums."""
     folder = Path(folder)
-    with reading(folder):
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    check_folder(folder)
     if is_packed(folder):
         return FolderCheck(folder, large=False).checkpoint
     index = index_of(folder)
@@ -531,13 +528,12 @@ def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) ->
 def _form_problem(
     manifest: Manifest, name: str, keys: tuple[str, ...], shape: tuple[int, ...]
 ) -> str | None:
-
-    def blank(key: str) -> Tensor:
-        entry = manifest.tensors[key]
-        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-
-    found = problems(parts_of(name, keys, blank), shape, manifest.settings_of(name))
-    return next(found, None)
+    blanks = {
+        key: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+        for key, entry in ((key, manifest.tensors[key]) for key in keys)
+    }
+    parts = parts_of(name, keys, blanks.__getitem__)
+    return next(problems(parts, shape, manifest.settings_of(name)), None)
 
 
 def check_experts(folder: Path, manifest: Manifest) -> None:

@@ -308,8 +308,7 @@ class _Merge:
             for name, value in self._base.values(group, start, stop).items():
                 if name in training:
                     if name not in packers:
-                        packer = training.packer(name, group.shapes[name], value.dtype)
-                        packers[name] = packer, training.decoded_dtype(name, value.dtype)
+                        packers[name] = training.packer(name, group.shapes[name], value.dtype)
                     packers[name][0].add(value)
         self.rounded.update(packers)
         return {n: replace(packer.finish(), dtype=dtype) for n, (packer, dtype) in packers.items()}

@@ -188,6 +188,13 @@ class Checkpoint:
         self.close()
 
 
+def check_folder(folder: Path) -> None:
+    """Raise where a path is no folder."""
+    with reading(folder):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+
+
 def inside(folder: Path, name: Any) -> Path:
     """Return a file of a folder by its bare name; for links see `check_link`."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")

@@ -48,7 +48,6 @@ from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1
-_CPU = torch.device("cpu")
 
 TOP_K_FIELDS = (
     "num_experts_per_tok",
@@ -95,18 +94,13 @@ class TrainingCodec:
         return (name in self.experts and name not in self.native) or name in self.linears
 
     def packer(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
-    ) -> Packer:
-        """Return a packer for a parameter of this dtype now, which packs it as in training."""
-        dtype = self.dtype or dtype
-        return Packer(shape, self._linear_dtype(name) or dtype, device, self.settings)
-
-    def decoded_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the decoded parameter, given its dtype now."""
-        return dtype if self._linear_dtype(name) else self.dtype or dtype
-
-    def _linear_dtype(self, name: str) -> torch.dtype | None:
-        return self.settings.codec.linear_dtype if name in self.linears else None
+        self, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Packer, torch.dtype]:
+        """Return what packs a parameter of this dtype now as in training, and its dtype decoded."""
+        # bitsandbytes casts a Linear layer's weight
+        cast = self.settings.codec.linear_dtype if name in self.linears else None
+        packer = Packer(shape, cast or self.dtype or dtype, torch.device("cpu"), self.settings)
+        return packer, dtype if cast else self.dtype or dtype
 
 
 def from_config(model: nn.Module, config: Any) -> TrainingCodec:

@@ -570,7 +570,7 @@ def test_int8_linear_layers_are_rounded_in_fp16_as_bitsandbytes_holds_them() -> 
     )
     weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
     for name, dtype in (("v_proj.weight", torch.float16), ("experts", torch.float32)):
-        packer = training.packer(name, weight.shape, torch.float32)
+        packer, _ = training.packer(name, weight.shape, torch.float32)
         packer.add(weight)
         packed, expected = packer.finish(), codec.pack(weight.to(dtype), CodecSettings("int8"))
         assert packed.dtype == dtype
