@@ -767,13 +767,12 @@ def open_plain(
     folder: str | Path,
     files: Sequence[Path] | None = None,
     quantization_config: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Checkpoint:
     """Open the tensors of a folder in 16 bits: a `PrequantizedCheckpoint` of a maker's folder.
 
     Without `files`, those that its index names; without `quantization_config`, that of its
-    config.json, or of modelopt's hf_quant_config.json; `dtype` is that of decoded tensors, by
-    default config.json's, bfloat16 where it has none of 16 bits or more.
+    config.json, or of modelopt's hf_quant_config.json. What is decoded has config.json's dtype,
+    bfloat16 where that has none of 16 bits or more.
     """
     folder = Path(folder)
     config, own = _configs(folder)
@@ -793,7 +792,7 @@ def open_plain(
                     )
         if own is None or method_of(own) is None:
             return checkpoint
-        return PrequantizedCheckpoint(checkpoint, own, dtype or _dtype(config))
+        return PrequantizedCheckpoint(checkpoint, own, _dtype(config))
     except CheckpointError as error:
         checkpoint.close()
         raise CheckpointError(f"{folder}: {error}") from error

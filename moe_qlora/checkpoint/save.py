@@ -425,11 +425,7 @@ def quantize_checkpoint(
         raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
     opened = open_to_pack(folder, model, config, place)
     base, plan = opened.base, opened.plan
-    with (
-        closing(base),
-        new_folder(out) as work,
-        reporting(progress, "Packing", "Packed") as tell,
-    ):
+    with closing(base), new_folder(out) as work, reporting(progress, "Packing", "Packed") as tell:
         copy_files(auxiliary_files(folder), work)
         model.config.quantization_config = config
         model.config.architectures = [type(model).__name__]

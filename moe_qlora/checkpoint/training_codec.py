@@ -154,7 +154,6 @@ class _Note:
     linears: list[str]
     base: Fingerprint | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    chosen_experts: dict[str, list[int]] | None = None  # of earlier versions: others have zeros
 
 
 def write_note(folder: Path, packed: TrainingCodec) -> None:

@@ -18,14 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moe_qlora.checkpoint.manifest import open_checkpoint
-from moe_qlora.checkpoint.reader import (
-    DTYPES,
-    INDEX,
-    INDEX_SUFFIX,
-    SINGLE,
-    inside,
-    read_header,
-)
+from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, inside, read_header
 from moe_qlora.checkpoint.staging import ShardWriter, new_folder, plan_shards
 from moe_qlora.errors import CheckpointError
 from moe_qlora.models.files import read_json
