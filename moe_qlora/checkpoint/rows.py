@@ -180,7 +180,8 @@ class Slot:
 
         `rows` of the first dimension are taken, None: all.
         """
-        self.name, self.shape, self.dtype, self.device = name, torch.Size(shape), dtype, device
+        self.name, self.shape, self.dtype = name, torch.Size(shape), dtype
+        self.device = indexed(device)
         self.settings, self.transposed, self.rows = settings, transposed, rows
         self._pieces: list[Tensor] = []
         self._packer: Packer | None = None
@@ -230,6 +231,13 @@ class Slot:
         if not pieces:  # none of its rows are wanted
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return a device with its number: threads that read have another current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def packed_linears(model: nn.Module) -> dict[str, bool]:

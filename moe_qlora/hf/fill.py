@@ -30,7 +30,7 @@ from ..checkpoint.conversion import DiskLayout
 from ..checkpoint.manifest import PackedWeights, canonical_name, packed_names
 from ..checkpoint.prequantized import CODES, MXFP4, SCALE, PrequantizedCheckpoint
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.rows import PackingPlan, Slot, ahead, filled, packed_linears, slot_for
+from ..checkpoint.rows import PackingPlan, Slot, ahead, filled, indexed, packed_linears, slot_for
 from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, PackedWeight
 from ..layout import listed
@@ -210,7 +210,7 @@ class Fill:
         from transformers.integrations.accelerate import get_device
 
         place = get_device(self._device_map or {"": "cpu"}, name, valid_torch_device=True)
-        return torch.device("cpu" if place == "disk" else place)
+        return indexed(torch.device("cpu" if place == "disk" else place))
 
     def _put(self, name: str, weight: PackedWeight | Tensor) -> None:
         module, leaf = self._owner(name)

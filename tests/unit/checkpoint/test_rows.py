@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_qlora.checkpoint.conversion import Group
-from moe_qlora.checkpoint.rows import Slot, ahead, filled
+from moe_qlora.checkpoint.rows import Slot, ahead, filled, indexed
 from moe_qlora.errors import CheckpointError, MoeQloraError
 
 CPU = torch.device("cpu")
@@ -42,3 +42,11 @@ def test_an_error_reaches_the_slots_and_a_share_without_rows_reads_nothing() -> 
         dict(filled(*known, {"a": Slot("a", (5, 8), torch.float32, CPU)}))
     empty = Slot("a", (5, 8), torch.float32, CPU, rows=(5, 5))
     assert dict(filled(*known, {"a": empty}))["a"].shape == (0, 8)
+
+
+def test_a_device_without_a_number_is_the_callers_current_one(monkeypatch) -> None:
+    """Threads that read ahead have a current device of their own, the first."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    slot = Slot("a", (5, 8), torch.float32, torch.device("cuda"))
+    assert slot.device == indexed(torch.device("cuda")) == torch.device("cuda:3")
+    assert indexed(CPU) == CPU and indexed(torch.device("cuda:1")).index == 1
