@@ -13,10 +13,9 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +53,7 @@ PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class OutFile:
+class OutFile(NamedTuple):
     """A safetensors file to be written: its keys in order, and what its header says besides."""
 
     name: str

@@ -339,33 +339,33 @@ def write_card(folder: Path, facts: Mapping[str, str], base: str = "", usage: st
 
 def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[str, str]:
     """Return the rows of a card, given adapter_config.json and the note beside it."""
-    base = packed.base if packed is not None else None
-    patterns = config.get("rank_pattern") or {}
-    facts = {
-        "base": base.name if base else str(config.get("base_model_name_or_path") or ""),
-        "fingerprint of the base": "",
-        "base was packed as": "",
-        "packed": "",
-        "dtype in training": dtype_name(packed.dtype) if packed and packed.dtype else "",
-        "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}"
-        + (f" (and {len(patterns)} ranks of single targets)" if patterns else ""),
-        "target_modules": _targets(config.get("target_modules")),
-        "target_parameters": _targets(config.get("target_parameters")),
-        "versions": ", ".join(
-            f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
-        ),
-    }
-    if base is not None:  # without the model's name
+    base, how = packed and packed.base, packed and packed.settings
+    digest, targets = "", {}
+    if base:  # without the model's name
         content = {key: value for key, value in asdict(base).items() if key != "name"}
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        facts["fingerprint of the base"] = digest[:16]
-    if packed is not None:
-        how = packed.settings
-        double = ", double quantization" if how.double_quant else ""
-        facts["base was packed as"] = f"{how.kind}, blocks of {how.blocksize}{double}"
-        counts = len(packed.experts), len(packed.linears)
-        facts["packed"] = "{} expert weights, {} Linear layers".format(*counts)
-    return facts
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    patterns = config.get("rank_pattern") or {}
+    single = f" (and {len(patterns)} ranks of single targets)" if patterns else ""
+    for key in ("target_modules", "target_parameters"):
+        names = config.get(key)
+        listed = names if isinstance(names, (list, set)) else []
+        short = sorted({name_pattern(name) for name in listed if isinstance(name, str)})
+        targets[key] = names if isinstance(names, str) else ", ".join(short)
+    return {
+        "base": base.name if base else str(config.get("base_model_name_or_path") or ""),
+        "fingerprint of the base": digest,
+        "base was packed as": f"{how.kind}, blocks of {how.blocksize}"
+        f"{', double quantization' * how.double_quant}"
+        if how
+        else "",
+        "packed": f"{len(packed.experts)} expert weights, {len(packed.linears)} Linear layers"
+        if packed
+        else "",
+        "dtype in training": dtype_name(packed.dtype) if packed and packed.dtype else "",
+        "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}{single}",
+        **targets,
+        "versions": ", ".join(f"{n} {installed_version(n) or 'unknown'}" for n in _PACKAGES),
+    }
 
 
 def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
@@ -396,10 +396,3 @@ model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
 Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`, with `--like-training` to round
 the base as in training first.
 """
-
-
-def _targets(names: Any) -> str:
-    if isinstance(names, str):
-        return names
-    listed = names if isinstance(names, (list, set)) else []
-    return ", ".join(sorted({name_pattern(name) for name in listed if isinstance(name, str)}))
