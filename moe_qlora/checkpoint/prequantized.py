@@ -1,9 +1,8 @@
 """Folders that their makers quantized, read as the 16-bit folders that they stand for.
 
     MakerConfig             a `quantization_config`: schemes, targets, modules not converted
-    Plan, Quantized         which stored tensors make which plain ones
-    dequantize              codes times scales, in pieces
-    PrequantizedCheckpoint  a `Checkpoint` of the plain tensors: rows decoded when they are read
+    Quantized, dequantize   how one plain tensor is stored; codes times scales, in pieces
+    PrequantizedCheckpoint  a `Checkpoint` of the plain tensors that stored ones make
     open_plain              any folder in 16 bits; config.json, as that of the 16-bit folder
 
     fp8, mxfp8, int8      X (R, C) or (E, R, C), and X_scale_inv | X_scale | M.scale |
@@ -458,43 +457,118 @@ _FP4 = Scheme(FLOAT, 4, ((1, 32),), "expert_dtype fp4, groups of 32")
 _GPT_OSS = Scheme(FLOAT, 4, ((1, MX_BLOCK),), "quant_method mxfp4, groups of 32")
 
 
-class Plan:
-    """The plain tensors that stored ones make: `tensors` by their names; keys that are `plain`.
+class PrequantizedCheckpoint(Checkpoint):
+    """The plain tensors that the quantized ones of a checkpoint stand for, read-only.
 
-    What lies on disk decides: codes with their scales are decoded, tensors of 16 bits or more are
-    read as they are, whatever the configuration lists. It says how codes are laid out, and of which
-    modules bytes are no codes and a tensor called scale is a weight.
+    Keys, shapes and dtypes are those of the 16-bit checkpoint. A tensor, or rows of it, is decoded
+    when it is read: in fp32, in pieces, with one rounding. `disk` is what lies there.
+
+    That decides: codes with their scales are decoded, tensors of 16 bits or more are read as they
+    are, whatever the configuration lists. It says how codes are laid out, and of which modules
+    bytes are no codes and a tensor called scale is a weight.
     """
 
     def __init__(
-        self,
-        stored: Mapping[str, TensorInfo],
-        config: MakerConfig,
-        shape_of: Callable[[str], tuple[int, ...]],
+        self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
-        """`shape_of` reads a stored `weight_shape`."""
-        self.stored, self.config, self.shape_of = stored, config, shape_of
-        self.tensors: dict[str, Quantized] = {}
-        for key, info in stored.items():
-            tensor = self._of_codes(key, info)
-            if tensor is not None:
+        super().__init__(())
+        self.stored: dict[str, TensorInfo] = {key: checkpoint.info(key) for key in checkpoint}
+        try:
+            maker = MakerConfig(config)
+        except CheckpointError as error:
+            infos = self.stored.items()
+            codes = (f"; {key} is one of its tensors" for key, i in infos if not _is_wide(i.dtype))
+            said = str(error).removesuffix(".") + next(codes, "")
+            raise CheckpointError(f"{said}.") from error
+        maker.check_patterns({key.rpartition(".")[0] for key in self.stored})
+        self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
+        self.disk, self._maker = checkpoint, maker
+        self._tensors: dict[str, Quantized] = {}
+        for key, info in self.stored.items():
+            if (tensor := self._of_codes(key, info)) is not None:
                 name = self._name(key)
-                if name in self.tensors or (name in stored and name != key):
+                if name in self._tensors or (name in self.stored and name != key):
                     raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
-                self.tensors[name] = tensor
-        used = {key for tensor in self.tensors.values() for key in tensor.parts.values()}
-        self.plain = [key for key in stored if key not in used and not self._is_idle(key)]
-        codes = list(filter(self._holds_codes, self.plain))
-        for key in (*codes, *filter(self._is_scale, self.plain)):
+                self._tensors[name] = tensor
+        used = {key for tensor in self._tensors.values() for key in tensor.parts.values()}
+        plain = [key for key in self.stored if key not in used and not self._is_idle(key)]
+        codes = list(filter(self._holds_codes, plain))
+        for key in (*codes, *filter(self._is_scale, plain)):
             raise CheckpointError(
-                f"{key} is {described(stored[key])}, a part of a quantized weight, and "
+                f"{key} is {described(self.stored[key])}, a part of a quantized weight, and "
                 f"{self._other(key, key in codes)} is missing, or does not go with it in "
-                f"{config.method}: copy the whole folder, or {ADVICE}."
+                f"{maker.method}: copy the whole folder, or {ADVICE}."
             )
+        self._names = {key: key for key in plain}
+        self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
+        for key, info in self.stored.items():  # in the order of the files
+            if key in self._names:
+                name = self._names[key]
+                shape = self._tensors[name].shape if name in self._tensors else None
+                nbytes = prod(shape or ()) * dtype.itemsize
+                self._infos[name] = (
+                    replace(info, dtype=dtype, shape=shape, nbytes=nbytes) if shape else info
+                )
+
+    def _stored_shape(self, key: str) -> tuple[int, ...]:
+        info = self.stored[key]
+        if info.dtype not in (torch.int32, torch.int64) or info.shape not in ((2,), (3,)):
+            raise CheckpointError(
+                f"{key} is {described(info)}, which is no shape of a weight: copy the file again."
+            )
+        return tuple(int(size) for size in self.disk.read(key).tolist())
+
+    def plain_name(self, stored_key: str) -> str | None:
+        """Return the plain name of a tensor on disk; None for what only goes with one."""
+        return self._names.get(stored_key)
+
+    def is_dequantized(self, name: str) -> bool:
+        """Whether a plain tensor is decoded from codes."""
+        return name in self._tensors
+
+    def parts(self, name: str) -> Mapping[str, str]:
+        """Return the keys on disk that make a plain tensor, by their role."""
+        tensor = self._tensors.get(name)
+        return {CODES: name} if tensor is None else tensor.parts
+
+    def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
+        """Read a plain tensor, or its rows [start, stop), decoded on `device` (default: CPU)."""
+        return self.fetch(key, start, stop, device)()
+
+    def fetch(
+        self, key: str, start: int = 0, stop: int | None = None, device: Any = None
+    ) -> Callable[[], Tensor]:
+        """Read codes and scales to the host; return what decodes them on the device."""
+        tensor = self._tensors.get(key)
+        if tensor is None:
+            self.info(key)
+            return self.disk.fetch(key, start, stop, device)
+        start, stop, _ = slice(start, stop).indices(tensor.shape[0])
+        stop = max(start, stop)
+        if SHAPE in tensor.parts:
+            shape = self._stored_shape(tensor.parts[SHAPE])
+            if shape != tensor.shape:
+                raise CheckpointError(
+                    f"{tensor.parts[SHAPE]} says {shape}, and {tensor.parts[CODES]} and its scales "
+                    f"are of {tensor.shape}: copy the files again."
+                )
+        parts = {
+            role: self.disk.fetch(part, *tensor.rows(role, start, stop), device)
+            for role, part in tensor.parts.items()
+            if role != SHAPE
+        }
+        return lambda: dequantize(
+            tensor, {role: part() for role, part in parts.items()}, start, stop, self.dtype
+        )
+
+    def close(self) -> None:
+        """Close the files."""
+        self.disk.close()
+        super().close()
 
     def _name(self, key: str) -> str:
         ends = {MXFP4: "_blocks", COMPRESSED: "_packed"}
-        return key.removesuffix(ends.get(self.config.method, ""))
+        return key.removesuffix(ends.get(self._maker.method, ""))
 
     def _scale_of(self, key: str) -> str | None:
         module, _, last = key.rpartition(".")
@@ -508,16 +582,16 @@ class Plan:
         role = SCALE if is_codes else CODES
         ends = (
             {one: part.rpartition(".")[2] for one, part in tensor.parts.items()}
-            for tensor in self.tensors.values()
+            for tensor in self._tensors.values()
         )
         like = next((f"{module}.{end[role]}" for end in ends if last in end.values()), None)
         if not is_codes:
             return like or "the other part"
-        end = "_scale_inv" if self.config.method in (FP8, MXFP8) else "_scale"
+        end = "_scale_inv" if self._maker.method in (FP8, MXFP8) else "_scale"
         return self._scale_of(key) or like or f"{key}{end}"
 
     def _of_codes(self, key: str, info: TensorInfo) -> Quantized | None:
-        method, last = self.config.method, key.rpartition(".")[2]
+        method, last = self._maker.method, key.rpartition(".")[2]
         if last in _REFUSED:
             raise CheckpointError(
                 f"{key} says that {_REFUSED[last]}, which is not read here ({method}): {ADVICE}."
@@ -589,7 +663,9 @@ class Plan:
         scale, said = f"{name}_scale", f"{name}_shape"
         scales, group = self._part(scale, key).shape, scheme.blocks[0][1]
         self._part(said, key)
-        shape = (*words.shape[:-1], (scales or (0,))[-1] * group) if group else self.shape_of(said)
+        shape = (
+            (*words.shape[:-1], (scales or (0,))[-1] * group) if group else self._stored_shape(said)
+        )
         wanted = (*shape[:-1], cdiv(shape[-1], 32 // scheme.bits)) if shape else ()
         if words.dtype != torch.int32 or words.shape != wanted:
             codes = f"int32 of shape {wanted}, {scheme.bits} bits for each of {shape}"
@@ -603,7 +679,7 @@ class Plan:
         shape = (*rest, width * 2)
         if not scheme.nested:
             return self._quantized(key, shape, scale, scheme, MXFP4_SCALES, _unpack_e2m1)
-        is_factor = self.config.method == MODELOPT
+        is_factor = self._maker.method == MODELOPT
         other = f"{self._name(key)}{'_scale_2' if is_factor else '_global_scale'}"
         info, own = self._part(other, key), (torch.float8_e4m3fn,)
         if prod(info.shape) != 1 or info.dtype not in FLOAT_SCALES:
@@ -627,12 +703,12 @@ class Plan:
         return self.stored[part]
 
     def _scheme(self, key: str, kind: str, bits: int | None = None) -> Scheme:
-        scheme = self.config.scheme(key.rpartition(".")[0])
+        scheme = self._maker.scheme(key.rpartition(".")[0])
         if scheme is None or scheme.kind != kind or scheme.bits not in (bits or scheme.bits,):
             said = "no group of it is for them" if scheme is None else f"it says {scheme.setting}"
             what = kind if bits is None else f"{kind}, {bits} bits"
             raise CheckpointError(
-                f"{key} holds codes ({what}) that quantization_config ({self.config.method}) does "
+                f"{key} holds codes ({what}) that quantization_config ({self._maker.method}) does "
                 f"not tell of: {said}; put the maker's config.json back."
             )
         return scheme
@@ -642,7 +718,7 @@ class Plan:
         last = key.rpartition(".")[2]
         if last in _ACTIVATIONS or last.endswith(_ACTIVATION_ENDS):
             return True
-        return last.endswith("_zero_point") and key.removesuffix("_zero_point") in self.tensors
+        return last.endswith("_zero_point") and key.removesuffix("_zero_point") in self._tensors
 
     def _holds_codes(self, key: str) -> bool:
         info, (module, _, last) = self.stored[key], key.rpartition(".")
@@ -651,104 +727,12 @@ class Plan:
         is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
         is_codes = is_bytes and not last.endswith(_SCALES)
         is_codes = is_codes or last.endswith(("_packed", "_blocks"))
-        return is_codes and not self.config.is_ignored(module)
+        return is_codes and not self._maker.is_ignored(module)
 
     def _is_scale(self, key: str) -> bool:
         module, _, last = key.rpartition(".")
         is_exponent = self.stored[key].dtype == torch.float8_e8m0fnu
-        return is_exponent or (last.endswith(_SCALES) and not self.config.is_ignored(module))
-
-
-class PrequantizedCheckpoint(Checkpoint):
-    """The plain tensors that the quantized ones of a checkpoint stand for, read-only.
-
-    Keys, shapes and dtypes are those of the 16-bit checkpoint. A tensor, or rows of it, is decoded
-    when it is read: in fp32, in pieces, with one rounding. `disk` is what lies there.
-    """
-
-    def __init__(
-        self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
-    ) -> None:
-        super().__init__(())
-        self.stored: dict[str, TensorInfo] = {key: checkpoint.info(key) for key in checkpoint}
-        try:
-            maker = MakerConfig(config)
-        except CheckpointError as error:
-            infos = self.stored.items()
-            codes = (f"; {key} is one of its tensors" for key, i in infos if not _is_wide(i.dtype))
-            said = str(error).removesuffix(".") + next(codes, "")
-            raise CheckpointError(f"{said}.") from error
-        maker.check_patterns({key.rpartition(".")[0] for key in self.stored})
-        self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
-        self.disk = checkpoint
-        plan = Plan(self.stored, maker, self._stored_shape)
-        self._tensors = plan.tensors
-        self._names = {key: key for key in plan.plain}
-        self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
-        for key, info in self.stored.items():  # in the order of the files
-            if key in self._names:
-                name = self._names[key]
-                shape = self._tensors[name].shape if name in self._tensors else None
-                nbytes = prod(shape or ()) * dtype.itemsize
-                self._infos[name] = (
-                    replace(info, dtype=dtype, shape=shape, nbytes=nbytes) if shape else info
-                )
-
-    def _stored_shape(self, key: str) -> tuple[int, ...]:
-        info = self.stored[key]
-        if info.dtype not in (torch.int32, torch.int64) or info.shape not in ((2,), (3,)):
-            raise CheckpointError(
-                f"{key} is {described(info)}, which is no shape of a weight: copy the file again."
-            )
-        return tuple(int(size) for size in self.disk.read(key).tolist())
-
-    def plain_name(self, stored_key: str) -> str | None:
-        """Return the plain name of a tensor on disk; None for what only goes with one."""
-        return self._names.get(stored_key)
-
-    def is_dequantized(self, name: str) -> bool:
-        """Whether a plain tensor is decoded from codes."""
-        return name in self._tensors
-
-    def parts(self, name: str) -> Mapping[str, str]:
-        """Return the keys on disk that make a plain tensor, by their role."""
-        tensor = self._tensors.get(name)
-        return {CODES: name} if tensor is None else tensor.parts
-
-    def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
-        """Read a plain tensor, or its rows [start, stop), decoded on `device` (default: CPU)."""
-        return self.fetch(key, start, stop, device)()
-
-    def fetch(
-        self, key: str, start: int = 0, stop: int | None = None, device: Any = None
-    ) -> Callable[[], Tensor]:
-        """Read codes and scales to the host; return what decodes them on the device."""
-        tensor = self._tensors.get(key)
-        if tensor is None:
-            self.info(key)
-            return self.disk.fetch(key, start, stop, device)
-        start, stop, _ = slice(start, stop).indices(tensor.shape[0])
-        stop = max(start, stop)
-        if SHAPE in tensor.parts:
-            shape = self._stored_shape(tensor.parts[SHAPE])
-            if shape != tensor.shape:
-                raise CheckpointError(
-                    f"{tensor.parts[SHAPE]} says {shape}, and {tensor.parts[CODES]} and its scales "
-                    f"are of {tensor.shape}: copy the files again."
-                )
-        parts = {
-            role: self.disk.fetch(part, *tensor.rows(role, start, stop), device)
-            for role, part in tensor.parts.items()
-            if role != SHAPE
-        }
-        return lambda: dequantize(
-            tensor, {role: part() for role, part in parts.items()}, start, stop, self.dtype
-        )
-
-    def close(self) -> None:
-        """Close the files."""
-        self.disk.close()
-        super().close()
+        return is_exponent or (last.endswith(_SCALES) and not self._maker.is_ignored(module))
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
