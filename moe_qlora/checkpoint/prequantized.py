@@ -477,8 +477,8 @@ class PrequantizedCheckpoint(Checkpoint):
             maker = MakerConfig(config)
         except CheckpointError as error:
             infos = self.stored.items()
-            codes = (f"; {key} is one of its tensors" for key, i in infos if not _is_wide(i.dtype))
-            said = str(error).removesuffix(".") + next(codes, "")
+            named = (f"; {key} is one of its tensors" for key, i in infos if not _is_wide(i.dtype))
+            said = str(error).removesuffix(".") + next(named, "")
             raise CheckpointError(f"{said}.") from error
         maker.check_patterns({key.rpartition(".")[0] for key in self.stored})
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method

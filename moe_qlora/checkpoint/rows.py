@@ -235,7 +235,7 @@ class Slot:
 
 def indexed(device: torch.device) -> torch.device:
     """Return a device with its number: threads that read have another current one."""
-    if device.type == "cuda" and device.index is None:
+    if str(device) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
