@@ -58,21 +58,17 @@ from .reader import (
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
 FORMAT_VERSION, NATIVE_VERSION = 2, 3
-"""Folders packed by one bitsandbytes codec, and folders that also have native (MXFP4) codes.
-
-A reader of version 2 would call the latter damaged.
-"""
+"""Of folders of one bitsandbytes codec, and of those that also have native (MXFP4) codes."""
+# Stock transformers quotes these when it is asked to load a packed folder, or its text model.
 SENTENCE = (
     "The experts in this folder are packed by moe_qlora: install that package, and load the folder "
     "inside `with moe_qlora.enabled():`."
 )
-"""Stock transformers quotes it in its error when it is asked to load a packed folder."""
 OF_TEXT = (
     "This folder holds a packed {0}: load it by that class, or by AutoModelForImageTextToText, "
     "inside `with moe_qlora.enabled():`. AutoModelForCausalLM can load the text model alone from "
     "an unpacked folder, not from this one."
 )
-"""Quoted likewise by a load of the text model of a multimodal folder."""
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")

@@ -99,19 +99,10 @@ def save_pretrained(
     must call this: tensors are gathered one at a time, and all return, or raise the same error,
     once the folder is complete.
 
-    Args:
-        self: The model. With adapters that transformers itself has loaded, only these are saved, as
-            the stock method does.
-        save_directory: The folder.
-        is_main_process: False writes nothing, as does any but the first process of a distributed
-            run.
-        state_dict: What to save instead of `self.state_dict()`; a dictionary, or None, which under
-            ZeRO-3 says that the first rank was given one.
-        push_to_hub: Upload what was written, when all of it is.
-        max_shard_size: Bytes, or such as "5GB".
-        variant: Not supported.
-        token: For the upload.
-        **kwargs: As the stock method takes them; those that choose a layout have no meaning here.
+    Arguments are the stock method's; `variant` and `distributed_checkpoint` are not supported, and
+    those that choose a layout have no meaning. `state_dict=None` says under ZeRO-3 that the first
+    rank was given one. Of a model with adapters that transformers itself has loaded, only these are
+    saved, as the stock method does.
 
     Raises:
         AdapterError: PEFT layers are in the model.
