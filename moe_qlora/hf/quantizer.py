@@ -174,12 +174,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             self._fill = Fill(*known, asked.offload)
             self._fill.place(self._device_map)
         blocks = set(model._no_split_modules or ())
-        owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
+        owners = [name for name, part in model.named_modules() if type(part).__name__ in blocks]
         units: dict[str, float] = {}
         for name, parameter in model.named_parameters():
-            parts = name.split(".")
-            above = (".".join(parts[:end]) for end in range(1, len(parts)))
-            unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
+            above = (owner for owner in owners if name.startswith(f"{owner}."))
+            unit = next(above, name.rpartition(".")[0])
             size = parameter.numel() * self.param_element_size(model, name, parameter)
             units[unit] = units.get(unit, 0.0) + size
         self._unit_nbytes = tuple(units.values())
