@@ -1,7 +1,7 @@
 """The public names and their modules: `__init__.py` imports each on its first use."""
 
 from .checkpoint.merge import merge_adapter as merge_adapter
-from .checkpoint.quantize import quantize_checkpoint as quantize_checkpoint
+from .checkpoint.save import quantize_checkpoint as quantize_checkpoint
 from .detection.detect import detect as detect
 from .diagnosis.doctor import doctor as doctor
 from .diagnosis.report import Diagnosis as Diagnosis

@@ -9,14 +9,13 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
                       process at a time
     manifest          packed folders: the manifest, named by config.json; the folder against it, its
                       parts against each other and against its model; any folder as a `Checkpoint`
+    prequantized      folders that their makers quantized, as the 16-bit folders they stand for
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
-    load_spec         what one load packs
-    rows              the loop that reads rows, converts and packs them, for loads and folders
-    save, quantize    write a packed folder: from a packed model, from a 16-bit folder
-    adapter           an adapter as deltas to weights
-    per_expert        adapters with LoRA on each single expert
-    training_codec    what an adapter was trained on, by its note: the codec, the base's fingerprint
-    card              the model card of an adapter
+    rows              what one load packs; the loop that reads rows, converts and packs them
+    save              a packed folder: of a packed model, of a 16-bit folder
+    adapter           an adapter as deltas to weights; one with LoRA on each single expert
+    training_codec    what an adapter was trained on, by its note: codec, the base's fingerprint;
+                      the model card
     base, merge       the base's weights and files; the merged folder, tied weights, other shapes
     verify            damage in a folder; the error of packing its weights
 """

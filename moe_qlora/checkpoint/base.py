@@ -13,10 +13,9 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +37,14 @@ from .manifest import (
     is_packed,
     warn_of_changes,
 )
-from .prequantized import PrequantizedCheckpoint, describe_plain, described_method, open_plain
-from .prequantized.open import MODELOPT_CONFIG
-from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_link, header_bytes
+from .prequantized import (
+    MODELOPT_CONFIG,
+    PrequantizedCheckpoint,
+    describe_plain,
+    described_method,
+    open_plain,
+)
+from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_folder, check_link, header_bytes
 from .staging import plan_shards
 from .training_codec import SAMPLED_ROWS
 
@@ -49,8 +53,7 @@ PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class OutFile:
+class OutFile(NamedTuple):
     """A safetensors file to be written: its keys in order, and what its header says besides."""
 
     name: str
@@ -61,14 +64,10 @@ class OutFile:
 class Base:
     """A 16-bit folder in its original layout, or one that its maker quantized, dequantized.
 
-    `disk` has shape and dtype of the plain folder's tensors, `layout` says how they make the
-    parameters of `model`, and `keeps_files`, whether a merged folder has the base's files.
-
-    Args:
-        folder: Of the checkpoint.
-        model: Its model on meta, tied.
-        device: Where a maker's codes are decoded; tensors of groups that have some arrive there.
-        max_shard_size: Of new files, where the folder's own cannot be kept.
+    `disk` has shape and dtype of the plain folder's tensors; `layout` says how they make the
+    parameters of `model`, which is on meta, tied; `keeps_files`, whether a merged folder has the
+    base's files, or new ones of `max_shard_size`. A maker's codes are decoded on `device`, where
+    all tensors of their group arrive.
     """
 
     disk: Disk
@@ -203,7 +202,9 @@ class PackedBase(Base):
         opened.finish()
         warn_of_changes(folder, opened.manifest)
         self.checkpoint = opened.checkpoint
-        self._weights = weights = PackedWeights(opened, model)
+        self._weights = weights = PackedWeights(
+            opened.manifest, opened.checkpoint, model.state_dict()
+        )
         parts = {key for keys in weights.keys.values() for key in keys} - weights.keys.keys()
         state = model.state_dict()
         opened.check_model(model)
@@ -299,8 +300,7 @@ def resolve_checkpoint(
     What bitsandbytes quantized is refused, and what this package `packed` unless that is allowed.
     Makers' methods are left to the reader, which refuses what it does not read.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    check_folder(folder)
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if packed and is_packed(folder):
         return source

@@ -104,12 +104,7 @@ def blank(disk: Disk) -> dict[str, Tensor]:
 
 
 class DiskLayout:
-    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`.
-
-    Raises:
-        CheckpointError: A tensor, converted as transformers does, has another shape than the
-            model's parameter or buffer.
-    """
+    """The parameters of a model on meta and the tensors on disk, each key in one of `groups`."""
 
     def __init__(
         self,
@@ -189,7 +184,7 @@ class DiskLayout:
         return tuple(groups)
 
     def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert tensors by key, of a group or a slice (`Group.part`), to parameters by name."""
+        """Call `convert`; the error of a failure names what failed."""
         try:
             return convert(group, tensors, self._model)
         except Exception as error:

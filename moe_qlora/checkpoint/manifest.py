@@ -46,6 +46,7 @@ from .reader import (
     SINGLE,
     Checkpoint,
     TensorInfo,
+    check_folder,
     header_bytes,
     incomplete,
     index_of,
@@ -57,21 +58,17 @@ from .reader import (
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
 FORMAT_VERSION, NATIVE_VERSION = 2, 3
-"""Folders packed by one bitsandbytes codec, and folders that also have native (MXFP4) codes.
-
-A reader of version 2 would call the latter damaged.
-"""
+"""Of folders of one bitsandbytes codec, and of those that also have native (MXFP4) codes."""
+# Stock transformers quotes these when it is asked to load a packed folder, or its text model.
 SENTENCE = (
     "The experts in this folder are packed by moe_qlora: install that package, and load the folder "
     "inside `with moe_qlora.enabled():`."
 )
-"""Stock transformers quotes it in its error when it is asked to load a packed folder."""
 OF_TEXT = (
     "This folder holds a packed {0}: load it by that class, or by AutoModelForImageTextToText, "
     "inside `with moe_qlora.enabled():`. AutoModelForCausalLM can load the text model alone from "
     "an unpacked folder, not from this one."
 )
-"""Quoted likewise by a load of the text model of a multimodal folder."""
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
@@ -160,8 +157,7 @@ class Manifest:
     def settings_of(self, name: str) -> CodecSettings:
         """Return the codec of a packed weight, an expert's or a Linear layer's."""
         entry = self.experts.get(name)
-        own = None if entry is None else entry.codec
-        return self.settings if own is None else CodecSettings.from_dict(own)
+        return CodecSettings.from_dict((entry and entry.codec) or self.codec)
 
     def native_codecs(self) -> dict[str, CodecSettings]:
         """Return the codecs of weights that have their checkpoint's native codes, by name."""
@@ -171,8 +167,7 @@ class Manifest:
     @property
     def version(self) -> int:
         """Return the version of the format that the folder needs."""
-        native = any(entry.codec is not None for entry in self.experts.values())
-        return NATIVE_VERSION if native else FORMAT_VERSION
+        return NATIVE_VERSION if self.native_codecs() else FORMAT_VERSION
 
     @property
     def entry(self) -> str:
@@ -352,9 +347,8 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
 class FolderCheck:
     """A packed folder, open and checked against its manifest.
 
-    Everything that a loader parses is checked at once: headers, and the bytes of small tensors. The
-    checksums of large tensors are compared in threads, while files are loaded, or never if `large`
-    is False. `mark` is the mark in the model's config; None reads config.json.
+    What a loader parses is checked at once: headers, and the bytes of small tensors; checksums of
+    large tensors in threads, while files are loaded, or never if `large` is False.
     """
 
     def __init__(self, folder: str | Path, mark: Mark | None = None, *, large: bool = True) -> None:
@@ -458,9 +452,7 @@ def warn_of_changes(folder: Path, manifest: Manifest) -> None:
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open the files that manifest or index name, or the only one; compare no checksums."""
     folder = Path(folder)
-    with reading(folder):
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    check_folder(folder)
     if is_packed(folder):
         return FolderCheck(folder, large=False).checkpoint
     index = index_of(folder)
@@ -532,14 +524,12 @@ def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) ->
 def _form_problem(
     manifest: Manifest, name: str, keys: tuple[str, ...], shape: tuple[int, ...]
 ) -> str | None:
-    """Return what a packed weight lacks, or has in a wrong dtype or size, by the manifest."""
-
-    def blank(key: str) -> Tensor:
-        entry = manifest.tensors[key]
-        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-
-    found = problems(parts_of(name, keys, blank), shape, manifest.settings_of(name))
-    return next(found, None)
+    blanks = {
+        key: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+        for key, entry in ((key, manifest.tensors[key]) for key in keys)
+    }
+    parts = parts_of(name, keys, blanks.__getitem__)
+    return next(problems(parts, shape, manifest.settings_of(name)), None)
 
 
 def check_experts(folder: Path, manifest: Manifest) -> None:
@@ -554,41 +544,49 @@ def check_experts(folder: Path, manifest: Manifest) -> None:
 class PackedWeights:
     """The packed weights of a folder, experts' and Linear layers', one in memory at a time.
 
-    `keys` has the keys that hold each, by its name; the model on meta, the shapes of Linear layers.
+    `keys` has the keys that hold each, by its name. `plain` has tensors of the shape and dtype of
+    Linear layers; of one without, the shape is what its record says.
     """
 
-    def __init__(self, folder: FolderCheck, model: Any = None) -> None:
-        self._folder, self._manifest = folder, folder.manifest
-        self._plain: dict[str, Tensor] = {} if model is None else model.state_dict()
-        self.keys = packed_names(folder.manifest)
+    def __init__(
+        self, manifest: Manifest, files: Checkpoint, plain: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self._manifest, self._files, self._plain = manifest, files, plain or {}
+        self.keys = packed_names(manifest)
         self._last: tuple[str, PackedWeight] | None = None
 
     def parts(
-        self, name: str
-    ) -> tuple[dict[str, Tensor], tuple[int, ...], CodecSettings, torch.dtype | None]:
-        """Return a weight's tensors by key suffix, shape, codec, and dtype if no record has it.
+        self, name: str, device: Any = None
+    ) -> tuple[dict[str, Tensor], tuple[int, ...], torch.dtype | None, CodecSettings]:
+        """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec.
 
         Of tensors that cannot be read: ValueError, KeyError or TypeError.
         """
         entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
-        parts = parts_of(name, self.keys[name], self._folder.checkpoint.read)
+        fetched = {key: self._files.fetch(key, device=device) for key in self.keys[name]}
+        parts = parts_of(name, self.keys[name], lambda key: fetched[key]())
         if entry is not None:
-            return parts, entry.shape, settings, getattr(torch, entry.dtype)
+            return parts, entry.shape, getattr(torch, entry.dtype), settings
         if (plain := self._plain.get(name)) is not None:
             dtype = None if settings.codec.has_record else plain.dtype
-            return parts, tuple(plain.shape), settings, dtype
+            return parts, tuple(plain.shape), dtype, settings
         record = parts.get(RECORD + settings.kind)  # of a model that could not be built
         shape = parts[CODES].shape if record is None else read_record(record)["shape"]
-        return parts, tuple(shape), settings, None
+        return parts, tuple(shape), None, settings
+
+    def read(self, name: str, device: Any = None) -> PackedWeight:
+        """Read a packed weight to a device (default: the CPU)."""
+        try:
+            return restore(*self.parts(name, device))
+        except ValueError as error:
+            place = self._files.files[0].parent
+            raise CheckpointError(f"{place}: {name} {error}.") from error
 
     def weight(self, name: str) -> PackedWeight:
         """Return a packed weight; the last one is kept, for its next slice."""
         if self._last is None or self._last[0] != name:
-            try:
-                parts, shape, settings, dtype = self.parts(name)
-                self._last = (name, restore(parts, shape, dtype, settings))
-            except ValueError as error:
-                raise CheckpointError(f"{self._folder.folder}: {name} {error}.") from error
+            self._last = None
+            self._last = name, self.read(name)
         return self._last[1]
 
 

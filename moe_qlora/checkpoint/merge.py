@@ -39,23 +39,24 @@ from ..models.files import MAX_JSON, read_json
 from ..models.named import quiet
 from ..packing import codec
 from ..progress import Progress, reporting
-from . import per_expert, training_codec
+from . import training_codec
 from .adapter import (
     Adapter,
     LoraDelta,
     Resolver,
     Updates,
     check_adapter_patterns,
+    fused_adapter,
     open_adapter,
     single_experts,
     vocabulary,
 )
 from .base import FLOATS, PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, same_bits
-from .load_spec import kept_dtypes
 from .manifest import CONFIG, canonical_name, is_packed
-from .prequantized.open import json_parts, plain_json
+from .prequantized import json_parts, plain_json
 from .reader import INDEX, Checkpoint, check_plain, index_of
+from .rows import kept_dtypes
 from .staging import ShardWriter, absolute, check_new, new_folder
 from .training_codec import TrainingCodec
 
@@ -153,7 +154,7 @@ def merge_adapter(
             training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
         singles = single_experts(lora.file)
         if any(canonical_name(model, f"{one}.weight", opened.disk) is None for one in singles):
-            fused = stack.enter_context(per_expert.fused(adapter_folder, model))
+            fused = stack.enter_context(fused_adapter(adapter_folder, model))
             lora = replace(open_adapter(fused), folder=adapter_folder)
             stack.enter_context(lora.file)
         training: TrainingCodec | None = None
@@ -184,11 +185,6 @@ def merge_adapter(
 
 
 class _Merge:
-    """One merge, group by group.
-
-    Weights in `training` are quantized and decoded before deltas are added.
-    """
-
     def __init__(
         self,
         base: Base,
@@ -312,14 +308,12 @@ class _Merge:
             for name, value in self._base.values(group, start, stop).items():
                 if name in training:
                     if name not in packers:
-                        packer = training.packer(name, group.shapes[name], value.dtype)
-                        packers[name] = packer, training.decoded_dtype(name, value.dtype)
+                        packers[name] = training.packer(name, group.shapes[name], value.dtype)
                     packers[name][0].add(value)
         self.rounded.update(packers)
         return {n: replace(packer.finish(), dtype=dtype) for n, (packer, dtype) in packers.items()}
 
     def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:
-        """Return rows with these changes, in fp32 or finer."""
         if not deltas:
             return value
         wide = torch.promote_types(value.dtype, torch.float32)
@@ -382,7 +376,6 @@ _KINDS = (
 
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
-    """Copy the base's files; a tokenizer, processor or generation config of the adapter wins."""
     files, found = auxiliary_files(source), auxiliary_files(adapter)
     copied: list[Path] = []
     for kind, whole in _KINDS:

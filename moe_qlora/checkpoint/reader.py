@@ -140,7 +140,17 @@ class Checkpoint:
         For a GPU, slices are read to page-locked memory, from which they are copied without
         waiting; larger tensors, which would lock it for good, go to the device at once.
         """
-        self.expect([key], start, stop)
+        info = self.info(key)
+        if hasattr(os, "posix_fadvise"):  # the whole range at once, and not page by page
+            if info.file not in self._handles:
+                with reading(info.file):
+                    handle = self._stack.enter_context(info.file.open("rb"))
+                self._handles[info.file] = handle.fileno()
+            rows = info.shape[0] if info.shape else 1
+            row = info.nbytes // max(rows, 1)
+            first, last, _ = slice(start, stop).indices(rows)
+            place = (info.offset + row * first, row * max(last - first, 0))
+            os.posix_fadvise(self._handles[info.file], *place, os.POSIX_FADV_WILLNEED)
         tensor = Checkpoint.read(self, key, start, stop)
         if device is None or torch.device(device).type != "cuda":
             return lambda: tensor if device is None else tensor.to(device)
@@ -165,22 +175,6 @@ class Checkpoint:
                 view = view[count:]
         return torch.frombuffer(raw, dtype=torch.uint8)
 
-    def expect(self, keys: Sequence[str], start: int = 0, stop: int | None = None) -> None:
-        """Ask the system to read tensors, or rows of them, ahead, in the background."""
-        for key in keys:
-            info = self._infos.get(key)
-            if info is None or not hasattr(os, "posix_fadvise"):
-                continue
-            if info.file not in self._handles:
-                with reading(info.file):
-                    handle = self._stack.enter_context(info.file.open("rb"))
-                self._handles[info.file] = handle.fileno()
-            rows = info.shape[0] if info.shape else 1
-            row = info.nbytes // max(rows, 1)
-            first, last, _ = slice(start, stop).indices(rows)
-            place = (info.offset + row * first, row * max(last - first, 0))
-            os.posix_fadvise(self._handles[info.file], *place, os.POSIX_FADV_WILLNEED)
-
     def close(self) -> None:
         """Close the files."""
         self._handles.clear()
@@ -192,6 +186,13 @@ class Checkpoint:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def check_folder(folder: Path) -> None:
+    """Raise where a path is no folder."""
+    with reading(folder):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
 
 
 def inside(folder: Path, name: Any) -> Path:

@@ -1,41 +1,54 @@
-"""`save_pretrained` of a model with packed experts: a packed folder (FORMAT.md).
+"""Packed folders (FORMAT.md): of a model in memory, and of a checkpoint, parameter by parameter.
 
-The stock method splits fused experts again, which packed codes do not allow, and overwrites files.
-Here tensors are written under the model's names, and no file of the folder changes before the whole
-new model is on disk.
+`save_pretrained`: the stock method splits fused experts again, which packed codes do not allow, and
+overwrites files. Here tensors are written under the model's names, and no file of the folder
+changes before the whole new model is on disk.
+
+`quantize_checkpoint`: the checkpoint is in 16 bit, or prequantized: then rows are dequantized as
+they are read. Apart from shard boundaries, the folder equals that of a load under `enabled()` and
+`save_pretrained`.
 """
 
 from __future__ import annotations
 
+import copy
 import glob
+import itertools
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 
+from ..detection.detect import detect
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
-from ..layout import dtype_name
+from ..layout import dtype_name, listed
+from ..models import named
 from ..models.files import read_json
 from ..packing import parametrize
+from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
+from ..packing.int8 import SCALES
 from ..packing.selection import is_skipped
-from ..packing.settings import CodecSettings
+from ..packing.settings import CodecSettings, key_ends, packed_nbytes
+from ..progress import Progress, reporting
 from ..versions import installed_version
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
-from .load_spec import kept_dtypes
+from .base import Base, auxiliary_files, copy_files, describe_source, resolve_checkpoint
 from .manifest import (
     CONFIG,
     CONFIG_KEY,
+    INT8_FORMAT,
     Manifest,
     PackedEntry,
     check_experts,
@@ -47,7 +60,18 @@ from .manifest import (
     tensor_entries,
 )
 from .reader import SINGLE, plain_weights
-from .staging import ShardWriter, absolute, discard, move_files, new_folder, plan_shards, staging
+from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
+from .staging import (
+    ShardWriter,
+    absolute,
+    check_new,
+    discard,
+    move_files,
+    new_folder,
+    plan_shards,
+    staging,
+)
+from .training_codec import from_config
 
 # Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.
 _SHARDS, _MANIFESTS = "model-????????-?????-of-?????.safetensors", f"moe_qlora-{'?' * 16}.json"
@@ -75,19 +99,10 @@ def save_pretrained(
     must call this: tensors are gathered one at a time, and all return, or raise the same error,
     once the folder is complete.
 
-    Args:
-        self: The model. With adapters that transformers itself has loaded, only these are saved, as
-            the stock method does.
-        save_directory: The folder.
-        is_main_process: False writes nothing, as does any but the first process of a distributed
-            run.
-        state_dict: What to save instead of `self.state_dict()`; a dictionary, or None, which under
-            ZeRO-3 says that the first rank was given one.
-        push_to_hub: Upload what was written, when all of it is.
-        max_shard_size: Bytes, or such as "5GB".
-        variant: Not supported.
-        token: For the upload.
-        **kwargs: As the stock method takes them; those that choose a layout have no meaning here.
+    Arguments are the stock method's; `variant` and `distributed_checkpoint` are not supported, and
+    those that choose a layout have no meaning. `state_dict=None` says under ZeRO-3 that the first
+    rank was given one. Of a model with adapters that transformers itself has loaded, only these are
+    saved, as the stock method does.
 
     Raises:
         AdapterError: PEFT layers are in the model.
@@ -347,3 +362,219 @@ def _packed_entries(model: nn.Module) -> tuple[dict[str, PackedEntry], CodecSett
             f"{first.to_dict()}), and a folder holds one kind: pack the model again."
         )
     return entries, first
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    quantization_config: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    max_shard_size: int | str = "5GB",
+    progress: bool | Progress | None = None,
+    trust_remote_code: bool = False,
+) -> Manifest:
+    """Pack a checkpoint into a new folder, which loads under `enabled()`.
+
+    Memory use is one parameter at a time; for a fused expert weight, a few experts and the packed
+    weight.
+
+    Args:
+        source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one in a format
+            that `checkpoint/prequantized.py` reads.
+        destination: New folder; nothing is overwritten.
+        quantization_config: `BitsAndBytesConfig` or its dict.
+        dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
+        device: Where to pack; None is a GPU where there is one. Blocks are the same everywhere but
+            for rounding of ties.
+        max_shard_size: Bytes, or such as "5GB".
+        progress: True shows a bar; a callable gets (parameters done, in all, next one's name).
+        trust_remote_code: Run model code that the checkpoint brings.
+
+    Returns:
+        The manifest of the new folder.
+
+    Raises:
+        CheckpointError: The source is quantized in a way that is not read, or is damaged,
+            parameters are missing, or the destination exists.
+        ConfigError: The config cannot be followed.
+        NonFiniteWeightError: A weight that is packed holds NaN or inf.
+        UnsupportedWeightError: An expert weight cannot be packed.
+    """
+    folder, out = absolute(source), absolute(destination)
+    check_new(out)
+    config = copy_config(quantization_config)
+    model = build_model(folder, dtype, trust_remote_code)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
+    opened = open_to_pack(folder, model, config, place)
+    base, plan = opened.base, opened.plan
+    with closing(base), new_folder(out) as work, reporting(progress, "Packing", "Packed") as tell:
+        copy_files(auxiliary_files(folder), work)
+        model.config.quantization_config = config
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(work)
+        if not read_json(work / CONFIG).get("quantization_config"):
+            raise CheckpointError(f"{type(model.config).__name__} does not store its quantization.")
+        if model.can_generate() and not (work / "generation_config.json").exists():
+            model.generation_config.save_pretrained(work)
+        shards, entries = _write(opened, place, work, max_shard_size, tell)
+        origin = describe_source(folder, base.checkpoint.files)
+        return finish_packed(work, shards, entries, plan.settings, source=origin)
+
+
+def copy_config(config: Any) -> Any:
+    """Return a copy of a `BitsAndBytesConfig` or of its dict, as the class."""
+    from transformers import BitsAndBytesConfig
+
+    if isinstance(config, Mapping):
+        return BitsAndBytesConfig.from_dict(dict(config))
+    if not isinstance(config, BitsAndBytesConfig):
+        raise ConfigError(
+            f"quantization_config is {type(config).__name__}: give a BitsAndBytesConfig or a dict."
+        )
+    return copy.deepcopy(config)
+
+
+def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
+    """Build the checkpoint's model on meta."""
+    source = resolve_checkpoint(folder, trust_remote_code)
+    if dtype is not None:
+        source.config.dtype = dtype
+        for name in source.config.sub_configs:
+            if getattr(source.config, name, None) is not None:
+                getattr(source.config, name).dtype = dtype
+    # As in a load: weights are tied last, after the unpacked layers are chosen.
+    with init.no_tie_weights():
+        return named.build(source, trust_remote_code=trust_remote_code)
+
+
+class Opened(NamedTuple):
+    """A checkpoint that is to be packed."""
+
+    base: Base
+    plan: PackingPlan
+    dtypes: dict[str, torch.dtype]  # of all parameters, were they not packed
+    linears: dict[str, bool]  # weights of Linear layers that are packed: see `packed_linears`
+    tied: dict[str, str]  # names that are stored under another
+    left_out: set[str]  # names that are not written
+
+
+def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) -> Opened:
+    """Open a checkpoint, given its model on meta, whose Linear layers are replaced."""
+    plan = packing_spec(model, config, model.dtype, None)
+    own = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    dtype, fp32 = model.dtype, kept_dtypes(model, model.dtype)
+    base = Base(folder, model, device=device)
+    from_config(model, config)
+    linears = packed_linears(model)
+    model.tie_weights()
+    dtypes = {
+        name: plan.dtypes.get(name) or fp32(name) or (dtype if name in linears else stored)
+        for name, stored in own.items()
+    }
+    disk = base.layout.by_name
+    all_tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {
+        name: source
+        for name, source in all_tied.items()
+        if not base.stored_apart([n for n in (name, source) if n in disk])
+    }
+    left_out = {name for name, source in tied.items() if source in disk}
+    left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    missing = [
+        name
+        for name in sorted(model.state_dict().keys() - disk.keys() - left_out - tied.keys())
+        if not any(re.search(pattern, name) for pattern in optional)
+    ]
+    if missing:
+        raise CheckpointError(
+            f"{folder} has no tensor for {listed(missing)}, which a {type(model).__name__} needs: "
+            "config.json is of another model."
+        )
+    if not (disk.keys() - left_out) & plan.params.keys():
+        skipped = config.llm_int8_skip_modules
+        if skipped and len(detect(model)):
+            raise CheckpointError(
+                f"{folder}: llm_int8_skip_modules ({', '.join(skipped)}) leaves every expert "
+                "weight unpacked; name fewer."
+            )
+        raise CheckpointError(
+            f"{folder}: a {type(model).__name__} has no expert weights to pack; load it with "
+            "transformers and its own bitsandbytes settings."
+        )
+    return Opened(base, plan, dtypes, linears, tied, left_out)
+
+
+def _write(
+    opened: Opened, device: torch.device, work: Path, max_shard_size: int | str, tell: Progress
+) -> tuple[list[Path], dict[str, PackedEntry]]:
+    base, plan, dtypes, linears, tied, left_out = opened
+    steps = [
+        (group, names)
+        for group in base.layout.groups
+        if (names := [name for name in group.shapes if name not in left_out])
+    ]
+    packed = plan.params.keys() | linears.keys()
+    cpu, sizes, entries = torch.device("cpu"), dict[int, int](), dict[str, PackedEntry]()
+    for index, (group, names) in enumerate(steps):
+        shapes = {name: group.shapes[name] for name in names}
+        sizes[index] = sum(
+            packed_nbytes(shape, plan.settings)
+            if name in packed
+            else prod(shape) * dtypes[name].itemsize
+            for name, shape in shapes.items()
+        )
+        for name in (name for name in names if name in plan.params):
+            aliases = {*plan.params[name].names, *(n for n, other in tied.items() if other == name)}
+            shape, dtype = tuple(plan.params[name].shape), dtype_name(dtypes[name])
+            entries[name] = PackedEntry(shape, dtype, tuple(sorted(aliases - {name})))
+    shards = []
+    for number, indices in enumerate(plan_shards(sizes, max_shard_size), 1):
+        path = work / f"shard-{number:05d}.safetensors"
+        shards.append(path)
+        ends, later, slots = key_ends(plan.settings), [], {}
+        for group, names in (steps[index] for index in indices):
+            for name in names:
+                later += [f"{name}{end}" for end in ends]
+                later += [f"{name.rpartition('.')[0]}{end}" for end in (SCALES, INT8_FORMAT)]
+                place = device if name in packed or base.decodes(group) else cpu
+                slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
+        with ShardWriter(path, {}, {"format": "pt"}, later) as shard:
+            groups = [steps[index][0] for index in indices]
+            weights = filled(base.checkpoint, base.layout, groups, slots)
+            for index in indices:
+                names = steps[index][1]
+                tell(index, len(steps), names[0])
+                for name, weight in itertools.islice(weights, len(names)):
+                    for key, tensor in _entries(name, weight, dtypes[name], name in plan.params):
+                        shard.write(key, tensor)
+                    del weight  # before the next is packed
+    tell(len(steps), len(steps), "")
+    return shards, entries
+
+
+def _entries(
+    name: str, weight: PackedWeight | Tensor, dtype: torch.dtype, is_expert: bool
+) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(weight, Tensor):
+        yield name, weight
+        return
+    yield name, weight.codes
+    codec = codec_of(weight.kind)
+    if is_expert or not codec.loads_in_8bit:
+        for end, value in codec.entries(replace(weight, dtype=dtype)).items():
+            yield f"{name}{end}", value
+    else:
+        module = name.rpartition(".")[0]
+        yield f"{module}{SCALES}", weight.absmax
+        # bitsandbytes' number of the row-major layout
+        yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)

@@ -10,12 +10,17 @@ The fingerprint in the note tells the base from a model whose names and shapes h
 configuration fields that change the forward, and for each of some hundred unpacked weights
 (embeddings, routers) one bit, set if the weight is above their mean. Packing or further training of
 the base leaves most bits; of another model's bits, half agree by chance.
+
+The model card (README.md) says the same to people: the part between two markers is replaced; the
+rest is PEFT's or the author's, and stays.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,8 +32,8 @@ from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..errors import AdapterError, ConfigError
-from ..layout import dtype_name, unwrapped_name
+from ..errors import AdapterError, ConfigError, visible
+from ..layout import dtype_name, name_pattern, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
@@ -36,12 +41,13 @@ from ..packing.codec import Packer
 from ..packing.linear import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
+from ..versions import installed_version
 from .reader import inside, parse_fields
+from .rows import packed_linears
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1
-_CPU = torch.device("cpu")
 
 TOP_K_FIELDS = (
     "num_experts_per_tok",
@@ -88,19 +94,13 @@ class TrainingCodec:
         return (name in self.experts and name not in self.native) or name in self.linears
 
     def packer(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _CPU
-    ) -> Packer:
-        """Return a packer for a parameter of this dtype now, which packs it as in training."""
-        dtype = self.dtype or dtype
-        return Packer(shape, self._linear_dtype(name) or dtype, device, self.settings)
-
-    def decoded_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the decoded parameter, given its dtype now."""
-        return dtype if self._linear_dtype(name) else self.dtype or dtype
-
-    def _linear_dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype that bitsandbytes casts a Linear layer's weight to; None for experts."""
-        return self.settings.codec.linear_dtype if name in self.linears else None
+        self, name: str, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Packer, torch.dtype]:
+        """Return what packs a parameter of this dtype now as in training, and its dtype decoded."""
+        # bitsandbytes casts a Linear layer's weight
+        cast = self.settings.codec.linear_dtype if name in self.linears else None
+        packer = Packer(shape, cast or self.dtype or dtype, torch.device("cpu"), self.settings)
+        return packer, dtype if cast else self.dtype or dtype
 
 
 def from_config(model: nn.Module, config: Any) -> TrainingCodec:
@@ -117,7 +117,8 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     base = of_model(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     check_linears(model, settings)
-    return TrainingCodec(settings, experts, _packed_linears(model), base)
+    linears = frozenset(map(unwrapped_name, packed_linears(model)))
+    return TrainingCodec(settings, experts, linears, base)
 
 
 def from_packed(model: nn.Module) -> TrainingCodec | None:
@@ -138,19 +139,11 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
         settings = CodecSettings(linear_kind(layers[0]) if layers else NF4.kind)
         if states and (first := states[0]) is not None:
             settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
-    linears = _packed_linears(model)
+    linears = frozenset(map(unwrapped_name, packed_linears(model)))
     dtypes = {weight.dtype for weight in weights.values()}
     dtypes |= {state.dtype for state in states if state is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return TrainingCodec(settings, frozenset(how), linears, of_model(model), native, dtype)
-
-
-def _packed_linears(model: nn.Module) -> frozenset[str]:
-    return frozenset(
-        unwrapped_name(f"{name}.weight")
-        for name, module in model.named_modules(remove_duplicate=False)
-        if parametrize.is_packed_linear(module)
-    )
 
 
 @checked
@@ -161,7 +154,6 @@ class _Note:
     linears: list[str]
     base: Fingerprint | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    chosen_experts: dict[str, list[int]] | None = None  # of earlier versions: others have zeros
 
 
 def write_note(folder: Path, packed: TrainingCodec) -> None:
@@ -298,3 +290,109 @@ def _bits(weight: Tensor) -> str:
         return ""
     above = (values > values.mean()).tolist()
     return f"{int(''.join(str(int(bit)) for bit in above), 2):0{_BITS // 4}x}"
+
+
+CARD = "README.md"
+_START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
+_PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
+_HEADER = re.compile(r"---\n.*?\n---\n", re.DOTALL)
+_VERSIONS = "### Framework versions"  # PEFT adds it, and its own version, to any card
+_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+_PACKAGES = ("moe-qlora", "transformers", "peft", "bitsandbytes", "torch")
+
+
+def shorten_card(folder: Path) -> None:
+    """Remove the text of Hugging Face's template from a model card, if nobody has filled it in."""
+    from huggingface_hub import ModelCard, ModelCardData
+
+    file = folder / CARD
+    text = file.read_text(encoding="utf-8", errors="replace")
+    header = found[0] if (found := _HEADER.match(text)) else ""
+    body = text.removeprefix(header)
+    known = {*ModelCard.from_template(ModelCardData()).text.splitlines(), _VERSIONS}
+    lines = _PART.sub("\n", body).splitlines()
+    if all(line in known or line.startswith("- PEFT ") for line in lines):
+        part = _PART.search(body)
+        replace_file(file, f"{header}{part[0] if part else ''}".encode())
+
+
+def write_card(folder: Path, facts: Mapping[str, str], base: str = "", usage: str = "") -> None:
+    """Write our part of a folder's model card; a card without it gets it at the end."""
+    file = folder / CARD
+    if file.is_file():
+        text = file.read_text(encoding="utf-8", errors="replace")
+    else:
+        named = f"base_model: {json.dumps(base)}\n" if base else ""
+        text = f"---\n{named}library_name: peft\ntags:\n- lora\n- moe\n---\n"
+    # as code, so that names are not read as markup
+    plain = {n: visible(f).replace("|", "\\|").replace("`", "'") for n, f in facts.items() if f}
+    rows = "".join(f"| {name} | `{value}` |\n" for name, value in plain.items())
+    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
+    part = f"{_START}\n\n{table}\n{_END}"
+    others = _PART.sub("\n", text).rstrip("\n")
+    replace_file(file, f"{others}\n\n{part}\n".encode())
+
+
+def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[str, str]:
+    """Return the rows of a card, given adapter_config.json and the note beside it."""
+    base, how = packed and packed.base, packed and packed.settings
+    digest, targets = "", {}
+    if base:  # without the model's name
+        content = {key: value for key, value in asdict(base).items() if key != "name"}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    patterns = config.get("rank_pattern") or {}
+    single = f" (and {len(patterns)} ranks of single targets)" if patterns else ""
+    for key in ("target_modules", "target_parameters"):
+        names = config.get(key)
+        listed = names if isinstance(names, (list, set)) else []
+        short = sorted({name_pattern(name) for name in listed if isinstance(name, str)})
+        targets[key] = names if isinstance(names, str) else ", ".join(short)
+    return {
+        "base": base.name if base else str(config.get("base_model_name_or_path") or ""),
+        "fingerprint of the base": digest,
+        "base was packed as": f"{how.kind}, blocks of {how.blocksize}"
+        f"{', double quantization' * how.double_quant}"
+        if how
+        else "",
+        "packed": f"{len(packed.experts)} expert weights, {len(packed.linears)} Linear layers"
+        if packed
+        else "",
+        "dtype in training": dtype_name(packed.dtype) if packed and packed.dtype else "",
+        "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}{single}",
+        **targets,
+        "versions": ", ".join(f"{n} {installed_version(n) or 'unknown'}" for n in _PACKAGES),
+    }
+
+
+def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
+    """Return how a program loads and merges the adapter, in Markdown."""
+    base = packed.base.name if packed.base else config.get("base_model_name_or_path")
+    base = json.dumps(visible(str(base or "BASE")))
+    model = _CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM")
+    fields = packed.settings.bnb_fields().items()
+    how = ", ".join(
+        f'{name}="{value}"' if isinstance(value, str) else f"{name}=True"
+        for name, value in fields
+        if value is True or isinstance(value, str)
+    )
+    dtype = f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else ""
+    return f"""
+```python
+import moe_qlora
+from transformers import {model}, BitsAndBytesConfig
+
+quantization = BitsAndBytesConfig({how})
+with moe_qlora.enabled():
+    model = {model}.from_pretrained(
+        {base}, quantization_config=quantization{dtype}
+    )
+model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
+```
+
+Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`, with `--like-training` to round
+the base as in training first.
+"""

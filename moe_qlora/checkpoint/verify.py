@@ -47,7 +47,7 @@ from .manifest import (
     settings_problem,
 )
 from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
-from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, index_of, inside
+from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_folder, index_of, inside
 from .staging import left_behind
 
 
@@ -123,8 +123,7 @@ def verify(
         CheckpointError: `folder` is no checkpoint, or `against` is none or of another model.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: name one that holds a checkpoint.")
+    check_folder(folder)
     named.check_no_adapter(folder)
     tell = progress or (lambda done, total, name: None)
     if not _is_packed(folder):
@@ -159,18 +158,18 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
     folder, manifest, checkpoint = opened.folder, opened.manifest, opened.checkpoint
     damage = [f"{folder}: {problem}." for problem in _config_problems(folder, manifest)]
     warnings = list(_leftovers(folder, manifest))
-    weights = PackedWeights(opened)
+    model: Any = None
     try:
         source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
-        model: Any = named.build(source, trust_remote_code=trust_remote_code)
+        model = named.build(source, trust_remote_code=trust_remote_code)
     except (CheckpointError, ConfigError) as error:
         # A model of remote code or of a newer transformers is no damage.
         own = "auto_map" in manifest.config
         own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
         (warnings if own else damage).append(f"Shapes were not compared with the model's: {error}")
     else:
-        weights = PackedWeights(opened, model)
         damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
+    weights = PackedWeights(manifest, checkpoint, model and model.state_dict())
     owned = {key for keys in weights.keys.values() for key in keys}
     steps = [*weights.keys, *(key for key in checkpoint if key not in owned)]
     for number, name in enumerate(steps):
@@ -179,7 +178,7 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
             damage += _value_problems(checkpoint, name)
             continue
         try:
-            parts, shape, settings, dtype = weights.parts(name)
+            parts, shape, dtype, settings = weights.parts(name)
             reasons = list(problems(parts, shape, settings, dtype))
         except (ValueError, KeyError, TypeError) as error:
             reasons = [f"has parts that cannot be read ({error})"]
@@ -200,7 +199,6 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield differences of config.json, whose content follows from the manifest."""
     written, now = json.loads(manifest.config_bytes()), read_json(inside(folder, CONFIG))
     for part in (written, now):  # earlier versions had other sentences there
         if isinstance(part.get("transformers_weights"), str):
@@ -304,7 +302,8 @@ def _errors(
     resolved = resolve_checkpoint(source, trust_remote_code)
     model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
-    weights, entries = PackedWeights(opened, model), opened.manifest.experts
+    weights = PackedWeights(opened.manifest, opened.checkpoint, model.state_dict())
+    entries = opened.manifest.experts
     with closing(Base(source, model)) as base:
         places = []
         for name in sorted(weights.keys, key=dot_natural_key):

@@ -62,7 +62,7 @@ def quantize(
     with reporting(shown, f"Reading {src}", "Packed", stderr=True, transient=True) as tell:
         import torch
 
-        from ..checkpoint.quantize import quantize_checkpoint
+        from ..checkpoint.save import quantize_checkpoint
         from ..packing.settings import CodecSettings
 
         settings = CodecSettings(

@@ -28,9 +28,9 @@ from transformers import GenerationConfig
 from transformers import initialization as init
 
 from ..checkpoint.base import file_facts
-from ..checkpoint.load_spec import reload_spec
 from ..checkpoint.manifest import FolderCheck, is_packed, warn_of_changes
-from ..checkpoint.quantize import PackingJob, build_model, copy_config
+from ..checkpoint.rows import reload_spec
+from ..checkpoint.save import build_model, copy_config, open_to_pack
 from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..errors import CheckpointError, ConfigError
@@ -209,10 +209,9 @@ def _open(
     config = copy_config(config)
     model = build_model(folder, dtype, trust_remote_code)
     compute_buffers(model, device)
-    job = PackingJob(folder, model, config, device)
-    dtypes = {name: job.dtype(name) for name in model.state_dict()}
-    fill = ShardedFill(model, job.spec, job.base.checkpoint, dtypes, config)
-    fill.pack(job.base.layout)
+    opened = open_to_pack(folder, model, config, device)
+    fill = ShardedFill(model, opened.plan, opened.base.checkpoint, opened.dtypes, config)
+    fill.pack(opened.base.layout)
     return fill
 
 

@@ -27,18 +27,14 @@ from torch import Tensor, nn
 from transformers.core_model_loading import WeightRenaming
 
 from ..checkpoint.conversion import DiskLayout
-from ..checkpoint.load_spec import PackingPlan
-from ..checkpoint.manifest import canonical_name, packed_names, parts_of
-from ..checkpoint.prequantized import PrequantizedCheckpoint
-from ..checkpoint.prequantized.config import MXFP4
-from ..checkpoint.prequantized.formats import CODES, SCALE
+from ..checkpoint.manifest import PackedWeights, canonical_name, packed_names
+from ..checkpoint.prequantized import CODES, MXFP4, SCALE, PrequantizedCheckpoint
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.rows import Slot, ahead, filled
-from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
+from ..checkpoint.rows import PackingPlan, Slot, ahead, filled, indexed, packed_linears, slot_for
+from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, PackedWeight
 from ..layout import listed
 from ..packing import parametrize
-from ..packing.codec import restore
 from ..packing.decoders import hold
 from ..packing.linear import write_linear
 from ..packing.mxfp4 import KeptPacker, kept_settings
@@ -88,14 +84,9 @@ class Fill:
         # what the model holds for packed experts until they are attached, and these
         self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
         self._hook: Any = None
-        self._linears: dict[str, Any] = {
-            f"{name}.weight": module
-            for name, module in model.named_modules(remove_duplicate=False)
-            if parametrize.is_packed_linear(module)
-        }
-        # Conv1D layers, which bitsandbytes replaces as well, store `(in, out)`.
-        kinds = ((n, getattr(m, "source_cls", nn.Linear)) for n, m in self._linears.items())
-        self._turned = {name for name, kind in kinds if not issubclass(kind, nn.Linear)}
+        self.error: MoeQloraError | None = None
+        self._linears = packed_linears(model)
+        self._turned = {name for name, turned in self._linears.items() if turned}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fill:
         return self  # transformers copies its quantizer for every tensor
@@ -147,7 +138,10 @@ class Fill:
         def tie_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("missing_keys") is not None:
                 del model.__dict__["tie_weights"]
-                self._fill(kwargs["missing_keys"])
+                try:
+                    self._fill(kwargs["missing_keys"])
+                except MoeQloraError as error:  # raised once transformers has left out its names
+                    self.error = error
             return type(model).tie_weights(model, *args, **kwargs)
 
         self._model.tie_weights = MethodType(tie_weights, self._model)
@@ -209,20 +203,14 @@ class Fill:
         return parametrize.owner_of(self._model, name)
 
     def _slot(self, name: str) -> Slot:
-        shape = tuple(self._model.get_parameter_or_buffer(name).shape)
-        dtype, device, settings = self._dtypes[name], self._device(name), self.spec.settings
-        if name in self.spec.params:
-            return Slot(name, shape, dtype, device, settings)
-        if name not in self._linears:
-            return Slot(name, shape, dtype, device)
-        cast = settings.codec.linear_dtype or dtype
-        return Slot(name, shape, cast, device, settings, transposed=name in self._turned)
+        known = self._model, self.spec, self._linears, name
+        return slot_for(*known, self._dtypes[name], self._device(name))
 
     def _device(self, name: str) -> torch.device:
         from transformers.integrations.accelerate import get_device
 
         place = get_device(self._device_map or {"": "cpu"}, name, valid_torch_device=True)
-        return torch.device("cpu" if place == "disk" else place)
+        return indexed(torch.device("cpu" if place == "disk" else place))
 
     def _put(self, name: str, weight: PackedWeight | Tensor) -> None:
         module, leaf = self._owner(name)
@@ -287,7 +275,7 @@ class Fill:
 
         def fetch(start: int) -> list[Callable[[], Tensor]]:
             rows = start, min(start + step, shape[0])
-            return [files.fetch_stored(parts[role], *rows, device) for role in (CODES, SCALE)]
+            return [files.disk.fetch(parts[role], *rows, device) for role in (CODES, SCALE)]
 
         try:
             packer = KeptPacker(shape, self._dtypes[name], device, self.spec.settings_of(name))
@@ -314,42 +302,28 @@ class Fill:
                 stored[name] = key, (key,)
         self.names = {*stored}
 
-        def fetch(item: tuple[str, tuple[str, tuple[str, ...]]]) -> dict[str, Callable[[], Tensor]]:
-            name, (_, keys) = item
+        plain = {
+            key: self._model.get_parameter(name).to(torch.float16)  # as int8 layers are decoded
+            for name, (key, _) in stored.items()
+            if name in self._linears
+        }
+        weights = PackedWeights(manifest, files, plain)
+
+        def read(item: tuple[str, tuple[str, tuple[str, ...]]]) -> PackedWeight | Tensor:
+            name, (key, keys) = item
             device = None if self._offloads and name in params else self._device(name)
-            return {key: files.fetch(key, device=device) for key in keys}
+            if name not in params and len(keys) == 1:
+                plain = files.fetch(key, device=device)()
+                return plain.to(self._dtypes[name]) if self.spec.recasts else plain
+            packed = weights.read(key, device)
+            if self.spec.recasts:
+                packed.dtype = self._dtypes[name]
+            return packed
 
-        def weights() -> Iterator[tuple[str, PackedWeight | Tensor]]:
-            for (name, (key, keys)), parts in ahead(fetch, stored.items()):
-                if name in params or len(keys) > 1:
-                    yield name, self._restored(name, key, keys, parts.result())
-                else:
-                    plain = parts.result()[key]()
-                    yield name, plain.to(self._dtypes[name]) if self.spec.recasts else plain
-
-        self._weights = weights
+        self._weights = lambda: (
+            (item[0], one.result()) for item, one in ahead(read, stored.items())
+        )
         return dict.fromkeys((key for _, keys in stored.values() for key in keys), READ)
-
-    def _restored(
-        self, name: str, key: str, keys: tuple[str, ...], parts: Mapping[str, Callable[[], Tensor]]
-    ) -> PackedWeight:
-        spec, manifest = self.spec, self.spec.manifest
-        settings, entry = spec.settings_of(name), manifest and manifest.experts.get(key)
-        codec = settings.codec
-        shape = tuple(entry.shape if entry else self._linears[name].weight.shape)
-        recorded: torch.dtype | None = None
-        if entry and (codec.has_record or codec.is_kept):
-            recorded = getattr(torch, entry.dtype)
-        elif not codec.has_record:
-            recorded = self._dtypes[name] if entry else torch.float16
-        try:
-            tensors = parts_of(key, keys, lambda one: parts[one]())
-            packed = restore(tensors, shape, recorded, settings)
-        except ValueError as error:
-            raise CheckpointError(f"{name} {error}.") from error
-        if spec.recasts:
-            packed.dtype = self._dtypes[name]
-        return packed
 
 
 def weights_to_keep(
@@ -366,10 +340,8 @@ def weights_to_keep(
             key = canonical_name(model, name, files)
             if key is None or files.parts(key).keys() != {CODES, SCALE}:
                 continue
-            blocks, whole = (
-                files.stored[files.parts(key)[CODES]].shape,
-                (*param.shape, MX_BLOCK // 2),
-            )
+            blocks = files.stored[files.parts(key)[CODES]].shape
+            whole = *param.shape, MX_BLOCK // 2
             if len(blocks) == 4 and (blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]) == whole:
                 kept[name] = kept_settings(spec.settings)
     if not kept:

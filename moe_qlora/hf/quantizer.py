@@ -20,7 +20,6 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from ..checkpoint.base import file_facts
-from ..checkpoint.load_spec import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..checkpoint.manifest import (
     CONFIG_KEY,
     FolderCheck,
@@ -37,6 +36,7 @@ from ..checkpoint.prequantized import (
     open_plain,
 )
 from ..checkpoint.reader import Checkpoint, check_plain
+from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
@@ -56,8 +56,6 @@ def packing_quantizer(stock: type, asked: Callable[[], Any]) -> type:
 
 
 class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can be assigned
-    """Mixed in before a bitsandbytes quantizer of transformers."""
-
     pre_quantized: bool
     quantization_config: Any
     _asked: Callable[[], Any]
@@ -120,17 +118,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         files = kwargs.get("checkpoint_files")
         ranks = self._several(model.config)
         asked = self._asked()
-        if asked.offload and ranks is not None:
+        if asked.offload and (ranks is not None or is_deepspeed_zero3_enabled()):
             raise ConfigError(
-                "enabled(offload=True): this load shards the model over ranks "
-                "(distributed_config), and experts in host memory are whole on each rank: load it "
-                "without that, for DDP, or without offload."
-            )
-        if asked.offload and is_deepspeed_zero3_enabled():
-            raise ConfigError(
-                "enabled(offload=True): DeepSpeed's ZeRO-3 shards every weight, and experts in "
-                "host memory are whole on each rank: use ZeRO-1 or ZeRO-2, or leave offload out "
-                "and give zero_optimization.offload_param."
+                "enabled(offload=True): this load shards weights (by a distributed_config, or by "
+                "DeepSpeed's ZeRO-3), and experts in host memory are whole on each rank: load the "
+                "model for DDP, ZeRO-1 or ZeRO-2, or leave offload out."
             )
         if ranks is not None:
             facts = {"quantization_config": self.quantization_config, "dtype": dtype}
@@ -182,12 +174,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             self._fill = Fill(*known, asked.offload)
             self._fill.place(self._device_map)
         blocks = set(model._no_split_modules or ())
-        owners = {name for name, part in model.named_modules() if type(part).__name__ in blocks}
+        owners = [name for name, part in model.named_modules() if type(part).__name__ in blocks]
         units: dict[str, float] = {}
         for name, parameter in model.named_parameters():
-            parts = name.split(".")
-            above = (".".join(parts[:end]) for end in range(1, len(parts)))
-            unit = next((owner for owner in above if owner in owners), name.rpartition(".")[0])
+            above = (owner for owner in owners if name.startswith(f"{owner}."))
+            unit = next(above, name.rpartition(".")[0])
             size = parameter.numel() * self.param_element_size(model, name, parameter)
             units[unit] = units.get(unit, 0.0) + size
         self._unit_nbytes = tuple(units.values())
@@ -304,9 +295,10 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         return shares
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        """Attach the packed weights, and leave the model with a quantizer of the stock class."""
-        model = super()._process_model_after_weight_loading(model, **kwargs)  # type: ignore[misc]
         fill = self._fill
+        if fill is not None and fill.error is not None:
+            raise fill.error
+        model = super()._process_model_after_weight_loading(model, **kwargs)  # type: ignore[misc]
         self._spec = self._opened = self._fill = None
         if self._checked is not None:
             self._checked.finish()

@@ -12,7 +12,7 @@ off puts back exactly what was there. The path of one load:
     update_attn_implementation    is config.json that of a packed folder? then check the folder
       v
     preprocess_model              the model is on meta: detect its expert weights, and decide what
-      |                           is packed (checkpoint/load_spec.py):
+      |                           is packed (checkpoint/rows.py):
       |                             16-bit checkpoint  packing_spec   by the user's config
       |                             packed folder      reload_spec    by the folder's manifest
       v
@@ -166,9 +166,8 @@ def _preferring_bitsandbytes(stock: Any) -> Any:
     # quantized, wins; all else is left to `stock`, the class's attribute as it was.
     from transformers import BitsAndBytesConfig
 
-    from ..checkpoint.prequantized import maker_method
-    from ..checkpoint.prequantized.config import MakerConfig
-    from ..checkpoint.quantize import copy_config
+    from ..checkpoint.prequantized import MakerConfig, maker_method
+    from ..checkpoint.save import copy_config
     from .quantizer import MAKERS_CONFIG
 
     def merge_quantization_configs(cls: type, from_folder: Any, from_caller: Any) -> Any:

@@ -16,9 +16,8 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..checkpoint import training_codec
-from ..checkpoint.card import facts_of, usage_of, write_card
 from ..checkpoint.manifest import read_manifest
-from ..checkpoint.training_codec import TOP_K_FIELDS
+from ..checkpoint.training_codec import TOP_K_FIELDS, facts_of, usage_of, write_card
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import name_pattern

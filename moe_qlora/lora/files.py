@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from ..checkpoint import training_codec
 from ..checkpoint.adapter import CONFIG, LoraSettings, check_adapter_patterns
-from ..checkpoint.card import CARD, shorten_card
 from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.staging import absolute, move_files, staging
+from ..checkpoint.training_codec import CARD, shorten_card
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json

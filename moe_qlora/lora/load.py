@@ -13,8 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils.save_and_load import load_peft_weights
 from torch import nn
 
-from ..checkpoint import per_expert
-from ..checkpoint.adapter import WEIGHTS, check_adapter_patterns
+from ..checkpoint.adapter import WEIGHTS, check_adapter_patterns, fused_adapter
 from ..checkpoint.reader import read_header
 from ..errors import AdapterError
 from . import files
@@ -77,7 +76,7 @@ def load_adapter(
     if not unpacked_ok:
         warn_of_unpacked(base, on_disk, stacklevel=2)
     local = on_disk.is_dir() and not hub.get("subfolder")
-    with per_expert.fused(on_disk, base) if local else nullcontext(adapter) as fused:
+    with fused_adapter(on_disk, base) if local else nullcontext(adapter) as fused:
         folder = os.fspath(fused)
         with reading(adapter):
             config = _read_config(base, folder, **hub)

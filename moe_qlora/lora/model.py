@@ -21,7 +21,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ..checkpoint.load_spec import kept_dtypes
+from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import forward
 from ..layout import unwrapped, unwrapped_name

@@ -32,11 +32,11 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import (
+    MXFP4,
     codes_of_source,
     describe_plain,
     described_method,
 )
-from ..checkpoint.prequantized.config import MXFP4
 from ..detection.detect import detect
 from ..errors import ConfigError, did_you_mean
 from ..experts import forward

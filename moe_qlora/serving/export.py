@@ -31,24 +31,22 @@ from ..checkpoint.adapter import (
     PREFIX,
     WEIGHTS,
     Adapter,
+    Factors,
     Resolver,
     Updates,
-    check_adapter_patterns,
-    open_adapter,
-)
-from ..checkpoint.base import Base, open_base
-from ..checkpoint.card import CARD, facts_of, write_card
-from ..checkpoint.per_expert import (
-    Factors,
     alpha_of,
+    check_adapter_patterns,
     flat_factors,
-    fused,
+    fused_adapter,
     halves,
     interleaved,
+    open_adapter,
     uniform,
 )
+from ..checkpoint.base import Base, open_base
 from ..checkpoint.reader import inside
 from ..checkpoint.staging import absolute, check_new, new_folder
+from ..checkpoint.training_codec import CARD, facts_of, write_card
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, listed, name_pattern
@@ -124,7 +122,7 @@ def export_adapter(
         if not any_base:
             training_codec.check_noted_base(folder, model, str(base), opened.first_rows)
         check_adapter_patterns(folder, model)
-        lora = open_adapter(stack.enter_context(fused(folder, model)))
+        lora = open_adapter(stack.enter_context(fused_adapter(folder, model)))
         stack.enter_context(lora.file)
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
         updates = Resolver(model, shapes, lora).resolve()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from moe_qlora.checkpoint.manifest import FolderCheck, Manifest, open_checkpoint
 from moe_qlora.checkpoint.reader import INDEX_SUFFIX
@@ -20,6 +22,28 @@ TRICKS = (
 
 def check_folder(folder: Path | str, *, checksums: bool = True) -> Manifest:
     return FolderCheck(folder, large=checksums).finish()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, by its path in it."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def bits(model: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    """Every tensor of the state dict as bytes: codes that are stored as floats may be NaN."""
+    return {
+        key: (t.dtype, tuple(t.shape), t.detach().flatten().view(torch.uint8).numpy().tobytes())
+        for key, t in model.state_dict().items()
+    }
+
+
+def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    """Let `change` alter the tensors of each safetensors file of a folder."""
+    for file in folder.glob("*.safetensors"):
+        held = load_file(file)
+        change(held)
+        save_file(held, file, {"format": "pt"})
+    return folder
 
 
 def noise(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:

@@ -118,7 +118,7 @@ class Calls(RuleBasedStateMachine):
             packed = moe_qlora.detect(self.model).find(name) is not None
             share = 0.2 if packed or state is not None else 1e-6  # FP4 rounds by 0.12
             assert off <= share * float(self.base[name].norm()), f"{name}: {off}"
-            self.base[name] = weight.float()
+            self.base[name] = weight.float().clone()  # a merge writes into plain layers
 
     @invariant()
     def computes_the_oracles_logits(self) -> None:

@@ -192,7 +192,7 @@ def _whole(
 
 
 def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    from moe_qlora.checkpoint.load_spec import packing_spec
+    from moe_qlora.checkpoint.rows import packing_spec
     from moe_qlora.checkpoint.training_codec import from_config
     from moe_qlora.distributed.filling import ShardedFill
     from moe_qlora.distributed.load_sharded import compute_buffers, shard_and_fill

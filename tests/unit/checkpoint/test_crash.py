@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from folders import check_folder
+from folders import check_folder, contents
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -61,14 +61,6 @@ class Saves:
             for name, content in FOREIGN.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
 
 
 def staged(folder: Path) -> list[Path]:
@@ -135,9 +127,9 @@ def judge(saves: Saves, folder: Path, *, existing: bool) -> str:
         assert not existing
         return "none"
     manifest = check_folder(folder)
-    found = files(folder)
+    found = contents(folder)
     for number, name in enumerate(("old", "new")):
-        want = files(saves.fresh(number))
+        want = contents(saves.fresh(number))
         if found[CONFIG] != want[CONFIG]:
             continue
         shards = {file for file in want if file.endswith(".safetensors")}
@@ -154,7 +146,7 @@ def judge(saves: Saves, folder: Path, *, existing: bool) -> str:
 
 def saved_again(saves: Saves, folder: Path, *, existing: bool) -> None:
     saves.save(1, folder)
-    assert files(folder) == files(saves.fresh(1)) | (FOREIGN if existing else {})
+    assert contents(folder) == contents(saves.fresh(1)) | (FOREIGN if existing else {})
     assert not staged(folder)
 
 

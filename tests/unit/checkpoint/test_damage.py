@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import bits, contents
 from torch import nn
 from training import loaded, lora
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -86,21 +87,13 @@ class Victim:
         return "equal"
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 def seen(model: nn.Module) -> tuple[Any, ...]:
     """All that makes two loaded models the same."""
-    tensors = {
-        key: (value.dtype, tuple(value.shape), value.flatten().view(torch.uint8).numpy().tobytes())
-        for key, value in model.state_dict().items()
-    }
     stacks = {}
     for name, module, leaf in parametrize.iter_packed(model):
         stack = parametrize.read_packed(module, leaf)
         stacks[f"{name}.{leaf}"] = (stack.kind, stack.shape, stack.dtype, stack.compute_dtype)
-    return tensors, stacks, {name: type(one).__name__ for name, one in model.named_modules()}
+    return bits(model), stacks, {name: type(one).__name__ for name, one in model.named_modules()}
 
 
 @pytest.fixture(scope="module", params=["nf4", "fp4", "int8"])

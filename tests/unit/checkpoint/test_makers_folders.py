@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import moe_qlora
-from moe_qlora.checkpoint.prequantized.open import json_parts
+from moe_qlora.checkpoint.prequantized import json_parts
 from moe_qlora.checkpoint.reader import INDEX
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app

@@ -371,12 +371,7 @@ def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:
 
 
 def refuses(
-    error: type[Exception],
-    match: str,
-    base: Path,
-    adapter: Path,
-    out: Path,
-    **settings: Any,
+    error: type[Exception], match: str, base: Path, adapter: Path, out: Path, **settings: Any
 ) -> None:
     with pytest.raises(error, match=match) as caught:
         moe_qlora.merge_adapter(base, adapter, out, **settings)
@@ -443,10 +438,7 @@ def spoil(weights: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (
-            widen,
-            r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(.*and 5 more",
-        ),
+        (widen, r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(.*and 5 more"),
         (lambda w: w.pop(f"{Q_PROJ}.lora_B.weight"), "q_proj.lora_A.weight lacks its other half"),
         (move, r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module"),
         (
@@ -538,10 +530,7 @@ def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
         (
             ({"format_version": 2}, "is damaged: format_version is 2"),
             ({"codec": {}}, "is damaged"),
-            (
-                {"experts": ["model.layers.7.mlp.experts.down_proj"]},
-                "is for a model .*layers.7",
-            ),
+            ({"experts": ["model.layers.7.mlp.experts.down_proj"]}, "is for a model .*layers.7"),
         )
     ):
         note = noted(folders, tmp_path / str(number), "int8", **fields)
@@ -570,7 +559,7 @@ def test_int8_linear_layers_are_rounded_in_fp16_as_bitsandbytes_holds_them() -> 
     )
     weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
     for name, dtype in (("v_proj.weight", torch.float16), ("experts", torch.float32)):
-        packer = training.packer(name, weight.shape, torch.float32)
+        packer, _ = training.packer(name, weight.shape, torch.float32)
         packer.add(weight)
         packed, expected = packer.finish(), codec.pack(weight.to(dtype), CodecSettings("int8"))
         assert packed.dtype == dtype

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from folders import check_folder
+from folders import check_folder, contents, edit
 from safetensors.torch import load_file, save_file
 from training import NF4, loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -55,7 +55,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     """The folder of an undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "packed"
     pack(source, out)
-    return files(out)
+    return contents(out)
 
 
 def pack(source: Path, out: Path) -> Any:
@@ -67,10 +67,6 @@ def dense(path: Path) -> Path:
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
-
-
-def files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def packing(source: Path, out: Path, stop: int) -> Callable[[], None]:
@@ -96,10 +92,10 @@ def judge(source: Path, out: Path, whole: dict[str, bytes]) -> None:
     """Absent or whole; and the next run gives the same bytes."""
     if out.exists():
         check_folder(out)
-        assert files(out) == whole
+        assert contents(out) == whole
         shutil.rmtree(out)
     pack(source, out)
-    assert files(out) == whole
+    assert contents(out) == whole
     assert not left_behind(out)
 
 
@@ -125,7 +121,7 @@ def test_what_is_no_file_and_not_of_the_model_is_not_opened(
     (own / "folder.safetensors").mkdir()
     (own / "dangling.safetensors").symlink_to(own / "nothing")
     pack(own, tmp_path / "packed")
-    assert files(tmp_path / "packed") == whole
+    assert contents(tmp_path / "packed") == whole
 
 
 def test_the_manifest_names_the_source(source: Path, tmp_path: Path) -> None:
@@ -197,19 +193,15 @@ def drop(path: Path) -> None:
     content = json.loads(index.read_text())
     del content["weight_map"]["model.norm.weight"]
     index.write_text(json.dumps(content))
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        if tensors.pop("model.norm.weight", None) is not None:
-            save_file(tensors, file, metadata={"format": "pt"})
+    edit(path, lambda held: held.pop("model.norm.weight", None))
 
 
 def poison(path: Path, value: float = math.inf) -> None:
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        for key in tensors:
-            if ".experts.1.up_proj" in key:
-                tensors[key][:] = value
-        save_file(tensors, file, metadata={"format": "pt"})
+    def put(held: dict[str, torch.Tensor]) -> None:
+        for tensor in (held[key] for key in held if ".experts.1.up_proj" in key):
+            tensor[:] = value
+
+    edit(path, put)
 
 
 def test_a_missing_tensor_is_named(source: Path, tmp_path: Path) -> None:
@@ -219,12 +211,12 @@ def test_a_missing_tensor_is_named(source: Path, tmp_path: Path) -> None:
 
 
 def to_float8(path: Path, part: str, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        for key in [key for key in tensors if part in key]:
-            tensors[key] = tensors[key].to(dtype)
-            tensors[f"{key}_scale_inv"] = torch.ones(1, 1)
-        save_file(tensors, file, metadata={"format": "pt"})
+    def cast(held: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in held if part in key]:
+            held[key] = held[key].to(dtype)
+            held[f"{key}_scale_inv"] = torch.ones(1, 1)
+
+    edit(path, cast)
 
 
 @pytest.mark.parametrize(
@@ -332,5 +324,5 @@ def test_the_command_line(source: Path, whole: dict[str, bytes], tmp_path: Path)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "2 expert weights packed to nf4" in result.output
-    assert files(tmp_path / "packed") == whole
+    assert contents(tmp_path / "packed") == whole
     assert isinstance(CliRunner().invoke(app, arguments).exception, CheckpointError)

@@ -18,14 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moe_qlora.checkpoint.manifest import open_checkpoint
-from moe_qlora.checkpoint.reader import (
-    DTYPES,
-    INDEX,
-    INDEX_SUFFIX,
-    SINGLE,
-    inside,
-    read_header,
-)
+from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, inside, read_header
 from moe_qlora.checkpoint.staging import ShardWriter, new_folder, plan_shards
 from moe_qlora.errors import CheckpointError
 from moe_qlora.models.files import read_json
@@ -69,8 +62,7 @@ def test_rows_are_slices_of_the_whole(tmp_path):
 def test_an_index_joins_files_and_closing_keeps_what_was_read(tmp_path):
     tensors = two_shards(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    checkpoint.expect(["a", "b", "not there"])
-    read = {key: checkpoint.read(key) for key in checkpoint}
+    read = {key: checkpoint.fetch(key)() for key in checkpoint}
     checkpoint.close()
     assert read.keys() == tensors.keys()
     assert all(same(read[key], tensors[key]) for key in tensors)

@@ -1,4 +1,4 @@
-"""The loop that packs a checkpoint's rows: what it reads ahead, and who hears of an error."""
+"""Rows of a checkpoint: converted slice by slice as in whole; read ahead; who hears of an error."""
 
 from __future__ import annotations
 
@@ -7,10 +7,117 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers.core_model_loading import (
+    Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+)
 
-from moe_qlora.checkpoint.conversion import Group
-from moe_qlora.checkpoint.rows import Slot, ahead, filled
+from moe_qlora.checkpoint import conversion
+from moe_qlora.checkpoint.conversion import Group, convert, make_group
+from moe_qlora.checkpoint.rows import Slot, ahead, filled, indexed
 from moe_qlora.errors import CheckpointError, MoeQloraError
+
+MODEL = SimpleNamespace(config=None)
+EXPERTS, OUT, IN = 5, 4, 6
+
+
+@pytest.fixture(autouse=True)
+def _one_expert_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1)
+
+
+def in_slices(group: Group, disk: dict[str, Tensor], *rows: int) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {}
+    for start, stop in group.slices(*rows):
+        read = {key: disk[key][first:last] for key, first, last in group.places(start, stop)}
+        for name, part in convert(group, read, MODEL).items():
+            parts.setdefault(name, []).append(part)
+    return {name: torch.cat(some) for name, some in parts.items()}
+
+
+def lists(pattern: str, count: int, *shape: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(len(pattern))
+    return {
+        pattern.replace("*", str(n)): torch.randn(shape, generator=generator) for n in range(count)
+    }
+
+
+def shapes_of(disk: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(tensor.shape) for key, tensor in disk.items()}
+
+
+@pytest.mark.parametrize("rows", [(), (1, 4)])
+def test_experts_of_one_weight(rows: tuple[int, ...]) -> None:
+    gate, up = lists("e.*.gate", EXPERTS, OUT, IN), lists("e.*.up", EXPERTS, OUT, IN)
+    converter = WeightConverter(
+        ["e.*.gate", "e.*.up"], ["e.gate_up"], [MergeModulelist(dim=0), Concatenate(dim=1)]
+    )
+    sources = {"e.*.gate": tuple(gate), "e.*.up": tuple(up)}
+    disk = gate | up
+    shapes: dict[str, Any] = {"a.e.gate_up": (EXPERTS, 2 * OUT, IN)}
+    group = make_group("a.e.gate_up", converter, sources, shapes, shapes_of(disk))
+    expected = torch.stack(
+        [torch.cat(pair) for pair in zip(gate.values(), up.values(), strict=True)]
+    )
+    [(name, found)] = in_slices(group, disk, *rows).items()
+    assert len(list(group.slices(*rows))) == len(
+        range(EXPERTS)[slice(*rows) if rows else slice(None)]
+    )
+    assert name == "a.e.gate_up"
+    assert torch.equal(found, expected[slice(*rows)] if rows else expected)
+
+
+def test_a_list_that_holds_the_experts_of_two_weights() -> None:
+    gate, up = lists("e.*.gate", 2 * EXPERTS, OUT, IN), lists("e.*.up", 2 * EXPERTS, OUT, IN)
+    converter = WeightConverter(
+        ["e.*.gate", "e.*.up"],
+        ["text.gate_up", "vision.gate_up"],
+        [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)],
+    )
+    sources = {"e.*.gate": tuple(gate), "e.*.up": tuple(up)}
+    shape, disk = (EXPERTS, 2 * OUT, IN), gate | up
+    names = ("a.text.gate_up", "a.vision.gate_up")
+    group = make_group(names[0], converter, sources, dict.fromkeys(names, shape), shapes_of(disk))
+    assert len(list(group.slices())) == EXPERTS
+    found = in_slices(group, disk)
+    whole = torch.stack([torch.cat(pair) for pair in zip(gate.values(), up.values(), strict=True)])
+    assert torch.equal(found[names[0]], whole[:EXPERTS])
+    assert torch.equal(found[names[1]], whole[EXPERTS:])
+    # a slice is written back as its first experts: those of either weight in turn
+    assert list(group.part(3, 5).values())[:4] == [f"e.{n}.gate" for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("dims", "stored", "slices"),
+    [((1, 2), (EXPERTS, IN, OUT), EXPERTS), ((0, 1), (OUT, EXPERTS, IN), 1)],
+)
+def test_dimensions_that_are_swapped_where_shapes_ask_for_it(
+    dims: tuple[int, int], stored: tuple[int, ...], slices: int
+) -> None:
+    converter = WeightConverter(["w"], ["w"], [Transpose(*dims, check_dims=True)])
+    tensor = torch.randn(stored, generator=torch.Generator().manual_seed(0))
+    shapes: dict[str, Any] = {"w": (EXPERTS, OUT, IN)}
+    group = make_group("w", converter, {"w": ("w",)}, shapes, {"w": stored})
+    assert len(list(group.slices())) == slices
+    assert torch.equal(in_slices(group, {"w": tensor})["w"], tensor.transpose(*dims))
+    same = make_group("w", converter, {"w": ("w",)}, shapes, shapes)
+    kept = torch.randn(EXPERTS, OUT, IN)
+    assert torch.equal(in_slices(same, {"w": kept})["w"], kept)
+
+
+def test_what_is_not_known_to_keep_experts_apart_is_converted_as_a_whole() -> None:
+    shapes = {"w": (EXPERTS, 2, IN)}
+    halves = {"w.a": (EXPERTS, 1, IN), "w.b": (EXPERTS, 1, IN)}
+    sources = {"a": ("w.a",), "b": ("w.b",)}
+    within = WeightConverter(["a", "b"], ["w"], [Concatenate(dim=1)])
+    across = WeightConverter(["a", "b"], ["w"], [Concatenate(dim=0)])
+    assert make_group("w", within, sources, shapes, halves).unit == "row"
+    assert make_group("w", across, sources, shapes, halves).unit == ""
+
 
 CPU = torch.device("cpu")
 
@@ -42,3 +149,11 @@ def test_an_error_reaches_the_slots_and_a_share_without_rows_reads_nothing() -> 
         dict(filled(*known, {"a": Slot("a", (5, 8), torch.float32, CPU)}))
     empty = Slot("a", (5, 8), torch.float32, CPU, rows=(5, 5))
     assert dict(filled(*known, {"a": empty}))["a"].shape == (0, 8)
+
+
+def test_a_device_without_a_number_is_the_callers_current_one(monkeypatch) -> None:
+    """Threads that read ahead have a current device of their own, the first."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    slot = Slot("a", (5, 8), torch.float32, torch.device("cuda"))
+    assert slot.device == indexed(torch.device("cuda")) == torch.device("cuda:3")
+    assert indexed(CPU) == CPU and indexed(torch.device("cuda:1")).index == 1

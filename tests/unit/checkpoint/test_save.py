@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from folders import check_folder
+from folders import bits, check_folder, contents
 from safetensors.torch import load_file
 from torch import nn
 from training import NF4, SETTINGS
@@ -32,6 +30,9 @@ from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
+
+# bitsandbytes and transformers warn of their own affairs while they load
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 KINDS = SETTINGS | {
     "fp32 storage": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.float32},
@@ -57,33 +58,9 @@ def loaded(folder: Path, tmp_path: Path, kind: str, family: str = "qwen3_moe") -
         )
 
 
-def bits(model: nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """Every tensor of the state dict as bytes: codes that are stored as floats may be NaN."""
-    return {
-        key: (t.dtype, tuple(t.shape), t.detach().flatten().view(torch.uint8).numpy().tobytes())
-        for key, t in model.state_dict().items()
-    }
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(folder)): file.read_bytes()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
-
-
 def reload(folder: Path, cls: Any = AutoModelForCausalLM, **kwargs: Any) -> Any:
     with moe_qlora.enabled():
         return cls.from_pretrained(folder, **kwargs)
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # bitsandbytes and transformers warn of their own affairs while they load
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.mark.parametrize(
@@ -126,7 +103,7 @@ def test_a_model_packed_while_it_was_loaded_reloads_with_its_linear_layers(tmp_p
     assert any(name.startswith("Linear") and name != "Linear" for name in layers.values())
     assert not hasattr(again.config, "transformers_weights")
     again.save_pretrained(tmp_path / "twice")
-    assert files(tmp_path / "twice") == files(tmp_path / "saved")
+    assert contents(tmp_path / "twice") == contents(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
@@ -211,9 +188,9 @@ def test_two_saves_of_one_model_are_the_same_bytes(tmp_path):
     model = packed()
     model.save_pretrained(tmp_path / "a")
     model.save_pretrained(str(tmp_path / "b") + "/")
-    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
     model.save_pretrained(tmp_path / "a")
-    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 def test_another_save_takes_the_place_of_the_first_and_leaves_what_is_not_ours(tmp_path):
@@ -231,7 +208,7 @@ def test_another_save_takes_the_place_of_the_first_and_leaves_what_is_not_ours(t
     for name, content in foreign.items():
         (folder / name).write_bytes(content)
     second.save_pretrained(folder, max_shard_size="60KB")
-    assert files(folder) == files(tmp_path / "fresh") | foreign
+    assert contents(folder) == contents(tmp_path / "fresh") | foreign
     assert bits(reload(folder)) == bits(second)
 
 
@@ -245,7 +222,7 @@ def test_the_same_weights_cut_otherwise_take_new_names(tmp_path):
     assert one.id == other.id
     assert not set(one.shards) & set(other.shards)
     model.save_pretrained(tmp_path / "a", max_shard_size="65KB")
-    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 def test_a_plain_checkpoint_in_the_folder_gives_way(tmp_path):
@@ -315,7 +292,7 @@ def test_weights_without_a_config_are_no_checkpoint_to_replace(tmp_path, config)
 def test_a_failed_save_leaves_a_plain_checkpoint_whole(tmp_path, monkeypatch):
     plain = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     plain.save_pretrained(tmp_path, max_shard_size="100KB")
-    before = files(tmp_path)
+    before = contents(tmp_path)
     rename = Path.replace
 
     def full(path: Path, target: Path) -> Any:
@@ -326,7 +303,7 @@ def test_a_failed_save_leaves_a_plain_checkpoint_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(CheckpointError, match="No space left"):
         packed(seed=1).save_pretrained(tmp_path)
-    assert before.items() <= files(tmp_path).items()
+    assert before.items() <= contents(tmp_path).items()
 
 
 def test_a_stock_bitsandbytes_config_in_a_packed_folder_is_refused(tmp_path):
@@ -460,7 +437,7 @@ class Hub:
 
         self.calls.append(("upload", kwargs))
         check_folder(folder_path)  # all of it is there by now
-        local = files(folder_path)
+        local = contents(folder_path)
         added = set(filter_repo_objects(local, allow_patterns=allow_patterns))
         for name in filter_repo_objects(list(self.files), allow_patterns=delete_patterns):
             del self.files[name]
@@ -486,7 +463,7 @@ def test_the_hub_gets_what_was_written_and_loses_the_shards_of_before(tmp_path, 
         commit_message="second",
         create_pr=True,
     )
-    local = files(folder)
+    local = contents(folder)
     del local["secrets.txt"]
     assert hub.files == local | kept
     assert hub.calls == [
@@ -558,15 +535,15 @@ def test_the_dtype_of_the_config_is_that_of_most_weights(tmp_path):
 def test_a_second_saver_is_refused_and_the_first_one_finishes(tmp_path):
     folder = tmp_path / "model"
     packed(seed=0).save_pretrained(folder)
-    before = files(folder)
+    before = contents(folder)
     with (
         staging(folder, inside=True),
         pytest.raises(CheckpointError, match=r"Another process is writing to .*is_main_process"),
     ):
         packed(seed=1).save_pretrained(folder)
-    assert files(folder) == before
+    assert contents(folder) == before
     packed(seed=1).save_pretrained(folder)
-    assert files(folder) != before and not left_behind(folder)
+    assert contents(folder) != before and not left_behind(folder)
 
 
 def test_a_save_removes_what_a_killed_one_has_left_and_nothing_else(tmp_path):
@@ -579,7 +556,7 @@ def test_a_save_removes_what_a_killed_one_has_left_and_nothing_else(tmp_path):
     (tmp_path / ".moe_qlora.lock").write_text("")
     packed(seed=1).save_pretrained(tmp_path)
     packed(seed=1).save_pretrained(tmp_path.with_name("fresh"))
-    assert files(tmp_path) == files(tmp_path.with_name("fresh")) | dict.fromkeys(kept, b"x")
+    assert contents(tmp_path) == contents(tmp_path.with_name("fresh")) | dict.fromkeys(kept, b"x")
     assert not left_behind(tmp_path)
 
 
@@ -610,7 +587,7 @@ def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path):
     model.save_pretrained(tmp_path / "empty")
     model.save_pretrained(tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
-    assert files(tmp_path / "other") == files(tmp_path / "empty")
+    assert contents(tmp_path / "other") == contents(tmp_path / "empty")
 
 
 def test_adapters_of_peft_are_not_saved_as_weights(tmp_path):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import contents
 from safetensors.torch import load_file, save_file
 from training import SETTINGS as KINDS
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -28,12 +28,7 @@ from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.decoders import from_quant_state
 from moe_qlora.testing import tiny_model
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
@@ -59,10 +54,6 @@ def small(kind: str = "nf4") -> Any:
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
     quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
     return model
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def check_damaged(result: tuple[int, str, str], *parts: str) -> None:

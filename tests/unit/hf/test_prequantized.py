@@ -29,7 +29,7 @@ from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_inputs
-from tests.helpers.folders import tensors
+from tests.helpers.folders import bits, tensors
 from tests.helpers.prequantized import (
     encode_fp8,
     write_both,
@@ -79,14 +79,6 @@ def _off() -> Any:
 def load(folder: Path, quantization_config: Any = NF4, **arguments: Any) -> Any:
     """Load under the switch, by default into NF4."""
     return loaded(folder, quantization_config, **{"dtype": "auto", **arguments})
-
-
-def bits(model: nn.Module) -> dict[str, Any]:
-    """All bytes of a model, with dtype and shape."""
-    return {
-        name: (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for name, t in model.state_dict().items()
-    }
 
 
 def packed(model: nn.Module) -> list[str]:

@@ -14,7 +14,7 @@ from small_models import fill
 from transformers import AutoModelForCausalLM
 
 import moe_qlora
-from moe_qlora.checkpoint import per_expert
+from moe_qlora.checkpoint.adapter import fused_adapter
 from moe_qlora.errors import AdapterError, ConfigError
 from moe_qlora.serving.export import layout_for, servers
 from moe_qlora.testing import tiny_model
@@ -101,7 +101,7 @@ def test_every_layout_loads_back_bit_for_bit(
         return
     moe_qlora.export_adapter(folder, tmp_path / "out", base=bases[family], target=server)
     again = moe_qlora.load_adapter(load(bases[family]), str(tmp_path / "out"))
-    with per_expert.fused(tmp_path / "out", load(bases[family])) as fused:
+    with fused_adapter(tmp_path / "out", load(bases[family])) as fused:
         original, back = tensors(folder), tensors(fused)
     assert original.keys() <= back.keys()
     for name, value in back.items():
