@@ -81,6 +81,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "hy_v4_vl_text": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_theta": 10000.0,
                                           "rope_type": "default"}},
+    "inkling2_loop_text": {"unpadded_vocab_size": 120},
+    "inkling2_text": {"unpadded_vocab_size": 120},
     "inkling2_vision": {"text_hidden_size": 64, "projection_hidden_dim": 64},
     "inkling_audio": {"text_hidden_size": 64, "n_mel_bins": 8, "mel_vocab_size": 32},
     "inkling_vision": {"text_hidden_size": 64, "patch_size": 2, "num_hidden_layers": 4},
