@@ -1,0 +1,22 @@
+"""Faults of other packages' versions: a test that meets one is skipped there, and says why."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import transformers
+from transformers.integrations.peft import MIN_PEFT_VERSION
+
+from moe_qlora.versions import release_of
+
+ADAPTER_METHODS = pytest.mark.skipif(
+    release_of(peft.__version__) < release_of(MIN_PEFT_VERSION),
+    reason="add_adapter, set_adapter and disable_adapters of transformers "
+    f"{transformers.__version__} ask for peft {MIN_PEFT_VERSION}",
+)
+
+
+def skip_llama4(model_type: str) -> None:
+    """Skip what calls Llama4ForConditionalGeneration where its forward fails."""
+    if model_type == "llama4" and release_of(transformers.__version__)[:2] == (5, 24):
+        pytest.skip("transformers 5.24's llama4 reads image_outputs, which its output lacks")
