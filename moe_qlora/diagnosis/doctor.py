@@ -54,10 +54,7 @@ _CURES = (
 )
 """What to do, by words in a backend's reason; other reasons are the model's own."""
 _NO_CURE = "Nothing to change: this model type has no faster path here."
-_LIGER_FAILS = {
-    (5, 23): ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"),
-    (5, 24): ("glm4v_moe",),
-}
+_LIGER_FAILS = {(5, 23): ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"), (5, 24): ("glm4v_moe",)}
 OWN_FORWARD = "own forward"
 LINEAR_LAYERS = "Linear layers"
 

@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_head_dim": 16, "mamba_d_head": 16, "mamba_d_state": 8,
     "ssm_state_size": 8, "mamba_n_groups": 2, "n_groups": 2, "mamba_chunk_size": 16,
     "chunk_size": 16, "out_hidden_size": 64, "projector_hidden_size": 64, "output_hidden_size": 64,
-    "sliding_window": 16, "num_nextn_predict_layers": 0,
+    "sliding_window": 16, "num_nextn_predict_layers": 0, "unpadded_vocab_size": 120,
 }  # fmt: skip
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -81,8 +81,6 @@ NEEDS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "hy_v4_vl_text": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_theta": 10000.0,
                                           "rope_type": "default"}},
-    "inkling2_loop_text": {"unpadded_vocab_size": 120},
-    "inkling2_text": {"unpadded_vocab_size": 120},
     "inkling2_vision": {"text_hidden_size": 64, "projection_hidden_dim": 64},
     "inkling_audio": {"text_hidden_size": 64, "n_mel_bins": 8, "mel_vocab_size": 32},
     "inkling_vision": {"text_hidden_size": 64, "patch_size": 2, "num_hidden_layers": 4},
@@ -147,7 +145,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Absent by default where an architecture does without: then they stay absent.
-OPTIONAL = ("head_dim", "q_lora_rank", "shared_intermediate_size", "sliding_window")
+OPTIONAL = (
+    "head_dim", "q_lora_rank", "shared_intermediate_size", "sliding_window", "unpadded_vocab_size",
+)  # fmt: skip
 
 
 def _read(default: Any, name: str) -> Any:
