@@ -59,24 +59,16 @@ NEEDS: dict[str, dict[str, Any]] = {
     "dots3_note_vision_encoder": {
         "adapter_in_dim": 64, "adapter_out_dim": 64, "pyramid_num_routed": [0, 4],
     },
-    "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [40, 24],
-        "rope_parameters": {
-            "mrope_section": [3, 3, 2], "rope_theta": 500000.0, "rope_type": "default",
-        },
-    },
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [40, 24], "rope_parameters": {
+        "mrope_section": [3, 3, 2], "rope_theta": 500000.0, "rope_type": "default"}},
     "gemma4_vision": {"position_embedding_size": 64},
     "gemma4_text": {
         "enable_moe_block": True, "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 128,
     },
     "glm5_next_text": {"head_dim": 0, "qk_head_dim": 16, "qk_rope_head_dim": 0},
-    "glm4v_moe_text": {
-        "rope_parameters": {
-            "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
-            "rope_type": "default",
-        },
-    },
+    "glm4v_moe_text": {"rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default",
+                                           "partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 16},
     "hy_v4_vl_text": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_theta": 10000.0,
@@ -131,11 +123,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "head_dim": 128, "intermediate_size": 3072, "moe_topk": 8, "num_experts": 64,
         "num_key_value_heads": 8,
     },
-    "lfm2_moe": {
-        "layer_types": [
-            "conv", "conv", *["full_attention", *["conv"] * 3] * 7, "full_attention", "conv",
-        ],
-    },
+    "lfm2_moe": {"layer_types": ["conv", "conv", *["full_attention", *["conv"] * 3] * 7,
+                                 "full_attention", "conv"]},
     "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 768},
     "qwen4_exp_text": {
