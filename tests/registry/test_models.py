@@ -178,19 +178,6 @@ def test_representatives_have_every_trait_of_the_types():
     assert not {name: traits(name) - held for name in types if traits(name) - held}
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("", []),
-        ("3", [(3,)]),
-        ("0-2,5", [(0,), (1,), (2,), (5,)]),
-        ("0.1,2.10", [(0, 1), (2, 10)]),
-    ],
-)
-def test_indices(text, numbers):
-    assert list(indices(text)) == numbers
-
-
 def test_qwen3_moe_by_hand():
     layout = expected_layout(registry.load("qwen3_moe"), "published")
     gate_up, down = layout.experts[:2]
@@ -205,23 +192,6 @@ def test_qwen3_moe_by_hand():
         "model.layers.*.mlp.experts.*.gate_proj.weight",
         "model.layers.*.mlp.experts.*.up_proj.weight",
     ]
-
-
-def test_gpt_oss_by_hand():
-    layout = expected_layout(registry.load("gpt_oss"), "tiny")
-    gate_up, down = layout.experts[:2]
-    assert gate_up.transposed is True
-    assert (gate_up.in_features, gate_up.out_features) == (64, 192)
-    assert (down.in_features, down.out_features) == (96, 64)
-    item = registry.load("gpt_oss").experts[0]
-    assert (item["interleaved"], item["gated"]) == (True, True)
-    assert layout.modules[0].bias_names == ("gate_up_proj_bias", "down_proj_bias")
-
-
-def test_experts_along_rows():
-    param = expected_layout(registry.load("dbrx"), "tiny").experts[0]
-    assert (param.shape, param.num_experts) == ((384, 64), 4)
-    assert (param.in_features, param.out_features) == (64, 96)
 
 
 def test_tied_experts_have_one_entry():
