@@ -7,6 +7,7 @@ import torch
 from folders import same
 from prequantized import compressed, encode_fp8, encode_int, encode_nvfp4, write_tensors
 from transformers.quantizers.quantizers_utils import should_convert_module
+from upstream import SKIPPED_MODULES
 
 from moe_qlora.checkpoint.prequantized import open_plain
 from moe_qlora.checkpoint.prequantized.config import MakerConfig
@@ -123,6 +124,7 @@ def test_what_lies_on_disk_decides(tmp_path):
         assert same(checkpoint.read(f"{Q}.weight"), values.to(torch.bfloat16))
 
 
+@SKIPPED_MODULES
 @pytest.mark.parametrize(
     "pattern",
     [
