@@ -14,7 +14,6 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer import utils
-from trl.trainer.utils import use_adapter
 
 import moe_qlora
 from moe_qlora.packing import parametrize
@@ -181,7 +180,7 @@ def assert_reference_is_base(trained, fresh):
     with torch.no_grad(), trained.accelerator.autocast():
         expected = fresh.eval()(input_ids=ids).logits.float()
         policy = model(input_ids=ids).logits
-        with use_adapter(model, "ref" if "ref" in model.peft_config else None):
+        with utils.use_adapter(model, "ref" if "ref" in model.peft_config else None):
             assert torch.equal(model(input_ids=ids).logits, expected)
         with model.disable_adapter():
             assert torch.equal(model(input_ids=ids).logits, expected)
@@ -277,7 +276,7 @@ def test_reference_is_the_adapter_that_training_began_with(kind, way, model_fold
     assert before and all("lora_" in name for name in before)
     assert_same({"ref": list(before.values())}, {"ref": list(adapter(again.model, "ref").values())})
     with torch.no_grad(), again.accelerator.autocast():
-        with use_adapter(again.model.eval(), "ref"):
+        with utils.use_adapter(again.model.eval(), "ref"):
             assert torch.equal(again.model(input_ids=ids).logits.float(), began)
         assert not torch.equal(again.model(input_ids=ids).logits.float(), began)
 

@@ -86,8 +86,7 @@ def test_another_shape_is_refused_on_every_way_in(tmp_path, family, key, change)
         with pytest.raises(CheckpointError, match=said):
             way()
         assert not (tmp_path / "out").exists()
-    # Packed weights are named by one sentence; transformers refuses all others by itself.
-    # (From 5.23 on; before, it loads any shape where there is a quantizer.)
+    # Packed weights are named by one sentence; transformers refuses others itself, from 5.23 on.
     fault, said = (CheckpointError, key) if "proj" in key else (RuntimeError, "above report")
     if "proj" in key or TRANSFORMERS >= (5, 23):
         with pytest.raises(fault, match=re.escape(said)):
