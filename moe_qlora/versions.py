@@ -32,8 +32,8 @@ REQUIRED = {
     "torch": Range("2.11", "2.15"),
     "transformers": Range("5.20", "5.24"),
     "bitsandbytes": Range("0.50", "0.50"),
-    "peft": Range("0.20", "0.21"),
-    "accelerate": Range("1.4", "1.15"),
+    "peft": Range("0.21", "0.21"),
+    "accelerate": Range("1.7", "1.15"),
     "safetensors": Range("0.8", "0.8"),
 }
 """Dependencies whose internals matter here; pip handles the others."""

@@ -54,7 +54,7 @@ _CURES = (
 )
 """What to do, by words in a backend's reason; other reasons are the model's own."""
 _NO_CURE = "Nothing to change: this model type has no faster path here."
-_LIGER_FAILS = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe")
+_LIGER_FAILS = {"5.23": ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"), "5.24": ("glm4v_moe",)}
 OWN_FORWARD = "own forward"
 LINEAR_LAYERS = "Linear layers"
 
@@ -196,14 +196,13 @@ def known_problems(
 
 
 def _liger(versions: Versions, model_type: str | None) -> Iterable[Finding]:
-    """Liger 0.8.5 imports classes that transformers 5.23 has removed: an ImportError."""
+    """Liger 0.8.5 imports classes that transformers has removed: an ImportError."""
     liger, host = versions.get("liger-kernel", ()), versions.get("transformers", ())
-    if not liger or liger > (0, 8, 5) or host < (5, 23):
-        return
-    if model_type in _LIGER_FAILS or model_type is None:
+    failing = _LIGER_FAILS.get(_text(host[:2]), ()) if liger and liger <= (0, 8, 5) else ()
+    if failing and (model_type is None or model_type in failing):
         yield Finding(
             WARNING if model_type is None else PROBLEM,
-            f"Liger {_text(liger)} raises an ImportError for {', '.join(_LIGER_FAILS)} under "
+            f"Liger {_text(liger)} raises an ImportError for {', '.join(failing)} under "
             f"transformers {_text(host)}.",
             "Leave use_liger_kernel out for these, or install a later liger-kernel.",
         )

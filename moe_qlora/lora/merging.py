@@ -96,8 +96,6 @@ class SingleExpert:
     def __init__(self, wrapper: ParamWrapper, expert: int) -> None:
         self.lora_A = wrapper.lora_A
         self.lora_embedding_A: dict[str, Any] = {}
-        # The delta is already scaled, and PEFT 0.20 scales it again.
-        self.scaling = dict.fromkeys(wrapper.scaling, 1.0)
         self._wrapper, self._expert = wrapper, expert
 
     def get_delta_weight(self, adapter_name: str) -> Tensor:

@@ -3,7 +3,7 @@
 `target_modules`, `exclude_modules` and `target_parameters` hold either names, each of which matches
 full names and their ends after a dot, or one regular expression for `re.fullmatch`.
 
-PEFT 0.20 to 0.21.2 knows Mixture-of-Experts checkpoints of transformers v4, where experts were
+PEFT 0.21 knows Mixture-of-Experts checkpoints of transformers v4, where experts were
 Linear layers. For 29 model types it rewrites `target_modules` such as "all-linear", `down_proj` or
 any regex into `target_parameters` for the fused experts and the router, and the Linear layers of
 shared experts and dense blocks, which have the same leaf names, lose their LoRA. The rewrite tests

@@ -99,7 +99,7 @@ def fit_memory(
     that computing hides cost nothing. On CUDA it measures a copy for that. Experts that are on the
     device stay there; if nothing fits, the error says what `offload_experts` would free.
 
-    What is fitted wins over `gradient_checkpointing_enable`, which does nothing until `remove`.
+    What is fitted wins over gradient checkpointing, whose enabling does nothing until `remove`.
     Batches of more or longer sequences compute their layers again, and so do layers that a step of
     text does not reach, as those of a vision tower, whose memory is not planned. A training step
     writes no key-value cache; where it is given one that holds tokens, layers keep all. The

@@ -272,7 +272,7 @@ class Overrides:
                 self._said = True
                 _log.warning(
                     "fit_memory has chosen what each layer of %s keeps and computes again: "
-                    "gradient_checkpointing_enable() changes nothing.",
+                    "enabling gradient checkpointing changes nothing.",
                     type(host).__name__,
                 )
 

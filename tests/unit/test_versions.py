@@ -120,18 +120,9 @@ def test_pages_say_the_versions(page):
     assert said == [sentence]
 
 
-@pytest.mark.parametrize(
-    ("installed", "included"),
-    [
-        ("2.11.0", True),
-        ("2.13.1+cpu", True),
-        ("2.10.2", False),
-        ("2.14.0.dev1", False),
-        ("3", False),
-    ],
-)
-def test_a_series_includes_its_patches(installed, included):
-    assert Range("2.11", "2.13").includes(installed) is included
+def test_a_series_includes_its_patches():
+    versions = ("2.11.0", "2.13.1+cpu", "2.10.2", "2.14.0.dev1", "3")
+    assert [*filter(Range("2.11", "2.13").includes, versions)] == ["2.11.0", "2.13.1+cpu"]
 
 
 def test_texts_of_versions():

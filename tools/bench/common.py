@@ -105,6 +105,12 @@ def append_row(path: Path, columns: Sequence[str], row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def recompute(model: Any) -> None:
+    """Checkpoint gradients, by the name from transformers 5.24 on and before."""
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+
+
 class Rows:
     """Rows of one benchmark run, printed as they come and appended to a CSV file at once.
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import model as whole_model
 import torch
-from common import append_row, environment, parser_of, release, synchronize, words_of
+from common import append_row, environment, parser_of, recompute, release, synchronize, words_of
 from shapes import meta_model, quantization, whole_config
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -202,7 +202,7 @@ def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tu
     bnb_config = quantization()
     bnb_config.llm_int8_skip_modules = [n for n, m in model.named_modules() if type(m) is nn.Linear]
     if options.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(model)
     compute_buffers(model, torch.device("cpu"))
     spec = packing_spec(model, bnb_config, model.dtype, None)
     from_config(model, bnb_config)

@@ -38,6 +38,7 @@ from common import (
     allocated,
     environment,
     parser_of,
+    recompute,
     release,
     release_workspace,
     synchronize,
@@ -261,7 +262,7 @@ def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
     import peft
 
     if options.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(model)
     model.config.get_text_config().use_cache = False
     experts = [param.name for param in moe_qlora.detect(model)]
     get: Any = peft.get_peft_model

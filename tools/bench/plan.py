@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import Rows, allocated, environment, parser_of, release, release_workspace
+from common import Rows, allocated, environment, parser_of, recompute, release, release_workspace
 from shapes import quantization, whole_config
 
 import moe_qlora
@@ -177,7 +177,7 @@ def train(model: Any, case: Case, seq: int, device: torch.device) -> int:
     from peft import LoraConfig
 
     if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(model)
     model.config.use_cache = False
     words = case.targets.split(",")
     modules: Any = "all-linear" if "all-linear" in words else []

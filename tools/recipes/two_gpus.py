@@ -49,7 +49,8 @@ lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention)
 model = moe_qlora.load_sharded(
     options.model, bnb_config, lora_config=lora_config, adapter_options={"experts": True}
 )
-model.gradient_checkpointing_enable({"use_reentrant": False})
+enable = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.24 on
+(enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,15 @@ _ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Model")
 
 
 def folder_of(config_class: type) -> str:
-    """Return the folder under models/ with a configuration's modeling code: its own or a base's."""
-    modules = (base.__module__.split(".") for base in config_class.__mro__)
-    folders = [parts[-2] for parts in modules if parts[:2] == ["transformers", "models"]]
-    return next((f for f in folders if any((MODELS / f).glob("modeling_*.py"))), folders[0])
+    """Return the folder under models/ with a configuration's modeling code.
+
+    Its own, a base's, or that of the class which the auto mappings have for it, as of sarvam_moe.
+    """
+    classes = chain(config_class.__mro__, _mapped(config_class))
+    modules = (one.__module__.split(".") for one in classes)
+    folders = (parts[-2] for parts in modules if parts[:2] == ["transformers", "models"])
+    own = config_class.__module__.split(".")[-2]
+    return next((f for f in folders if any((MODELS / f).glob("modeling_*.py"))), own)
 
 
 def candidates() -> Iterator[str]:
@@ -60,15 +66,19 @@ def _parts(config_class: Any) -> Iterator[str]:
             yield getattr(part, "model_type", "")
 
 
-def model_class(config_class: Any) -> type[PreTrainedModel] | None:
-    """Return the class to build: from the auto mappings, else from the configuration's module."""
+def _mapped(config_class: Any) -> Iterator[type[PreTrainedModel]]:
     composite = "text_config" in (getattr(config_class, "sub_configs", None) or {})
     for name in _MAPPINGS[1:] + _MAPPINGS[:1] if composite else _MAPPINGS:
         mapping = getattr(modeling_auto, name, None)
-        if mapping is None or config_class not in mapping:
-            continue
-        classes = mapping[config_class]
-        return classes[0] if isinstance(classes, tuple) else classes
+        if mapping is not None and config_class in mapping:
+            classes = mapping[config_class]
+            yield classes[0] if isinstance(classes, tuple) else classes
+
+
+def model_class(config_class: Any) -> type[PreTrainedModel] | None:
+    """Return the class to build: from the auto mappings, else from the configuration's module."""
+    for found in _mapped(config_class):
+        return found
     modules = [
         importlib.import_module(f"transformers.models.{entry}")
         for entry in definitions(MODELS)

@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_head_dim": 16, "mamba_d_head": 16, "mamba_d_state": 8,
     "ssm_state_size": 8, "mamba_n_groups": 2, "n_groups": 2, "mamba_chunk_size": 16,
     "chunk_size": 16, "out_hidden_size": 64, "projector_hidden_size": 64, "output_hidden_size": 64,
-    "sliding_window": 16, "num_nextn_predict_layers": 0,
+    "sliding_window": 16, "num_nextn_predict_layers": 0, "unpadded_vocab_size": 120,
 }  # fmt: skip
 
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -51,32 +51,19 @@ NEEDS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
     "deepseek_ocr2_sam_vision_model": _SAM,
     "diffusion_gemma": {"canvas_length": 12}, "dots1": {"n_shared_experts": 1},
-    "dots3_note_audio_encoder": {
-        "adapter_input_size": 64, "adapter_out_dim": 64, "conv_output_size": 128,
-        "downsample_hidden_size": 8,
-    },
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64,
+                                 "conv_output_size": 128, "downsample_hidden_size": 8},
     "dots3_note_text": {"head_dim": 32},
-    "dots3_note_vision_encoder": {
-        "adapter_in_dim": 64, "adapter_out_dim": 64, "pyramid_num_routed": [0, 4],
-    },
-    "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [40, 24],
-        "rope_parameters": {
-            "mrope_section": [3, 3, 2], "rope_theta": 500000.0, "rope_type": "default",
-        },
-    },
+    "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64,
+                                  "pyramid_num_routed": [0, 4]},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [40, 24], "rope_parameters": {
+        "mrope_section": [3, 3, 2], "rope_theta": 500000.0, "rope_type": "default"}},
     "gemma4_vision": {"position_embedding_size": 64},
-    "gemma4_text": {
-        "enable_moe_block": True, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 128,
-    },
+    "gemma4_text": {"enable_moe_block": True, "hidden_size_per_layer_input": 8,
+                    "vocab_size_per_layer_input": 128},
     "glm5_next_text": {"head_dim": 0, "qk_head_dim": 16, "qk_rope_head_dim": 0},
-    "glm4v_moe_text": {
-        "rope_parameters": {
-            "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5, "rope_theta": 10000.0,
-            "rope_type": "default",
-        },
-    },
+    "glm4v_moe_text": {"rope_parameters": {"mrope_section": [2, 1, 1], "rope_type": "default",
+                                           "partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"head_dim": 16},
     "hy_v4_vl_text": {"rope_parameters": {"mrope_section": [3, 3, 2], "rope_theta": 10000.0,
@@ -86,20 +73,16 @@ NEEDS: dict[str, dict[str, Any]] = {
     "inkling_vision": {"text_hidden_size": 64, "patch_size": 2, "num_hidden_layers": 4},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "llama4_vision_model": {
-        "projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64,
-    },
-    "muse_spark_audio": {
-        "depths": [1, 1, 1, 1], "hidden_sizes": [16, 16, 32, 32], "num_hidden_layers": 4,
-    },
+    "llama4_vision_model": {"projector_input_dim": 64, "projector_output_dim": 64,
+                            "vision_output_dim": 64},
+    "muse_spark_audio": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 16, 32, 32],
+                         "num_hidden_layers": 4},
     "nemotron3_5_transcribe_word_timestamp": {"blank_token_id": 0},
     "nemotron3_diarization": {"head_config": {"audio_hidden_size": 64}},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2, "max_img_size": 128}},
-    "qwen3_omni_moe": {
-        "code2wav_config": {"codebook_size": 64, "decoder_dim": 64},
-        "talker_config": {"spatial_merge_size": 2},
-    },
+    "qwen3_omni_moe": {"code2wav_config": {"codebook_size": 64, "decoder_dim": 64},
+                       "talker_config": {"spatial_merge_size": 2}},
     "qwen3_omni_moe_audio_encoder": {"downsample_hidden_size": 8, "output_dim": 64},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 40},
     "qwen4_exp_text": {
@@ -131,11 +114,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "head_dim": 128, "intermediate_size": 3072, "moe_topk": 8, "num_experts": 64,
         "num_key_value_heads": 8,
     },
-    "lfm2_moe": {
-        "layer_types": [
-            "conv", "conv", *["full_attention", *["conv"] * 3] * 7, "full_attention", "conv",
-        ],
-    },
+    "lfm2_moe": {"layer_types": ["conv", "conv", *["full_attention", *["conv"] * 3] * 7,
+                                 "full_attention", "conv"]},
     "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 768},
     "qwen4_exp_text": {
@@ -145,7 +125,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Absent by default where an architecture does without: then they stay absent.
-OPTIONAL = ("head_dim", "q_lora_rank", "shared_intermediate_size", "sliding_window")
+OPTIONAL = (
+    "head_dim", "q_lora_rank", "shared_intermediate_size", "sliding_window", "unpadded_vocab_size",
+)  # fmt: skip
 
 
 def _read(default: Any, name: str) -> Any:

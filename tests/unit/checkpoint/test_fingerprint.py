@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from training import loaded, lora
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
+from upstream import ADAPTER_METHODS
 
 import moe_qlora
 from moe_qlora.checkpoint.training_codec import NOTE
@@ -123,10 +124,10 @@ def by_transformers(folders: dict[str, Path], out: Path) -> Path:
     return out
 
 
-MAKERS = [by_folder, by_another_model, second, resumed, continued, by_transformers]
+MAKERS = [by_folder, by_another_model, second, resumed, continued]
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", [*MAKERS, pytest.param(by_transformers, marks=ADAPTER_METHODS)])
 def test_an_adapter_names_the_model_that_it_was_on(
     folders: dict[str, Path], tmp_path: Path, make: Any
 ) -> None:

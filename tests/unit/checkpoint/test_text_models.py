@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from training import loaded
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
+from upstream import skip_llama4
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
@@ -57,9 +58,6 @@ def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(folder: Path, tmp
     wanted = logits(model)
     assert (wanted - before).abs().max() > 1e-2
     moe_qlora.merge_adapter(folder, tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32)
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        merged = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-        torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(moe_qlora.AdapterError, match="does not fit the base"):
         moe_qlora.export_adapter(
             tmp_path / "adapter", tmp_path / "served", base=folder, target="peft"
@@ -67,6 +65,11 @@ def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(folder: Path, tmp
     keys = {"_name_or_path", "architectures", "transformers_version", "dtype"}
     configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "merged")]
     assert configs[0].keys() - keys == configs[1].keys() - keys
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        merged = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        if auto is AutoModelForImageTextToText:
+            skip_llama4(folder.parent.name.removesuffix("0"))  # the number of mktemp
+        torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_it_is_merged_as_it_was_trained(folder: Path, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
 import subprocess
@@ -50,7 +51,8 @@ def test_our_warnings_are_a_line_and_others_none(capsys, monkeypatch):
         warnings.warn(text, category, stacklevel=1)
 
     modules = {"__name__": "moe_qlora.lora.somewhere"}, {"__name__": "torch.somewhere"}
-    ours, theirs = (FunctionType(warn.__code__, {"warnings": warnings} | m) for m in modules)
+    names = {"warnings": warnings, "__builtins__": builtins}
+    ours, theirs = (FunctionType(warn.__code__, names | one) for one in modules)
     with render.streams():
         warnings.simplefilter("always")
         ours("of ours\nin two lines", UserWarning)

@@ -75,19 +75,12 @@ class ReadsAnother(Pair):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(
-    ("owner", "expected"),
-    [
-        (Pair, {}),
-        (Reads, {"0.outer": "Reads"}),
-        (ReadsBelow, {"0.inner": "ReadsBelow"}),
-        (ReadsFacts, {}),
-        (AsksForQuantization, {}),
-        (ReadsAnother, {}),
-    ],
-)
-def test_what_a_forward_reads(owner: type[Pair], expected: dict[str, str]) -> None:
-    assert weights_read(nn.Sequential(owner(), Pair())) == expected
+READS = {Reads: {"0.outer": "Reads"}, ReadsBelow: {"0.inner": "ReadsBelow"}}
+
+
+@pytest.mark.parametrize("owner", [*READS, Pair, ReadsFacts, AsksForQuantization, ReadsAnother])
+def test_what_a_forward_reads(owner: type[Pair]) -> None:
+    assert weights_read(nn.Sequential(owner(), Pair())) == READS.get(owner, {})
 
 
 def test_a_forward_of_one_instance() -> None:

@@ -37,13 +37,15 @@ def plain_model(dtype: torch.dtype = torch.float32):
         num_local_experts=E, intermediate_size=INNER, head_dim=8,
         layer_types=["full_attention"] * 2,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for index, layer in enumerate(model.model.layers):
         for name, (blocks, scales) in zip(NAMES, stored(10 * index), strict=True):
             weight = getattr(layer.mlp.experts, name)
-            weight.data = slow_decode(blocks, scales).transpose(1, 2).to(dtype).contiguous()
+            weight.data = slow_decode(blocks, scales).transpose(1, 2).contiguous()
         for name in NAMES:
             nn.init.normal_(getattr(layer.mlp.experts, f"{name}_bias"), std=0.3)
+    for parameter in model.parameters():  # the same random numbers in every dtype
+        parameter.data = parameter.data.to(dtype)
     model.set_experts_implementation("eager")
     return model.eval().requires_grad_(False)
 

@@ -27,9 +27,6 @@ from moe_qlora.lora.model import connect_adapters
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 
-# PEFT 0.20 asks the hub for the configuration of a model that has no name
-NO_HUB: Any = {"save_embedding_layers": False}
-
 
 def build(model_type: str = "qwen3_moe") -> Any:
     model = small_models.build(model_type)
@@ -66,7 +63,7 @@ def test_loading_a_second_adapter_and_training_it(low_cpu_mem_usage: bool, tmp_p
     first = moe_qlora.get_peft_model(build(), lora_config())
     fill(first)
     expected = logits(first)
-    first.save_pretrained(tmp_path, **NO_HUB)
+    first.save_pretrained(tmp_path)
     model = load_adapter(build(), str(tmp_path), low_cpu_mem_usage=low_cpu_mem_usage)
     assert close(logits(model), expected)
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -83,7 +80,7 @@ def test_loading_a_second_adapter_and_training_it(low_cpu_mem_usage: bool, tmp_p
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_file_whose_keys_peft_renames_is_loaded_by_the_models_own(tmp_path: Path) -> None:
     """PEFT takes this type's keys for those of the published checkpoint, its own included."""
-    base = tiny_model("mistral_large4_text")
+    base = tiny_model("deepseek_ocr2")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     moe_qlora.quantize_experts(base, config)
     targets = moe_qlora.target_parameters(base)
@@ -138,7 +135,7 @@ def test_lora_on_shared_experts_reloads_here(tmp_path: Path) -> None:
     assert any("shared_experts.down_proj.lora_A" in name for name in lora_names(model))
     fill(model)
     with pytest.warns(UserWarning, match=r"load it with moe_qlora\.load_adapter"):
-        model.save_pretrained(tmp_path, **NO_HUB)
+        model.save_pretrained(tmp_path)
     again = load_adapter(build("deepseek_v3"), str(tmp_path))
     assert lora_names(again) == lora_names(model)
     assert close(logits(again), logits(model))
@@ -220,7 +217,7 @@ def test_a_sum_by_svd_takes_a_rank_above_the_sides_of_a_weight(full: bool, tmp_p
             assert close(module.get_delta_weight("sum"), 0.5 * parts[0] - parts[1], 1e-4)
     model.set_adapter("sum")
     expected = logits(model)
-    model.save_pretrained(tmp_path, selected_adapters=["sum"], **NO_HUB)
+    model.save_pretrained(tmp_path, selected_adapters=["sum"])
     assert torch.equal(logits(moe_qlora.load_adapter(build(), tmp_path / "sum")), expected)
 
 
@@ -298,7 +295,7 @@ def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) 
     model = moe_qlora.get_peft_model(build(), lora_config())
     fill(model)
     kept = copy.deepcopy(model.peft_config), logits(model)
-    model.save_pretrained(tmp_path, **NO_HUB)
+    model.save_pretrained(tmp_path)
     said = f"adapter '{name}' has the name of .*: give it another name"
     for add in (
         lambda: model.add_adapter(name, lora_config()),
@@ -312,7 +309,7 @@ def test_adapters_with_the_name_of_a_layer_are_alone(name: str, tmp_path: Path) 
         assert torch.equal(logits(model), kept[1])
     alone = moe_qlora.load_adapter(build(), tmp_path, name)
     assert torch.equal(logits(alone), kept[1])
-    alone.save_pretrained(tmp_path / "alone", **NO_HUB)
+    alone.save_pretrained(tmp_path / "alone")
     written = load_file(tmp_path / "alone" / name / "adapter_model.safetensors")
     assert written.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
     with pytest.raises(AdapterError, match=said):
@@ -374,10 +371,10 @@ def test_an_adapter_on_routers_keeps_its_spelling_on_the_unpacked_model(
     targets = {"target_modules": modules, "target_parameters": ["experts.down_proj"]}
     trained = moe_qlora.get_peft_model(build(), lora_config(**targets))
     fill(trained)
-    trained.save_pretrained(tmp_path / "first", **NO_HUB)
+    trained.save_pretrained(tmp_path / "first")
     loaded = load_adapter(unpacked(), str(tmp_path / "first"), is_trainable=True, unpacked_ok=True)
     assert any("mlp.gate" in name for name in lora_names(loaded))
-    loaded.save_pretrained(tmp_path / "second", **NO_HUB)
+    loaded.save_pretrained(tmp_path / "second")
     first, second = (
         json.loads((tmp_path / name / "adapter_config.json").read_text())
         for name in ("first", "second")
@@ -393,7 +390,7 @@ def test_stock_loading_of_full_names_raises_and_names_the_call(tmp_path: Path) -
     base = build()
     names = moe_qlora.target_parameters(base)
     model = moe_qlora.get_peft_model(base, lora_config(target_parameters=names))
-    model.save_pretrained(tmp_path, **NO_HUB)
+    model.save_pretrained(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(AdapterError, match=r"moe_qlora\.load_adapter"):
@@ -443,7 +440,7 @@ def test_later_adapters_reach_routers_too(family: str, skips: Any, tmp_path: Pat
     model.eval()
     with torch.no_grad():
         expected = model(**inputs).logits
-        model.save_pretrained(tmp_path / "adapter", **NO_HUB)
+        model.save_pretrained(tmp_path / "adapter")
         model.load_adapter(str(tmp_path / "adapter"), "three")
         model.set_adapter("three")
         assert torch.equal(model(**inputs).logits, expected)

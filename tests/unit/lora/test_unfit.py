@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers import BitsAndBytesConfig
+from upstream import ADAPTER_METHODS
 
 import moe_qlora
 from moe_qlora.lora.unfit import ReadLinear, unfit_linears
@@ -143,6 +144,7 @@ def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None
     torch.testing.assert_close(peft_model(**inputs).logits, logits)
 
 
+@ADAPTER_METHODS
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_every_way_to_an_adapter_is_served(tmp_path: Path) -> None:
     model = packed("longcat_flash").eval()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.quantizers.quantizers_utils import should_convert_module
+from upstream import SKIPPED_MODULES
 
 from moe_qlora.layout import ExpertParam
 from moe_qlora.packing.selection import is_skipped, skipping_pattern
@@ -26,6 +27,7 @@ def answer(rule, *arguments):
         return "not a regex"
 
 
+@SKIPPED_MODULES
 @settings(max_examples=400, deadline=None)
 @given(NAMES, st.lists(PATTERNS, max_size=3))
 def test_the_rule_is_that_of_transformers(name: str, patterns: list[str]) -> None:

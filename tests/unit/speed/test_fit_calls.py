@@ -402,7 +402,7 @@ def test_what_is_fitted_wins_over_a_trainers_checkpointing(
     with fitted(model, batch_size=12, seq_len=8), caplog.at_level(logging.WARNING):
         assert losses(model) == expected
         assert not any(layer.gradient_checkpointing for layer in layers)
-        said = "gradient_checkpointing_enable() changes nothing"
+        said = "enabling gradient checkpointing changes nothing"
         assert sum(said in text for text in caplog.messages) == 1
     model.gradient_checkpointing_enable()
     assert all(layer.gradient_checkpointing for layer in layers)
