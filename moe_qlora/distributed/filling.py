@@ -30,7 +30,7 @@ from ..packing import parametrize
 from ..packing.bnb4bit import ABSMAX, NESTED_ABSMAX, NESTED_TABLE, RECORD, TABLE, read_record
 from ..packing.codec import Packer
 from ..packing.codecs import CODES
-from ..packing.decoders import ShardableStatistics, as_bits
+from ..packing.decoders import Packed4bit, as_bits
 from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings
 from .sharding import packed_places, prepare_sharding
@@ -145,11 +145,9 @@ class ShareSlot(Slot):
         codec, share = settings.codec, codes.view(-1, *self._codes_shape[1:])
         if not codec.in_quant_state:
             return share, {"scale_bits": self._share(as_bits(scales.to(codec.scale_dtype)))}, None
-        whole = ShardableStatistics(
-            codec.finish(codes[:0], scales, self.shape, self.dtype, settings)
-        )
-        shares = {name: self._share(value.data) for name, value in whole.named_parameters()}
-        return share, shares, whole.tables
+        whole = Packed4bit.bits(codec.finish(codes[:0], scales, self.shape, self.dtype, settings))
+        tables = whole.pop("tables")
+        return share, {name: self._share(value) for name, value in whole.items()}, tables
 
     def _gathered(self, scales: Tensor) -> Tensor:
         """Return all ranks' scales; raise on every rank where one has failed."""

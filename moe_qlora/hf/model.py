@@ -25,7 +25,12 @@ from ..lora.inject import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import PackedCodes, PackedScales, is_shardable, state_tensors
+from ..packing.decoders import (
+    PackedScales,
+    QuantState,
+    is_shardable,
+    state_tensors,
+)
 from ..packing.linear import keep_layout
 from ..packing.packed_list import cross_meta
 from ..packing.settings import CodecSettings
@@ -86,32 +91,27 @@ def finish_packing(
 def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     """Return the bytes of the model; statistics, which the stock method does not see, included."""
     total: int = type(self).get_memory_footprint(self, return_buffers=return_buffers)
-    statistics: dict[int, torch.Tensor] = {}
-    scales: dict[int, torch.Tensor] = {}
+    held: dict[int, torch.Tensor] = {}
     # An 8-bit Linear keeps its scales on the weight, and after its first forward on its state.
     holders = [module.state for module in self.modules() if hasattr(module, "state")]
     for parameter in self.parameters():
-        # The statistics of the shardable layout are parameters, which are counted already.
-        owned = isinstance(parameter, PackedCodes)
-        state = None if owned else getattr(parameter, "quant_state", None)
-        if state is not None:
-            statistics |= {id(tensor): tensor for tensor in state_tensors(state)}
+        if type(state := getattr(parameter, "quant_state", None)) is QuantState:
+            held |= {id(tensor): tensor for tensor in state_tensors(state)}
         holders.append(parameter)
     for holder in holders:
         scale = getattr(holder, "SCB", None)
         if isinstance(scale, torch.Tensor):
-            scales[scale.data_ptr()] = scale
-    for _, module, name in parametrize.iter_packed(self):
-        decoder = parametrize.decoder_of(module, name)
-        if is_shardable(decoder):
-            continue
-        packed = parametrize.read_packed(module, name)
-        if isinstance(decoder, PackedScales):
-            if not return_buffers:
-                scales[packed.absmax.data_ptr()] = packed.absmax
-        else:
-            statistics |= {id(tensor): tensor for tensor in packed.statistics}
-    return total + sum(t.nbytes for t in (*scales.values(), *statistics.values()))
+            held[scale.data_ptr()] = scale
+    weights = {
+        id(parametrize.original_of(module, name)): (module, name)
+        for _, module, name in parametrize.iter_packed(self)
+    }
+    for module, name in weights.values():
+        total += sum(t.nbytes for t in parametrize.read_packed(module, name).statistics)
+        decoder = parametrize.decoder_of(module, name)  # counted with its padding, or not at all
+        counted = (*decoder.parameters(), *(decoder.buffers() if return_buffers else ()))
+        total -= sum(tensor.nbytes for tensor in counted)
+    return total + sum(tensor.nbytes for tensor in held.values())
 
 
 def num_parameters(

@@ -8,6 +8,7 @@ each parameter or buffer outside of all of these.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..kernels.weights import PackedWeight
 from ..lora.config import top_k_of
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import ShardableStatistics, from_quant_state
+from ..packing.decoders import Packed4bit, from_quant_state, read
 from ..packing.linear import linear_kind
 from .budget import Block, BlockTensor
 from .hosting import ALIGNMENT
@@ -65,11 +66,11 @@ def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
 def _linear_weight(layer: Any) -> PackedWeight:
     weight = layer.weight
     statistics = getattr(layer, "statistics", None)
-    if isinstance(statistics, ShardableStatistics):  # as distributed runs have it
-        return statistics.packed(weight)
+    if isinstance(statistics, Packed4bit):  # as distributed runs have it
+        return read(weight, statistics)
     state = getattr(weight, "quant_state", None)
     if state is not None:
-        return from_quant_state(weight, state, owner=weight)
+        return replace(from_quant_state(weight, state), owner=weight)
     scales: Any = getattr(weight, "SCB", None)  # None before it is packed
     shape = (layer.out_features, layer.in_features)
     kind, dtype = linear_kind(layer), torch.float16

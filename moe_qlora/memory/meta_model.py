@@ -50,7 +50,7 @@ from ..models import named
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codecs import codec_of
-from ..packing.decoders import PackedCodes, ShardableStatistics, hold, packed_codes
+from ..packing.decoders import params4bit, to_quant_state
 from ..packing.linear import check_linears
 from ..packing.mxfp4 import kept_settings
 from ..packing.parametrize import blank_weight, pack_blank, pack_blank_linear
@@ -241,9 +241,9 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
 def _blank_codes(packed: PackedWeight) -> nn.Parameter:
     """Return the parameter of a 4-bit weight's codes on meta, of the class that it has."""
     blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
-    if isinstance(packed.owner, PackedCodes):  # as distributed runs have it
-        return packed_codes(blank, ShardableStatistics(blank))
-    return hold(blank)
+    codes: Any = packed.owner
+    empty = torch.empty_like(codes.data, device="meta")
+    return params4bit(empty, to_quant_state(blank), type(codes))
 
 
 def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
