@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import bitsandbytes.functional
@@ -80,7 +80,8 @@ class Decoder(nn.Module):
 
     def is_divided(self, codes: Tensor) -> bool:
         """Whether an engine has sharded the codes or a statistic, and not gathered it."""
-        return any(map(is_share, (codes, *self._parameters.values())))
+        held = self._parameters.values()
+        return is_share(codes) or any(is_share(cast(Tensor, each)) for each in held)
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
@@ -147,8 +148,28 @@ class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
             tables.append(nested.table)
         return {**bits, "tables": torch.cat(tables).view(torch.uint8)}
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self.forget()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+
+    def forget(self) -> None:
+        """Free what the last read has kept of statistics that are no longer these."""
+        self.__dict__.pop("_views", None)
+
     def parts(self) -> tuple[Tensor, ...]:
         """Return views: absmax, its table and, if nested, offset, nested absmax and their table."""
+        absmax = self._buffers.get("absmax")
+        if absmax is None or torch.compiler.is_compiling():  # gathered anew at each read; traced
+            return self._parts()
+        held: Any = self.__dict__.get("_views")
+        if held is None or held[0] is not absmax:  # eager calls are short of time
+            held = self.__dict__["_views"] = absmax, self._parts()
+        return cast("tuple[Tensor, ...]", held[1])
+
+    def _parts(self) -> tuple[Tensor, ...]:
         absmax, tables = self.absmax.detach(), self.tables.view(torch.float32)
         if not self.nested_blocksize:
             return absmax.view(torch.float32), tables

@@ -436,6 +436,8 @@ class _Hosted:
         with torch.inference_mode(False):
             for old, new in zip(held_tensors(self.lists[0]), tensors, strict=True):
                 old.data = new
+        for each in self.lists:
+            each[0].forget()
 
     def _in_slot(self, memory: Tensor) -> PackedWeight:
         codes, *statistics = (
