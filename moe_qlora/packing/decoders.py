@@ -78,6 +78,17 @@ class Decoder(nn.Module):
             other.quant_state = _Statistics(other)
         return other
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self.forget()
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+
+    def forget(self) -> None:
+        """Free what the last read has kept of statistics that are no longer these."""
+        self.__dict__.pop("_views", None)
+
     def is_divided(self, codes: Tensor) -> bool:
         """Whether an engine has sharded the codes or a statistic, and not gathered it."""
         held = self._parameters.values()
@@ -147,17 +158,6 @@ class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
             bits["nested"] = floats.view(torch.uint8)
             tables.append(nested.table)
         return {**bits, "tables": torch.cat(tables).view(torch.uint8)}
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self.forget()
-        return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_views"}
-
-    def forget(self) -> None:
-        """Free what the last read has kept of statistics that are no longer these."""
-        self.__dict__.pop("_views", None)
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return views: absmax, its table and, if nested, offset, nested absmax and their table."""
