@@ -100,6 +100,7 @@ def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
     """Make parameters of a decoder's statistics, and of the codes of this weight, which it has."""
     for part in decoder.shardable:
         tensor = decoder._buffers.pop(part)
+        decoder._non_persistent_buffers_set.discard(part)
         decoder.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
     codes = packed.flat_codes.unsqueeze(1)
     if not isinstance(decoder, Packed4bit):
