@@ -125,15 +125,11 @@ def packed_places(model: nn.Module) -> Iterator[Place]:
         at = f"{name}." if name else ""
         for leaf in parametrize.packed_names(module):
             if not parametrize.is_foreign(module, leaf):
-                chain, own = (
-                    parametrize.parametrization_list(module, leaf),
-                    f"parametrizations.{leaf}.",
-                )
-                decoder = chain._modules["0"]
-                codes, statistics = f"{at}{own}original", f"{at}{own}0."
-                yield Place(f"{at}{leaf}", chain, "original", decoder, codes, statistics)
+                chain: Any = parametrize.parametrization_list(module, leaf)
+                own = f"{at}parametrizations.{leaf}."
+                yield Place(at + leaf, chain, "original", chain[0], f"{own}original", f"{own}0.")
         decoder = module._modules.get("statistics")
-        if decoder is not None and parametrize.is_packed_linear(module):
+        if isinstance(decoder, Decoder):
             codes = f"{at}weight"
             yield Place(codes, module, "weight", decoder, codes, f"{at}statistics.")
 

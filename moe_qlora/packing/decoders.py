@@ -36,7 +36,7 @@ Params4bit = bnb.Params4bit
 
 _serials = itertools.count(1)
 QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
-_HELD = "_moe_qlora_decoder"  # of codes: what tied weights share, so that one move moves all
+HELD = "_moe_qlora_decoder"  # of codes: what tied weights share, so that one move moves all
 
 
 class Decoder(nn.Module):
@@ -276,7 +276,7 @@ def params4bit(codes: Tensor, state: Any, kind: Any = Params4bit) -> nn.Paramete
 def hold(packed: PackedWeight) -> nn.Parameter:
     """Return the parameter of this weight's codes, which has its decoder; made on first use."""
     owner: Any = packed.owner
-    if owner is None or _HELD not in owner.__dict__:
+    if owner is None or HELD not in owner.__dict__:
         in_state = codec_of(packed.kind).in_quant_state
         decoder: Any = Packed4bit(packed) if in_state else PackedScales(packed)
         if owner is None and in_state:
@@ -287,13 +287,8 @@ def hold(packed: PackedWeight) -> nn.Parameter:
             owner.quant_state = decoder.quant_state
         if packed.owner is None:
             packed.owner, packed.codes = owner, owner.data
-        setattr(owner, _HELD, decoder)
+        setattr(owner, HELD, decoder)
     return cast(nn.Parameter, owner)
-
-
-def decoder_held(codes: nn.Parameter) -> Decoder:
-    """Return the decoder of codes that `hold` has returned."""
-    return cast(Decoder, codes.__dict__[_HELD])
 
 
 def from_quant_state(codes: Tensor, state: Any) -> PackedWeight:
