@@ -25,6 +25,7 @@ from ..layout import unwrapped_name
 from ..packing import parametrize
 from ..packing.codec import require_whole, unpack
 from ..packing.decoders import (
+    Decoder,
     Packed4bit,
     PackedScales,
     Params4bit,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 import torch.nn.utils.parametrize as P
@@ -37,33 +37,16 @@ _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDictionary()
 
 
-class Host(Protocol):
-    """Where a packed weight lies that is not on the device that computes with it.
-
-    `layer` is with what it lies together, to be copied as a whole; `device` computes. `reserve`
-    returns where the weight is on the device (None where it never stays there), and what keeps it
-    there; `fetch` the weight on the device, valid while the returned object is referenced. `move`
-    has another device compute from now on.
-    """
-
-    @property
-    def layer(self) -> object: ...
-    @property
-    def device(self) -> torch.device: ...
-    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]: ...
-    def fetch(self, packed_list: PackedList) -> PackedWeight: ...
-    def move(self, device: torch.device) -> None: ...
-
-
 class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes can go to the meta device and come back empty."""
 
-    host: Host | None = None
+    # Where the weight lies that is not on the device that computes with it (speed/offload.py)
+    host: Any = None
     offload: object | None = None  # What had it in host memory first, and may again
     moves: int = 0  # How often it went to host memory, or came back
     handle: Tensor  # `()` int64 on the CPU, of `fetch_by`, while it is in host memory
 
-    def settle(self, host: Host | None) -> None:
+    def settle(self, host: Any) -> None:
         """Note where the weight lies now: None for the module's own device."""
         self.host, self.moves = host, self.moves + 1
         if host is None:
@@ -114,11 +97,18 @@ def fetch_by(handle: Tensor) -> PackedWeight:
     return fetched(_by_number[int(handle)])
 
 
-def fetched(chain: PackedList) -> PackedWeight:
-    """Return the weight on the device that computes, wherever it lies by now."""
-    if chain.host is None:
-        return read(chain.original, chain[0])
-    return chain.host.fetch(chain)
+def fetched(chain: Any) -> PackedWeight:
+    """Return the weight on the device that computes, wherever it lies by now.
+
+    One that lies in host memory is fetched: nobody may save its tensors for a backward.
+    """
+    host = getattr(chain, "host", None)
+    if host is not None:
+        return cast(PackedWeight, host.fetch(chain))
+    packed = read(chain.original, chain[0])
+    if hasattr(chain.original, "ds_id"):
+        packed.again = partial(fetched, chain)
+    return packed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]

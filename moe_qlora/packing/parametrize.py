@@ -60,7 +60,7 @@ from .decoders import (
     read,
 )
 from .linear import write_linear
-from .packed_list import PackedList, refuse_hosted
+from .packed_list import PackedList, fetched, refuse_hosted
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
@@ -195,21 +195,12 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
     decoder = decoder_of(module, name)
     if decoder is None:
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
-    codes = original_of(module, name)
-    packed = read(codes, decoder)
-    if hasattr(codes, "ds_id"):
-        packed.again = partial(read_packed, module, name)
-    return packed
+    return read(original_of(module, name), decoder)
 
 
 def read_for_compute(module: nn.Module, name: str) -> PackedWeight:
-    """Return the packed weight on the device that computes with it, for one forward or backward.
-
-    A weight that lies in host memory is fetched; nobody may save its tensors for a backward.
-    """
-    chain = parametrization_list(module, name)
-    host = getattr(chain, "host", None)
-    return read_packed(module, name) if host is None else host.fetch(cast(PackedList, chain))
+    """Return the packed weight on the device that computes with it, for one forward or backward."""
+    return fetched(parametrization_list(module, name))
 
 
 def device_of(module: nn.Module, name: str) -> torch.device:

@@ -359,7 +359,13 @@ class _Layer(Block):
 
 
 class _Hosted:
-    """One packed weight in host memory: the `Host` of the lists that have it."""
+    """One packed weight in host memory: the `host` of the lists that have it.
+
+    `layer` is with what it lies together, to be copied as a whole; `device` computes. `reserve`
+    returns where the weight is on the device (None where it never stays there), and what keeps it
+    there; `fetch` the weight on the device, valid while the returned object is referenced. `move`
+    has another device compute from now on.
+    """
 
     def __init__(self, layer: _Layer, lists: Sequence[PackedList], first: int) -> None:
         self.layer, self.lists = layer, lists
