@@ -30,7 +30,7 @@ from ..packing import parametrize
 from ..packing.bnb4bit import RECORD, read_record
 from ..packing.codec import Packer
 from ..packing.codecs import CODES
-from ..packing.decoders import Packed4bit, as_bits
+from ..packing.decoders import as_bits, bits_of
 from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings
 from .sharding import packed_places, prepare_sharding
@@ -145,7 +145,7 @@ class ShareSlot(Slot):
         codec, share = settings.codec, codes.view(-1, *self._codes_shape[1:])
         if not codec.in_quant_state:
             return share, {"scale_bits": self._share(as_bits(scales.to(codec.scale_dtype)))}
-        whole = Packed4bit.bits(codec.finish(codes[:0], scales, self.shape, self.dtype, settings))
+        whole = bits_of(codec.finish(codes[:0], scales, self.shape, self.dtype, settings))
         return share, {
             name: value if name == "tables" else self._share(value) for name, value in whole.items()
         }
@@ -358,7 +358,7 @@ class ShardedFill(Fill):
         if codec.in_quant_state:
             blank = dict.fromkeys(large, torch.empty(0, dtype=torch.uint8))
             packed = codec.assemble({**small, **blank}, target.shape, None, settings)
-            statistics = Packed4bit.bits(packed)
+            statistics = bits_of(packed)
         for name, parameter in target.statistics.named_parameters():
             first, last = ranks_of(parameter).span(len(parameter))
             if name == "nested":

@@ -39,6 +39,25 @@ QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
 HELD = "_moe_qlora_decoder"  # of codes: what tied weights share, so that one move moves all
 
 
+def bits_of(packed: PackedWeight) -> dict[str, Tensor]:
+    """Return a weight's statistics by name, as its decoder has them."""
+    if not codec_of(packed.kind).in_quant_state:
+        return {"scale_bits": as_bits(packed.absmax)}
+    nested, bits = packed.nested, {"absmax": packed.absmax.view(torch.uint8)}
+    tables = [cast(Tensor, packed.table)]
+    if nested is not None:
+        offset = nested.offset.reshape(1)
+        floats = torch.cat([offset, offset.new_zeros(3), nested.absmax])
+        bits["nested"] = floats.view(torch.uint8)
+        tables.append(nested.table)
+    return {**bits, "tables": torch.cat(tables).view(torch.uint8)}
+
+
+def as_bits(scales: Tensor) -> Tensor:
+    """View scales as integers of their size."""
+    return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.itemsize])
+
+
 class Decoder(nn.Module):
     """Dequantizes a weight on access: its description, and its statistics as integers."""
 
@@ -51,14 +70,9 @@ class Decoder(nn.Module):
         self.name = ""
         self.put(packed)
 
-    @staticmethod
-    def bits(packed: PackedWeight) -> dict[str, Tensor]:
-        """Return a weight's statistics by name."""
-        raise NotImplementedError
-
     def put(self, packed: PackedWeight) -> None:
         """Have the statistics of this weight, which differs in nothing else."""
-        for part, tensor in self.bits(packed).items():
+        for part, tensor in bits_of(packed).items():
             self.register_buffer(part, tensor, persistent=False)
 
     def packed(self, codes: Tensor) -> PackedWeight:
@@ -107,10 +121,6 @@ class PackedScales(Decoder):
 
     scale_bits: Tensor
 
-    @staticmethod
-    def bits(packed: PackedWeight) -> dict[str, Tensor]:
-        return {"scale_bits": as_bits(packed.absmax)}
-
     def packed(self, codes: Tensor) -> PackedWeight:
         raw, scales, shape = codes.detach(), self.scale_bits.detach(), self.weight_shape
         if not self.is_divided(codes):
@@ -120,11 +130,6 @@ class PackedScales(Decoder):
             raw, scales, None, self.blocksize, None, shape, self.kind, self.weight_dtype,
             self.compute_dtype,
         )  # fmt: skip
-
-
-def as_bits(scales: Tensor) -> Tensor:
-    """View scales as integers of their size."""
-    return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.itemsize])
 
 
 class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
@@ -147,17 +152,6 @@ class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
         super().__init__(packed)
         self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
         self.quant_state = _Statistics(self)
-
-    @staticmethod
-    def bits(packed: PackedWeight) -> dict[str, Tensor]:
-        nested, bits = packed.nested, {"absmax": packed.absmax.view(torch.uint8)}
-        tables = [cast(Tensor, packed.table)]
-        if nested is not None:
-            offset = nested.offset.reshape(1)
-            floats = torch.cat([offset, offset.new_zeros(3), nested.absmax])
-            bits["nested"] = floats.view(torch.uint8)
-            tables.append(nested.table)
-        return {**bits, "tables": torch.cat(tables).view(torch.uint8)}
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return views: absmax, its table and, if nested, offset, nested absmax and their table."""

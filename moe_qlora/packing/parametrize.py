@@ -52,6 +52,7 @@ from .decoders import (
     Packed4bit,
     PackedScales,
     Params4bit,
+    bits_of,
     bnb,
     from_quant_state,
     hold,
@@ -517,7 +518,7 @@ def _give(
     decoder: Decoder,
 ) -> None:
     """Enter a whole weight under torch's keys, for these codes and this decoder."""
-    statistics = decoder.bits(packed)
+    statistics = bits_of(packed)
     state_dict[key] = _like(packed.flat_codes.unsqueeze(1), codes)
     for part, own in decoder._parameters.items():
         state_dict[at + part] = _like(statistics[part], own)
