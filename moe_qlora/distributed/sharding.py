@@ -36,7 +36,7 @@ from ..packing.decoders import (
     read,
     to_quant_state,
 )
-from ..packing.linear import read_linear, write_linear
+from ..packing.linear import has_codes, read_linear, write_linear
 
 Wrap = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are sharded by themselves: names of classes, or a predicate of a module."""
@@ -78,7 +78,7 @@ def lay_out(model: nn.Module) -> nn.Module:
         chain._parameters["original"], chain._modules["0"] = held, decoder
     for name, module in list(model.named_modules()):
         linear: Any = module
-        if type(module) in _SHARDABLE and _is_packed(linear):
+        if type(module) in _SHARDABLE and has_codes(linear):
             packed = read_linear(module)
             is_4bit = isinstance(module, bnb.Linear4bit)
             decoder = Packed4bit(packed) if is_4bit else PackedScales(packed)
@@ -234,12 +234,6 @@ class ShardableLinear8bit(_ShardableLinear, bnb.Linear8bitLt):
 _SHARDABLE: dict[type, type] = {
     cls.stock: cls for cls in (ShardableLinear4bit, ShardableLinear8bit)
 }
-
-
-def _is_packed(layer: Any) -> bool:
-    if isinstance(layer, bnb.Linear4bit):
-        return getattr(layer.weight, "quant_state", None) is not None
-    return not layer.weight.CB is layer.state.CB is None
 
 
 class _ReadAgain(torch.autograd.Function):

@@ -40,6 +40,15 @@ def read_linear(layer: Any) -> PackedWeight:
     return replace(from_quant_state(codes, state), owner=layer.weight)
 
 
+def has_codes(layer: Any) -> bool:
+    """Whether one of bitsandbytes' Linear layers is packed by now."""
+    if "statistics" in layer._modules:
+        return True
+    if isinstance(layer, bnb.Linear4bit):
+        return getattr(layer.weight, "quant_state", None) is not None
+    return not getattr(layer.weight, "CB", None) is layer.state.CB is None
+
+
 def check_linears(model: nn.Module, settings: CodecSettings) -> None:
     """Raise where bitsandbytes would pack a model's Linear layers by a codec it does not know."""
     for name, module in model.named_modules():
