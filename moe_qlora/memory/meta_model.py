@@ -40,7 +40,6 @@ from ..checkpoint.prequantized.config import MXFP4
 from ..detection.detect import detect
 from ..errors import ConfigError, did_you_mean
 from ..experts import forward
-from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora import targets
 from ..lora.config import top_k_of
@@ -53,7 +52,7 @@ from ..packing.codecs import codec_of
 from ..packing.decoders import params4bit, to_quant_state
 from ..packing.linear import check_linears
 from ..packing.mxfp4 import kept_settings
-from ..packing.parametrize import blank_weight, pack_blank, pack_blank_linear
+from ..packing.parametrize import pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings, why_not_packed
 from . import attention
@@ -223,7 +222,10 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for part in packed_parts(model):
         packed = part.weight
         if packed.table is not None:  # else of codes and scales, or not packed yet
-            memo[id(packed.owner)] = _blank_codes(packed)
+            codes: Any = packed.owner
+            state = to_quant_state(packed.map(partial(torch.empty_like, device="meta")))
+            empty = torch.empty_like(codes.data, device="meta")
+            memo[id(codes)] = params4bit(empty, state, type(codes))
     for module in model.modules():
         int8_state = getattr(module, "state", None)
         alive += [getattr(int8_state, name, None) for name in ("CB", "SCB")]
@@ -236,14 +238,6 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
                     blank.SCB = torch.empty_like(tensor.SCB, device="meta")
             memo[id(tensor)] = blank
     return copy.deepcopy(model, memo)
-
-
-def _blank_codes(packed: PackedWeight) -> nn.Parameter:
-    """Return the parameter of a 4-bit weight's codes on meta, of the class that it has."""
-    blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
-    codes: Any = packed.owner
-    empty = torch.empty_like(codes.data, device="meta")
-    return params4bit(empty, to_quant_state(blank), type(codes))
 
 
 def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:
