@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.limits import DEQUANTIZED_WEIGHT_BYTES, cdiv
@@ -18,7 +19,7 @@ from ..lora.config import top_k_of
 from ..packing import parametrize
 from ..packing.codecs import codec_of
 from ..packing.decoders import bits_of
-from ..packing.linear import read_linear
+from ..packing.linear import has_codes, linear_kind, read_linear
 from .budget import Block, BlockTensor
 from .hosting import ALIGNMENT
 
@@ -55,7 +56,15 @@ def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
         yield PackedPart(name, leaf, False, parametrize.read_packed(module, leaf))
     for name, linear in model.named_modules():
         if parametrize.is_packed_linear(linear):
-            yield PackedPart(name, "weight", True, read_linear(linear))
+            yield PackedPart(name, "weight", True, _linear_weight(linear))
+
+
+def _linear_weight(layer: Any) -> PackedWeight:
+    if has_codes(layer):
+        return read_linear(layer)
+    weight, shape = layer.weight, (layer.out_features, layer.in_features)
+    kind, dtype = linear_kind(layer), torch.float16
+    return PackedWeight(weight, None, None, 0, None, shape, kind, dtype, owner=weight)  # type: ignore[arg-type]
 
 
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
@@ -140,7 +149,8 @@ def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     in_rows = part.linear and not codec_of(weight.kind).in_quant_state
     rows = weight.shape[0] if in_rows else weight.codes.nbytes
     yield BlockTensor(kind, rows, weight.codes.nbytes // rows, 1)
-    for name, bits in bits_of(weight).items():
+    held = bits_of(weight) if part.statistics else {}  # none before it is packed
+    for name, bits in held.items():
         yield BlockTensor("statistics", len(bits), 1, bits.itemsize, parameter=name != "tables")
 
 

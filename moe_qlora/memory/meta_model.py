@@ -235,7 +235,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 blank = nn.Parameter(blank, requires_grad=tensor.requires_grad)
                 if hasattr(tensor, "SCB"):
-                    blank.SCB = torch.empty_like(tensor.SCB, device="meta")
+                    blank.SCB, blank.CB = torch.empty_like(tensor.SCB, device="meta"), blank.data
             memo[id(tensor)] = blank
     return copy.deepcopy(model, memo)
 

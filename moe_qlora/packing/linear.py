@@ -27,8 +27,7 @@ def read_linear(layer: Any) -> PackedWeight:
         scales = state.SCB if weight.SCB is None else weight.SCB
         tensors, shape = {CODES: codes, SCALES: scales}, tuple(codes.shape)
         packed = INT8.assemble(tensors, shape, torch.float16, CodecSettings(INT8.kind))
-        packed.owner = weight
-        return packed
+        return replace(packed, owner=weight)
     codes, state = layer.weight.data, layer.weight.quant_state
     if _is_converted(layer):
         import bitsandbytes.nn.modules as bnb_modules
