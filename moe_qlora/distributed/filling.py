@@ -38,7 +38,7 @@ from .sharding import packed_places, prepare_sharding
 
 # Packs one rank's shares of a weight's codes and statistics, from the rows alone that they need.
 #
-# FSDP2 cuts each parameter of the shardable layout (decoders.py) as `torch.chunk` does over its
+# FSDP2 cuts codes and each statistic (decoders.py) as `torch.chunk` does over the parameter's
 # first dimension. A `ShareSlot` gives the shares that cutting the whole packed weight would give,
 # bit for bit, and takes only the rows that this rank's share of the codes lies in:
 #

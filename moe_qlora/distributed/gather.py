@@ -98,7 +98,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
     """Return the entries of a single process's state dict, in its order.
 
     `state_dict` is the model's own, or has whole tensors under its keys; these may be the keys of
-    either layout (parametrize.py).
+    one process or of many (parametrize.py).
     """
     replaced: dict[str, dict[str, WholeTensor]] = {}
     for place in packed_places(model):

@@ -1,7 +1,7 @@
 """FSDP2 and other engines that shard over packed models.
 
-`prepare_sharding` turns packed weights into the shardable layout, where codes and statistics are
-parameters: engines shard and gather both alike, and cast neither. `shard_model` says which modules
+`prepare_sharding` makes parameters of packed weights' statistics, as codes are: engines shard and
+gather both alike, and cast neither. `shard_model` says which modules
 FSDP2 shards by themselves; `shards_integers` lets torch before 2.13 shard uint8 parameters, which
 have no gradients.
 """
@@ -110,7 +110,7 @@ def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
 
 
 class Place(NamedTuple):
-    """Where a packed weight sits in the shardable layout."""
+    """Where a packed weight sits whose statistics are parameters."""
 
     name: str  # of the weight
     owner: nn.Module  # with the codes as its parameter `leaf`
@@ -331,8 +331,7 @@ def shard_model(
     """Apply `fully_shard` to a model's decoder layers and then to the rest of it; in place.
 
     Args:
-        model: The model, with or without adapters, whose packed weights are in the shardable
-            layout; it may be on meta.
+        model: The model, with or without adapters, after `prepare_sharding`; it may be on meta.
         mesh: A `DeviceMesh` of one dimension, or of two, (copies, shards).
         wrap: The modules that are gathered and freed by themselves; by default those of the
             model's own `_no_split_modules`.

@@ -101,7 +101,7 @@ def write_linear(layer: Any, packed: PackedWeight) -> None:
 
 
 def restore_linear(module: nn.Module) -> None:
-    """Restore bitsandbytes' layout on a Linear layer in the shardable layout, for PEFT to merge.
+    """Make a Linear layer that engines can shard bitsandbytes' own again, for PEFT to merge.
 
     Its tensors must be gathered. Any other module is unchanged.
     """

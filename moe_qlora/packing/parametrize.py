@@ -54,13 +54,12 @@ from .decoders import (
     Params4bit,
     bits_of,
     bnb,
-    from_quant_state,
     hold,
     is_shardable,
     params4bit,
     read,
 )
-from .linear import write_linear
+from .linear import has_codes, read_linear, write_linear
 from .packed_list import PackedList, fetched, refuse_hosted
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
@@ -390,7 +389,7 @@ def _decoding_property(name: str) -> property:
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Write bitsandbytes' keys instead of torch's parametrization keys (state-dict hook).
 
-    The shardable layout has torch's: engines look every key up as a parameter.
+    Where statistics are parameters, the keys are torch's: engines look each up as a parameter.
     """
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
@@ -538,7 +537,7 @@ def _like(whole: Tensor, own: Any) -> Tensor:
 def load_linears(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
 ) -> None:
-    """Load bitsandbytes' Linear layers from either layout's keys, which torch does not know.
+    """Load bitsandbytes' Linear layers from either keys, which torch does not know.
 
     torch would cast codes that are stored in another dtype, which destroys them.
     """
@@ -554,14 +553,9 @@ def _load_4bit(
 ) -> None:
     weight, decoder = module._parameters.get("weight"), module._modules.get("statistics")
     key, shape = f"{prefix}weight", (int(module.out_features), int(module.in_features))
-    like = None
-    if decoder is not None:
-        like = read(weight, decoder)
-    elif not isinstance(weight, Params4bit):
+    if decoder is None and not isinstance(weight, Params4bit):
         return
-    elif weight.quant_state is not None:
-        like = from_quant_state(weight.data, weight.quant_state)
-    loaded = None
+    like, loaded = read_linear(module) if has_codes(module) else None, None
     if any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds()):
         form = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
         settings = CodecSettings(*form) if like is None else CodecSettings.of(like)
