@@ -135,7 +135,7 @@ def packed_places(model: nn.Module) -> Iterator[Place]:
             yield Place(codes, module, "weight", decoder, codes, f"{at}statistics.")
 
 
-class PackedCodes(Params4bit):  # type: ignore[misc, valid-type]
+class PackedCodes(Params4bit):
     """Codes that engines shard: uint8, for any storage dtype.
 
     Counted as `Params4bit` by isinstance. Not of that name: accelerate (1.15, fsdp2_prepare_model)

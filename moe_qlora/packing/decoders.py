@@ -182,8 +182,8 @@ class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
         raw = codes.detach()
         if self.is_divided(codes):
             raw = torch.empty((0, 1), dtype=self.storage_dtype, device=codes.device)
-            inner = self.nested.detach() if self.nested_blocksize else self.tables
-            parts: Any = self.absmax.detach(), self.tables, inner, inner, self.tables
+            second = self.nested.detach() if self.nested_blocksize else self.tables
+            parts: Any = self.absmax.detach(), self.tables, second, second, self.tables
         else:
             parts = self.parts()
             if raw.dtype != self.storage_dtype:
@@ -191,14 +191,15 @@ class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
         absmax, table, *inner = parts
         nested = None
         if self.nested_blocksize:
-            nested = NestedAbsmax(*reversed(inner), self.nested_blocksize)
+            offset, outer, outer_table = inner
+            nested = NestedAbsmax(outer_table, outer, offset, self.nested_blocksize)
         return PackedWeight(
             raw, absmax, table, self.blocksize, nested, self.weight_shape, self.kind,
             self.weight_dtype, self.compute_dtype, stored_transposed=self.stored_transposed,
         )  # fmt: skip
 
 
-class _Statistics(QuantState):  # type: ignore[misc]
+class _Statistics(QuantState):
     """A decoder's statistics as bitsandbytes' `QuantState`, wherever they lie by now."""
 
     def __init__(self, decoder: Packed4bit) -> None:

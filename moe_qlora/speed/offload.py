@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -369,6 +369,7 @@ class _Hosted:
 
     def __init__(self, layer: _Layer, lists: Sequence[PackedList], first: int) -> None:
         self.layer, self.lists = layer, lists
+        self._first: Any = lists[0]
         self._parts: list[tuple[int, int]] = []  # Of each tensor: its first byte, and bytes
         self.end = first
         for tensor in held_tensors(lists[0]):
@@ -410,7 +411,7 @@ class _Hosted:
         def written(tensor: Tensor) -> Tensor:
             first, nbytes = next(parts)
             if nbytes != tensor.nbytes:
-                shape = tuple(self.lists[0][0].weight_shape)
+                shape = tuple(self._first[0].weight_shape)
                 raise ConfigError(
                     f"a packed weight of shape {shape} in host memory was replaced by one in "
                     "another format: call remove() on what offload_experts returned before "
@@ -418,14 +419,15 @@ class _Hosted:
                 )
             return store.put(tensor.detach(), first)
 
-        self.leave([written(tensor) for tensor in held_tensors(self.lists[0])])
+        with torch.inference_mode(False):
+            self.leave([written(tensor) for tensor in held_tensors(self._first)])
         self._seen = self._state()
         self._views.clear()
 
     @torch.no_grad()
     def on_device(self, device: torch.device) -> list[Tensor]:
         with torch.inference_mode(False):
-            held = held_tensors(self.lists[0])
+            held = held_tensors(self._first)
             return [tensor.detach().to(device, copy=True) for tensor in held]
 
     def undo(self) -> None:
@@ -440,22 +442,22 @@ class _Hosted:
     def leave(self, tensors: Sequence[Tensor]) -> None:
         """Let the weight have these tensors."""
         with torch.inference_mode(False):
-            for old, new in zip(held_tensors(self.lists[0]), tensors, strict=True):
+            for old, new in zip(held_tensors(self._first), tensors, strict=True):
                 old.data = new
-        for each in self.lists:
-            each[0].forget()
+            for each in self.lists:
+                cast(Any, each[0]).forget()
 
     def _in_slot(self, memory: Tensor) -> PackedWeight:
         codes, *statistics = (
             memory[first : first + nbytes].view(like.dtype).view(like.shape)
-            for (first, nbytes), like in zip(self._parts, held_tensors(self.lists[0]), strict=True)
+            for (first, nbytes), like in zip(self._parts, held_tensors(self._first), strict=True)
         )
-        decoder: Any = self.lists[0][0]
+        decoder = self._first[0]
         names = *decoder._parameters, *decoder._buffers
         return read(codes, decoder.replaced(dict(zip(names, statistics, strict=True))))
 
     def _state(self) -> Any:
-        held = held_tensors(self.lists[0])
+        held = held_tensors(self._first)
         return [(tensor.data_ptr(), tensor._version) for tensor in held]
 
 
