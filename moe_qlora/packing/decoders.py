@@ -36,7 +36,7 @@ Params4bit = bnb.Params4bit
 
 _serials = itertools.count(1)
 QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
-HELD = "_moe_qlora_decoder"  # of codes: what tied weights share, so that one move moves all
+_HELD = "_moe_qlora_decoder"  # of codes that are no `Params4bit`
 
 
 def bits_of(packed: PackedWeight) -> dict[str, Tensor]:
@@ -88,8 +88,6 @@ class Decoder(nn.Module):
         """Return this decoder with other statistics, which are whole."""
         other = copy.copy(self)
         other._parameters, other._buffers = {}, {**self._buffers, **statistics}
-        if isinstance(other, Packed4bit):
-            other.quant_state = _Statistics(other)
         return other
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -97,7 +95,7 @@ class Decoder(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+        return {k: value for k, value in self.__dict__.items() if k not in ("_views", "_state")}
 
     def forget(self) -> None:
         """Free what the last read has kept of statistics that are no longer these."""
@@ -146,12 +144,19 @@ class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
     absmax: Tensor
     nested: Tensor
     tables: Tensor
-    quant_state: Any
 
     def __init__(self, packed: PackedWeight) -> None:
         super().__init__(packed)
         self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
-        self.quant_state = _Statistics(self)
+
+    @property
+    def quant_state(self) -> Any:
+        """The statistics as bitsandbytes' `QuantState`: the object that the codes have as well."""
+        known = self.__dict__.get("_state", lambda: None)()
+        if known is None:
+            known = _Statistics(self)
+            self.__dict__["_state"] = weakref.ref(known)
+        return known
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return views: absmax, its table and, if nested, offset, nested absmax and their table."""
@@ -203,12 +208,10 @@ class _Statistics(QuantState):
     """A decoder's statistics as bitsandbytes' `QuantState`, wherever they lie by now."""
 
     def __init__(self, decoder: Packed4bit) -> None:
-        self._decoder = weakref.ref(decoder)
+        self._decoder = decoder
 
     def _now(self) -> Any:
-        decoder = self._decoder()
-        assert decoder is not None
-        return to_quant_state(decoder.packed(torch.empty((0, 1), dtype=torch.uint8)))
+        return to_quant_state(self._decoder.packed(torch.empty((0, 1), dtype=torch.uint8)))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -219,8 +222,7 @@ class _Statistics(QuantState):
         """Do nothing: the decoder moves."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        other = memo.get(id(self._decoder()))  # none where the codes alone are copied
-        return copy.deepcopy(self._now(), memo) if other is None else _Statistics(other)
+        return copy.deepcopy(self._now())  # of codes that are copied alone
 
     def __reduce__(self) -> Any:
         return copy.copy, (self._now(),)
@@ -271,19 +273,23 @@ def params4bit(codes: Tensor, state: Any, kind: Any = Params4bit) -> nn.Paramete
 def hold(packed: PackedWeight) -> nn.Parameter:
     """Return the parameter of this weight's codes, which has its decoder; made on first use."""
     owner: Any = packed.owner
-    if owner is None or HELD not in owner.__dict__:
-        in_state = codec_of(packed.kind).in_quant_state
-        decoder: Any = Packed4bit(packed) if in_state else PackedScales(packed)
-        if owner is None and in_state:
-            owner = params4bit(packed.codes, decoder.quant_state)
-        elif owner is None:
-            owner = nn.Parameter(packed.codes, requires_grad=False)
-        elif in_state:
-            owner.quant_state = decoder.quant_state
+    if decoder_held(owner) is None:
+        if codec_of(packed.kind).in_quant_state:
+            state = Packed4bit(packed).quant_state
+            owner = params4bit(packed.codes, state) if owner is None else owner
+            owner.quant_state = state
+        else:
+            owner = nn.Parameter(packed.codes, requires_grad=False) if owner is None else owner
+            setattr(owner, _HELD, PackedScales(packed))
         if packed.owner is None:
             packed.owner, packed.codes = owner, owner.data
-        setattr(owner, HELD, decoder)
     return cast(nn.Parameter, owner)
+
+
+def decoder_held(codes: Any) -> Any:
+    """Return the decoder that codes have; None where they are no weight's yet."""
+    state = getattr(codes, "quant_state", None)
+    return state._decoder if isinstance(state, _Statistics) else getattr(codes, _HELD, None)
 
 
 def from_quant_state(codes: Tensor, state: Any) -> PackedWeight:

@@ -47,13 +47,13 @@ from .bnb4bit import NESTED_ABSMAX, RECORD
 from .codec import restore, unpack
 from .codecs import CODES, codec_of, kinds
 from .decoders import (
-    HELD,
     Decoder,
     Packed4bit,
     PackedScales,
     Params4bit,
     bits_of,
     bnb,
+    decoder_held,
     hold,
     is_shardable,
     params4bit,
@@ -82,7 +82,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
     owner = hold(packed)
-    chain = PackedList([owner.__dict__[HELD]], owner, unsafe=True)
+    chain = PackedList([decoder_held(owner)], owner, unsafe=True)
     host: Any = module
     if _RECORD not in module.__dict__:
         hooks = (
