@@ -213,13 +213,13 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights, with the statistics of packed ones, and of all buffers."""
     from moe_qlora.packing.decoders import state_tensors
 
-    tensors: list[Tensor] = [*model.buffers()]
+    tensors: list[Tensor] = [*model.buffers(), *model.parameters()]
     for parameter in model.parameters():
-        tensors.append(parameter)
         state = getattr(parameter, "quant_state", None)
         if state is not None:
             tensors += state_tensors(state)
-    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def train(

@@ -8,13 +8,12 @@ scalings.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, distributed, nn
 
 from ..errors import ConfigError, MoeQloraError
-from ..layout import dtype_name
 from ..packing.linear import linear_kind
 from ..packing.parametrize import is_packed_linear, iter_packed, read_packed
 from ..packing.settings import CodecSettings
@@ -94,9 +93,15 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     packed = [
         (f"{owner}.{leaf}", read_packed(module, leaf)) for owner, module, leaf in iter_packed(model)
     ]
-    codecs = {_codec(CodecSettings.of(weight)) for _, weight in packed}
-    facts: dict[str, Any] = {"the codec of packed experts": sorted(codecs)}
-    facts["the codec of Linear layers"] = sorted(set(_linear_codecs(model)))
+    linears: list[Any] = [module for module in model.modules() if is_packed_linear(module)]
+    facts: dict[str, Any] = {
+        "the codec of experts": {str(CodecSettings.of(weight).to_dict()) for _, weight in packed},
+        "the codec of Linear layers": {
+            f"{linear_kind(layer)}, nested {getattr(layer.weight, 'compress_statistics', None)}, "
+            f"computed in {getattr(layer, 'compute_dtype', None)}"
+            for layer in linears
+        },
+    }
     for name, weight in packed[:: max(len(packed) // _WEIGHTS, 1)]:
         statistics = weight.absmax if weight.nested is None else weight.nested.absmax
         facts[f"{name} of the content"] = _digest(weight.flat_codes, weight.absmax, statistics)
@@ -113,22 +118,6 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         if parameter.requires_grad:
             facts[f"requires_grad of {name}"] = True
     return facts
-
-
-def _codec(settings: CodecSettings) -> str:
-    compute = settings.compute_dtype
-    nested = " double-quantized" if settings.double_quant else ""
-    return f"{settings.kind}{nested}, computed in {dtype_name(compute) if compute else 'its own'}"
-
-
-def _linear_codecs(model: nn.Module) -> Iterator[str]:
-    for module in model.modules():
-        if is_packed_linear(module):
-            host: Any = module
-            state = getattr(host.weight, "quant_state", None)
-            nested = "" if state is None else f", nested {state.nested}"
-            kind = f"{linear_kind(module)}{nested}"
-            yield f"{kind}, computed in {getattr(host, 'compute_dtype', None)}"
 
 
 def _digest(*tensors: Tensor) -> str:

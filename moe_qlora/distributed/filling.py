@@ -27,10 +27,10 @@ from ..hf.fill import Fill
 from ..hf.model import finish_packing
 from ..kernels.limits import cdiv
 from ..packing import parametrize
-from ..packing.bnb4bit import ABSMAX, NESTED_ABSMAX, NESTED_TABLE, RECORD, TABLE, read_record
+from ..packing.bnb4bit import RECORD, read_record
 from ..packing.codec import Packer
 from ..packing.codecs import CODES
-from ..packing.decoders import ShardableStatistics, as_bits
+from ..packing.decoders import as_bits, bits_of
 from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings
 from .sharding import packed_places, prepare_sharding
@@ -38,7 +38,7 @@ from .sharding import packed_places, prepare_sharding
 
 # Packs one rank's shares of a weight's codes and statistics, from the rows alone that they need.
 #
-# FSDP2 cuts each parameter of the shardable layout (decoders.py) as `torch.chunk` does over its
+# FSDP2 cuts codes and each statistic (decoders.py) as `torch.chunk` does over the parameter's
 # first dimension. A `ShareSlot` gives the shares that cutting the whole packed weight would give,
 # bit for bit, and takes only the rows that this rank's share of the codes lies in:
 #
@@ -126,8 +126,8 @@ class ShareSlot(Slot):
         """Note why this rank cannot pack its share; `finish` then raises on every rank."""
         self._error = self._error or error
 
-    def finish(self) -> tuple[Tensor, dict[str, Tensor], Tensor | None]:
-        """Return this rank's shares of codes and, by name, statistics, and the code tables.
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return this rank's shares of codes and, by name, statistics; and code tables.
 
         All ranks must call it.
         """
@@ -144,12 +144,11 @@ class ShareSlot(Slot):
         assert settings is not None
         codec, share = settings.codec, codes.view(-1, *self._codes_shape[1:])
         if not codec.in_quant_state:
-            return share, {"scale_bits": self._share(as_bits(scales.to(codec.scale_dtype)))}, None
-        whole = ShardableStatistics(
-            codec.finish(codes[:0], scales, self.shape, self.dtype, settings)
-        )
-        shares = {name: self._share(value.data) for name, value in whole.named_parameters()}
-        return share, shares, whole.tables
+            return share, {"scale_bits": self._share(as_bits(scales.to(codec.scale_dtype)))}
+        whole = bits_of(codec.finish(codes[:0], scales, self.shape, self.dtype, settings))
+        return share, {
+            name: value if name == "tables" else self._share(value) for name, value in whole.items()
+        }
 
     def _gathered(self, scales: Tensor) -> Tensor:
         """Return all ranks' scales; raise on every rank where one has failed."""
@@ -204,15 +203,11 @@ class Target:
         """Return it, and the statistics of a packed weight."""
         return [self.tensor(), *(() if self.statistics is None else self.statistics.parameters())]
 
-    def put(
-        self, values: Tensor, statistics: Mapping[str, Tensor] | None = None, tables: Any = None
-    ) -> None:
-        """Fill this rank's share; of a packed weight, of codes, statistics and tables."""
+    def put(self, values: Tensor, statistics: Mapping[str, Tensor] | None = None) -> None:
+        """Fill this rank's share; of a packed weight, of codes and statistics."""
         put_local(self.tensor(), values)
         for name, share in (statistics or {}).items():
-            put_local(self.statistics._parameters[name], share)
-        if tables is not None:
-            self.statistics.tables.copy_(tables)
+            put_local(getattr(self.statistics, name), share)
 
 
 def _targets(
@@ -354,32 +349,25 @@ class ShardedFill(Fill):
             return (files.read(keys[CODES], first, last),)
         row, codec = values.shape[1:].numel(), settings.codec
         share = files.read_bytes(keys[CODES], first * row, last * row)
-        share = share.view(values.dtype).view(-1, *values.shape[1:])
-        if not codec.in_quant_state:
-            bits: Any = target.statistics.scale_bits
-            first, last = (bits.itemsize * row for row in ranks_of(bits).span(len(bits)))
-            scales = files.read_bytes(keys[codec.scales], first, last).view(bits.dtype)
-            return share, {"scale_bits": scales}
-        record = RECORD + settings.kind
-        ends = (record, TABLE, *((NESTED_TABLE,) if settings.double_quant else ()))
-        small = {end: files.read(keys[end]) for end in ends}
+        large = CODES, codec.scales
+        small = {end: files.read(key) for end, key in keys.items() if end not in large}
         problem = next(codec.value_problems(small, target.shape, settings, None), None)
         if problem is not None:
             raise CheckpointError(f"{target.name} {problem}.")
-        # The bytes of the second level: the offset, zeros, nested absmax.
-        said = read_record(small[record])
-        header = torch.tensor([said.get("nested_offset", 0.0), 0.0, 0.0, 0.0]).view(torch.uint8)
         statistics = {}
+        if codec.in_quant_state:
+            blank = dict.fromkeys(large, torch.empty(0, dtype=torch.uint8))
+            packed = codec.assemble({**small, **blank}, target.shape, None, settings)
+            statistics = bits_of(packed)
         for name, parameter in target.statistics.named_parameters():
             first, last = ranks_of(parameter).span(len(parameter))
-            if name == "absmax":
-                statistics[name] = files.read_bytes(keys[ABSMAX], first, last)
-            else:
-                begin, end = (max(place - len(header), 0) for place in (first, last))
-                nested = files.read_bytes(keys[NESTED_ABSMAX], begin, end)
-                statistics[name] = torch.cat([header[first:last], nested])
-        tables = torch.cat([small[end] for end in ends[1:]]).view(torch.uint8)
-        return share, statistics, tables
+            if name == "nested":
+                statistics[name] = statistics[name][first:last]
+                continue
+            size = parameter.itemsize
+            scales = files.read_bytes(keys[codec.scales], first * size, last * size)
+            statistics[name] = scales.view(parameter.dtype)
+        return share.view(values.dtype).view(-1, *values.shape[1:]), statistics
 
 
 @torch.no_grad()

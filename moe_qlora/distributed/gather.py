@@ -11,9 +11,7 @@ freed before the next one: no rank has more than one whole tensor.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -100,7 +98,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
     """Return the entries of a single process's state dict, in its order.
 
     `state_dict` is the model's own, or has whole tensors under its keys; these may be the keys of
-    either layout (parametrize.py).
+    one process or of many (parametrize.py).
     """
     replaced: dict[str, dict[str, WholeTensor]] = {}
     for place in packed_places(model):
@@ -151,15 +149,9 @@ def _entries(
         return flat.view(torch.uint8).view(decoder.storage_dtype).unsqueeze(1)
 
     def statistic(end: str) -> Tensor:
-        gathered = {part: whole(tensor) for part, tensor in parameters.items()}
-        if isinstance(decoder, PackedScales):
-            scales = gathered["scale_bits"].view(codec.scale_dtype)
-            return codec.entries(replace(packed, absmax=scales))[end]
-        other = copy.copy(decoder)
-        other._parameters = {
-            part: nn.Parameter(tensor, requires_grad=False) for part, tensor in gathered.items()
-        }
-        return codec.entries(other.packed(torch.empty((0, 1), dtype=torch.uint8)))[end]
+        gathered = decoder.replaced({part: whole(tensor) for part, tensor in parameters.items()})
+        blank = torch.empty(_shape(codes), dtype=codes.dtype, device="meta")
+        return codec.entries(gathered.packed(blank))[end]
 
     divided = any(map(_is_sharded, (codes, *parameters.values())))
     specs = packed_tensors(packed.shape, CodecSettings.of(packed))

@@ -1,14 +1,13 @@
 """FSDP2 and other engines that shard over packed models.
 
-`prepare_sharding` turns packed weights into the shardable layout, where codes and statistics are
-parameters: engines shard and gather both alike, and cast neither. `shard_model` says which modules
+`prepare_sharding` makes parameters of packed weights' statistics, as codes are: engines shard and
+gather both alike, and cast neither. `shard_model` says which modules
 FSDP2 shards by themselves; `shards_integers` lets torch before 2.13 shard uint8 parameters, which
 have no gradients.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
@@ -26,17 +25,18 @@ from ..layout import unwrapped_name
 from ..packing import parametrize
 from ..packing.codec import require_whole, unpack
 from ..packing.decoders import (
-    PackedCodes,
+    Decoder,
+    Packed4bit,
     PackedScales,
-    Shardable4bit,
-    ShardableStatistics,
+    Params4bit,
     bnb,
     is_shardable,
     is_share,
-    packed_codes,
+    params4bit,
     read,
+    to_quant_state,
 )
-from ..packing.linear import read_linear, write_linear
+from ..packing.linear import has_codes, read_linear, write_linear
 
 Wrap = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are sharded by themselves: names of classes, or a predicate of a module."""
@@ -59,60 +59,58 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
 
 def lay_out(model: nn.Module) -> nn.Module:
     """Do what `prepare_sharding` does; leave alone what lies in host memory."""
-    done: dict[int, tuple[nn.Parameter, nn.Module]] = {}  # tied weights stay tied
+    done: dict[int, tuple[nn.Parameter, Any]] = {}  # tied weights stay tied
     for module_name, module, name in list(parametrize.iter_packed(model)):
-        chain = parametrize.parametrization_list(module, name)
-        decoder = chain._modules["0"]
-        is_ready = is_shardable(decoder) or getattr(chain, "host", None) is not None
-        if is_ready or parametrize.is_foreign(module, name):
-            continue
-        codes = parametrize.original_of(module, name)
+        chain: Any = parametrize.parametrization_list(module, name)
+        codes, decoder = chain.original, chain[0]
         if id(codes) in done:
-            owner, statistics = done[id(codes)]
             # Engines tell tied parameters by their modules: one module in two layers confuses
             # fully_shard.
-            statistics = copy.copy(statistics)
-            statistics._parameters = dict(statistics._parameters)
-            statistics._buffers = dict(statistics._buffers)
+            held, first = done[id(codes)]
+            decoder = first.replaced({})
+            decoder._parameters = {**first._parameters}
+        elif parametrize.is_foreign(module, name) or is_shardable(decoder) or chain.host:
+            continue
         else:
-            owner, statistics = _shardable(parametrize.read_packed(module, name), decoder)
-            cast(Any, statistics).name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
-            done[id(codes)] = owner, statistics
-        chain._parameters["original"], chain._modules["0"] = owner, statistics
+            decoder.name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
+            held = _lay_out(decoder, read(codes, decoder))
+            done[id(codes)] = held, decoder
+        chain._parameters["original"], chain._modules["0"] = held, decoder
     for name, module in list(model.named_modules()):
         linear: Any = module
-        if (
-            type(module) is bnb.Linear4bit
-            and getattr(linear.weight, "quant_state", None) is not None
-        ):
+        if type(module) in _SHARDABLE and has_codes(linear):
             packed = read_linear(module)
-            statistics = ShardableStatistics(packed)
-            held: Any = packed_codes(packed, statistics)
-            held.module = module  # as on bitsandbytes' own parameter
-            linear.__class__ = ShardableLinear4bit
-            linear.weight, linear.statistics, linear.quant_state = held, statistics, None
-        elif type(module) is bnb.Linear8bitLt and not (
-            linear.weight.CB is None and linear.state.CB is None
-        ):
-            packed = read_linear(module)
-            statistics = PackedScales(packed)
-            _scales_as_parameter(statistics)
-            linear.__class__ = ShardableLinear8bit
-            linear.weight = nn.Parameter(packed.codes, requires_grad=False)
-            linear.statistics, linear.state.CB, linear.state.SCB = statistics, None, None
-        if isinstance(module, (ShardableLinear4bit, ShardableLinear8bit)):
-            cast(Any, module.statistics).name = unwrapped_name(f"{name}.weight".lstrip("."))
-        if isinstance(module, ShardableLinear4bit):
-            weight: Any = module.weight
-            if not isinstance(weight, PackedCodes):
-                held = module.statistics
-                weight.compress_statistics, weight.quant_type = held.double_quant, held.kind
-                weight.quant_storage = held.storage_dtype
+            is_4bit = isinstance(module, bnb.Linear4bit)
+            decoder = Packed4bit(packed) if is_4bit else PackedScales(packed)
+            decoder.name = unwrapped_name(f"{name}.weight".lstrip("."))
+            linear.__class__ = _SHARDABLE[type(module)]
+            linear.weight, linear.statistics = _lay_out(decoder, packed), decoder
+            if is_4bit:
+                linear.weight.module, linear.quant_state = module, None  # as bitsandbytes has it
+            else:
+                linear.weight = nn.Parameter(packed.codes, requires_grad=False)  # in their shape
+                linear.state.CB = linear.state.SCB = None
+        elif isinstance(module, ShardableLinear4bit) and not isinstance(linear.weight, PackedCodes):
+            weight, decoder = linear.weight, linear.statistics  # for PEFT
+            weight.compress_statistics = bool(decoder.nested_blocksize)
+            weight.quant_type, weight.quant_storage = decoder.kind, decoder.storage_dtype
     return model
 
 
+def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
+    """Make parameters of a decoder's statistics, and of the codes of this weight, which it has."""
+    for part in decoder.shardable:
+        tensor = decoder._buffers.pop(part)
+        decoder._non_persistent_buffers_set.discard(part)
+        decoder.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+    codes = packed.flat_codes.unsqueeze(1)
+    if not isinstance(decoder, Packed4bit):
+        return nn.Parameter(codes, requires_grad=False)
+    return params4bit(codes, decoder.quant_state, PackedCodes)
+
+
 class Place(NamedTuple):
-    """Where a packed weight sits in the shardable layout."""
+    """Where a packed weight sits whose statistics are parameters."""
 
     name: str  # of the weight
     owner: nn.Module  # with the codes as its parameter `leaf`
@@ -128,25 +126,29 @@ def packed_places(model: nn.Module) -> Iterator[Place]:
         at = f"{name}." if name else ""
         for leaf in parametrize.packed_names(module):
             if not parametrize.is_foreign(module, leaf):
-                chain, own = (
-                    parametrize.parametrization_list(module, leaf),
-                    f"parametrizations.{leaf}.",
-                )
-                decoder = chain._modules["0"]
-                codes, statistics = f"{at}{own}original", f"{at}{own}0."
-                yield Place(f"{at}{leaf}", chain, "original", decoder, codes, statistics)
+                chain: Any = parametrize.parametrization_list(module, leaf)
+                own = f"{at}parametrizations.{leaf}."
+                yield Place(at + leaf, chain, "original", chain[0], f"{own}original", f"{own}0.")
         decoder = module._modules.get("statistics")
-        if decoder is not None and parametrize.is_packed_linear(module):
+        if isinstance(decoder, Decoder):
             codes = f"{at}weight"
             yield Place(codes, module, "weight", decoder, codes, f"{at}statistics.")
 
 
-def _shardable(packed: PackedWeight, decoder: Any) -> tuple[nn.Parameter, nn.Module]:
-    if isinstance(decoder, PackedScales):
-        _scales_as_parameter(decoder)
-        return nn.Parameter(packed.codes.view(-1, 1), requires_grad=False), decoder
-    statistics = Shardable4bit(packed)
-    return packed_codes(packed, statistics), statistics
+class PackedCodes(Params4bit):
+    """Codes that engines shard: uint8, for any storage dtype.
+
+    Counted as `Params4bit` by isinstance. Not of that name: accelerate (1.15, fsdp2_prepare_model)
+    leaves uint8 parameters of a class called "Params4bit" out of the sharding.
+    """
+
+    # Chunks and copies are plain tensors, as those of any nn.Parameter.
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Move to another device; ignore a dtype, since codes are no numbers."""
+        device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return self.detach().to(device=device, non_blocking=non_blocking)
 
 
 class _ShardableLinear(nn.Module):
@@ -204,7 +206,7 @@ class ShardableLinear4bit(_ShardableLinear, bnb.Linear4bit):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Compute by bitsandbytes, whose gradient function references the codes."""
-        state = self.statistics.quant_state
+        state = to_quant_state(read(self.weight, self.statistics))
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
         return out
 
@@ -227,6 +229,11 @@ class ShardableLinear8bit(_ShardableLinear, bnb.Linear8bitLt):
         state.SCB = self.statistics.scale_bits.detach().view(torch.float32)
         out: Tensor = bnb_matmul_8bit(x, self.weight, bias=bias, state=state)
         return out
+
+
+_SHARDABLE: dict[type, type] = {
+    cls.stock: cls for cls in (ShardableLinear4bit, ShardableLinear8bit)
+}
 
 
 class _ReadAgain(torch.autograd.Function):
@@ -257,12 +264,6 @@ class _ReadAgain(torch.autograd.Function):
 def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None:
     if not torch.compiler.is_compiling() and is_share(module.weight):
         require_whole(read(module.weight, module.statistics))
-
-
-def _scales_as_parameter(decoder: PackedScales) -> None:
-    bits = cast(Tensor, decoder._buffers.pop("scale_bits"))
-    decoder._non_persistent_buffers_set.discard("scale_bits")
-    decoder.register_parameter("scale_bits", nn.Parameter(bits, requires_grad=False))
 
 
 @contextmanager
@@ -330,8 +331,7 @@ def shard_model(
     """Apply `fully_shard` to a model's decoder layers and then to the rest of it; in place.
 
     Args:
-        model: The model, with or without adapters, whose packed weights are in the shardable
-            layout; it may be on meta.
+        model: The model, with or without adapters, after `prepare_sharding`; it may be on meta.
         mesh: A `DeviceMesh` of one dimension, or of two, (copies, shards).
         wrap: The modules that are gathered and freed by themselves; by default those of the
             model's own `_no_split_modules`.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
 from ..packing.codecs import codec_of, kinds
-from ..packing.decoders import ShardableStatistics
+from ..packing.decoders import Decoder, Packed4bit, state_tensors
 from ..packing.packed_list import fetch_by
 
 _SOURCE = "_moe_qlora_lora"
@@ -63,31 +63,18 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
     chain = module.parametrizations[name]
     first, codes = chain[0], chain.original
     hosted = getattr(chain, "host", None) is not None
-    if isinstance(first, ShardableStatistics):
-        parts = first.parts()
-        swapped = first.stored_transposed
-        shape = _stored_shape(first.weight_shape, swapped)
-        spec = WeightSpec(shape, first.kind, first.blocksize, first.nested_blocksize, -1)
-        tensors = [part for part in (codes, *parts) if part is not None]
-        return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype, swapped)
-    if hasattr(first, "scale_bits"):
-        spec = WeightSpec(tuple(first.weight_shape), first.kind, first.blocksize, 0, -1)
-        tensors = [chain.handle] if hosted else [codes, first.scale_bits]
-        dtypes = first.weight_dtype, first.compute_dtype
-        return PackedOperand(tensors, spec, *dtypes, hosted=hosted)
-    state = first.quant_state
-    tensors = [codes, state.absmax, state.code]
-    nested = 0
-    if state.nested:
-        tensors += [state.offset, state.state2.absmax, state.state2.code]
-        nested = state.state2.blocksize
-    # bitsandbytes' own decoder has neither
-    compute = getattr(first, "compute_dtype", None)
-    swapped = bool(getattr(first, "stored_transposed", False))
-    shape = _stored_shape(state.shape, swapped)
-    spec = WeightSpec(shape, state.quant_type, state.blocksize, nested, -1)
-    tensors = [chain.handle] if hosted else tensors
-    return PackedOperand(tensors, spec, state.dtype, compute, swapped, hosted)
+    if not isinstance(first, Decoder):  # bitsandbytes' own
+        state = first.quant_state
+        nested = state.state2.blocksize if state.nested else 0
+        spec = WeightSpec(tuple(state.shape), state.quant_type, state.blocksize, nested, -1)
+        return PackedOperand([codes, *state_tensors(state)], spec, state.dtype, None)
+    swapped = first.stored_transposed
+    shape = _stored_shape(first.weight_shape, swapped)
+    nested = first.nested_blocksize if isinstance(first, Packed4bit) else 0
+    spec = WeightSpec(shape, first.kind, first.blocksize, nested, -1)
+    parts = first.parts() if isinstance(first, Packed4bit) else (first.scale_bits,)
+    tensors = [chain.handle] if hosted else [codes, *parts]
+    return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype, swapped, hosted)
 
 
 def _stored_shape(shape: Sequence[int], swapped: bool) -> tuple[int, ...]:

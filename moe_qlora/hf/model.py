@@ -20,13 +20,17 @@ from ..checkpoint.save import save_pretrained
 from ..detection.weight_reads import functions_run
 from ..experts import checks, forward
 from ..experts.forward import BOUND_METHODS, dequantize
+from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout
 from ..lora.inject import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import PackedCodes, PackedScales, is_shardable, state_tensors
-from ..packing.linear import keep_layout
+from ..packing.decoders import (
+    PackedScales,
+    is_shardable,
+)
+from ..packing.linear import has_codes, keep_layout, read_linear
 from ..packing.packed_list import cross_meta
 from ..packing.settings import CodecSettings
 from ..world import world
@@ -86,32 +90,20 @@ def finish_packing(
 def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     """Return the bytes of the model; statistics, which the stock method does not see, included."""
     total: int = type(self).get_memory_footprint(self, return_buffers=return_buffers)
-    statistics: dict[int, torch.Tensor] = {}
-    scales: dict[int, torch.Tensor] = {}
-    # An 8-bit Linear keeps its scales on the weight, and after its first forward on its state.
-    holders = [module.state for module in self.modules() if hasattr(module, "state")]
-    for parameter in self.parameters():
-        # The statistics of the shardable layout are parameters, which are counted already.
-        owned = isinstance(parameter, PackedCodes)
-        state = None if owned else getattr(parameter, "quant_state", None)
-        if state is not None:
-            statistics |= {id(tensor): tensor for tensor in state_tensors(state)}
-        holders.append(parameter)
-    for holder in holders:
-        scale = getattr(holder, "SCB", None)
-        if isinstance(scale, torch.Tensor):
-            scales[scale.data_ptr()] = scale
-    for _, module, name in parametrize.iter_packed(self):
-        decoder = parametrize.decoder_of(module, name)
-        if is_shardable(decoder):
-            continue
-        packed = parametrize.read_packed(module, name)
-        if isinstance(decoder, PackedScales):
-            if not return_buffers:
-                scales[packed.absmax.data_ptr()] = packed.absmax
-        else:
-            statistics |= {id(tensor): tensor for tensor in packed.statistics}
-    return total + sum(t.nbytes for t in (*scales.values(), *statistics.values()))
+    weights: dict[int, tuple[PackedWeight, Any]] = {}
+    for module in self.modules():
+        held: Any = module
+        if parametrize.is_packed_linear(module) and has_codes(held):
+            weights[id(held.weight)] = read_linear(held), held._modules.get("statistics")
+        for name in parametrize.packed_names(module):
+            packed, decoder = parametrize.read_packed(module, name), held.parametrizations[name][0]
+            weights[id(packed.owner)] = packed, decoder
+    for packed, decoder in weights.values():
+        total += sum(tensor.nbytes for tensor in packed.statistics)
+        if decoder is not None:  # counted with its padding, or not at all
+            counted = (*decoder.parameters(), *(decoder.buffers() if return_buffers else ()))
+            total -= sum(tensor.nbytes for tensor in counted)
+    return total
 
 
 def num_parameters(

@@ -23,7 +23,6 @@ import copy
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -41,7 +40,6 @@ from ..layout import unwrapped, unwrapped_name
 from ..packing import codec, parametrize
 from ..packing.codec import first_nonfinite, require_whole
 from ..packing.codecs import codec_of
-from ..packing.decoders import PackedCodes
 from ..packing.parametrize import (
     decoded_by,
     device_of,
@@ -304,8 +302,6 @@ class ParamWrapper(StockParamWrapper):
         device = now.device  # where the module's parameter is now
         replace_parameter(base, name, torch.empty(0, device=device), None)
         packed = packed if packed.device == device else packed.to(device)
-        if isinstance(packed.owner, PackedCodes):  # of the shardable layout
-            packed = replace(packed, owner=None)
         parametrize.attach(base, name, packed)
         self._unmerged = None
         self.merged_adapters.clear()

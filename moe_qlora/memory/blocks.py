@@ -18,13 +18,10 @@ from ..kernels.weights import PackedWeight
 from ..lora.config import top_k_of
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import ShardableStatistics, from_quant_state
-from ..packing.linear import linear_kind
+from ..packing.decoders import bits_of
+from ..packing.linear import has_codes, linear_kind, read_linear
 from .budget import Block, BlockTensor
 from .hosting import ALIGNMENT
-
-_FLOAT32 = 4
-_OFFSET_BYTES = 16  # The offset of double quantization, padded to where kernels want absmax
 
 
 class PackedPart(NamedTuple):
@@ -43,7 +40,7 @@ class PackedPart(NamedTuple):
     @property
     def slot(self) -> int:
         """Bytes of codes and statistics in a slot of `hosting.py`, each aligned."""
-        return slot_nbytes((self.weight.codes, *self.weight.statistics))
+        return slot_nbytes((self.weight.codes, *bits_of(self.weight).values()))
 
     @property
     def dequantized(self) -> int:
@@ -63,17 +60,11 @@ def packed_parts(model: nn.Module) -> Iterator[PackedPart]:
 
 
 def _linear_weight(layer: Any) -> PackedWeight:
-    weight = layer.weight
-    statistics = getattr(layer, "statistics", None)
-    if isinstance(statistics, ShardableStatistics):  # as distributed runs have it
-        return statistics.packed(weight)
-    state = getattr(weight, "quant_state", None)
-    if state is not None:
-        return from_quant_state(weight, state, owner=weight)
-    scales: Any = getattr(weight, "SCB", None)  # None before it is packed
-    shape = (layer.out_features, layer.in_features)
+    if has_codes(layer):
+        return read_linear(layer)
+    weight, shape = layer.weight, (layer.out_features, layer.in_features)
     kind, dtype = linear_kind(layer), torch.float16
-    return PackedWeight(weight, scales, None, 0, None, shape, kind, dtype, owner=weight)
+    return PackedWeight(weight, None, None, 0, None, shape, kind, dtype, owner=weight)  # type: ignore[arg-type]
 
 
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
@@ -155,21 +146,12 @@ def block_tensor(part: str, tensor: Tensor) -> BlockTensor:
 def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
     """Yield codes and statistics as distributed runs have them (`distributed.sharding`)."""
     weight, kind = part.weight, "linear" if part.linear else "experts"
-    if not codec_of(weight.kind).in_quant_state:
-        numel = weight.codes.numel()
-        rows = weight.shape[0] if part.linear else numel
-        yield BlockTensor(kind, rows, numel // rows, 1)
-        for scales in weight.statistics:  # none before it is packed
-            yield BlockTensor("statistics", scales.numel(), 1, scales.itemsize)
-        return
-    yield BlockTensor(kind, weight.codes.nbytes, 1, 1)
-    yield BlockTensor("statistics", weight.absmax.nbytes, 1, 1)
-    whole = part.statistics - weight.absmax.nbytes
-    if weight.nested is not None:
-        second = weight.nested.absmax.nbytes
-        whole -= second + _FLOAT32
-        yield BlockTensor("statistics", _OFFSET_BYTES + second, 1, 1)
-    yield BlockTensor("statistics", whole, 1, 1, parameter=False)
+    in_rows = part.linear and not codec_of(weight.kind).in_quant_state
+    rows = weight.shape[0] if in_rows else weight.codes.nbytes
+    yield BlockTensor(kind, rows, weight.codes.nbytes // rows, 1)
+    held = bits_of(weight) if part.statistics else {}  # none before it is packed
+    for name, bits in held.items():
+        yield BlockTensor("statistics", len(bits), 1, bits.itemsize, parameter=name != "tables")
 
 
 def tied_blocks(model: Any) -> list[tuple[str, str]]:

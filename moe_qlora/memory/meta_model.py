@@ -40,7 +40,6 @@ from ..checkpoint.prequantized import (
 from ..detection.detect import detect
 from ..errors import ConfigError, did_you_mean
 from ..experts import forward
-from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora import targets
 from ..lora.config import top_k_of
@@ -50,10 +49,10 @@ from ..models import named
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codecs import codec_of
-from ..packing.decoders import PackedCodes, ShardableStatistics, hold, packed_codes
+from ..packing.decoders import params4bit, to_quant_state
 from ..packing.linear import check_linears
 from ..packing.mxfp4 import kept_settings
-from ..packing.parametrize import blank_weight, pack_blank, pack_blank_linear
+from ..packing.parametrize import pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings, why_not_packed
 from . import attention
@@ -223,7 +222,10 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     for part in packed_parts(model):
         packed = part.weight
         if packed.table is not None:  # else of codes and scales, or not packed yet
-            memo[id(packed.owner)] = _blank_codes(packed)
+            codes: Any = packed.owner
+            state = to_quant_state(packed.map(partial(torch.empty_like, device="meta")))
+            empty = torch.empty_like(codes.data, device="meta")
+            memo[id(codes)] = params4bit(empty, state, type(codes))
     for module in model.modules():
         int8_state = getattr(module, "state", None)
         alive += [getattr(int8_state, name, None) for name in ("CB", "SCB")]
@@ -233,17 +235,9 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
             if isinstance(tensor, nn.Parameter):
                 blank = nn.Parameter(blank, requires_grad=tensor.requires_grad)
                 if hasattr(tensor, "SCB"):
-                    blank.SCB = torch.empty_like(tensor.SCB, device="meta")
+                    blank.SCB, blank.CB = torch.empty_like(tensor.SCB, device="meta"), blank.data
             memo[id(tensor)] = blank
     return copy.deepcopy(model, memo)
-
-
-def _blank_codes(packed: PackedWeight) -> nn.Parameter:
-    """Return the parameter of a 4-bit weight's codes on meta, of the class that it has."""
-    blank = blank_weight(tuple(packed.shape), packed.dtype, CodecSettings.of(packed))
-    if isinstance(packed.owner, PackedCodes):  # as distributed runs have it
-        return packed_codes(blank, ShardableStatistics(blank))
-    return hold(blank)
 
 
 def cast_as_loaded(model: Any, dtype: torch.dtype) -> None:

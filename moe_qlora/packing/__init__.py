@@ -7,10 +7,10 @@ settings.py     the fields of a `BitsAndBytesConfig` that decide how a weight is
                 dtypes, shapes and bytes of the tensors that result
 selection.py    which weights of a model are packed, and the rule of `llm_int8_skip_modules`
 codec.py        pack a weight, whole or in pieces, and dequantize any range of its experts
-decoders.py     the modules with a weight's statistics, for one GPU and for many;
+decoders.py     the modules with a weight's statistics;
                 conversion to and from bitsandbytes' `QuantState`
 parametrize.py  how a packed weight sits on its module, moves, is copied, saved and loaded
-                (state dicts: bitsandbytes' keys, and those of the shardable layout);
+                (state dicts: bitsandbytes' keys, and those that engines look up);
                 blank weights on the meta device
 linear.py       bitsandbytes' stock Linear layers as packed weights
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,19 +12,22 @@ from torch import nn
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from .codecs import CODES
-from .decoders import bnb, from_quant_state, params4bit, to_quant_state
+from .decoders import bnb, from_quant_state, params4bit, read, to_quant_state
 from .int8 import INT8, SCALES
 from .settings import CodecSettings
 
 
 def read_linear(layer: Any) -> PackedWeight:
-    """Return the packed weight of a stock bitsandbytes Linear layer; copies no codes."""
+    """Return the packed weight of one of bitsandbytes' Linear layers; copies no codes."""
+    if "statistics" in layer._modules:  # as engines shard it, perhaps sharded
+        return read(layer.weight, layer.statistics)
     if isinstance(layer, bnb.Linear8bitLt):
         weight, state = layer.weight, layer.state
         codes = state.CB if weight.CB is None else weight.CB
         scales = state.SCB if weight.SCB is None else weight.SCB
         tensors, shape = {CODES: codes, SCALES: scales}, tuple(codes.shape)
-        return INT8.assemble(tensors, shape, torch.float16, CodecSettings(INT8.kind))
+        packed = INT8.assemble(tensors, shape, torch.float16, CodecSettings(INT8.kind))
+        return replace(packed, owner=weight)
     codes, state = layer.weight.data, layer.weight.quant_state
     if _is_converted(layer):
         import bitsandbytes.nn.modules as bnb_modules
@@ -32,7 +36,16 @@ def read_linear(layer: Any) -> PackedWeight:
         codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
         if not state.nested:  # and leaves absmax in the columns' order
             state.absmax = absmax.T.reshape(-1).float()
-    return from_quant_state(codes, state)
+    return replace(from_quant_state(codes, state), owner=layer.weight)
+
+
+def has_codes(layer: Any) -> bool:
+    """Whether one of bitsandbytes' Linear layers is packed by now."""
+    if "statistics" in layer._modules:
+        return True
+    if isinstance(layer, bnb.Linear4bit):
+        return getattr(layer.weight, "quant_state", None) is not None
+    return not getattr(layer.weight, "CB", None) is layer.state.CB is None
 
 
 def check_linears(model: nn.Module, settings: CodecSettings) -> None:
@@ -47,12 +60,11 @@ def check_linears(model: nn.Module, settings: CodecSettings) -> None:
 
 
 def linear_kind(layer: Any) -> str:
-    """Return the packed type of a bitsandbytes Linear layer, in either layout."""
+    """Return the packed type of a bitsandbytes Linear layer, also before it is packed."""
     if isinstance(layer, bnb.Linear8bitLt):
         return INT8.kind
-    statistics = layer._modules.get("statistics")
-    if statistics is not None:  # the shardable layout, perhaps sharded
-        return str(statistics.kind)
+    if "statistics" in layer._modules:
+        return str(layer.statistics.kind)
     state = getattr(layer.weight, "quant_state", None)
     return str((layer.weight if state is None else state).quant_type)
 
@@ -89,7 +101,7 @@ def write_linear(layer: Any, packed: PackedWeight) -> None:
 
 
 def restore_linear(module: nn.Module) -> None:
-    """Restore bitsandbytes' layout on a Linear layer in the shardable layout, for PEFT to merge.
+    """Make a Linear layer that engines can shard bitsandbytes' own again, for PEFT to merge.
 
     Its tensors must be gathered. Any other module is unchanged.
     """

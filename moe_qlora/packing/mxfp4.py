@@ -150,28 +150,26 @@ class KeptPacker:
         *_, rows, cols = self.shape
         rows, cols = (cols, rows) if self.settings.stored_transposed else (rows, cols)
         grid = (len(scales), *self.shape[1:-2], rows, cols // MX_BLOCK)
-        for name, tensor, shape in (
-            ("blocks", blocks, (*grid, MX_BLOCK // 2)),
-            ("scales", scales, grid),
-        ):
+        shapes = {"blocks": (blocks, (*grid, MX_BLOCK // 2)), "scales": (scales, grid)}
+        for name, (tensor, shape) in shapes.items():
             if tensor.element_size() != 1 or tuple(tensor.shape) != shape:
                 raise UnsupportedWeightError(
                     f"MXFP4 {name} are {tensor.dtype} of shape {tuple(tensor.shape)}; a weight of "
                     f"shape {tuple(self.shape)} has bytes of shape {shape} there."
                 )
-        at, end = self._experts, self._experts + len(scales)
-        self._check(end, end <= self.shape[0], " or more")
-        blocks, scales = (
-            tensor.detach().view(torch.uint8).to(self._codes.device).flatten(1)
-            for tensor in (blocks, scales)
-        )
+        at = self._experts
+        self._experts = end = at + len(scales)
+        blocks = blocks.detach().view(torch.uint8).to(self._codes.device).flatten(1)
         self._codes[at:end] = (blocks << 4) | (blocks >> 4)
-        self._exponents[at:end] = scales
-        self._experts = end
+        self._exponents[at:end] = scales.detach().view(torch.uint8).flatten(1)
 
     def finish(self) -> PackedWeight:
         """Return the packed weight."""
-        self._check(self._experts, self._experts == self.shape[0])
+        if self._experts != self.shape[0]:
+            raise UnsupportedWeightError(
+                f"MXFP4 blocks came for {self._experts} experts; a weight of shape "
+                f"{tuple(self.shape)} has {self.shape[0]}."
+            )
         codes, exponents = self._codes.view(-1), self._exponents.view(-1)
         bad = overflowing_block(codes, exponents, self.dtype)
         if bad is not None:
@@ -181,10 +179,3 @@ class KeptPacker:
                 f"Expert {expert} has an MXFP4 scale, {exponent}, that decodes to {value}."
             )
         return MXFP4.finish(codes, exponents, self.shape, self.dtype, self.settings)
-
-    def _check(self, came: int, fits: bool, more: str = "") -> None:
-        if not fits:
-            raise UnsupportedWeightError(
-                f"MXFP4 blocks came for {came} experts{more}; a weight of shape "
-                f"{tuple(self.shape)} has {self.shape[0]}."
-            )

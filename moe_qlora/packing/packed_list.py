@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.utils.parametrize as P
@@ -24,12 +23,9 @@ from ..layout import human_bytes
 from .codec import unpack
 from .decoders import (
     Packed4bit,
-    PackedScales,
     Params4bit,
-    as_bits,
+    QuantState,
     from_quant_state,
-    hold,
-    is_shardable,
     params4bit,
     read,
     to_quant_state,
@@ -41,33 +37,16 @@ _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDictionary()
 
 
-class Host(Protocol):
-    """Where a packed weight lies that is not on the device that computes with it.
-
-    `layer` is with what it lies together, to be copied as a whole; `device` computes. `reserve`
-    returns where the weight is on the device (None where it never stays there), and what keeps it
-    there; `fetch` the weight on the device, valid while the returned object is referenced. `move`
-    has another device compute from now on.
-    """
-
-    @property
-    def layer(self) -> object: ...
-    @property
-    def device(self) -> torch.device: ...
-    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]: ...
-    def fetch(self, packed_list: PackedList) -> PackedWeight: ...
-    def move(self, device: torch.device) -> None: ...
-
-
 class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes can go to the meta device and come back empty."""
 
-    host: Host | None = None
+    # Where the weight lies that is not on the device that computes with it (speed/offload.py)
+    host: Any = None
     offload: object | None = None  # What had it in host memory first, and may again
     moves: int = 0  # How often it went to host memory, or came back
     handle: Tensor  # `()` int64 on the CPU, of `fetch_by`, while it is in host memory
 
-    def settle(self, host: Host | None) -> None:
+    def settle(self, host: Any) -> None:
         """Note where the weight lies now: None for the module's own device."""
         self.host, self.moves = host, self.moves + 1
         if host is None:
@@ -89,14 +68,12 @@ class PackedList(P.ParametrizationList):
         """Return a copy, of what lies in host memory one on the device that computes."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        codes = copy.deepcopy(self.original, memo)
-        both = [each.__dict__.get("quant_state") for each in (self.original, codes)]
-        if None not in both:  # Params4bit copies its own without the memo
-            memo[id(both[0])] = both[1]
         held = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(held, memo))
-        if self.host is not None and not codes.is_meta:  # as a copy to meta has them
-            put(codes, new[0], read(codes, new[0]).to(self.host.device))
+        if isinstance(new.original, Params4bit) and isinstance(new[0], Packed4bit):
+            new.original.quant_state = new[0].quant_state
+        if self.host is not None and not new.original.is_meta:  # as a copy to meta has them
+            new.to(self.host.device)
         return new
 
     def forward(self) -> Tensor:
@@ -120,11 +97,18 @@ def fetch_by(handle: Tensor) -> PackedWeight:
     return fetched(_by_number[int(handle)])
 
 
-def fetched(chain: PackedList) -> PackedWeight:
-    """Return the weight on the device that computes, wherever it lies by now."""
-    if chain.host is None:
-        return read(chain.original, chain[0])
-    return chain.host.fetch(chain)
+def fetched(chain: Any) -> PackedWeight:
+    """Return the weight on the device that computes, wherever it lies by now.
+
+    One that lies in host memory is fetched: nobody may save its tensors for a backward.
+    """
+    host = getattr(chain, "host", None)
+    if host is not None:
+        return cast(PackedWeight, host.fetch(chain))
+    packed = read(chain.original, chain[0])
+    if hasattr(chain.original, "ds_id"):
+        packed.again = partial(fetched, chain)
+    return packed
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
@@ -135,40 +119,6 @@ def _unpacked(chain: PackedList) -> Tensor:
     for key in range(1, len(chain)):
         weight = chain[key](weight)
     return weight
-
-
-def put(codes: Any, decoder: Any, packed: PackedWeight) -> None:
-    """Let codes and decoder (of the compact layout) have this weight's tensors; undo with `read`.
-
-    The parameter stays the same object, and so does the `QuantState`: tied weights follow.
-    """
-    codes.data = packed.codes
-    put_statistics(decoder, packed)
-
-
-def put_statistics(decoder: Any, packed: PackedWeight) -> None:
-    """Let the decoder (of the compact layout) have this weight's statistics."""
-    if isinstance(decoder, PackedScales):
-        decoder.scale_bits = as_bits(packed.absmax)
-    else:
-        decoder.quant_state.__dict__.update(to_quant_state(packed).__dict__)
-
-
-def make_compact(lists: Sequence[PackedList]) -> None:
-    """Give the lists of one whole weight the compact layout, where they have the shardable one."""
-    first = lists[0]
-    if not is_shardable(first[0]):
-        return
-    codes = hold(replace(read(first.original, first[0]), owner=None))
-    decoder: Any = first[0]
-    if isinstance(decoder, PackedScales):
-        bits = cast(Tensor, decoder._parameters.pop("scale_bits"))
-        decoder.register_buffer("scale_bits", bits.detach(), persistent=False)
-    else:
-        decoder = Packed4bit(codes, decoder.compute_dtype)
-        decoder.name = getattr(first[0], "name", "")
-    for each in lists:
-        each._parameters["original"], each._modules["0"] = codes, decoder
 
 
 def refuse_hosted(packed_list: Any, name: str) -> None:
@@ -193,9 +143,11 @@ def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> 
         return
     moved = old.__dict__.get(_MOVED)  # by another module with the same parameter
     if moved is None or moved.device != device:
-        packed = from_quant_state(old.data, old.quant_state)
-        state = to_quant_state(packed.map(partial(torch.empty_like, device=device)))
-        old.quant_state.__dict__.update(state.__dict__)
-        moved = params4bit(torch.empty_like(old.data, device=device), old.quant_state)
+        state = old.quant_state
+        if type(state) is QuantState:  # of a Linear layer; a decoder's moves by itself
+            packed = from_quant_state(old.data, state)
+            blank = to_quant_state(packed.map(partial(torch.empty_like, device=device)))
+            state.__dict__.update(blank.__dict__)
+        moved = params4bit(torch.empty_like(old.data, device=device), state, type(old))
         old.__dict__[_MOVED] = moved
     module._parameters[name] = moved

@@ -4,28 +4,26 @@ A packed parameter becomes a torch parametrization, as in `bitsandbytes.nn.param
 code that reads `module.<name>` gets the dequantized weight:
 
     module.parametrizations.<name>            torch's ParametrizationList
-        .original    4-bit: bnb.nn.Params4bit, the codes; the QuantState travels with it
+        .original    4-bit: bnb.nn.Params4bit, the codes
                      int8:  nn.Parameter of int8 codes, in the weight's own shape
-        [0]          Packed4bit (a Bnb4bitParametrization) with the same QuantState object,
-                     or PackedScales with the row scales (decoders.py)
+        [0]          the decoder, with the statistics (decoders.py); of 4 bit a
+                     Bnb4bitParametrization
 
-That is the layout of a single process; sharding.py changes it for engines of many GPUs (the two
-layouts: decoders.py). The codes are a `Params4bit`, where bitsandbytes' own helper has a plain
-Parameter: its `to` moves the statistics with the codes, PEFT's k-bit preparation skips it by its
-class name, and transformers counts its weights right. Weights packed by that helper are read here
-as well.
+The codes are a `Params4bit`, where bitsandbytes' own helper has a plain Parameter: PEFT's k-bit
+preparation skips it by its class name, and transformers counts its weights right. Weights packed by
+that helper are read here as well.
 
 In a call of the module, or of one around it whose code reads its weights, these are read in the
 dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
 
-Keys of a state dict, each of which can be loaded into the other layout; files of a packed folder
-have the compact layout's:
+Keys of a state dict; those of a model that engines can shard (sharding.py) are torch's, since
+engines look each key up as a parameter. Either model loads the other's; files of a packed folder
+have the first:
 
-    layout      keys of a weight <module>.<name>                            a Linear4bit's weight
-    compact     <module>.<name>, and the ends of its codec's tensors        the same
-    shardable   <module>.parametrizations.<name>.original                   <module>.weight
-                <module>.parametrizations.<name>.0.absmax, .nested          <module>.statistics.*
-                (int8 and users' codecs: .0.scale_bits)
+    of a weight <module>.<name>                                             of a Linear layer's
+    <module>.<name>, and the ends of its codec's tensors                    the same
+    <module>.parametrizations.<name>.original                               <module>.weight
+    <module>.parametrizations.<name>.0.absmax, .nested, or .scale_bits      <module>.statistics.*
 """
 
 from __future__ import annotations
@@ -49,30 +47,27 @@ from .bnb4bit import NESTED_ABSMAX, RECORD
 from .codec import restore, unpack
 from .codecs import CODES, codec_of, kinds
 from .decoders import (
-    OWN_DECODERS,
+    Decoder,
     Packed4bit,
     PackedScales,
     Params4bit,
-    ShardableStatistics,
-    as_bits,
+    bits_of,
     bnb,
-    from_quant_state,
+    decoder_held,
     hold,
     is_shardable,
     params4bit,
     read,
 )
-from .linear import write_linear
-from .packed_list import PackedList, put_statistics, refuse_hosted
+from .linear import has_codes, read_linear, write_linear
+from .packed_list import PackedList, fetched, refuse_hosted
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
 _RECORD = "_moe_qlora_storage"
-_SHARED = "_moe_qlora_scales"
 _MEMBERS = "_moe_qlora_class_members"
 _INPUT_DTYPE = "_moe_qlora_input_dtype"
 _READS = "_moe_qlora_reads"
-_STATISTICS = "0.absmax", "0.nested", "0.scale_bits"  # parameters of the shardable layout
 _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
 
 
@@ -87,14 +82,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
     owner = hold(packed)
-    decoder: nn.Module
-    if codec_of(packed.kind).in_quant_state:
-        decoder = Packed4bit(owner, packed.compute_dtype)
-    else:
-        # Tied weights share the module with their scales, so that one move moves all.
-        decoder = getattr(owner, _SHARED, None) or PackedScales(packed)
-        setattr(owner, _SHARED, decoder)
-    chain = PackedList([decoder], owner, unsafe=True)
+    chain = PackedList([decoder_held(owner)], owner, unsafe=True)
     host: Any = module
     if _RECORD not in module.__dict__:
         hooks = (
@@ -163,7 +151,7 @@ def is_packed(module: nn.Module, name: str) -> bool:
 def is_foreign(module: nn.Module, name: str) -> bool:
     """Return whether this parameter was packed by bitsandbytes' own helper."""
     decoder = decoder_of(module, name)
-    return decoder is not None and not isinstance(decoder, OWN_DECODERS)
+    return decoder is not None and not isinstance(decoder, Decoder)
 
 
 def packed_names(module: nn.Module) -> tuple[str, ...]:
@@ -207,21 +195,12 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
     decoder = decoder_of(module, name)
     if decoder is None:
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
-    codes = original_of(module, name)
-    packed = read(codes, decoder)
-    if hasattr(codes, "ds_id"):
-        packed.again = partial(read_packed, module, name)
-    return packed
+    return read(original_of(module, name), decoder)
 
 
 def read_for_compute(module: nn.Module, name: str) -> PackedWeight:
-    """Return the packed weight on the device that computes with it, for one forward or backward.
-
-    A weight that lies in host memory is fetched; nobody may save its tensors for a backward.
-    """
-    chain = parametrization_list(module, name)
-    host = getattr(chain, "host", None)
-    return read_packed(module, name) if host is None else host.fetch(cast(PackedList, chain))
+    """Return the packed weight on the device that computes with it, for one forward or backward."""
+    return fetched(parametrization_list(module, name))
 
 
 def device_of(module: nn.Module, name: str) -> torch.device:
@@ -410,7 +389,7 @@ def _decoding_property(name: str) -> property:
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Write bitsandbytes' keys instead of torch's parametrization keys (state-dict hook).
 
-    The shardable layout has torch's: engines look every key up as a parameter.
+    Where statistics are parameters, the keys are torch's: engines look each up as a parameter.
     """
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
@@ -433,30 +412,35 @@ def _load(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Load from bitsandbytes' keys or those of the shardable layout (load hook)."""
+    """Load from bitsandbytes' keys, or from torch's (load hook)."""
     assign = bool(metadata.get("assign_to_params_buffers"))
     for name in packed_names(module):
         if is_foreign(module, name):
             continue
         decoder, original = decoder_of(module, name), original_of(module, name)
-        own = f"{prefix}parametrizations.{name}."
-        parameters = dict(parametrization_list(module, name).named_parameters())
-        keys = {part: own + part for part in ("original", *_STATISTICS)}
+        key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}."
         packed = read_packed(module, name)
-        settings, key = CodecSettings.of(packed), f"{prefix}{name}"
-        loaded = _translate(
-            state_dict, key, keys, parameters, packed.shape, settings, packed, errors
-        )
-        if loaded is None or (original.is_meta and not assign):
-            continue  # torch's own message names meta
-        loaded = loaded if assign else loaded.to(original.device)
-        put_statistics(decoder, loaded)
+        loaded = None
+        if state_dict.get(key) is not None:
+            settings = CodecSettings.of(packed)
+            loaded = _taken(state_dict, key, packed.shape, settings, packed.dtype, errors)
+            if loaded is None:
+                state_dict[f"{own}original"] = original
+            elif is_shardable(decoder):
+                _give(state_dict, f"{own}original", f"{own}0.", loaded, original, decoder)
+        elif not is_shardable(decoder):
+            loaded = _taken_parts(state_dict, f"{own}original", f"{own}0.", decoder)
+        if loaded is None or is_shardable(decoder):
+            continue
         codes: Tensor = loaded.codes
-        if assign and isinstance(decoder, PackedScales):
-            codes = nn.Parameter(codes, requires_grad=False)
-        elif assign:
+        if assign or not original.is_meta:  # else torch's own message names meta
+            loaded = loaded if assign else loaded.to(original.device)
+            decoder.put(loaded)
+        if assign and isinstance(decoder, Packed4bit):
             codes = params4bit(codes, decoder.quant_state)
-        state_dict[keys["original"]] = codes
+        elif assign:
+            codes = nn.Parameter(codes, requires_grad=False)
+        state_dict[f"{own}original"] = codes
 
 
 def blank_weight(
@@ -487,85 +471,73 @@ def pack_blank_linear(module: Any, dtype: torch.dtype, settings: CodecSettings) 
     write_linear(module, blank_weight(shape, dtype, settings))
 
 
-def _translate(
+def _taken(
     state_dict: dict[str, Any],
     key: str,
-    keys: Mapping[str, str],
-    parameters: Mapping[str, Tensor],
     shape: Sequence[int],
     settings: CodecSettings,
-    like: PackedWeight | None,
+    dtype: torch.dtype | None,
     errors: list[str],
 ) -> PackedWeight | None:
-    """Give a weight's entries the layout that its module has; return it for the compact one.
-
-    `key` is that of the codes in the compact layout, `keys` are those of the shardable one by part.
-    `parameters` are the module's own by part: in the compact layout only the codes. They are
-    written where nothing could be loaded, which is an error.
-    """
-    shardable, loaded = len(parameters) > 1, None
-    compact = state_dict.get(key) is not None
-    if key == keys["original"]:  # of a Linear layer, in both layouts
-        compact = any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds())
-    if compact:
-        codes = state_dict.pop(key).contiguous()
-        storage = settings.storage_dtype
-        if codes.dtype in STORAGE_DTYPES and codes.dtype.itemsize == storage.itemsize:
-            codes = codes.view(storage)  # the same bytes
-        ends = [other for other in state_dict if other.startswith(f"{key}.")]
-        tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in ends}
-        settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
-        dtype = None if settings.codec.has_record or like is None else like.dtype
-        try:
-            loaded = restore({CODES: codes, **tensors}, shape, dtype, settings)
-        except ValueError as error:
-            errors.append(
-                f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
-                "weights into an unpacked model."
-            )
-    elif shardable or like is None or not any(keys[part] in state_dict for part in _STATISTICS):
+    """Take a weight's entries under bitsandbytes' keys; None where they do not fit, an error."""
+    codes, storage = state_dict.pop(key).contiguous(), settings.storage_dtype
+    if codes.dtype in STORAGE_DTYPES and codes.dtype.itemsize == storage.itemsize:
+        codes = codes.view(storage)  # the same bytes
+    ends = [other for other in state_dict if other.startswith(f"{key}.")]
+    tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in ends}
+    settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
+    dtype = None if settings.codec.has_record else dtype
+    try:
+        return restore({CODES: codes, **tensors}, shape, dtype, settings)
+    except ValueError as error:
+        errors.append(
+            f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
+            "weights into an unpacked model."
+        )
         return None
-    elif codec_of(like.kind).in_quant_state:
-        statistics = ShardableStatistics(like)
-        for part, parameter in statistics.named_parameters():
-            parameter.data = state_dict.pop(keys[f"0.{part}"]).clone()
-        loaded = statistics.packed(state_dict.pop(keys["original"]))
-    else:
-        codec = codec_of(like.kind)
-        scales = state_dict.pop(keys["0.scale_bits"]).clone().view(codec.scale_dtype)
-        codes = state_dict.pop(keys["original"]).view(codec.codes_shape(like.shape))
-        loaded = replace(like, codes=codes, absmax=scales, owner=None)
-    entries: Mapping[str, Tensor] = parameters
-    if loaded is not None:
-        entries = _shardable_parts(loaded) if shardable else {"original": loaded.codes}
-    for part, entry in entries.items():
-        own: Any = parameters[part]
-        sharded = hasattr(own, "device_mesh") and not hasattr(entry, "device_mesh")
-        state_dict[keys[part]] = _share_of(entry, own) if sharded else entry
-    return None if shardable else loaded
 
 
-def _shardable_parts(packed: PackedWeight) -> dict[str, Tensor]:
-    if not codec_of(packed.kind).in_quant_state:
-        codes = packed.codes.detach().reshape(-1, 1)
-        return {"original": codes, "0.scale_bits": as_bits(packed.absmax)}
-    codes = packed.codes.detach().view(-1).view(torch.uint8).unsqueeze(1)
-    parts = ShardableStatistics(packed).named_parameters()
-    return {"original": codes, **{f"0.{part}": value.data for part, value in parts}}
+def _taken_parts(
+    state_dict: dict[str, Any], codes: str, at: str, decoder: Decoder
+) -> PackedWeight | None:
+    """Take a weight's entries under torch's keys; None where there are none."""
+    parts = decoder.shardable
+    if not all(at + part in state_dict for part in parts):
+        return None
+    statistics = {part: state_dict.pop(at + part).clone() for part in parts}
+    return cast(Decoder, decoder.replaced(statistics)).packed(state_dict.pop(codes))
 
 
-def _share_of(whole: Tensor, like: Any) -> Tensor:
+def _give(
+    state_dict: dict[str, Any],
+    key: str,
+    at: str,
+    packed: PackedWeight,
+    codes: Tensor,
+    decoder: Decoder,
+) -> None:
+    """Enter a whole weight under torch's keys, for these codes and this decoder."""
+    statistics = bits_of(packed)
+    state_dict[key] = _like(packed.flat_codes.unsqueeze(1), codes)
+    for part, own in decoder._parameters.items():
+        state_dict[at + part] = _like(statistics[part], own)
+
+
+def _like(whole: Tensor, own: Any) -> Tensor:
+    """Return this rank's share of a tensor where the module's own is sharded."""
+    if not hasattr(own, "device_mesh"):
+        return whole
     from torch.distributed.tensor import distribute_tensor
 
-    device = like.to_local().device
+    device = own.to_local().device
     moved = whole if device.type == "meta" else whole.to(device)
-    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(moved, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def load_linears(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
 ) -> None:
-    """Load bitsandbytes' Linear layers from either layout's keys, which torch does not know.
+    """Load bitsandbytes' Linear layers from either keys, which torch does not know.
 
     torch would cast codes that are stored in another dtype, which destroys them.
     """
@@ -579,24 +551,25 @@ def load_linears(
 def _load_4bit(
     module: Any, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
 ) -> None:
-    weight, statistics = module._parameters.get("weight"), module._modules.get("statistics")
+    weight, decoder = module._parameters.get("weight"), module._modules.get("statistics")
     key, shape = f"{prefix}weight", (int(module.out_features), int(module.in_features))
-    keys = {part: f"{prefix}{part.replace('0', 'statistics')}" for part in _STATISTICS}
-    keys, parameters, like = keys | {"original": key}, {"original": weight}, None
-    if isinstance(statistics, ShardableStatistics):
-        like = read(weight, statistics)
-        parameters |= {f"0.{part}": value for part, value in statistics.named_parameters()}
-    elif not isinstance(weight, Params4bit):
+    if decoder is None and not isinstance(weight, Params4bit):
         return
-    elif weight.quant_state is not None:
-        like = from_quant_state(weight.data, weight.quant_state)
-    if like is None:  # not packed yet
+    like, loaded = read_linear(module) if has_codes(module) else None, None
+    if any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds()):
         form = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
-        settings = CodecSettings(*form)
-    else:
-        settings = CodecSettings.of(like)
-    loaded = _translate(state_dict, key, keys, parameters, shape, settings, like, errors)
-    if loaded is None or (weight.is_meta and not assign):
+        settings = CodecSettings(*form) if like is None else CodecSettings.of(like)
+        loaded = _taken(state_dict, key, shape, settings, None, errors)
+        if loaded is None:
+            state_dict[key] = weight
+        elif decoder is not None:
+            _give(state_dict, key, f"{prefix}statistics.", loaded, weight, decoder)
+    elif decoder is None and like is not None and f"{prefix}statistics.absmax" in state_dict:
+        loaded = _taken_parts(state_dict, key, f"{prefix}statistics.", Packed4bit(like))
+    if loaded is None or decoder is not None:
+        return
+    state_dict[key] = loaded.codes
+    if weight.is_meta and not assign:
         return  # torch's own message names meta
     if not assign:
         loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
@@ -606,13 +579,12 @@ def _load_4bit(
 
 def _load_8bit(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     scales, bits = f"{prefix}SCB", f"{prefix}statistics.scale_bits"
-    statistics = module._modules.get("statistics")
-    if isinstance(statistics, PackedScales) and scales in state_dict:
+    decoder: Any = module._modules.get("statistics")
+    if decoder is not None and scales in state_dict:
         state_dict.pop(f"{prefix}weight_format", None)
-        state_dict[bits] = state_dict.pop(scales).view(torch.int32)
-        for key, own in ((bits, statistics.scale_bits), (f"{prefix}weight", module.weight)):
-            if hasattr(own, "device_mesh"):
-                state_dict[key] = _share_of(state_dict[key], own)
-    elif statistics is None and bits in state_dict:
+        state_dict[bits] = _like(state_dict.pop(scales).view(torch.int32), decoder.scale_bits)
+        weight = f"{prefix}weight"
+        state_dict[weight] = _like(state_dict[weight], module.weight)
+    elif decoder is None and bits in state_dict:
         state_dict[scales] = state_dict.pop(bits).view(torch.float32)
         state_dict[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)

@@ -14,9 +14,8 @@ from ..memory.blocks import slot_nbytes
 from ..memory.budget import Block
 from ..memory.devices import gpu_of_device, pace_of
 from ..memory.hosting import ExpertLayer, Hosting, Pace, operations
-from ..packing.decoders import read
 from ..packing.packed_list import PackedList
-from .offload import Offload, expert_groups, offload_of, tensors_of, tied_lists
+from .offload import Offload, expert_groups, held_tensors, offload_of, tied_lists
 
 _COPIED = 64 << 20  # Bytes of a measured copy: about a millisecond
 
@@ -56,9 +55,9 @@ class HostedExperts:
 
 
 def _layer(name: str, lists: Sequence[PackedList]) -> ExpertLayer:
-    weights = [read(same[0].original, same[0][0]) for same in tied_lists(lists)]
-    slot = sum(slot_nbytes(tensors_of(weight)) for weight in weights)
-    return ExpertLayer(name, sum(weight.nbytes for weight in weights), slot)
+    held = [held_tensors(same[0]) for same in tied_lists(lists)]
+    nbytes = sum(tensor.nbytes for tensors in held for tensor in tensors)
+    return ExpertLayer(name, nbytes, sum(map(slot_nbytes, held)))
 
 
 def pace(device: torch.device) -> Pace:

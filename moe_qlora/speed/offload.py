@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -33,7 +33,7 @@ from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
 from ..packing.decoders import is_share, read
-from ..packing.packed_list import PackedList, fetched, make_compact, put
+from ..packing.packed_list import PackedList, fetched
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from .fitted import decoder_layers
 from .slots import Block, Copier, CudaCopier, Slot, Slots
@@ -144,8 +144,6 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
             "layers with packed experts, or None for all of them."
         )
     chosen = dict(list(groups.items())[-count:])
-    for same in tied_lists(each for lists in chosen.values() for each in lists):
-        make_compact(same)
     off = Offload(chosen, device_of_layers(model, groups, chosen))
     keep_from_ddp(model)
     return off
@@ -356,23 +354,27 @@ class _Layer(Block):
         for record, packed in zip(self._records, copies, strict=True):
             record.leave(packed)
             record.settle(None)
-        for record in self._records:  # which backwards that come later have
-            del record._weight
         self._records.clear()
         del self.store
 
 
 class _Hosted:
-    """One packed weight in host memory: the `Host` of the lists that have it."""
+    """One packed weight in host memory: the `host` of the lists that have it.
+
+    `layer` is with what it lies together, to be copied as a whole; `device` computes. `reserve`
+    returns where the weight is on the device (None where it never stays there), and what keeps it
+    there; `fetch` the weight on the device, valid while the returned object is referenced. `move`
+    has another device compute from now on.
+    """
 
     def __init__(self, layer: _Layer, lists: Sequence[PackedList], first: int) -> None:
         self.layer, self.lists = layer, lists
+        self._first: Any = lists[0]
         self._parts: list[tuple[int, int]] = []  # Of each tensor: its first byte, and bytes
         self.end = first
-        for tensor in tensors_of(self._read()):
+        for tensor in held_tensors(lists[0]):
             self._parts.append((self.end, tensor.nbytes))
             self.end += cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT
-        self._weight: PackedWeight  # In host memory
         # In each slot; a slot that is gone is not kept by its memory
         self._views: WeakKeyDictionary[Slot, PackedWeight] = WeakKeyDictionary()
         self._seen: Any = None
@@ -387,8 +389,7 @@ class _Hosted:
         slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
         packed = self._views.get(slot)
         if packed is None:
-            packed = self._weight.map(partial(_in_slot, slot.memory, iter(self._parts)))
-            self._views[slot] = packed
+            packed = self._views[slot] = self._in_slot(slot.memory)
         return replace(packed, again=partial(self.fetch, packed_list), lease=lease)
 
     def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]:
@@ -405,31 +406,29 @@ class _Hosted:
 
     @torch.no_grad()
     def write(self, store: HostMemory) -> None:
-        packed, parts = self._read(), iter(self._parts)
+        parts = iter(self._parts)
 
         def written(tensor: Tensor) -> Tensor:
             first, nbytes = next(parts)
             if nbytes != tensor.nbytes:
+                shape = tuple(self._first[0].weight_shape)
                 raise ConfigError(
-                    f"a packed weight of shape {tuple(packed.shape)} in host memory was replaced "
-                    "by one in another format: call remove() on what offload_experts returned "
-                    "before loading it."
+                    f"a packed weight of shape {shape} in host memory was replaced by one in "
+                    "another format: call remove() on what offload_experts returned before "
+                    "loading it."
                 )
-            return store.put(tensor, first)
+            return store.put(tensor.detach(), first)
 
         with torch.inference_mode(False):
-            self._put(packed.map(written))
-        self._weight, self._seen = self._read(), self._state()
+            self.leave([written(tensor) for tensor in held_tensors(self._first)])
+        self._seen = self._state()
         self._views.clear()
 
     @torch.no_grad()
-    def on_device(self, device: torch.device) -> PackedWeight:
+    def on_device(self, device: torch.device) -> list[Tensor]:
         with torch.inference_mode(False):
-            return self._read().map(lambda tensor: tensor.to(device, copy=True))
-
-    def leave(self, packed: PackedWeight) -> None:
-        with torch.no_grad(), torch.inference_mode(False):
-            self._put(packed)
+            held = held_tensors(self._first)
+            return [tensor.detach().to(device, copy=True) for tensor in held]
 
     def undo(self) -> None:
         """Undo a first `write`, where it was done."""
@@ -439,20 +438,27 @@ class _Hosted:
     def is_outdated(self) -> bool:
         return self._state() != self._seen
 
-    def _read(self) -> PackedWeight:
-        return read(self.lists[0].original, self.lists[0][0])
+    @torch.no_grad()
+    def leave(self, tensors: Sequence[Tensor]) -> None:
+        """Let the weight have these tensors."""
+        with torch.inference_mode(False):
+            for old, new in zip(held_tensors(self._first), tensors, strict=True):
+                old.data = new
+            for each in self.lists:
+                cast(Any, each[0]).forget()
 
-    def _put(self, packed: PackedWeight) -> None:
-        for each in self.lists:
-            put(each.original, each[0], packed)
+    def _in_slot(self, memory: Tensor) -> PackedWeight:
+        codes, *statistics = (
+            memory[first : first + nbytes].view(like.dtype).view(like.shape)
+            for (first, nbytes), like in zip(self._parts, held_tensors(self._first), strict=True)
+        )
+        decoder = self._first[0]
+        names = *decoder._parameters, *decoder._buffers
+        return read(codes, decoder.replaced(dict(zip(names, statistics, strict=True))))
 
     def _state(self) -> Any:
-        codes, decoder = self.lists[0].original, self.lists[0][0]
-        read = tensors_of(self._read())
-        # A decoder with buffers reads views of them; those made in a custom operator have versions
-        # of their own.
-        held = [codes, *(list(decoder.buffers()) or read)]
-        return [tensor.data_ptr() for tensor in read], [tensor._version for tensor in held]
+        held = held_tensors(self._first)
+        return [(tensor.data_ptr(), tensor._version) for tensor in held]
 
 
 def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:
@@ -461,21 +467,9 @@ def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:
     return next((owner for owner in owners if isinstance(owner, Offload)), None)
 
 
-def tensors_of(packed: PackedWeight) -> list[Tensor]:
-    """Return all tensors of a weight, in the order in which `map` changes them."""
-    tensors: list[Tensor] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    packed.map(add)
-    return tensors
-
-
-def _in_slot(memory: Tensor, parts: Iterator[tuple[int, int]], like: Tensor) -> Tensor:
-    first, nbytes = next(parts)
-    return memory[first : first + nbytes].view(like.dtype).view(like.shape)
+def held_tensors(chain: PackedList) -> list[Tensor]:
+    """Return the tensors of a packed weight as its modules have them: codes, then statistics."""
+    return [chain.original, *chain[0].parameters(), *chain[0].buffers()]
 
 
 def copier_of(device: torch.device) -> Copier:

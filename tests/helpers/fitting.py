@@ -19,8 +19,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.memory.blocks import packed_parts
-from moe_qlora.packing.decoders import read
-from moe_qlora.speed.offload import tensors_of
+from moe_qlora.speed.offload import held_tensors
 from moe_qlora.testing import tiny_model
 
 BATCH, SEQ = 2, 48
@@ -144,7 +143,7 @@ def measured_peak(
 def hosted_tensors(model: Any) -> list[Tensor]:
     """Codes and statistics that lie in host memory."""
     lists = [module for module in model.modules() if getattr(module, "host", None) is not None]
-    return [tensor for each in lists for tensor in tensors_of(read(each.original, each[0]))]
+    return [tensor for each in lists for tensor in held_tensors(each)]
 
 
 class _Live(TorchDispatchMode):

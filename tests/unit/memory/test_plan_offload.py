@@ -12,10 +12,10 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.cli import app
+from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.devices import CONTEXT_BYTES
 from moe_qlora.testing import tiny_model
-from tests.helpers.fitting import hosted_tensors
 
 ASKED = {"targets": "attention,experts", "seq": 512, "search": False}
 
@@ -45,7 +45,7 @@ def test_a_plan_has_what_offload_experts_moves(family):
     model = tiny_model(family, num_hidden_layers=4, layer_types=None)
     moe_qlora.quantize_experts(model, quantization)
     with moe_qlora.offload_experts(model) as off:
-        moved = sum(tensor.nbytes for tensor in hosted_tensors(model))
+        moved = sum(part.weight.nbytes for part in packed_parts(model))
         layer = off.host_nbytes // len(off.layers)
         assert made.hosting.most == len(off.layers) == made.fit.hosting.most
         assert made.as_dict()["offload"]["host"] == off.host_nbytes

@@ -114,7 +114,10 @@ def test_reads_give_the_decoded_stack(settings: CodecSettings) -> None:
             assert type(original) is bnb.nn.Params4bit
             state = module.parametrizations[name][0].quant_state
             assert original.quant_state is state
-            assert {id(t) for t in state_tensors(state)} == {id(t) for t in stack.statistics}
+            found = [
+                {t.data_ptr() for t in each} for each in (state_tensors(state), stack.statistics)
+            ]
+            assert found[0] == found[1]
 
 
 def test_hooks_sit_once_and_a_call_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +144,9 @@ def test_deepcopy_stands_alone(settings: CodecSettings) -> None:
     if settings.kind != "int8":
         state = storage.original_of(twin, "down").quant_state
         assert twin.parametrizations["down"][0].quant_state is state
-        assert state is not storage.original_of(module, "down").quant_state
+        codes = storage.original_of(module, "down")
+        alone = pickle.loads(pickle.dumps(codes))  # noqa: S301 - our own bytes
+        assert alone.quant_state == codes.quant_state is not state
     assert_reads(twin, decoded)
     storage.original_of(twin, "down").data.zero_()
     assert_reads(module, decoded)
@@ -327,8 +332,7 @@ def test_tied_modules_share_one_packed_parameter(settings: CodecSettings) -> Non
     for pair in (model, copy.deepcopy(model)):
         packed = [p for name, p in pair.named_parameters() if "original" in name]
         assert len(packed) == 1
-        buffers = [buffer for buffer in pair.buffers() if buffer.dtype == torch.int32]
-        assert len(buffers) == (settings.kind == "int8")
+        assert len(list(pair.buffers())) == len(pair[0].parametrizations["down"][0]._buffers)
         assert torch.equal(pair[0].down, decoded)
         assert torch.equal(pair[1].down, decoded)
 

@@ -31,7 +31,7 @@ from moe_qlora.testing import tiny_model
     ],
     ids=["fp4", "nf4", "int8"],
 )
-@pytest.mark.parametrize("shardable", [False, True], ids=["compact", "shardable"])
+@pytest.mark.parametrize("shardable", [False, True], ids=["plain", "shardable"])
 def test_a_printed_model_shows_codec_shape_and_bytes(
     config: dict[str, Any], codec: str, shardable: bool
 ) -> None:

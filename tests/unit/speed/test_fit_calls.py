@@ -24,7 +24,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.memory import levels
-from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import RECOMPUTE
 from moe_qlora.speed import first_steps
 from moe_qlora.speed.first_steps import FirstSteps
@@ -427,8 +426,7 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
         of_others = max(size for name, size in work.items() if name not in fit._modules)
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         every = (*model.parameters(), *model.buffers())
-        statistics = (t for part in packed_parts(model) for t in part.weight.statistics)
-        always = sum(t.nbytes for t in (*every, *statistics)) + 2 * trained + fit._resident
+        always = sum(t.nbytes for t in every) + 2 * trained + fit._resident
         pool = sum(a.saved for a in activities) + of_layers
         graphed = always + pool + max(of_others, trained) + (256 << 20)
         assert fit._needed(activities) == int(graphed * 1.04)
