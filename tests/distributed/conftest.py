@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 
-multiprocessing.set_forkserver_preload(
-    [
-        "accelerate",
-        "bitsandbytes",
-        "moe_qlora.distributed.load_sharded",
-        "moe_qlora.hf.switch",
-        "moe_qlora.lora.model",
-        "peft",
-        "pytest",
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp",
-        "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "transformers.trainer",
-        "trl.trainer.sft_trainer",
-    ]
-)
+multiprocessing.set_forkserver_preload([
+    "accelerate", "bitsandbytes", "moe_qlora.distributed.load_sharded", "moe_qlora.hf.switch",
+    "moe_qlora.lora.model", "peft", "pytest", "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.trainer", "trl.trainer.sft_trainer",
+])  # fmt: skip

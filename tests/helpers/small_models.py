@@ -35,20 +35,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 3, "intermediate_size": 20},
     "gpt_oss": {"num_local_experts": 4, "intermediate_size": 20, "head_dim": 8},
     "granitemoe": {"num_local_experts": 3, "intermediate_size": 12},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 12,
-        "intermediate_size": 20,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
+    "deepseek_v3": {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    | {"moe_intermediate_size": 12, "intermediate_size": 20, "first_k_dense_replace": 1}
+    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    | {"v_head_dim": 8},
     "llama4_text": {
         "num_local_experts": 4,
         "intermediate_size": 12,

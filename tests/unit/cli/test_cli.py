@@ -21,20 +21,11 @@ DOWN = (EXPERTS, HIDDEN, WIDTH)
 
 def tiny(**changes) -> Qwen3MoeConfig:
     sizes = {
-        "vocab_size": 64,
-        "hidden_size": HIDDEN,
-        "intermediate_size": 64,
-        "moe_intermediate_size": WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "mlp_only_layers": [0],
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "dtype": "bfloat16",
-    }
+        "vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 64, "moe_intermediate_size":
+        WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 32, "num_experts": EXPERTS, "num_experts_per_tok": 2, "mlp_only_layers": [0],
+        "architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16",
+    }  # fmt: skip
     return Qwen3MoeConfig(**(sizes | changes))
 
 

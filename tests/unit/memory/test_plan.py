@@ -53,18 +53,11 @@ GIB = 1 << 30
 
 def qwen3_30b(**changes) -> Qwen3MoeConfig:
     sizes = {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
         "dtype": "bfloat16",
-    }
+    }  # fmt: skip
     return Qwen3MoeConfig(**(sizes | changes))
 
 

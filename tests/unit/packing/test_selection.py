@@ -53,21 +53,9 @@ def test_examples(pattern: str, skipped: bool) -> None:
 
 
 def test_any_name_of_a_weight_or_of_its_module_counts() -> None:
-    param = ExpertParam(
-        "a.experts.up",
-        "a.experts",
-        "up",
-        (2, 4, 4),
-        2,
-        4,
-        4,
-        False,
-        "up",
-        "bfloat16",
-        64,
-        "",
-        ("b.w",),
-    )
+    shape = (2, 4, 4), *(2, 4, 4)
+    names = "a.experts.up", "a.experts", "up"
+    param = ExpertParam(*names, *shape, False, "up", "bfloat16", 64, "", ("b.w",))
     assert skipping_pattern(param, ["c", "a.experts$", "b"]) == "a.experts$"
     assert skipping_pattern(param, ["b.w"]) == "b.w"
     assert skipping_pattern(param, ["experts"]) == "experts"
