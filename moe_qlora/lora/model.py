@@ -222,9 +222,10 @@ class LoraModel(StockLoraModel):
         self.peft_config[adapter_name] = config
         with without_false_warning(model, config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
+        self._post_injection_hook(model, config, adapter_name)
 
     def _post_injection_hook(self, model: nn.Module, config: Any, adapter_name: str) -> None:
-        # At the end of `inject_adapter`, which may have run as the stock class's (stock_calls.py).
+        # PEFT calls it for a first adapter, which the stock class may inject (stock_calls.py).
         super()._post_injection_hook(model, config, adapter_name)
         use_own_layers(model)
         check_connected(model, adapter_name, config)

@@ -34,7 +34,7 @@ from ..checkpoint.reader import parse_fields
 from ..world import world
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
 from .files import check_base, check_folder, misfit, reading, use_own_files
-from .model import LoraModel, use_own_layers, warn_untested
+from .model import LoraModel, warn_untested
 from .names import (
     changed,
     check_adapter_names,
@@ -109,7 +109,6 @@ def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None)
     """Add an adapter as `PreTrainedModel.add_adapter` does, LoRA on packed experts included."""
     _check_name(self, adapter_name)
     type(self).add_adapter(self, adapt_lora_config(self, adapter_config), adapter_name)
-    use_own_layers(self)
 
 
 def load_adapter(
@@ -146,7 +145,6 @@ def load_adapter(
         load_config=load_config,
         **kwargs,
     )
-    use_own_layers(self)
     # transformers lists other adapters' tensors as missing too.
     own = re.compile(rf"\.{re.escape(adapter_name or 'default')}(\.|$)")
     missing = sorted(name for name in info.missing_keys if own.search(name))

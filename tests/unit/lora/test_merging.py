@@ -61,7 +61,7 @@ def dequantized(layer: Any) -> Tensor:
     return bnb_functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
 
 
-def expected_linears(model: Any) -> dict[str, Tensor]:
+def expected_linears(model: Any, adapter: str = "default") -> dict[str, Tensor]:
     """Each packed Linear layer's W + s B A in fp32, by its name in the base model."""
     weights = {}
     for name, module in model.base_model.model.named_modules():
@@ -70,8 +70,8 @@ def expected_linears(model: Any) -> dict[str, Tensor]:
             weights[layer] = dequantized(module)
             if layer != name:
                 lora: Any = model.base_model.model.get_submodule(layer)
-                a, b = lora.lora_A["default"].weight, lora.lora_B["default"].weight
-                weights[layer] = weights[layer] + lora.scaling["default"] * (b @ a)
+                a, b = lora.lora_A[adapter].weight, lora.lora_B[adapter].weight
+                weights[layer] = weights[layer] + lora.scaling[adapter] * (b @ a)
     assert len(weights) >= 8
     return weights
 
@@ -122,6 +122,18 @@ def test_a_dtype_gives_a_plain_model(
         again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert not list(packed_tensors(again))
     assert torch.equal(logits(again), logits(merged.eval()))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_layers_that_only_a_later_adapter_has_are_merged_exactly(source: Path, kind: str) -> None:
+    model = adapted(loaded(source, kind), targets=("o_proj",))
+    both = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model.add_adapter("later", both)
+    model.set_adapter("later")
+    expected = expected_linears(model, "later")
+    merged = model.merge_and_unload(dtype=torch.float32)
+    for name, weight in expected.items():
+        torch.testing.assert_close(merged.get_submodule(name).weight.data, weight)
 
 
 def test_a_sum_is_rounded_once(source: Path) -> None:

@@ -148,7 +148,8 @@ def test_a_router_whose_weight_is_read_is_trained(asked: dict[str, Any]) -> None
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_every_way_to_an_adapter_is_served(tmp_path: Path) -> None:
     model = packed("longcat_flash").eval()
-    other, again, inputs = copy.deepcopy(model), copy.deepcopy(model), tiny_inputs(model)
+    base, other, again = (copy.deepcopy(model) for _ in range(3))
+    inputs = tiny_inputs(model)
     config = LoraConfig(r=3, target_modules=["classifier"], init_lora_weights=False)
     peft_model = moe_qlora.get_peft_model(model, config)
     peft_model.save_pretrained(tmp_path)
@@ -156,8 +157,16 @@ def test_every_way_to_an_adapter_is_served(tmp_path: Path) -> None:
     assert torch.equal(PeftModel.from_pretrained(other, tmp_path)(**inputs).logits, expected)
     again.load_adapter(str(tmp_path))
     assert torch.equal(again(**inputs).logits, expected)
-    again.add_adapter(LoraConfig(r=2, target_modules=["classifier"]), "second")
-    assert sum(isinstance(module, ReadLinear) for module in again.modules()) == 2
+    first = LoraConfig(target_modules=["o_proj"])
+    hosted = copy.deepcopy(base)
+    hosted.add_adapter(first)
+    hosted.add_adapter(LoraConfig(r=2, target_modules=["classifier"]), "second")
+    assert sum(isinstance(module, ReadLinear) for module in hosted.modules()) == 2
+    for load in (moe_qlora.load_adapter, PeftModel.load_adapter):
+        peft_model = moe_qlora.get_peft_model(copy.deepcopy(base), first)
+        load(peft_model, str(tmp_path), "later")
+        peft_model.set_adapter("later")
+        assert torch.equal(peft_model(**inputs).logits, expected)
 
 
 def test_a_weight_that_mambas_kernel_reads() -> None:
