@@ -49,18 +49,10 @@ IDS = torch.arange(24).view(2, 12)
 def tiny(dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=48,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=64,
-        **kwargs,
-    )
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=32, vocab_size=64, **kwargs,
+    )  # fmt: skip
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
@@ -584,18 +576,10 @@ def test_refuses_to_mix_methods() -> None:
 
 def test_reports_classes_that_decode_a_layer_at_a_time() -> None:
     config = Llama4TextConfig(
-        hidden_size=32,
-        intermediate_size=24,
-        intermediate_size_mlp=24,
-        num_local_experts=3,
-        num_experts_per_tok=1,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        vocab_size=32,
-        pad_token_id=0,
-    )
+        hidden_size=32, intermediate_size=24, intermediate_size_mlp=24, num_local_experts=3,
+        num_experts_per_tok=1, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, vocab_size=32, pad_token_id=0,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     report = quantize_experts(model, nf4())
     assert len(report.quantized) == 2

@@ -428,7 +428,7 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
         every = (*model.parameters(), *model.buffers())
         always = sum(t.nbytes for t in every) + 2 * trained + fit._resident
         pool = sum(a.saved for a in activities) + of_layers
-        graphed = always + pool + max(of_others, trained) + (256 << 20)
+        graphed = always + pool + max(of_others, trained + of_layers) + (256 << 20)
         assert fit._needed(activities) == int(graphed * 1.04)
         segments.append({"is_expandable": True})
         del fit._gaps  # which is read once
