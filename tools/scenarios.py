@@ -6,7 +6,7 @@
 Each scenario loads the model anew, prepares it and trains a few steps with `transformers.Trainer`;
 a row says what is found then in modules, parameters and storages: layers that checkpoint,
 the dtype of all weights but LoRA's (of packed ones the dtype that they compute in or decode to),
-trained weights of all (a packed weight is one), expert parameters, bytes with each storage once.
+trained weights of all (a packed weight is one), expert parameters, bytes, each once.
 
 FFT and LoRA keep the checkpoint's dtype. FFT + FP16 and Q-LoRA load it in float16:
 `TrainingArguments(fp16=True)` is mixed precision over float32, which accelerate refuses without a
@@ -219,7 +219,7 @@ def observe(model: nn.Module, owners: list[tuple[Any, str]]) -> tuple[str, ...]:
         trainable += shape.numel() if parameter.requires_grad else 0
         if id(parameter) not in adapters:
             dtypes[dtype] += shape.numel()
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    held = {t.data_ptr(): t.nbytes for t in tensors}  # views of buffers after these
     on = sum(layers)
     gc_is = "off" if on == 0 else "on" if on == len(layers) else f"{on} of {len(layers)}"
     named = "+".join(str(dtype) for dtype, _ in dtypes.most_common())
@@ -233,7 +233,7 @@ def observe(model: nn.Module, owners: list[tuple[Any, str]]) -> tuple[str, ...]:
         ] += 1
     experts = ", ".join(f"{how}: {count}" for how, count in stored.items())
     share = f"{short(trainable)} / {short(total)}"
-    return flags, share, experts, f"{sum(storages.values()):,}"
+    return flags, share, experts, f"{sum(held.values()):,}"
 
 
 def short(count: int) -> str:

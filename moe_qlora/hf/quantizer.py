@@ -120,10 +120,10 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         asked = self._asked()
         if asked.offload and (ranks is not None or is_deepspeed_zero3_enabled()):
             raise ConfigError(
-                "enabled(offload=True): this load shards weights (by a distributed_config, or by "
-                "DeepSpeed's ZeRO-3), and experts in host memory are whole on each rank: load the "
-                "model for DDP, ZeRO-1 or ZeRO-2, or leave offload out (and give ZeRO-3's own "
-                "zero_optimization.offload_param)."
+                "enabled(offload=True): this load shards the model over ranks "
+                "(distributed_config, or DeepSpeed's ZeRO-3), and experts in host memory are whole "
+                "on each rank: load it for DDP, ZeRO-1 or ZeRO-2, or leave offload out (and give "
+                "ZeRO-3's own zero_optimization.offload_param)."
             )
         if ranks is not None:
             facts = {"quantization_config": self.quantization_config, "dtype": dtype}
