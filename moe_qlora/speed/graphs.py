@@ -338,9 +338,9 @@ class _GraphedLayer(RunsLevels):
         level = level_of(layer, args, kwargs, default)
         # In backward, a checkpoint around the layer computes it again: no new pass.
         keeps = level != levels.RECOMPUTE
-        admitted = in_backward() or self.shared.enters(self.place, keeps=keeps)
-        row = segments.running.get()
-        if self.place == 0 and row is not None and row.alone and not in_backward():
+        again = in_backward()
+        admitted = again or self.shared.enters(self.place, keeps=keeps)
+        if self.place == 0 and segments.is_alone() and not again:
             self.shared.make_room(self.layer)
         try:
             leaves, structure, kind = self._kinds.describe(args, kwargs)

@@ -76,6 +76,12 @@ def records() -> bool:
     return now is None or now.recorded
 
 
+def is_alone() -> bool:
+    """Whether memory does not hold graphs of other rows beside the one that runs now."""
+    now = running.get()
+    return now is not None and now.alone
+
+
 def segment_ids(offsets: Tensor, length: int) -> Tensor:
     """Return the segment of each token `(L,)` int64."""
     numbers = torch.arange(length, device=offsets.device, dtype=offsets.dtype)

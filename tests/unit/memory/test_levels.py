@@ -201,6 +201,7 @@ def test_code_for_one_dtype_is_not_run_on_weights_that_were_cast_in_place(monkey
 
     def backend(graph, examples):
         compiled_for = dtypes(examples)
+        assert not torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags
 
         def run(*args):
             alike.append(dtypes(args) == compiled_for)
