@@ -11,7 +11,7 @@ loads it as a user would, and trains by these parts, each one line in results/jo
     chat     TRL's SFTTrainer, one conversation a row, --accumulate of them
     batch8   8 conversations a batch, padded
     bfd      packing=True, TRL's best fit
-    padfree  padding_free=True, one conversation a row
+    padfree  padding_free=True, 8 conversations a batch
     check    loss and gradients of one padded and one packed batch beside those without flat rows
 
 Conversations have log-normal lengths, a median of --median tokens; padding is not counted. With
@@ -311,7 +311,7 @@ def run(options: argparse.Namespace) -> None:
         "chat": lambda: journey.sft("chat"),
         "batch8": lambda: journey.sft("batch8", 8, 1),
         "bfd": lambda: journey.sft("bfd", packing=True),
-        "padfree": lambda: journey.sft("padfree", padding_free=True),
+        "padfree": lambda: journey.sft("padfree", 8, 1, padding_free=True),
         "check": journey.check,
     }
     for name in options.parts.split(","):
