@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 DATA = ROOT / "tests" / "corpus"
 FIXTURES = ROOT / "tests" / "fixtures" / "0.2"
-TOLERANCES = {"int8": 2e-2, "gpu": 5e-2}  # int8 rounds activations as well; bf16 on a GPU
+TOLERANCES = {"int8": 2e-2, "gpu": 1e-1}  # int8 rounds activations as well; bf16 on a GPU
 TOLERANCE = 1e-3
 PLAN_TOLERANCE = 0.03
 _ABOUT = "about"

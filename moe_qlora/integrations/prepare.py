@@ -168,6 +168,10 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     compiles = obstacle is None and has_triton()
     batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
     prepared = PreparedTraining([f"Prepared for batches of {batch}."])
+    if compiles:  # Torch's compile workers start in some ten seconds, while other code runs
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
     prepared._lines.append(_loss(base_model(model), compiles, undo))
     if obstacle is None:
         prepared._lines += _quicken(prepared, model, layers, compiles, undo)
@@ -217,29 +221,11 @@ def _quicken(
             sharded = f"{type(error).__name__}: {first_line(error)}"
         else:
             undo.callback(prepared.graphs.remove)
-            if compiles:
-                _compile_norms(model, layers, undo)
             return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
     for layer in layers if compiles else ():
         undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
         layer.compile()
     return [compiled, f"CUDA graphs: not used; {sharded.rstrip('.')}."]
-
-
-def _compile_norms(model: nn.Module, layers: list[Any], undo: ExitStack) -> None:
-    """Compile norms beside the layers, of a class that layers have, such as the last one.
-
-    Eagerly it takes 22 kernels, 0.43 ms a step of 4,096 tokens (Qwen3-30B-A3B, H100).
-    """
-    kinds = {type(module) for layer in layers for module in layer.modules()}
-    stacks = {name.rpartition(".")[0].rpartition(".")[0] for name in decoder_layers(model)}
-    for stack in stacks:
-        for module in model.get_submodule(stack).children():
-            parameters = list(module.parameters())
-            alone = type(module) in kinds and not list(module.children())
-            if alone and parameters and all(parameter.ndim == 1 for parameter in parameters):
-                undo.callback(setattr, module, _COMPILED, getattr(module, _COMPILED, None))
-                module.compile(dynamic=True)  # Rows have several lengths
 
 
 def _join(model: nn.Module, undo: ExitStack) -> list[str]:

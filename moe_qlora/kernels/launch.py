@@ -2,8 +2,8 @@
 
 A layer's step launches some 20 kernels of up to 30 arguments, and up to a few thousand tokens it is
 bound by the host. At each launch Triton looks up the compiled kernel by the types of all arguments
-and constants, and parses them once more in C. A `Launcher` caches the compiled kernel: from the
-second call on it writes the arguments into a buffer and calls the driver.
+and constants, and parses them once more in C. A `Launcher` caches the compiled kernel, writes the
+arguments into a buffer and calls the driver.
 """
 
 from __future__ import annotations
@@ -92,16 +92,22 @@ class Launcher:
         if not all(grid):
             return
         # The default until Triton 3.10, with which the kernels were tested.
-        compiled = self.kernel[grid](*args, **{"enable_fp_fusion": True} | constants)
-        at_16 = all(t.data_ptr() % 16 == 0 for t in tensors)
-        if index >= 0 and at_16 and isinstance(compiled, triton.compiler.CompiledKernel):
-            names = self.kernel.arg_names[len(args) :]
-            if len(self.cache) >= _MOST_CACHED:
-                self.cache.pop(next(iter(self.cache)), None)
-            named = tuple(constants[name] for name in names)
-            self.tensors = len(tensors)
-            key = (sizes, index, *[t.dtype for t in tensors])
-            self.cache[key] = _Compiled(compiled, grid, index, named)
+        options = {"enable_fp_fusion": True} | constants
+        if index < 0 or any(t.data_ptr() % 16 for t in tensors):
+            self.kernel[grid](*args, **options)
+            return
+        compiled = self.kernel.warmup(*args, grid=grid, **options)
+        if compiled is None:  # interpreted
+            self.kernel[grid](*args, **options)
+            return
+        names = self.kernel.arg_names[len(args) :]
+        if len(self.cache) >= _MOST_CACHED:
+            self.cache.pop(next(iter(self.cache)), None)
+        named = tuple(constants[name] for name in names)
+        self.tensors = len(tensors)
+        key = (sizes, index, *[t.dtype for t in tensors])
+        self.cache[key] = _Compiled(compiled, grid, index, named)
+        self(sizes, *args)
 
 
 def launcher(kernel: Any) -> Callable[[Callable[..., Geometry]], Launcher]:
@@ -129,24 +135,29 @@ class _Compiled:
     Where Triton or the driver is not as this class knows it, `by_triton` launches instead.
     """
 
-    __slots__ = ("buffers", "by_triton", "call", "compiled", "formats", "launch", "more", "used")
+    __slots__ = (
+        "buffers", "by_triton", "call", "compiled", "formats", "launch", "module", "more", "used"
+    )  # fmt: skip
 
     def __init__(
         self, compiled: Any, grid: tuple[int, ...], index: int, constants: tuple[Any, ...]
     ) -> None:
-        self.compiled = compiled  # keeps the function loaded
+        self.compiled = compiled
         self.by_triton: Callable[[list[Any]], None] | None = None
         self.buffers: dict[int, tuple[Any, Any, Any]] = {}
         try:
             parameters = self.parameters(compiled)
-            if parameters is not None and compiled.function is not None:
+            if parameters is not None:
                 self.used, self.formats = parameters
                 self.more = [0] * (len(self.formats) - len(self.used))
                 threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
+                # Not by Triton, which compiles a launcher in C first: 0.3 s a kernel.
+                load = triton.runtime.driver.active.utils.load_binary
+                self.module, function, *_ = load(compiled.name, compiled.kernel, shared, index)
                 self.call = _cuda().cuLaunchKernel
-                self.launch = (compiled.function, *grid, threads, 1, 1, shared)
+                self.launch = (function, *grid, threads, 1, 1, shared)
                 return
-        except (AttributeError, KeyError, OSError):  # an unknown Triton or driver
+        except (AttributeError, KeyError, OSError, RuntimeError):  # an unknown Triton or driver
             pass
 
         def by_triton(values: list[Any]) -> None:

@@ -231,7 +231,8 @@ class LayerGraphs:
                 "a mask or another argument that only some layers have was not there before, and "
                 "memory does not hold these layers' graphs twice; the graphs are given up"
             )
-        if not self.recorded or (replays and self._pool_of != self.passes.count):
+        pools = {call.pool for each in self._layers for call in each.calls.values() if call}
+        if self.pool not in pools or (replays and self._pool_of != self.passes.count):
             # To this pool, memory is free that calls recorded in earlier passes keep tensors in; or
             # torch has given it up, as it does when a pool's last graph is gone.
             self.pool, self._pool_of = torch.cuda.graph_pool_handle(), self.passes.count

@@ -41,7 +41,7 @@ class Compiled(triton.compiler.CompiledKernel):
         self.src = SimpleNamespace(signature=dict(enumerate(kinds)))
         self.asm = {"ptx": PTX.format(more=more)}
         self.metadata = SimpleNamespace(**{**plain, **metadata})
-        self.function, self.seen = 4321, []
+        self.name, self.kernel, self.seen = "kernel", b"", []
         self.module = None  # Triton 3.9 unloads it
 
     def __getitem__(self, grid):
@@ -56,12 +56,12 @@ class Kernel:
     def __init__(self, **compiled):
         self.made, self.compiled = [], compiled
 
-    def __getitem__(self, grid):
-        def run(*args, **constants):
-            self.made.append(Compiled(**self.compiled))
-            return self.made[-1]
+    def warmup(self, *args, grid, **constants):
+        self.made.append(Compiled(**self.compiled))
+        return self.made[-1]
 
-        return run
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.warmup(*args, grid=grid, **constants)
 
 
 @pytest.fixture
@@ -80,6 +80,9 @@ def driver(monkeypatch):
         return errors.pop(0) if errors else 0
 
     library = SimpleNamespace(cuLaunchKernel=launch)
+    utils = SimpleNamespace(load_binary=lambda name, kernel, shared, index: (None, 4321, 0, 0, 0))
+    active = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    monkeypatch.setattr(triton.runtime, "driver", active)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: -1 if self.is_meta else 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
@@ -106,11 +109,11 @@ def test_the_driver_gets_addresses_and_numbers(driver, more):
         x, y = tensors()
         step((), x, y, size, 1, 0.5)
     assert len(kernel.made) == 1 and not kernel.made[0].seen
-    assert len(driver.calls) == 2
+    assert len(driver.calls) == 3
     scratch = [0] if more else []
     values = [x.data_ptr(), y.data_ptr(), 7, 0.5, *scratch]
-    assert driver.calls[1] == (4321, (4, 2, 1), (128, 1, 1), 96, 70, values)
-    assert driver.calls[0][-1][2] == -6
+    assert driver.calls[2] == (4321, (4, 2, 1), (128, 1, 1), 96, 70, values)
+    assert driver.calls[1][-1][2] == -6
 
 
 def test_each_thread_has_a_buffer_of_its_own(driver):
@@ -121,7 +124,7 @@ def test_each_thread_has_a_buffer_of_its_own(driver):
     worker = threading.Thread(target=lambda: step((), x, y, 7, 1, 0.5))
     worker.start()
     worker.join()
-    assert [call[-1][2] for call in driver.calls] == [6, 7]
+    assert [call[-1][2] for call in driver.calls] == [5, 6, 7]
     (kept,) = step.cache.values()
     assert len(kept.buffers) == 2
 
@@ -144,7 +147,7 @@ def test_what_is_not_plain_goes_through_triton(driver, compiled):
         step((), x, y, 5, 1, 0.5)
     (made,) = kernel.made
     assert not driver.calls
-    assert made.seen == [((4, 2, 1), (x.data_ptr(), y.data_ptr(), 5, 1, 0.5, True, 16), 70)] * 2
+    assert made.seen == [((4, 2, 1), (x.data_ptr(), y.data_ptr(), 5, 1, 0.5, True, 16), 70)] * 3
 
 
 def test_errors_of_the_driver_are_raised_and_a_thread_without_context_gets_one(driver, monkeypatch):
@@ -155,7 +158,7 @@ def test_errors_of_the_driver_are_raised_and_a_thread_without_context_gets_one(d
     step((), x, y, 5, 1, 0.5)
     driver.errors[:] = [201]
     step((), x, y, 5, 1, 0.5)
-    assert entered == [0] and len(driver.calls) == 2
+    assert entered == [0] and len(driver.calls) == 3
     driver.errors[:] = [701]
     with pytest.raises(RuntimeError, match=r"refused to launch a kernel \(error 701\)"):
         step((), x, y, 5, 1, 0.5)
@@ -197,7 +200,7 @@ def test_a_launch_is_kept_for_each_size_and_dtype(driver):
     for sizes, first in [((2,), x), ((2,), x), ((3,), x), ((2,), y), ((2,), x), ((3,), x)]:
         step(sizes, first, y, 5, 1, 0.5)
     assert len(kernel.made) == len(step.cache) == 3
-    assert [call[1][0] for call in driver.calls] == [2, 2, 3]
+    assert [call[1][0] for call in driver.calls] == [2, 2, 3, 2, 2, 3]
 
 
 def test_the_oldest_launch_is_forgotten(driver, monkeypatch):
