@@ -21,8 +21,10 @@ from moe_qlora.testing import tiny_model
 COEFFICIENT = 0.5  # Such that the loss is most of the routers' gradient
 EACH = pytest.mark.parametrize(
     ("model_type", "keep", "checkpointing"),
-    [("qwen3_moe", False, False), ("mixtral", True, False), ("gpt_oss", False, True)]
-    + [("qwen3_moe", True, True)],
+    [
+        *(("qwen3_moe", both, both) for both in (False, True)),
+        *(("mixtral", True, False), ("gpt_oss", False, True)),
+    ],
 )
 keeps = pytest.mark.parametrize("keep", [False, True])
 
