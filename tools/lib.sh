@@ -10,6 +10,7 @@ for argument in "$@"; do
     esac
 done
 set -- "${arguments[@]}"
+unset PYTHONDONTWRITEBYTECODE  # as images of containers set it: each process would compile all anew
 
 # A Python that is tested: the machine's own first, since its package settings are made for it.
 find_python() {
