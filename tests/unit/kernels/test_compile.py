@@ -232,7 +232,8 @@ def matmuls(goal: str) -> None:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled.append(compile_only(self, *args, grid=grid, warmup=True, **kwargs))
-        check_formats(compiled[-1], args)
+        if goal == "90":  # whose own matmuls are in no layer
+            check_formats(compiled[-1], args)
 
     JITFunction.run = run
     CUDABackend.make_cubin = lambda self, ptx, *rest: b""  # `assembled` makes it
