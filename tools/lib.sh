@@ -10,6 +10,7 @@ for argument in "$@"; do
     esac
 done
 set -- "${arguments[@]}"
+unset PYTHONDONTWRITEBYTECODE  # as images of containers set it: each process would compile all anew
 
 # A Python that is tested: the machine's own first, since its package settings are made for it.
 find_python() {
@@ -31,7 +32,7 @@ assert (3, 11) <= sys.version_info[:2] <= (3, 13)' 2>/dev/null; then
 # extras, once for each state of pyproject.toml and the constraints.
 prepare() {
     cd "$(dirname "${BASH_SOURCE[0]}")/.."
-    local python stamp active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} folder=.venv${newest:+-newest}
+    local python stamp site active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} folder=.venv${newest:+-newest}
     if [ -z "$here" ] || [ -z "$active" ]; then
         if [ -n "$active" ] && [ ! "$active" -ef "$folder" ]; then
             echo "$active is active and left as it is: this takes $folder (--here: $active)" >&2
@@ -57,9 +58,10 @@ print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1$n
         else
             python -m pip install -qq --no-compile -c tools/constraints.txt -e ".[$1]"
         fi
-        # On every core: pip compiles on one, most of its time. Templates that are no Python fail.
-        python -m compileall -qq -j 0 \
-            "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+        # On every core, since pip compiles on one, and only what a process would take long to compile:
+        # others are compiled as they are imported. Templates that are no Python fail.
+        site=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        python -m compileall -qq -j 0 "$site/torch" "$site/transformers" || true
         python -c 'from moe_qlora.versions import OPTIONAL, REQUIRED, installed_version as installed
 print("Installed:", *(f"{one} {installed(one)}," for one in (*REQUIRED, *OPTIONAL) if installed(one)))' >&2
         touch "$stamp"

@@ -208,7 +208,7 @@ def _units(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
             inner = f"{path}.{name}".lstrip(".")
             if inner in split_paths and type(child).__name__ not in classes:
                 yield from descend(inner, child)
-            elif tensors_in(child):
+            elif any(True for tensors in (child.parameters(), child.buffers()) for _ in tensors):
                 yield inner, child
 
     yield from descend("", model)

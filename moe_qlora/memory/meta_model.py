@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ from .blocks import (
     blocks_of,
     packed_parts,
     tensors_in,
+    tied_blocks,
 )
 from .budget import Block, BlockTensor, Settings
 from .meta_ops import fake_dequantize, fake_layer, fake_linear
@@ -207,6 +208,10 @@ class MetaModel:
     def kind(self) -> str | None:
         """The packed type, None where nothing is packed."""
         return min((part.weight.kind for part in self.parts), default=None)
+
+    @cached_property
+    def tied(self) -> list[tuple[str, str]]:
+        return tied_blocks(self.base)
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:

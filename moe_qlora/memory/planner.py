@@ -22,7 +22,7 @@ from ..kernels.weights import PackedWeight
 from ..lora import targets
 from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
-from . import attention, blocks, meta_model, meta_step
+from . import attention, meta_model, meta_step
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
 from .devices import reserve_nbytes
 from .engines import Sharding
@@ -165,8 +165,7 @@ class Planner:
     def uses(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
         budget = self._budget(batch, seq, capacities)
-        spread = budget.on_each if self.settings.engine else budget.spread
-        return spread(capacities)
+        return budget.on_each(capacities) if self.settings.engine else budget.spread(capacities)
 
     def fullness(self, batch: int, seq: int, capacities: Sequence[int]) -> float:
         """Return the part of its bytes that the fullest device needs; it fits up to 1."""
@@ -258,8 +257,7 @@ class Planner:
                     self._whole = True
                     self.__dict__["meta"] = self._ready(self.source)
                     continue
-                line = (str(error).strip().splitlines() or [""])[0][:120]
-                why = f"{type(error).__name__}: {line}"
+                why = f"{type(error).__name__}: {first_line(error)[:120]}"
                 if self.estimated:
                     raise ConfigError(
                         f"{self.source.label}: a training step of this model cannot run on the "
@@ -324,10 +322,9 @@ class Planner:
     def _groups(self, activities: Sequence[Activity]) -> list[list[Block]]:
         run = {activity.name: place for place, activity in enumerate(activities)}
         # What does not run (a vision tower) and what holds buffers alone comes first.
-        held = self.rank_blocks.values()
-        ordered = sorted(held, key=lambda block: run.get(block.name, -1))
+        ordered = sorted(self.rank_blocks.values(), key=lambda block: run.get(block.name, -1))
         leader = {block.name: block.name for block in ordered}
-        for first, second in blocks.tied_blocks(self.meta.base):
+        for first, second in self.meta.tied:
             leader[second] = leader[first]
         groups: dict[str, list[Block]] = {}
         for block in ordered:

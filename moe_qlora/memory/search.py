@@ -44,9 +44,7 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
     def fullest(choice: Choice) -> tuple[int, DeviceUse]:
         """Return the peak of the fullest device, which the planner has no experts on."""
         budget = planner.budget_of(choice.activities, replace(settings, workspace=workspace))
-        brought = 0
-        if hosting is not None:
-            brought = hosting.freed(hosting.most) - hosting.freed(choice.host)
+        brought = 0 if hosting is None else hosting.freed(hosting.most) - hosting.freed(choice.host)
         peaks = zip((peak + brought for peak in budget.peaks_on(uses)), uses, strict=True)
         return max(peaks, key=lambda pair: _needed(pair[0]) / pair[1].capacity)
 

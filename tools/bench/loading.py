@@ -5,9 +5,8 @@
     python tools/bench/loading.py --layers 24 --maker fp8 --device cuda
     python tools/bench/loading.py --model gpt-oss-20b --layers 24 --maker mxfp4 --device cuda
 
-A checkpoint of the shape of Qwen3-30B-A3B (per-expert keys) or gpt-oss-20b (fused), bf16, random
-weights, is written, then loaded, each way in a process of its own, with the files' pages dropped
-from the page cache before:
+A checkpoint of the shape of Qwen3-30B-A3B (per-expert keys) or gpt-oss-20b (fused), bf16, random,
+is loaded each way in a process of its own, its files' pages dropped from the page cache before:
 
     plain          bf16, as transformers loads it
     load-then-pack bf16 experts first, then `quantize_experts`
@@ -26,7 +25,6 @@ With `--maker` the same model is also written as its makers ship it, other rando
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import math
@@ -37,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +150,7 @@ def measure(way: str, folder: Path, device: str, save_to: Path | None) -> dict[s
     on_gpu = device.startswith("cuda")
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    packs = way in ("streaming", "reload", "maker")
-    switch = moe_qlora.enabled() if packs else contextlib.nullcontext()
+    switch = moe_qlora.enabled() if way in ("streaming", "reload", "maker") else nullcontext()
     with Anonymous() as anonymous:
         start = time.perf_counter()
         with switch:
@@ -213,10 +211,12 @@ def ways(arguments: argparse.Namespace, work: Path) -> Iterator[tuple[str, dict[
     for way in WAYS + (MAKER_WAYS if arguments.maker else ()):
         source = folders.get(way.partition("-")[0], folders["bf16"])
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        if arguments.tiny and way != "streaming":  # One in a process of its own runs that code.
+            yield way, measure(way, source, arguments.device, None), size
+            continue
         command = [sys.executable, __file__, "--measure", way, "--folder", str(source)]
         command += ["--device", arguments.device]
-        if way == "streaming":
-            command += ["--save-to", str(folders["reload"])]
+        command += ["--save-to", str(folders["reload"])] if way == "streaming" else []
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{way} failed:\n{done.stderr[-3000:]}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,18 +122,18 @@ def steady(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def plans() -> Callable[..., Any]:
-    """`moe_qlora.plan`, which computes a plan once for both widths."""
-    known: dict[str, Any] = {}
-    stock = memory_plan.plan
+def once() -> Callable[..., Any]:
+    """Make `moe_qlora.plan` or `moe_qlora.doctor` compute once for both widths."""
+    known: dict[Any, Any] = {}
 
-    def plan(source: Any, settings: Any, **arguments: Any) -> Any:
-        key = repr((source.label, settings, sorted(arguments.items())))
+    def memo(stock: Any, source: Any, settings: Any, **arguments: Any) -> Any:
+        label = getattr(source, "label", source)
+        key = stock, repr((label, settings, sorted(arguments.items())))
         if key not in known:
             known[key] = stock(source, settings, **arguments)
         return known[key]
 
-    return plan
+    return lambda stock: partial(memo, stock)
 
 
 def plain(text: str, folder: Path) -> str:
@@ -154,9 +155,9 @@ def check_fit(case: str, text: str, width: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_golden(case, cli, folder, steady, plans, monkeypatch, request):
-    monkeypatch.setattr(memory_plan, "plan", plans)
-    monkeypatch.setattr(doctor, "plan", plans)
+def test_golden(case, cli, folder, steady, once, monkeypatch, request):
+    monkeypatch.setattr(memory_plan, "plan", once(memory_plan.plan))
+    monkeypatch.setattr(doctor, "doctor", once(doctor.doctor))
     shown = {60: "", 80: ""}
     for width in (60, 80):
         monkeypatch.setenv("COLUMNS", str(width))

@@ -272,7 +272,7 @@ def test_where_peft_walks_otherwise_adapters_are_refused_as_before(
 def test_an_expression_that_runs_for_ever_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe_qlora.models.files.SECONDS", 1.0)
+    monkeypatch.setattr("moe_qlora.models.files.SECONDS", 0.25)
     folder = adapter("both", "qwen3_moe", tmp_path)
     file = folder / "adapter_config.json"
     config = json.loads(file.read_text())

@@ -29,7 +29,7 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(files, "SECONDS", 0.5)
+    monkeypatch.setattr(files, "SECONDS", 0.25)
 
 
 @pytest.mark.parametrize("pattern", [ENDLESS, r"(\w+\.?)+X", r"((\w*)*\.)*z", ".*a" * 12 + "!"])

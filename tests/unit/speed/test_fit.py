@@ -126,7 +126,7 @@ def test_forwards_without_gradients_come_first(loss: Any) -> None:
     least = least_memory(model, 2, loss=loss)
     with fitted(model, batch_size=2, loss=loss) as fit:
         most = fit.peak
-    for memory in {least, (least + most) // 2, most}:
+    for memory in {least, (least + most) // 2}:
         with fitted(model, memory, batch_size=2, loss=loss) as fit:
             measured = measured_peak(model, ids, loss_of=loss) - ids.nbytes
             assert measured <= fit.peak <= min(memory, 1.03 * measured)

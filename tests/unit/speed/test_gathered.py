@@ -19,7 +19,13 @@ from moe_qlora.speed.recording import ObstacleError
 from moe_qlora.testing import tiny_model
 
 COEFFICIENT = 0.5  # Such that the loss is most of the routers' gradient
-FAMILIES = pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
+EACH = pytest.mark.parametrize(
+    ("model_type", "keep", "checkpointing"),
+    [
+        *(("qwen3_moe", both, both) for both in (False, True)),
+        *(("mixtral", True, False), ("gpt_oss", False, True)),
+    ],
+)
 keeps = pytest.mark.parametrize("keep", [False, True])
 
 
@@ -33,9 +39,7 @@ def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[s
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-@keeps
-@FAMILIES
-@pytest.mark.parametrize("checkpointing", [False, True])
+@EACH
 def test_router_logits_of_replays_have_gradients(
     monkeypatch: pytest.MonkeyPatch, model_type: str, keep: bool, checkpointing: bool
 ) -> None:
@@ -114,9 +118,7 @@ def test_other_outputs_are_not_gathered_from_graphs() -> None:
 
 
 @pytest.mark.gpu
-@keeps
-@FAMILIES
-@pytest.mark.parametrize("checkpointing", [False, True])
+@EACH
 def test_the_loss_that_balances_experts_is_trained_through_graphs(
     model_type: str, keep: bool, checkpointing: bool
 ) -> None:

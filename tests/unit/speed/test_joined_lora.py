@@ -428,16 +428,10 @@ def test_a_model_that_fails_is_as_it_was() -> None:
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
-@pytest.mark.parametrize(
-    ("make", "adapters"),
-    [(linear, torch.float32), (linear_4bit, torch.float32), (linear, torch.float64)],
-)
+@pytest.mark.parametrize("make", [linear, linear_4bit])
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-def test_compiled_layers_share_code_of_fewer_products(make: Any, adapters: torch.dtype) -> None:
+def test_compiled_layers_share_code_of_fewer_products(make: Any) -> None:
     model = adapted(make)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = parameter.data.to(adapters)
     model.get_base_model().embedding.requires_grad_(True)  # all inputs have gradients
     wanted = results(model)
     counts: list[int] = []  # products

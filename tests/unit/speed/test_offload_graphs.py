@@ -144,17 +144,6 @@ def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: 
         off.remove()  # type: ignore[union-attr]
 
 
-def test_layers_that_fit_memory_brings_to_the_device_and_back(devices: list[Delayed]) -> None:
-    model = packed()
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights)
-    with graphed(model) as graphs, moe_qlora.offload_experts(model) as off, Reads(devices):
-        for count in (3, 1, 4):
-            off.hold(count)
-            assert equal(steps(model, ids, weights), resident)
-            assert graphs.recorded == 4 and off.slots == min(2, count)
-
-
 def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
     count = len(levels.LEVELS)
     model = packed(count, bnb_4bit_use_double_quant=True)
