@@ -1,14 +1,12 @@
 """Change one place of the package at a time, and see whether tests or the corpus notice.
 
-    python tools/mutations.py --count 100 --seed 1 --jobs 16 --out mutations.json
-    python tools/mutations.py --count 100 --seed 1 --shard 0/4        a quarter of the same hundred
-    python tools/mutations.py --list --count 20                       what would be changed
-    python tools/mutations.py --only moe_qlora/lora --deselect tests/unit/test_house.py
+    pip install pytest-cov; tools/test --cov=moe_qlora --cov-context=test    writes .coverage, once
+    python tools/mutations.py --count 100 --seed 1 --out mutations.json
 
 A mutation is a sign, a comparison, an index, a swapped pair, a lost `not`, `and` for `or`, or
 another constant. Each is applied in a copy of the checkout. Then run, until one fails: the tests
-of the file's name, those of its folder, and the corpus. A command that fails in a copy without a
-mutation is left out, and says so. One that takes over --limit seconds is a catch.
+that ran the changed statement, those of the file's name first, and the corpus. A test that fails
+without a mutation too is left out, and says so. A command of over --limit seconds is a catch.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import json
 import os
 import queue
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -27,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PYTHON = shlex.quote(sys.executable)
 LEFT_OUT = (".git", ".venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", "build")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -47,8 +46,6 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 LEFT_ALONE = ("annotation", "returns", "bases", "decorator_list")
-# Rooms whose tests lie elsewhere than in tests/unit/<room>.
-TESTS = {"integrations": ["tests/integrations", "tests/unit/models"], "testing.py": ["tests/unit"]}
 
 
 @dataclass(frozen=True)
@@ -136,23 +133,35 @@ def draw(options: argparse.Namespace) -> list[Mutation]:
     while len(chosen) < options.count and any(kinds.values()):
         places = kinds[lots.choice(sorted(kind for kind in kinds if kinds[kind]))]
         chosen.append(places.pop(lots.randrange(len(places))))
-    part, parts = map(int, options.shard.split("/"))
-    return chosen[part::parts]
+    return chosen
 
 
-def commands(file: str, deselect: list[str]) -> list[str]:
-    """Return the commands that should notice a mutation of this file, the quickest first."""
-    _, room, *rest = Path(file).parts
-    stem = Path(file).stem
-    places = TESTS.get(room) or [f"tests/unit/{room}" if rest else f"tests/unit/test_{stem}.py"]
-    places = [place for place in places if (ROOT / place).exists()] or ["tests/unit"]
+def covering(mutation: Mutation) -> list[str]:
+    """Return the tests that ran the changed statement, by .coverage; those of its name first."""
+    from coverage import CoverageData  # type: ignore[import-not-found]
+
+    data, file = CoverageData(str(ROOT / ".coverage")), ROOT / mutation.file
+    data.read()
+    changed = range(0)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.stmt):  # Of a block, its head
+            inner = getattr(node, "body", None)
+            end = (node.end_lineno or 0) + 1 if inner is None else inner[0].lineno
+            if mutation.line in (lines := range(node.lineno, max(end, node.lineno + 1))):
+                changed = lines
+    by_line = data.contexts_by_lineno(str(file))
+    found = {context.split("|")[0] for line in changed for context in by_line.get(line, ())}
+    return sorted(found - {""}, key=lambda test: (f"/test_{file.stem}" not in test, test))
+
+
+def commands(mutation: Mutation, copy: Path) -> list[str]:
+    """Return the commands that should notice a mutation, the quickest first."""
+    stem = Path(mutation.file).stem
     own = [str(f.relative_to(ROOT)) for f in sorted((ROOT / "tests").rglob(f"test_{stem}*.py"))]
-    marks = "not gpu and not multi_gpu and not nightly"
-    test = f"python -m pytest -x -q -p no:cacheprovider -m {shlex.quote(marks)} "
-    test += "".join(f"--deselect {shlex.quote(each)} " for each in deselect)
-    runs = [test + " ".join(own)] if own else []
-    runs += [test + " ".join(places)] if places != own else []
-    return [*runs, "python tools/corpus.py check --jobs 1"]
+    (copy / "chosen.txt").write_text("\n".join(covering(mutation) or own), encoding="utf-8")
+    marks = shlex.quote("not gpu and not multi_gpu and not nightly")
+    test = f"{PYTHON} -m pytest -x -q -p no:cacheprovider -m {marks} @chosen.txt"
+    return [test, f"{PYTHON} tools/corpus.py check --jobs 1"]
 
 
 class Copies:
@@ -164,23 +173,26 @@ class Copies:
         self._free: queue.Queue[Path] = queue.Queue()
         for number in range(count):
             ignore = shutil.ignore_patterns(*LEFT_OUT)
-            self._free.put(
-                shutil.copytree(ROOT, scratch / str(number), ignore=ignore, symlinks=True)
-            )
+            to = scratch / str(number)
+            self._free.put(shutil.copytree(ROOT, to, ignore=ignore, symlinks=True))
 
-    def judge(self, mutation: Mutation, deselect: list[str]) -> dict[str, Any]:
-        """Return what was changed and which command noticed, or None."""
-        copy, started, caught = self._free.get(), time.monotonic(), None
+    def judge(self, mutation: Mutation) -> dict[str, Any]:
+        """Return what was changed and which test or command noticed, or None."""
+        copy, caught = self._free.get(), None
         file, (plain, changed) = copy / mutation.file, mutation.sources()
         source = file.read_text(encoding="utf-8")
         try:
-            for command in commands(mutation.file, deselect):
+            waiting = commands(mutation, copy)
+            while waiting and caught is None:
                 file.write_text(changed, encoding="utf-8")
-                failed = not self._run(command, copy)
+                failed = self._failure(waiting[0], copy)
                 file.write_text(plain, encoding="utf-8")
-                if failed and self._passes_without(command, copy):
-                    caught = command
-                    break
+                if failed and self._passes_without(failed, copy):
+                    caught = failed
+                elif failed and failed.startswith("tests/"):
+                    waiting[0] += f" --deselect {shlex.quote(failed)}"
+                else:
+                    del waiting[0]
         finally:
             file.write_text(source, encoding="utf-8")
             self._free.put(copy)
@@ -189,66 +201,58 @@ class Copies:
             "kind": mutation.kind,
             "diff": mutation.diff(),
             "caught_by": caught,
-            "seconds": round(time.monotonic() - started),
         }
 
-    def _passes_without(self, command: str, copy: Path) -> bool:
+    def _passes_without(self, failed: str, copy: Path) -> bool:
         with self._lock:
-            if command not in self._passes:
-                self._passes[command] = self._run(command, copy)
-                if not self._passes[command]:
-                    print(f"left out, as it fails without a mutation: {command}", flush=True)
-            return self._passes[command]
+            if failed not in self._passes:
+                test = f"{PYTHON} -m pytest -q -p no:cacheprovider {shlex.quote(failed)}"
+                command = test if failed.startswith("tests/") else failed
+                self._passes[failed] = self._failure(command, copy) is None
+                if not self._passes[failed]:
+                    print(f"left out, as it fails without a mutation: {failed}", flush=True)
+            return self._passes[failed]
 
-    def _run(self, command: str, copy: Path) -> bool:
+    def _failure(self, command: str, copy: Path) -> str | None:
+        """Return the test that failed, or the command; None where all passed."""
         paths = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH")]))
         ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         ours |= {"PYTHONDONTWRITEBYTECODE": "1"}  # swaps keep the size, by which caches are told
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         process = subprocess.Popen(
-            command, shell=True, cwd=copy, env={**os.environ, **ours, "PATH": path},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            command, shell=True, cwd=copy, env={**os.environ, **ours}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            return process.wait(self._limit) == 0
+            said, _ = process.communicate(timeout=self._limit)
         except subprocess.TimeoutExpired:
-            return False
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return command
+        found = re.search(r"^(?:FAILED|ERROR) (tests/.*?)(?: - |$)", said, re.MULTILINE)
+        return None if process.returncode == 0 else found[1] if found else command
 
 
-def main() -> int:
+def main() -> None:
     """Draw mutations, judge them, print and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shard", default="0/1", help="i/n: each nth of them, from the ith")
     parser.add_argument("--only", nargs="+", help="files or folders, as in moe_qlora/lora")
-    parser.add_argument("--deselect", nargs="+", default=[], help="files or ids, as pytest takes")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=900, help="seconds for a command")
     parser.add_argument("--out", type=Path, default=Path("mutations.json"))
-    parser.add_argument("--list", action="store_true", help="print the mutations, and run nothing")
     options = parser.parse_args()
     chosen, results = draw(options), []
-    if options.list:
-        for one in chosen:
-            print(f"{one.file}:{one.line} {one.kind}", *one.diff(), sep="\n    ")
-        return 0
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:
         copies = Copies(options.jobs, Path(scratch), options.limit)
-        for result in pool.map(lambda one: copies.judge(one, options.deselect), chosen):
+        for result in pool.map(copies.judge, chosen):
             results.append(result)
             noticed = result["caught_by"]
             print(f"{'caught' if noticed else 'SURVIVED'} {result['place']} {result['kind']}")
             print("\n".join(f"    {line}" for line in result["diff"]), flush=True)
             options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    caught = sum(result["caught_by"] is not None for result in results)
-    print(f"{caught} of {len(results)} caught")
-    return 0
+    print(f"{sum(bool(each['caught_by']) for each in results)} of {len(results)} caught")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -161,14 +161,10 @@ def run_commands(folder: Path) -> None:
     program = Path(sys.prefix) / "bin/moe-qlora"
     script = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     model = str(folder / "model")
-    commands = [
-        ["doctor", model],
-        ["dump", model],
-        ["plan", model, "--gpus", "1x1GiB", "--seq", "64"],
-    ]
+    plan = ["plan", model, "--gpus", "1x1GiB", "--seq", "64"]
+    commands = [["doctor", model], ["dump", model], plan]
     commands += [["quantize", model, str(folder / "packed"), "--quiet"]]
-    commands += [["verify", str(folder / "packed")]]
-    commands += [["report", model, "-o", str(folder / "report.html")]]
+    commands += [["verify", str(folder / "packed")], ["report", model, "-o", f"{folder}/r.html"]]
     for command in commands:
         result = CliRunner().invoke(app, command)
         if result.exit_code or not result.output.strip():
