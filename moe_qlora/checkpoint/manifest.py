@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ from ..packing.codec import restore
 from ..packing.codecs import CODES, codecs
 from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings, problems
+from ..versions import installed_version
 from .reader import (
     DTYPE_NAMES,
     DTYPES,
@@ -216,13 +217,6 @@ def manifest_id(
     return _digest({"tensors": table, "codec": dict(codec), **({"experts": own} if own else {})})
 
 
-def shard_names(identity: str, shards: Sequence[ShardEntry]) -> list[str]:
-    """Return the names of a save's shards, which contain a hash of the files."""
-    tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
-    of = len(shards)
-    return [f"model-{tag}-{number:05d}-of-{of:05d}.safetensors" for number in range(1, of + 1)]
-
-
 def _digest(value: Mapping[str, Any]) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -259,6 +253,53 @@ def shard_entry(file: Path) -> ShardEntry:
     header = header_bytes(file)
     with reading(file):
         return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
+
+
+def finish_packed(
+    work: Path,
+    files: list[Path],
+    experts: Mapping[str, PackedEntry],
+    settings: CodecSettings,
+    plain: Sequence[str] = (),
+    source: dict[str, Any] | None = None,
+) -> Manifest:
+    """Name the shards of a save, and write its manifest and config.json.
+
+    `work` contains config.json as transformers writes it. `plain` are unpacked Linear layers that a
+    reload would pack: they are added to `llm_int8_skip_modules`.
+    """
+    codec, tensors = settings.to_dict(), tensor_entries(files)
+    identity, shards = manifest_id(tensors, codec, experts), [shard_entry(file) for file in files]
+    tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
+    end = f"of-{len(shards):05d}.safetensors"
+    names = [f"model-{tag}-{number:05d}-{end}" for number in range(1, len(shards) + 1)]
+    new_name = {file.name: name for file, name in zip(files, names, strict=True)}
+    for file in files:
+        file.rename(work / new_name[file.name])
+    config = read_json(work / CONFIG)
+    quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
+    if plain:
+        old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
+        exact = [rf"{re.escape(name)}$" for name in plain]
+        quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact]))
+    for key in (CONFIG_KEY, "transformers_weights"):
+        config.pop(key, None)
+    manifest = Manifest(
+        id=identity,
+        # A plain checkout on the path has no metadata to ask.
+        written_by=f"moe_qlora {installed_version('moe-qlora') or '(not installed)'}",
+        model_type=str(config.get("model_type", "")),
+        codec=codec,
+        experts=dict(experts),
+        shards=dict(zip(names, shards, strict=True)),
+        tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
+        config=config,
+        source=source,
+    )
+    check_experts(work, manifest)
+    (work / manifest.file_name).write_bytes(manifest.to_bytes())
+    (work / CONFIG).write_bytes(manifest.config_bytes())
+    return manifest
 
 
 def is_packed(folder: str | Path) -> bool:

@@ -18,7 +18,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from math import prod
@@ -43,22 +43,16 @@ from ..packing.int8 import SCALES
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings, key_ends, packed_nbytes
 from ..progress import Progress, reporting
-from ..versions import installed_version
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
 from .base import Base, auxiliary_files, copy_files, describe_source, resolve_checkpoint
 from .manifest import (
     CONFIG,
-    CONFIG_KEY,
     INT8_FORMAT,
     Manifest,
     PackedEntry,
-    check_experts,
+    finish_packed,
     is_packed,
     is_save_file,
-    manifest_id,
-    shard_entry,
-    shard_names,
-    tensor_entries,
 )
 from .reader import SINGLE, plain_weights
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
@@ -96,9 +90,8 @@ def save_pretrained(
     valid until the new config.json replaces the old one; then its weight files are removed. A
     second process that saves into the folder meanwhile is refused.
 
-    In a distributed run the first rank writes. Where ranks hold shares of the model, all of them
-    must call this: tensors are gathered one at a time, and all return, or raise the same error,
-    once the folder is complete.
+    In a distributed run the first rank writes. Where ranks hold shares of the model, all must call
+    this: tensors are gathered one at a time, and all return, or raise the same error, at the end.
 
     Arguments are the stock method's; those that choose a layout have no meaning. `state_dict=None`
     says under ZeRO-3 that the first rank was given one. Of a model with adapters that transformers
@@ -276,51 +269,6 @@ def _write_packed(
     finish_packed(work, files, experts, settings, plain)
 
 
-def finish_packed(
-    work: Path,
-    files: list[Path],
-    experts: Mapping[str, PackedEntry],
-    settings: CodecSettings,
-    plain: Sequence[str] = (),
-    source: dict[str, Any] | None = None,
-) -> Manifest:
-    """Name the shards of a save, and write its manifest and config.json.
-
-    `work` contains config.json as transformers writes it. `plain` are unpacked Linear layers that a
-    reload would pack: they are added to `llm_int8_skip_modules`.
-    """
-    codec, tensors = settings.to_dict(), tensor_entries(files)
-    identity, shards = manifest_id(tensors, codec, experts), [shard_entry(file) for file in files]
-    names = shard_names(identity, shards)
-    new_name = {file.name: name for file, name in zip(files, names, strict=True)}
-    for file in files:
-        file.rename(work / new_name[file.name])
-    config = read_json(work / CONFIG)
-    quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
-    if plain:
-        old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
-        exact = [rf"{re.escape(name)}$" for name in plain]
-        quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact]))
-    for key in (CONFIG_KEY, "transformers_weights"):
-        config.pop(key, None)
-    manifest = Manifest(
-        id=identity,
-        # A plain checkout on the path has no metadata to ask.
-        written_by=f"moe_qlora {installed_version('moe-qlora') or '(not installed)'}",
-        model_type=str(config.get("model_type", "")),
-        codec=codec,
-        experts=dict(experts),
-        shards=dict(zip(names, shards, strict=True)),
-        tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
-        config=config,
-        source=source,
-    )
-    check_experts(work, manifest)
-    (work / manifest.file_name).write_bytes(manifest.to_bytes())
-    (work / CONFIG).write_bytes(manifest.config_bytes())
-    return manifest
-
-
 def _packed_entries(model: Any) -> tuple[dict[str, PackedEntry], CodecSettings]:
     weights: dict[int, tuple[PackedWeight, list[str]]] = {}  # tied names share a parameter
     for module_name, module, leaf in parametrize.iter_packed(model):
@@ -405,8 +353,6 @@ def quantize_checkpoint(
         model.config.quantization_config = config
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(work)
-        if not read_json(work / CONFIG).get("quantization_config"):
-            raise CheckpointError(f"{type(model.config).__name__} does not store its quantization.")
         if model.can_generate() and not (work / "generation_config.json").exists():
             model.generation_config.save_pretrained(work)
         shards, entries = _write(opened, place, work, max_shard_size, tell)

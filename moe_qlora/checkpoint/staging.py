@@ -46,8 +46,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
         yield work
         for file in (*work.rglob("*"), work):
             flush(file)
-        check_new(destination)
-        work.rename(destination)
+        work.rename(destination)  # which fails if something is there meanwhile
         with suppress(OSError):  # the rename is done, even if the parent cannot be flushed
             flush(destination.parent)
 
@@ -199,8 +198,6 @@ def discard(*files: Path) -> None:
 
 def flush(path: Path) -> None:
     """Flush a file or folder to the disk."""
-    if path.is_symlink():
-        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

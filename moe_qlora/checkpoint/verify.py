@@ -179,16 +179,11 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
     tell(len(steps), len(steps), "")
     kinds = {manifest.settings_of(name).kind for name in manifest.experts}
     return VerifyReport(
-        folder,
-        ", ".join(sorted(kinds)) or str(manifest.codec["kind"]),
-        len(checkpoint.files),
-        len(checkpoint),
-        len(manifest.experts),
-        len(weights.keys.keys() - manifest.experts.keys()),
-        sum(checkpoint.info(key).nbytes for key in checkpoint),
-        tuple(dict.fromkeys(damage)),
+        folder, ", ".join(sorted(kinds)) or str(manifest.codec["kind"]), len(checkpoint.files),
+        len(checkpoint), len(manifest.experts), len(weights.keys) - len(manifest.experts),
+        sum(checkpoint.info(key).nbytes for key in checkpoint), tuple(dict.fromkeys(damage)),
         tuple(warnings),
-    )
+    )  # fmt: skip
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -228,24 +223,18 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
         raise CheckpointError(
             f"{folder} holds no checkpoint: neither safetensors files nor config.json."
         )
-    problems: list[str] = []
-    warnings: list[str] = []
-    method = ""
+    method, problems, warnings = "", list[str](), list[str]()
     try:
         config = read_json(inside(folder, CONFIG)) if CONFIG in names else {}
         method = maker_method(config) or ""
         if unread := unread_method(folder):
             warnings.append(f"{folder}: {unread} Its codes were not checked.")
-        if not method and "quantization_config" in config and "auto_map" not in config:
-            with suppress(CheckpointError, ConfigError):
+        elif not method and "quantization_config" in config and "auto_map" not in config:
+            with suppress(CheckpointError, ConfigError):  # but not single experts' codes
                 named.build(named.resolve(folder))
+        checkpoint = (open_checkpoint if unread else open_plain)(folder)
     except (CheckpointError, UnsupportedWeightError) as error:
-        problems.append(str(error))
-    try:
-        checkpoint = (open_checkpoint if problems or warnings else open_plain)(folder)
-    except CheckpointError as error:
-        problems = list(dict.fromkeys((*problems, str(error))))  # both may read config.json
-        return VerifyReport(folder, method=method, problems=tuple(problems))
+        return VerifyReport(folder, method=method, problems=(str(error),))
     with checkpoint:
         for number, key in enumerate(checkpoint):
             tell(number, len(checkpoint), key)
@@ -254,21 +243,15 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
         read = {file.name for file in checkpoint.files}
         strays = [n for n in names if n.endswith(".safetensors") and n not in read]
         warnings += [f"{folder / name} is in no index, and is not read." for name in strays]
-        stored = {key: checkpoint.info(key) for key in checkpoint}
-        dequantized = 0
+        stored, dequantized = {key: checkpoint.info(key) for key in checkpoint}, 0
         if isinstance(checkpoint, PrequantizedCheckpoint):
             stored, method = dict(checkpoint.stored), checkpoint.method
             dequantized = sum(checkpoint.is_dequantized(key) for key in checkpoint)
         return VerifyReport(
-            folder,
-            method=method,
-            files=len(read),
-            tensors=len(stored),
-            dequantized=dequantized,
-            nbytes=sum(info.nbytes for info in stored.values()),
-            problems=tuple(problems),
-            warnings=tuple(warnings),
-        )
+            folder, files=len(read), tensors=len(stored),
+            nbytes=sum(info.nbytes for info in stored.values()), problems=tuple(problems),
+            warnings=tuple(warnings), method=method, dequantized=dequantized,
+        )  # fmt: skip
 
 
 def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
