@@ -336,13 +336,13 @@ class Resolver:
         wanted = adapter.settings.target_parameters or ()
         self._targets = [wanted] if isinstance(wanted, str) else wanted
         self._matched: set[str] = set()
+        self._faults: list[str] = []
         self._updates = Updates()
 
     def resolve(self) -> Updates:
         """Find the targets of all tensors of the adapter."""
         pairs: dict[str, dict[int, _Pair]] = {}  # by unwrapped path and number of wrappers
-        steps: list[partial[None]] = []
-        rows_of_tokens = []
+        tokens: dict[str, str] = {}  # keys of trained rows by the path of their module
         for key in self._file:
             name = key.removeprefix(PREFIX)
             if match := PAIR.match(name):
@@ -354,33 +354,36 @@ class Resolver:
                 by_depth.setdefault(depth, {})[part] = key
             elif name.endswith(_TOKENS):
                 path = name.replace(_WRAPPED + ".", ".").removesuffix(_TOKENS)
-                rows_of_tokens.append(partial(self._place_tokens, path, key))
+                tokens[path] = key
             else:
-                steps.append(partial(self._replace, key, name.replace(_WRAPPED + ".", ".")))
-        steps += [partial(self._place, path, by_depth) for path, by_depth in pairs.items()]
-        faults = []
-        for step in (*steps, *rows_of_tokens):
-            try:
-                step()
-            except ValueError as fault:
-                faults.append(str(fault))
-        if self._settings.trainable_token_indices and not rows_of_tokens:
-            faults.append("trainable_token_indices is set, and the file has no such rows")
+                self._try(self._replace, key, name.replace(_WRAPPED + ".", "."))
+        for path, by_depth in pairs.items():
+            self._try(self._place, path, by_depth)
+        for path, key in tokens.items():
+            self._try(self._place_tokens, path, key)
+        if self._settings.trainable_token_indices and not tokens:
+            self._faults.append("trainable_token_indices is set, and the file has no such rows")
         if unmatched := sorted(set(self._targets) - self._matched):
-            faults.append(
+            self._faults.append(
                 f"target_parameters names {unmatched[0]}, for which the file has no tensor"
             )
-        if faults:
+        if self._faults:
             name = self._settings.base_model_name_or_path or "a model that it does not name"
+            faults = listed(self._faults, most=1)
             raise AdapterError(
-                f"{self._folder} was trained on {name} and does not fit the base: "
-                f"{listed(faults, most=1, separator='; ')}. Merge it into the model that it was "
-                "trained on."
+                f"{self._folder} was trained on {name} and does not fit the base: {faults}. Merge "
+                "it into the model that it was trained on."
             )
         updates = self._updates
         if not (updates.deltas or updates.disk_deltas or updates.replacements):
             raise AdapterError(f"{self._folder / WEIGHTS} holds no tensor.")
         return updates
+
+    def _try(self, place: Callable[..., None], *arguments: Any) -> None:
+        try:
+            place(*arguments)
+        except ValueError as fault:
+            self._faults.append(str(fault))
 
     def _replace(self, key: str, name: str) -> None:
         name = name.replace(".token_adapter.", ".")
@@ -447,7 +450,7 @@ class Resolver:
             )
         for pair, parameter in zip(pairs, parameters, strict=True):
             target = f"{path}.{parameter}" if parameter in named else path
-            self._add(pair, target, module, f"{module_name}.{parameter}")
+            self._try(self._add, pair, target, module, f"{module_name}.{parameter}")
 
     def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
         # `name` is a key on disk if there is no module; patterns of the config match `target`.
