@@ -193,7 +193,7 @@ def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
             part["transformers_weights"] = ""
         if isinstance(text := part.get("text_config"), dict):
             text.pop("transformers_weights", None)
-    names = [name for name in sorted({*written, *now}) if written.get(name) != now.get(name)]
+    names = [n for n in sorted({*written, *now}) if written.get(n, ...) != now.get(n, ...)]
     if names:
         yield f"{CONFIG} is not the one that was written: it changed in {listed(names, 5)}"
     try:
