@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import glob
 import itertools
-import json
 import os
 import re
 from collections import Counter
@@ -29,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 from transformers import initialization as init
+from transformers.dynamic_module_utils import custom_object_save
 
 from ..detection.detect import detect
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..models import named
-from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
@@ -54,7 +53,7 @@ from .manifest import (
     is_packed,
     is_save_file,
 )
-from .reader import SINGLE, plain_weights
+from .reader import plain_weights
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .staging import (
     ShardWriter,
@@ -125,7 +124,7 @@ def save_pretrained(
         if not is_main_process:
             return
         with _target(folder) as work:
-            _write_auxiliary_files(self, work)
+            _write_config(self, work)
             _write_packed(work, self, tensors, read, max_shard_size)
             written = [file.relative_to(work).as_posix() for file in work.rglob("*")]
         if push_to_hub:
@@ -213,19 +212,11 @@ def _target(folder: Path) -> Iterator[Path]:
         discard(*(file for file in outdated if file.name not in new))
 
 
-def _write_auxiliary_files(model: Any, work: Path) -> None:
-    quantizer, own = model.hf_quantizer, model.config.__dict__
-    # The stock method gets no weights from the quantizer, and has no distributed_config by which it
-    # would wait for all ranks to gather the model.
-    quantizer.get_state_dict_and_metadata = lambda model: ({}, {})
-    hidden = {key: own.pop(key) for key in ("distributed_config",) if key in own}
-    try:
-        type(model).save_pretrained(model, work, save_original_format=False)
-    finally:
-        del quantizer.get_state_dict_and_metadata
-        own |= hidden
-    (work / SINGLE).unlink(missing_ok=True)
-    config = read_json(work / CONFIG)
+def _write_config(model: Any, work: Path) -> None:
+    """Write config.json, generation_config.json and code of the model, as the stock method does."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("distributed_config", None)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     # The stock method notes the first parameter's dtype, to which a reload would cast all others.
     # That of most plain weights stands there instead, without those that the class has in fp32.
     fp32 = kept_dtypes(model, torch.bfloat16)
@@ -234,8 +225,12 @@ def _write_auxiliary_files(model: Any, work: Path) -> None:
         plain = parameter.is_floating_point() and not isinstance(parameter, Params4bit)
         if plain and not fp32(name):
             sizes[dtype_name(parameter.dtype)] += parameter.numel()
-    config["dtype"] = max(sizes, key=sizes.__getitem__, default=config.get("dtype"))
-    (work / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    config.dtype = max(sizes, key=sizes.__getitem__, default=dtype_name(model.dtype))
+    if model.is_remote_code():
+        custom_object_save(model, work, config=config)
+    config.save_pretrained(work)
+    if model.can_generate():
+        model.generation_config.save_pretrained(work)
 
 
 def _write_packed(
