@@ -222,17 +222,6 @@ def _digest(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """Describe every tensor of some safetensors files, checksums included."""
-    checkpoint = Checkpoint(files)
-    infos = [checkpoint.info(key) for key in checkpoint]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return {
-            key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
-            for key, info, digest in zip(checkpoint, infos, pool.map(checksum, infos), strict=True)
-        }
-
-
 def checksum(info: TensorInfo) -> str:
     """Return the sha256 of a tensor's bytes, read in pieces."""
     digest = hashlib.sha256()
@@ -268,7 +257,13 @@ def finish_packed(
     `work` contains config.json as transformers writes it. `plain` are unpacked Linear layers that a
     reload would pack: they are added to `llm_int8_skip_modules`.
     """
-    codec, tensors = settings.to_dict(), tensor_entries(files)
+    codec, written = settings.to_dict(), Checkpoint(files)
+    infos = [written.info(key) for key in written]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        tensors = {
+            key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
+            for key, info, digest in zip(written, infos, pool.map(checksum, infos), strict=True)
+        }
     identity, shards = manifest_id(tensors, codec, experts), [shard_entry(file) for file in files]
     tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
     end = f"of-{len(shards):05d}.safetensors"

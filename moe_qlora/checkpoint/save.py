@@ -17,8 +17,8 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -40,7 +40,7 @@ from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
 from ..packing.int8 import SCALES
 from ..packing.selection import is_skipped
-from ..packing.settings import CodecSettings, key_ends, packed_nbytes
+from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
 from .base import Base, auxiliary_files, copy_files, describe_source, resolve_checkpoint
@@ -123,10 +123,13 @@ def save_pretrained(
     def write(read: Callable[[str], Tensor]) -> None:
         if not is_main_process:
             return
-        with _target(folder) as work:
+        place = folder.resolve() if folder.is_dir() else None
+        with new_folder(folder) if place is None else staging(place, inside=True) as work:
             _write_config(self, work)
             _write_packed(work, self, tensors, read, max_shard_size)
             written = [file.relative_to(work).as_posix() for file in work.rglob("*")]
+            if place is not None:
+                _move_in(work, place)
         if push_to_hub:
             from huggingface_hub import HfApi
 
@@ -193,23 +196,15 @@ def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source:
     return key in parameters and parameters[key] is parameters.get(source)
 
 
-@contextmanager
-def _target(folder: Path) -> Iterator[Path]:
-    """Yield a staging folder; at the end it becomes `folder`, or its files move into it."""
-    if not folder.is_dir():
-        with new_folder(folder) as work:
-            yield work
-        return
-    folder = folder.resolve()
-    with staging(folder, inside=True) as work:
-        yield work
-        outdated = [file for file in folder.iterdir() if is_save_file(file.name)]
-        with suppress(CheckpointError):  # a damaged config.json does not name its model's files
-            if (folder / CONFIG).exists() and not is_packed(folder):
-                outdated += plain_weights(folder)
-        new = {file.name for file in work.iterdir()}
-        move_files(work, folder, CONFIG)  # which turns the old model into the new one
-        discard(*(file for file in outdated if file.name not in new))
+def _move_in(work: Path, folder: Path) -> None:
+    """Move a finished save into a folder that exists; remove the weights of the model before."""
+    outdated = [file for file in folder.iterdir() if is_save_file(file.name)]
+    with suppress(CheckpointError):  # a damaged config.json does not name its model's files
+        if (folder / CONFIG).exists() and not is_packed(folder):
+            outdated += plain_weights(folder)
+    new = {file.name for file in work.iterdir()}
+    move_files(work, folder, CONFIG)  # which turns the old model into the new one
+    discard(*(file for file in outdated if file.name not in new))
 
 
 def _write_config(model: Any, work: Path) -> None:
@@ -240,16 +235,11 @@ def _write_packed(
     read: Callable[[str], Tensor],
     max_shard_size: int | str,
 ) -> None:
-    sizes = {
+    nbytes = {
         key: _RECORD if tensor.shape is None else tensor.dtype.itemsize * prod(tensor.shape)
         for key, tensor in tensors.items()
     }
-    files = []
-    for number, keys in enumerate(plan_shards(sizes, max_shard_size), 1):
-        files.append(work / f"shard-{number:05d}.safetensors")
-        with ShardWriter(files[-1], {}, {"format": "pt"}, keys) as writer:
-            for key in keys:
-                writer.write(key, read(key))
+    files = _write_shards(work, nbytes, ((key, read(key)) for key in nbytes), max_shard_size)
     entries, settings = _packed_entries(model)
     experts = {name: entry for name, entry in entries.items() if name in tensors}
     # Linear layers that are unpacked here but that `from_pretrained` would pack
@@ -262,6 +252,23 @@ def _write_packed(
     plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
     plain = [] if all(is_skipped(name, skips) for name in plain) else plain
     finish_packed(work, files, experts, settings, plain)
+
+
+def _write_shards(
+    work: Path,
+    nbytes: Mapping[str, int],
+    tensors: Iterator[tuple[str, Tensor]],
+    max_shard_size: int | str,
+) -> list[Path]:
+    """Write tensors, which come in the order of `nbytes`, to numbered files."""
+    files = []
+    for number, keys in enumerate(plan_shards(nbytes, max_shard_size), 1):
+        files.append(work / f"shard-{number:05d}.safetensors")
+        with ShardWriter(files[-1], {}, {"format": "pt"}, keys) as writer:
+            for key, tensor in itertools.islice(tensors, len(keys)):
+                writer.write(key, tensor)
+                del tensor
+    return files
 
 
 def _packed_entries(model: Any) -> tuple[dict[str, PackedEntry], CodecSettings]:
@@ -350,9 +357,20 @@ def quantize_checkpoint(
         model.config.save_pretrained(work)
         if model.can_generate() and not (work / "generation_config.json").exists():
             model.generation_config.save_pretrained(work)
-        shards, entries = _write(opened, place, work, max_shard_size, tell)
+        keys, experts = dict[str, dict[str, int]](), dict[str, PackedEntry]()
+        for group in base.layout.groups:
+            for name, shape in group.shapes.items():
+                if name in opened.left_out:
+                    continue
+                keys[name] = _keys(opened, name, shape)
+                if name in plan.params:
+                    tied = {alias for alias, source in opened.tied.items() if source == name}
+                    aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
+                    experts[name] = PackedEntry(shape, dtype_name(opened.dtypes[name]), aliases)
+        nbytes = {key: size for parts in keys.values() for key, size in parts.items()}
+        files = _write_shards(work, nbytes, _packed(opened, keys, place, tell), max_shard_size)
         origin = describe_source(folder, base.checkpoint.files)
-        return finish_packed(work, shards, entries, plan.settings, source=origin)
+        return finish_packed(work, files, experts, plan.settings, source=origin)
 
 
 def copy_config(config: Any) -> Any:
@@ -432,66 +450,40 @@ def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) ->
     return Opened(base, plan, dtypes, linears, tied, left_out)
 
 
-def _write(
-    opened: Opened, device: torch.device, work: Path, max_shard_size: int | str, tell: Progress
-) -> tuple[list[Path], dict[str, PackedEntry]]:
-    base, plan, dtypes, linears, tied, left_out = opened
-    packed = plan.params.keys() | linears.keys()
-    steps, sizes, entries = [], list[int](), dict[str, PackedEntry]()
-    for group in base.layout.groups:
-        names = [name for name in group.shapes if name not in left_out]
-        if not names:
-            continue
-        steps.append((group, names))
-        sizes.append(0)
-        for name in names:
-            shape, dtype = group.shapes[name], dtypes[name]
-            plain = prod(shape) * dtype.itemsize
-            sizes[-1] += packed_nbytes(shape, plan.settings) if name in packed else plain
-            if name in plan.params:
-                aliases = {n for n, other in tied.items() if other == name}
-                aliases = {*plan.params[name].names, *aliases} - {name}
-                shape = tuple(plan.params[name].shape)
-                entries[name] = PackedEntry(shape, dtype_name(dtype), tuple(sorted(aliases)))
-    shards = []
-    ends = key_ends(plan.settings)
-    for number, part in enumerate(plan_shards(dict(enumerate(sizes)), max_shard_size), 1):
-        shards.append(work / f"shard-{number:05d}.safetensors")
-        later, slots = [], {}
-        for group, names in (steps[index] for index in part):
-            for name in names:
-                module = name.rpartition(".")[0]
-                later += [name + end for end in ends]
-                later += [module + end for end in (SCALES, INT8_FORMAT)]
-                place = device if name in packed or base.decodes(group) else torch.device("cpu")
-                slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
-        with ShardWriter(shards[-1], {}, {"format": "pt"}, later) as shard:
-            groups = [steps[index][0] for index in part]
-            weights = filled(base.checkpoint, base.layout, groups, slots)
-            for index in part:
-                names = steps[index][1]
-                tell(index, len(steps), names[0])
-                for name, weight in itertools.islice(weights, len(names)):
-                    for key, tensor in _entries(name, weight, dtypes[name], name in plan.params):
-                        shard.write(key, tensor)
-                    del weight  # before the next is packed
-    tell(len(steps), len(steps), "")
-    return shards, entries
+def _keys(opened: Opened, name: str, shape: Sequence[int]) -> dict[str, int]:
+    """Return the keys of a parameter, packed if it is to be, each with its bytes."""
+    settings, end = opened.plan.settings, name.rpartition(".")[0]
+    if name not in opened.plan.params and name not in opened.linears:
+        return {name: prod(shape) * opened.dtypes[name].itemsize}
+    if name not in opened.plan.params and settings.codec.loads_in_8bit:
+        return {name: prod(shape), f"{end}{SCALES}": 4 * shape[0], f"{end}{INT8_FORMAT}": 1}
+    parts = packed_tensors(shape, settings).items()
+    return {name + end: spec.nbytes if spec.shape else _RECORD for end, spec in parts}
 
 
-def _entries(
-    name: str, weight: PackedWeight | Tensor, dtype: torch.dtype, is_expert: bool
+def _packed(
+    opened: Opened, keys: Mapping[str, Mapping[str, int]], device: torch.device, tell: Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(weight, Tensor):
-        yield name, weight
-        return
-    yield name, weight.codes
-    codec = codec_of(weight.kind)
-    if is_expert or not codec.loads_in_8bit:
-        for end, value in codec.entries(replace(weight, dtype=dtype)).items():
-            yield f"{name}{end}", value
-    else:
-        module = name.rpartition(".")[0]
-        yield f"{module}{SCALES}", weight.absmax
-        # bitsandbytes' number of the row-major layout
-        yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
+    base, plan, dtypes, linears, *_ = opened
+    slots = {}
+    for name in keys:
+        on_gpu = name in plan.params or name in linears or base.decodes(base.layout.by_name[name])
+        place = device if on_gpu else torch.device("cpu")
+        slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
+    groups = [group for group in base.layout.groups if keys.keys() & group.shapes]
+    weights = filled(base.checkpoint, base.layout, groups, slots)
+    for number, name in enumerate(keys):
+        tell(number, len(keys), name)
+        _, weight = next(weights)
+        if isinstance(weight, Tensor):
+            parts = {name: weight}
+        elif len(keys[name]) == 3:  # bitsandbytes' number of the row-major layout
+            form = torch.tensor(0, dtype=torch.uint8)
+            parts = dict(zip(keys[name], (weight.codes, weight.absmax, form), strict=True))
+        else:
+            rest = codec_of(weight.kind).entries(replace(weight, dtype=dtypes[name])).items()
+            parts = {name: weight.codes, **{name + end: part for end, part in rest}}
+            del rest
+        del weight  # before the next is packed
+        yield from ((key, parts.pop(key)) for key in keys[name])
+    tell(len(keys), len(keys), "")

@@ -23,7 +23,6 @@ from transformers.core_model_loading import dot_natural_key
 
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
-from ..kernels.weights import PackedWeight
 from ..layout import listed
 from ..models import named
 from ..models.files import read_json
@@ -292,29 +291,22 @@ def _errors(
             steps.append((name, other, counts.get(name, counts.get(other)) if entry else None))
         for number, (name, other, experts) in enumerate(steps):
             tell(number, len(steps), name)
-            yield _weight_error(base, weights.read(name), name, other, experts)
+            group, packed, largest = disk[other], weights.read(name), 0.0
+            rows = packed.shape[0]
+            # squares of the differences, and of the source
+            squares = torch.zeros(2, rows, dtype=torch.float64)
+            for start, stop in group.slices():
+                last = rows if stop is None else stop
+                value = base.values(group, start, stop, exact=False)[other].float()
+                wrong = codec.unpack_range(packed, start, last, dtype=torch.float32) - value
+                for at, part in enumerate((wrong, value)):
+                    squares[at, start:last] = part.flatten(1).double().square().sum(1)
+                largest = max(largest, float(wrong.abs().max()))
+            each = squares.view(2, experts if experts and rows % experts == 0 else 1, -1).sum(2)
+            relative, *errors = (
+                0.0 if not wrong else math.sqrt(wrong / right) if right else math.inf
+                for wrong, right in torch.cat((squares.sum(1, True), each), 1).T.tolist()
+            )
+            shape, is_expert = tuple(packed.shape), experts is not None
+            yield WeightError(name, is_expert, shape, relative, tuple(errors), largest)
         tell(len(steps), len(steps), "")
-
-
-def _weight_error(
-    base: Base, packed: PackedWeight, name: str, source_name: str, experts: int | None
-) -> WeightError:
-    group, rows = base.layout.by_name[source_name], packed.shape[0]
-    # squares of the differences, and of the source
-    squares = torch.zeros(2, rows, dtype=torch.float64)
-    largest = 0.0
-    for start, stop in group.slices():
-        last = rows if stop is None else stop
-        value = base.values(group, start, stop, exact=False)[source_name].float()
-        difference = codec.unpack_range(packed, start, last, dtype=torch.float32) - value
-        for at, part in enumerate((difference, value)):
-            squares[at, start:last] = part.reshape(last - start, -1).double().square().sum(1)
-        largest = max(largest, float(difference.abs().max()))
-    count = experts if experts and rows % experts == 0 else 1
-    sums = [squares.sum(1), *squares.view(2, count, -1).sum(2).T]
-    relative, *each = (
-        0.0 if not wrong else math.sqrt(wrong / right) if right else math.inf
-        for wrong, right in (pair.tolist() for pair in sums)
-    )
-    shape = tuple(packed.shape)
-    return WeightError(name, experts is not None, shape, relative, tuple(each), largest)
