@@ -40,29 +40,24 @@ class Victim:
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder = folder
         model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
-        other: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1, seed=1)
         config = BitsAndBytesConfig(
             load_in_4bit=kind != "int8",
             load_in_8bit=kind == "int8",
             bnb_4bit_use_double_quant=kind == "nf4",
             bnb_4bit_quant_type="fp4" if kind == "fp4" else "nf4",
         )
-        for one, place in ((model, folder), (other, folder.with_name("other"))):
-            quantize_experts(one, config)
-            one.save_pretrained(place, max_shard_size="20KB")
+        quantize_experts(model, config)
+        model.save_pretrained(folder, max_shard_size="20KB")
         self.cls = type(model)
         self.want = seen(model)
         self.files = contents(folder)
-        self.others = contents(folder.with_name("other"))
         self.shards = [name for name in self.files if name.endswith(".safetensors")]
-        self.foreign = [name for name in self.others if name.endswith(".safetensors")]
         self.manifest = next(filter(MANIFEST_NAME.fullmatch, self.files))
-        self.foreign_manifest = next(filter(MANIFEST_NAME.fullmatch, self.others))
         assert len(self.shards) > 3
 
     def restore(self) -> None:
         for file in self.folder.iterdir():
-            file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
+            file.unlink()
         for name, content in self.files.items():
             (self.folder / name).write_bytes(content)
 
@@ -128,50 +123,6 @@ def damage_file(victim: Victim, rng: random.Random) -> str:
         raw = raw + rng.choice([b"\0", b" ", b"\n", bytes(5000)]) if kind == "extend" else raw[:0]
     (victim.folder / name).write_bytes(raw)
     return f"{kind} at {at} of {name}"
-
-
-def damage_folder(victim: Victim, rng: random.Random) -> str:
-    """Swap, remove, replace or add files."""
-    folder, others = victim.folder, victim.others
-    one, two = (folder / name for name in rng.sample(victim.shards, 2))
-    foreign = victim.foreign[victim.shards.index(one.name)]
-    text = others[victim.foreign_manifest]
-
-    def swap() -> None:
-        one.write_bytes(victim.files[two.name])
-        two.write_bytes(victim.files[one.name])
-
-    def elsewhere() -> None:
-        one.unlink()
-        one.symlink_to(folder.with_name("other") / rng.choice(victim.foreign))
-
-    def stray() -> None:
-        for name in (*rng.sample(victim.foreign, 2), "model.safetensors"):
-            (folder / name).write_bytes(others.get(name, others[victim.foreign[0]]))
-
-    def index() -> None:
-        weight_map = {"x": rng.choice(["../x", "model.safetensors", one.name])}
-        text = json.dumps({"weight_map": weight_map})
-        (folder / "model.safetensors.index.json").write_text(text)
-
-    kinds: dict[str, Callable[[], Any]] = {
-        "swap": swap,
-        "delete": one.unlink,
-        "copy": lambda: one.write_bytes(victim.files[two.name]),
-        "foreign": lambda: one.write_bytes(others[foreign]),
-        "folder": lambda: (one.unlink(), one.mkdir()),
-        "link": elsewhere,
-        "stray": stray,
-        "no manifest": (folder / victim.manifest).unlink,
-        "foreign manifest": lambda: (folder / victim.manifest).write_bytes(text),
-        "pending": lambda: (folder / victim.foreign_manifest).write_bytes(text),
-        "named": lambda: victim.write_manifest(text),
-        "named with its id": lambda: victim.write_manifest(text, id=json.loads(text)["id"]),
-        "index": index,
-    }
-    kind = rng.choice(list(kinds))
-    kinds[kind]()
-    return f"{kind}: {one.name}, {two.name}"
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -243,7 +194,6 @@ def damage_mark(victim: Victim, rng: random.Random) -> str:
 
 DAMAGE: dict[Callable[[Victim, random.Random], str], int] = {
     damage_file: 40,
-    damage_folder: 26,
     damage_manifest: 60,
     damage_mark: 12,
 }
