@@ -221,7 +221,7 @@ def _write_config(model: Any, work: Path) -> None:
         if plain and not fp32(name):
             sizes[dtype_name(parameter.dtype)] += parameter.numel()
     config.dtype = max(sizes, key=sizes.__getitem__, default=dtype_name(model.dtype))
-    if model.is_remote_code():
+    if model._auto_class is not None:
         custom_object_save(model, work, config=config)
     config.save_pretrained(work)
     if model.can_generate():

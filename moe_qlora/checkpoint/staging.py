@@ -94,7 +94,7 @@ def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
             stack.callback(os.close, handle)
             _lock(handle, lock, target)
-            stack.callback(_unlock, handle, lock)
+            stack.callback(discard, lock)  # forked processes have this one open too
             if os.path.lexists(work):
                 if work.is_symlink() or work.lstat().st_uid != os.geteuid():
                     raise CheckpointError(f"{work} is a link, or another user's: move it away.")
@@ -134,14 +134,6 @@ def _lock(handle: int, lock: Path, target: Path) -> None:
             f"Another process is writing to {target}: wait for it, or name another folder. In a "
             "distributed run, pass is_main_process=False in all processes but one."
         )
-
-
-def _unlock(handle: int, lock: Path) -> None:
-    import fcntl
-
-    discard(lock)
-    with suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_UN)  # processes that were forked have it open too
 
 
 def not_written(

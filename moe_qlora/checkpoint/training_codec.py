@@ -52,14 +52,6 @@ TOP_K_FIELDS = (
     *("top_k_experts", "moe_k"),
 )
 _FIELDS = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_top_k",
-    "moe_topk",
-    "top_k_experts",
-    "moe_k",
-)
-_FIELDS = (
     "model_type",
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "moe_intermediate_size", "hidden_act", "hidden_activation"),
