@@ -387,9 +387,11 @@ def copy_config(config: Any) -> Any:
 def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
     """Build the checkpoint's model on meta."""
     source = resolve_checkpoint(folder, trust_remote_code)
-    for config in (source.config, *(getattr(source.config, n) for n in source.config.sub_configs)):
-        if dtype is not None and config is not None:
-            config.dtype = dtype
+    if dtype is not None:
+        source.config.dtype = dtype
+        for name in source.config.sub_configs:
+            if getattr(source.config, name, None) is not None:
+                getattr(source.config, name).dtype = dtype
     # As in a load: weights are tied last, after the unpacked layers are chosen.
     with init.no_tie_weights():
         return named.build(source, trust_remote_code=trust_remote_code)
@@ -477,8 +479,8 @@ def _packed(
         _, weight = next(weights)
         if isinstance(weight, Tensor):
             parts = {name: weight}
-        elif len(keys[name]) == 3:  # bitsandbytes' number of the row-major layout
-            form = torch.tensor(0, dtype=torch.uint8)
+        elif f"{name.rpartition('.')[0]}{INT8_FORMAT}" in keys[name]:
+            form = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of this layout: rows
             parts = dict(zip(keys[name], (weight.codes, weight.absmax, form), strict=True))
         else:
             rest = codec_of(weight.kind).entries(replace(weight, dtype=dtypes[name])).items()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from folders import bits, contents
 from torch import nn
-from training import loaded, lora
+from training import SETTINGS, loaded, lora
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -40,13 +40,7 @@ class Victim:
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder = folder
         model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
-        config = BitsAndBytesConfig(
-            load_in_4bit=kind != "int8",
-            load_in_8bit=kind == "int8",
-            bnb_4bit_use_double_quant=kind == "nf4",
-            bnb_4bit_quant_type="fp4" if kind == "fp4" else "nf4",
-        )
-        quantize_experts(model, config)
+        quantize_experts(model, BitsAndBytesConfig(**SETTINGS[kind]))
         model.save_pretrained(folder, max_shard_size="20KB")
         self.cls = type(model)
         self.want = seen(model)
@@ -184,18 +178,9 @@ def damage_manifest(victim: Victim, rng: random.Random) -> str:
     return f"{what}, {way}"
 
 
-def damage_mark(victim: Victim, rng: random.Random) -> str:
-    """Edit what config.json says of the manifest."""
-    config = json.loads(victim.files["config.json"])
-    what = edit(config["moe_qlora"], rng)
-    (victim.folder / "config.json").write_text(json.dumps(config))
-    return what
-
-
 DAMAGE: dict[Callable[[Victim, random.Random], str], int] = {
     damage_file: 40,
     damage_manifest: 60,
-    damage_mark: 12,
 }
 """Kinds of damage, and how many of each are done to each victim."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -498,55 +499,29 @@ def test_a_stock_bitsandbytes_config_in_a_packed_folder_is_refused(tmp_path):
         reload(tmp_path)
 
 
-class Hub:
-    """Stands for the hub's client, with the matching of file names that the real one does."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.calls: list[Any] = []
-
-    def __call__(self, token: Any = None) -> Hub:
-        self.calls.append(token)
-        return self
-
-    def create_repo(self, name: str, **kwargs: Any) -> Any:
-        self.calls.append((name, kwargs))
-        return type("Repo", (), {"repo_id": f"me/{name}"})()
-
-    def upload_folder(
-        self, folder_path: Path, allow_patterns: Any, delete_patterns: Any, **kwargs: Any
-    ) -> None:
-        from huggingface_hub.utils import filter_repo_objects
-
-        self.calls.append(kwargs)
-        check_folder(folder_path)  # all of it is there by now
-        local = contents(folder_path)
-        for name in filter_repo_objects(list(self.files), allow_patterns=delete_patterns):
-            del self.files[name]
-        added = set(filter_repo_objects(local, allow_patterns=allow_patterns))
-        self.files |= {name: local[name] for name in added}
-
-
 def test_the_hub_gets_what_was_written_and_loses_the_shards_of_before(tmp_path, monkeypatch):
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
-    hub, folder = Hub(), tmp_path / "mine"
+    hub = MagicMock()
+    hub.return_value.create_repo.return_value.repo_id = "me/mine"
     monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "secrets.txt").write_text("not for the hub")
-    hub.files = {"README.md": b"card", "model-00001-of-00002.safetensors": b"plain"}
-    kept = dict(hub.files)
-    packed().save_pretrained(folder, max_shard_size="40KB", push_to_hub=True, token="t")
-    options = {"commit_message": "second", "create_pr": True}
-    packed(seed=1).save_pretrained(
-        folder, push_to_hub=True, repo_id="other", private=True, **options
-    )
-    local = contents(folder)
-    del local["secrets.txt"]
-    assert hub.files == local | kept
-    assert hub.calls == [
-        *("t", ("mine", {"exist_ok": True})),
-        {"repo_id": "me/mine", "commit_message": "Upload model", "create_pr": False},
-        *(None, ("other", {"exist_ok": True, "private": True})),
-        {"repo_id": "me/other"} | options,
-    ]
+    packed().save_pretrained(folder, push_to_hub=True)
+    before, settings = names(folder), {"commit_message": "second", "create_pr": True}
+    options = {"repo_id": "other", "private": True, "token": "t"}
+    packed(seed=1).save_pretrained(folder, push_to_hub=True, **options, **settings)
+    assert hub.call_args_list == [call(token=None), call(token="t")]
+    first, second = hub.return_value.create_repo.call_args_list
+    assert first == call("mine", exist_ok=True)
+    assert second == call("other", exist_ok=True, private=True)
+    first, second = (sent.kwargs for sent in hub.return_value.upload_folder.call_args_list)
+    assert (first["commit_message"], first["create_pr"]) == ("Upload model", False)
+    sent = set(filter_repo_objects(names(folder), allow_patterns=second.pop("allow_patterns")))
+    assert sent == names(folder) - {"secrets.txt"}
+    others = {"README.md", "model-00001-of-00002.safetensors"}
+    lost = filter_repo_objects(before | others, allow_patterns=second.pop("delete_patterns"))
+    assert set(lost) == {name for name in before if is_save_file(name)}
+    assert second == {"repo_id": "me/mine", "folder_path": folder} | settings
