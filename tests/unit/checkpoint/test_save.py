@@ -114,6 +114,10 @@ def test_a_model_packed_while_it_was_loaded_reloads_with_its_linear_layers(tmp_p
     assert not hasattr(again.config, "transformers_weights")
     again.save_pretrained(tmp_path / "twice")
     assert contents(tmp_path / "twice") == contents(tmp_path / "saved")
+    skips = {"llm_int8_skip_modules": ["q_proj"]}
+    edit_config(tmp_path / "twice", lambda config: config["quantization_config"].update(skips))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is packed, and neither config"):
+        reload(tmp_path / "twice")
 
 
 @pytest.mark.parametrize(
