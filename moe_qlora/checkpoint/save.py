@@ -483,7 +483,7 @@ def _packed(
             form = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of this layout: rows
             parts = dict(zip(keys[name], (weight.codes, weight.absmax, form), strict=True))
         else:
-            rest = codec_of(weight.kind).entries(replace(weight, dtype=dtypes[name])).items()
+            rest = codec_of(weight.kind).entries(weight).items()
             parts = {name: weight.codes, **{name + end: part for end, part in rest}}
             del rest
         del weight  # before the next is packed
