@@ -36,6 +36,7 @@ from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..models import named
 from ..packing import parametrize
+from ..packing.bnb4bit import RECORD
 from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
 from ..packing.int8 import SCALES
@@ -235,8 +236,8 @@ def _write_packed(
     read: Callable[[str], Tensor],
     max_shard_size: int | str,
 ) -> None:
-    nbytes = {
-        key: _RECORD if tensor.shape is None else tensor.dtype.itemsize * prod(tensor.shape)
+    nbytes = {  # of a record the same, whether its length is known already or not
+        key: _RECORD if RECORD in key else tensor.dtype.itemsize * prod(tensor.shape or ())
         for key, tensor in tensors.items()
     }
     files = _write_shards(work, nbytes, ((key, read(key)) for key in nbytes), max_shard_size)
@@ -277,18 +278,13 @@ def _packed_entries(model: Any) -> tuple[dict[str, PackedEntry], CodecSettings]:
         key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
         weights.setdefault(key, (parametrize.read_packed(module, leaf), []))[1].append(name)
     entries: dict[str, PackedEntry] = {}
-    settings: CodecSettings | None = None
+    settings: CodecSettings | None = None  # of all but native codes: `quantize_experts` sees to it
     for weight, tied in weights.values():
         own, native = CodecSettings.of(weight), None
         if own.codec.is_kept:
             native = own.to_dict()
-        elif settings not in (None, own):
-            raise CheckpointError(
-                f"{tied[0]} is packed otherwise than the weights before it ({own.to_dict()} and "
-                f"{settings.to_dict()}), and a folder holds one kind: pack the model again."
-            )
         else:
-            settings = own
+            settings = settings or own
         for name in tied:
             aliases = tuple(other for other in tied if other != name)
             dtype = dtype_name(weight.dtype)
