@@ -16,6 +16,7 @@ from moe_qlora.packing.settings import (
     FLOAT_DTYPES,
     STORAGE_DTYPES,
     CodecSettings,
+    key_ends,
     packed_tensors,
 )
 
@@ -42,7 +43,7 @@ def test_a_state_dict_holds_what_is_specified(
     parametrize.attach(module, "up", pack(weight, settings))
     stored = {key.removeprefix("up"): tensor for key, tensor in module.state_dict().items()}
     specs = packed_tensors(shape, settings)
-    assert stored.keys() == specs.keys()
+    assert stored.keys() == specs.keys() == set(key_ends(settings))
     for end, spec in specs.items():
         assert stored[end].dtype == spec.dtype, end
         assert spec.shape is None or tuple(stored[end].shape) == spec.shape, end
