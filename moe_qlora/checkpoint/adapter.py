@@ -17,11 +17,9 @@ pairs on one module, the one with the most `base_layer` in its path is the first
 With resized embeddings, PEFT writes some tensors under several names: the trained `<path>.weight`
 as `<path>.modules_to_save.weight` too, beside the base's own `<path>.original_module.weight`.
 
-Adapters from transformers v4 have a pair for each single expert, whose path only the checkpoint on
-disk has: such a delta is added to that tensor on disk.
-
 In transformers v4, Tinker, vLLM and SGLang, experts are Linear layers, or one tensor for each
-projection. `fused_adapter` converts these to the layout for the fused weights of a model:
+projection. Such a delta is added to the tensor on disk, where that has its path; `fused_adapter`
+converts these to the layout for the fused weights of a model:
 
     <path>.experts.<e>.<leaf>.lora_A.weight, .lora_B.weight    (r, in), (out, r)
     <path>.experts.<leaf>.lora_A.weight, .lora_B.weight        (E or 1, r, in), (E or 1, out, r)
@@ -66,16 +64,11 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 
 PREFIX = "base_model.model."
-ROLE_OF_LEAF = {
-    "gate_proj": "gate",
-    "w1": "gate",
-    "up_proj": "up",
-    "w3": "up",
-    "down_proj": "down",
-    "w2": "down",
-}
+_ROLES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+ROLE_OF_LEAF = {leaf: role for role, leaves in _ROLES.items() for leaf in leaves}
 SINGLE_EXPERT = re.compile(
-    r"(?P<path>.+\.experts)\.(?:(?P<expert>\d{1,9})\.)?(?P<leaf>\w+)\.lora_(?P<half>[AB])\.weight$"
+    r"(?P<path>.+\.experts)\.(?:(?P<expert>\d{1,9})\.)?"
+    rf"(?P<leaf>{'|'.join(ROLE_OF_LEAF)})\.lora_(?P<half>[AB])\.weight$"
 )
 PAIR = re.compile(
     r"(?P<path>.+)\.lora_(?:(?P<half>[AB])\.(?P<leaf>weight|bias)|embedding_(?P<rows>[AB]))$"
@@ -101,14 +94,9 @@ LORA_VARIANTS: tuple[Variant, ...] = (
 )
 """Variants of LoRA that compute something else than W + s B A, for merging and packed experts."""
 
-_UNMERGEABLE: tuple[Variant, ...] = (
-    *LORA_VARIANTS,
-    (
-        "init_lora_weights",
-        (True, False, None, "gaussian", "eva", "orthogonal"),
-        "this initialization changed the base weights, which the adapter's folder does not hold",
-    ),
-)
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+_CHANGED = "this initialization changed the base weights, which the adapter's folder does not hold"
+_UNMERGEABLE = (*LORA_VARIANTS, ("init_lora_weights", _INITS, _CHANGED))
 
 
 def unsupported(
@@ -198,6 +186,7 @@ _Rank = Annotated[int, Field(strict=True, ge=1, le=1 << 16)]
 _Alpha = Annotated[
     float, Field(strict=True, ge=0, le=torch.finfo(torch.float32).max, allow_inf_nan=False)
 ]
+_Dropout = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
 _Tokens = list[Annotated[int, Field(strict=True, ge=0)]]
 
 
@@ -217,9 +206,7 @@ class LoraSettings:
     inference_mode: _Flag = None
     ensure_weight_tying: _Flag = None
     bias: Literal["none", "all", "lora_only"] | None = None
-    lora_dropout: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] | None = (
-        None
-    )
+    lora_dropout: _Dropout | None = None
     target_parameters: Annotated[list[str] | str | None, AfterValidator(_check_regex)] = None
     layers_to_transform: list[_Integer] | _Integer | None = None
     base_model_name_or_path: str | None = None
@@ -228,14 +215,12 @@ class LoraSettings:
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
         """Return rank and scaling of a target: as in PEFT, the first matching pattern counts."""
 
-        def first(patterns: Mapping[str, float] | None, default: float) -> float:
+        def first(patterns: Mapping[str, Any] | None, default: Any) -> Any:
             found = (patterns or {}).items()
             return next((v for p, v in found if re.match(_END_OF_NAME.format(p), name)), default)
 
-        rank, alpha = (
-            int(first(self.rank_pattern, self.r)),
-            first(self.alpha_pattern, self.lora_alpha),
-        )
+        rank = first(self.rank_pattern, self.r)
+        alpha = first(self.alpha_pattern, self.lora_alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -274,9 +259,8 @@ def check_config_patterns(config: Mapping[str, Any], model: nn.Module, where: st
     layers = config.get("layers_pattern") or ()
     layers = [layers] if isinstance(layers, str) else layers
     patterns += [rf".*\.{pattern}\.(\d+)\." for pattern in layers if isinstance(pattern, str)]
-    names = {unwrapped_name(name) for name, _ in model.named_modules() if name}
-    names |= {unwrapped_name(name) for name, _ in model.named_parameters()}
-    check_patterns(patterns, names, where)
+    named = (*model.named_modules(), *model.named_parameters())
+    check_patterns(patterns, {unwrapped_name(name) for name, _ in named if name}, where)
 
 
 def open_adapter(folder: Path) -> Adapter:
@@ -305,13 +289,10 @@ def open_adapter(folder: Path) -> Adapter:
     return Adapter(folder, settings, Checkpoint([inside(folder, WEIGHTS)]))
 
 
-_Pair = dict[str, str]  # keys of one LoRA layer: "Aweight", "Bweight", "Bbias", "Aembedding", ...
-
-
 def single_experts(keys: Iterable[str]) -> Iterator[str]:
     """Yield the paths of LoRA on single experts, or single projections of all experts."""
     for key in (key.removeprefix(PREFIX) for key in keys):
-        if (match := SINGLE_EXPERT.match(key)) and match["leaf"] in ROLE_OF_LEAF:
+        if SINGLE_EXPERT.match(key):
             yield key.rpartition(".lora_")[0]
 
 
@@ -327,6 +308,9 @@ def vocabulary(model: Any, *, inputs: bool = True) -> list[str]:
         if any(module is one for one in resized)
         for parameter, _ in module.named_parameters(recurse=False)
     ]
+
+
+_Pair = dict[str, str]  # keys of one LoRA layer: "Aweight", "Bweight", "Bbias", "Aembedding", ...
 
 
 class Resolver:
@@ -347,104 +331,104 @@ class Resolver:
         self._shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         self._resizable = {*vocabulary(model), *head}
         self._known = partial(canonical_name, model)
-        self._disk = disk
-        self._adapter = adapter
+        self._disk, self._file = disk, adapter.file
+        self._folder, self._settings = adapter.folder, adapter.settings
         wanted = adapter.settings.target_parameters or ()
         self._targets = [wanted] if isinstance(wanted, str) else wanted
         self._matched: set[str] = set()
-        self._tokens: dict[str, str] = {}  # keys of trained rows by the path of their module
         self._faults: list[str] = []
         self._updates = Updates()
 
     def resolve(self) -> Updates:
         """Find the targets of all tensors of the adapter."""
         pairs: dict[str, dict[int, _Pair]] = {}  # by unwrapped path and number of wrappers
-        for key in self._adapter.file:
+        tokens: dict[str, str] = {}  # keys of trained rows by the path of their module
+        for key in self._file:
             name = key.removeprefix(PREFIX)
-            match = PAIR.match(name)
-            if match is None:
-                self._replace(key, name.replace(_WRAPPED + ".", "."))
-                continue
-            path, depth = match["path"], 0
-            while path.endswith(_WRAPPED):
-                path, depth = path.removesuffix(_WRAPPED), depth + 1
-            path = path.replace(_WRAPPED + ".", ".")
-            part = (match["half"] or match["rows"]) + (match["leaf"] or "embedding")
-            pairs.setdefault(path, {}).setdefault(depth, {})[part] = key
+            if match := PAIR.match(name):
+                path, depth = match["path"], 0
+                while path.endswith(_WRAPPED):
+                    path, depth = path.removesuffix(_WRAPPED), depth + 1
+                part = (match["half"] or match["rows"]) + (match["leaf"] or "embedding")
+                by_depth = pairs.setdefault(path.replace(_WRAPPED + ".", "."), {})
+                by_depth.setdefault(depth, {})[part] = key
+            elif name.endswith(_TOKENS):
+                path = name.replace(_WRAPPED + ".", ".").removesuffix(_TOKENS)
+                tokens[path] = key
+            else:
+                self._try(self._replace, key, name.replace(_WRAPPED + ".", "."))
         for path, by_depth in pairs.items():
-            self._place(path, by_depth)
-        for path, key in self._tokens.items():
-            self._place_tokens(path, key)
-        if self._adapter.settings.trainable_token_indices and not self._tokens:
+            self._try(self._place, path, by_depth)
+        for path, key in tokens.items():
+            self._try(self._place_tokens, path, key)
+        if self._settings.trainable_token_indices and not tokens:
             self._faults.append("trainable_token_indices is set, and the file has no such rows")
-        unmatched = sorted(set(self._targets) - self._matched)
-        if unmatched:
+        if unmatched := sorted(set(self._targets) - self._matched):
             self._faults.append(
                 f"target_parameters names {unmatched[0]}, for which the file has no tensor"
             )
         if self._faults:
-            name = self._adapter.settings.base_model_name_or_path or "a model that it does not name"
+            name = self._settings.base_model_name_or_path or "a model that it does not name"
+            faults = listed(self._faults, most=1)
             raise AdapterError(
-                f"{self._adapter.folder} was trained on {name} and does not fit the base: "
-                f"{listed(self._faults, most=1, separator='; ')}. Merge it into the model that it "
-                "was trained on."
+                f"{self._folder} was trained on {name} and does not fit the base: {faults}. Merge "
+                "it into the model that it was trained on."
             )
         updates = self._updates
         if not (updates.deltas or updates.disk_deltas or updates.replacements):
-            raise AdapterError(f"{self._adapter.folder / WEIGHTS} holds no tensor.")
+            raise AdapterError(f"{self._folder / WEIGHTS} holds no tensor.")
         return updates
 
+    def _try(self, place: Callable[..., None], *arguments: Any) -> None:
+        try:
+            place(*arguments)
+        except ValueError as fault:
+            self._faults.append(str(fault))
+
     def _replace(self, key: str, name: str) -> None:
-        if name.endswith(_TOKENS):
-            self._tokens[name.removesuffix(_TOKENS)] = key
-            return
         name = name.replace(".token_adapter.", ".")
         trained = re.sub(r"\.(original_module|modules_to_save)\.", ".", name)
-        if trained != name and PREFIX + trained in self._adapter.file:
+        if trained != name and PREFIX + trained in self._file:
             return
         name = name.replace(".modules_to_save.", ".")
-        target, shape = self._known(name, self._shapes), self._adapter.file.info(key).shape
-        old = self._shapes.get(target or "", ())
-        resized = target in self._resizable and shape[1:] == old[1:]
+        target, shape = self._known(name, self._shapes), self._file.info(key).shape
         if "lora_" in key or target is None:
-            self._faults.append(f"{key} {shape} has no place")
-        elif shape != old and not resized:
-            self._faults.append(f"{key} {shape} replaces a tensor of shape {old}")
-        else:
-            self._shapes[target] = shape
-            self._updates.replacements[target] = key
+            raise ValueError(f"{key} {shape} has no place")
+        old = self._shapes[target]
+        if shape != old and not (target in self._resizable and shape[1:] == old[1:]):
+            raise ValueError(f"{key} {shape} replaces a tensor of shape {old}")
+        self._shapes[target] = shape
+        self._updates.replacements[target] = key
 
     def _place_tokens(self, path: str, key: str) -> None:
         target = self._known(f"{path}.weight", self._shapes)
-        shape = self._adapter.file.info(key).shape
-        tokens = self._adapter.settings.trainable_token_indices or []
+        shape = self._file.info(key).shape
+        tokens = self._settings.trainable_token_indices or []
         if isinstance(tokens, dict):  # a tied head is in the file and need not be named
             named = [rows for name, rows in tokens.items() if f".{path}".endswith(f".{name}")]
             tokens = next(iter(named or tokens.values()), [])
         rows, *columns = self._shapes.get(target or "", (0,))
         if target is None or shape != (len(tokens), *columns) or max(tokens, default=-1) >= rows:
-            self._faults.append(
+            raise ValueError(
                 f"{key} {shape} does not fit {len(tokens)} trainable_token_indices of a weight of "
                 f"shape {(rows, *columns)}"
             )
-            return
         delta = LoraDelta(key, key, 1.0, tokens=tuple(tokens))
         self._updates.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
 
     def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
         pairs = [by_depth[depth] for depth in sorted(by_depth, reverse=True)]
+        first = next(iter(pairs[-1].values()))
         module_name = self._known(path, self._modules)
         if module_name is None:
             key = self._known(f"{path}.weight", self._disk)
             if key is None or list(by_depth) != [0]:
-                first = next(iter(pairs[-1].values()))
-                shape = self._adapter.file.info(first).shape
-                self._faults.append(f"{first} {shape} belongs to a module that it does not have")
-            else:
-                self._add(pairs[0], path, None, key)
+                shape = self._file.info(first).shape
+                raise ValueError(f"{first} {shape} belongs to a module that it does not have")
+            self._add(pairs[0], path, None, key)
             return
         module = self._modules[module_name]
-        is_regex = isinstance(self._adapter.settings.target_parameters, str)
+        is_regex = isinstance(self._settings.target_parameters, str)
         named = []  # in registration order
         for name, _ in module.named_parameters(recurse=False):
             full = f"{path}.{name}"
@@ -460,51 +444,45 @@ class Resolver:
         by_layer = len(pairs) == 1 and len(named) != 1 and is_layer
         parameters = ["weight"] if by_layer else named
         if len(parameters) != len(pairs):
-            self._faults.append(
-                f"{next(iter(pairs[-1].values()))} is one of {len(pairs)} LoRA layers on {path}, "
-                f"of which target_parameters names {named or 'no parameter'}"
+            raise ValueError(
+                f"{first} is one of {len(pairs)} LoRA layers on {path}, of which "
+                f"target_parameters names {named or 'no parameter'}"
             )
-            return
         for pair, parameter in zip(pairs, parameters, strict=True):
             target = f"{path}.{parameter}" if parameter in named else path
-            self._add(pair, target, module, f"{module_name}.{parameter}")
+            self._try(self._add, pair, target, module, f"{module_name}.{parameter}")
 
     def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
         # `name` is a key on disk if there is no module; patterns of the config match `target`.
         leaf = "embedding" if "Aembedding" in pair else "weight"
         a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")
         if a is None or b is None:
-            self._faults.append(f"{a or b or next(iter(pair.values()))} lacks its other half")
-            return
-        rank, scaling = self._adapter.settings.rank_and_scaling(target)
+            raise ValueError(f"{a or b or next(iter(pair.values()))} lacks its other half")
+        rank, scaling = self._settings.rank_and_scaling(target)
         shapes = self._disk if module is None else self._shapes
         deltas = self._updates.disk_deltas if module is None else self._updates.deltas
         shape = shapes[name]
         convolves = isinstance(module, nn.modules.conv._ConvNd)
+        if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
+            raise ValueError(f"{a} adapts {name} of shape {shape}, which cannot be merged")
         experts = shape[0] if len(shape) == 3 and not convolves else 0
         flip = leaf == "embedding" or type(module).__name__ == "Conv1D"
         if experts:
             flip = bool(getattr(module, "is_transposed", False))
-        if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
-            self._faults.append(f"{a} adapts {name} of shape {shape}, which cannot be merged")
-            return
         rows, columns = shape[1:] if experts else _flat(shape)
         out, inner = (columns, rows) if flip else (rows, columns)
         wanted = ((max(experts, 1) * rank, inner), (out, rank * max(experts, 1)))
-        stored = tuple(self._adapter.file.info(key).shape for key in (a, b))
+        stored = tuple(self._file.info(key).shape for key in (a, b))
         if tuple(map(_flat, stored)) != wanted:
-            self._faults.append(
+            raise ValueError(
                 f"{a} {stored[0]} and its lora_B {stored[1]} do not fit {name} of shape "
                 f"{shape}, which needs {wanted[0]} and {wanted[1]} at rank {rank}"
             )
-            return
         deltas.setdefault(name, []).append(LoraDelta(a, b, scaling, experts, flip))
-        bias = pair.get("Bbias")
-        if bias is not None:
+        if (bias := pair.get("Bbias")) is not None:
             other = f"{name.removesuffix('.weight')}.bias"
-            if shapes.get(other) != self._adapter.file.info(bias).shape:
-                self._faults.append(f"{bias} needs {other} of its own shape, which is not there")
-                return
+            if shapes.get(other) != self._file.info(bias).shape:
+                raise ValueError(f"{bias} needs {other} of its own shape, which is not there")
             deltas.setdefault(other, []).append(LoraDelta(bias, bias, scaling, bias=True))
 
 
@@ -533,13 +511,11 @@ def fused_adapter(folder: Path, model: nn.Module) -> Iterator[Path]:
     It is the folder itself if no key names a single expert or the model has no fused expert
     weights; otherwise a temporary one.
     """
-    source = folder / WEIGHTS
     modules: dict[str, dict[str, ExpertParam]] = {}
     for param in detect(model):
-        roles = modules.setdefault(unwrapped_name(param.module_name), {})
-        roles[param.role] = param
+        modules.setdefault(unwrapped_name(param.module_name), {})[param.role] = param
     modules = {name: roles for name, roles in modules.items() if "down" in roles}
-    if not modules or not source.is_file():
+    if not modules or not (folder / WEIGHTS).is_file():
         yield folder
         return
     with Checkpoint([inside(folder, WEIGHTS)]) as file:
@@ -558,8 +534,8 @@ def fused_adapter(folder: Path, model: nn.Module) -> Iterator[Path]:
             save_file(written, work / WEIGHTS, metadata={"format": "pt"})
             (work / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         except WRITE_ERRORS as error:
-            instead = "let TMPDIR name another folder"
             place = f"The folder of temporary files, {tempfile.tempdir or 'TMPDIR'},"
+            instead = "let TMPDIR name another folder"
             raise CheckpointError(not_written(place, error, instead)) from error
         yield work
 
@@ -604,6 +580,13 @@ def alpha_of(scaling: float, rank: int) -> float:
     return int(alpha) if alpha.is_integer() else alpha
 
 
+def uniform(ranks: Mapping[str, int], scalings: Mapping[str, float]) -> tuple[int, float]:
+    """Return the commonest rank and the `lora_alpha` of its commonest scaling."""
+    pairs = [(ranks[name], scalings[name]) for name in ranks]
+    rank, scaling = max(sorted(set(pairs)), key=pairs.count)
+    return rank, alpha_of(scaling, rank)
+
+
 @dataclass
 class _Fusion:
     folder: Path
@@ -621,71 +604,23 @@ class _Fusion:
         keys: dict[str, dict[str, dict[tuple[int | None, str], str]]] = {}
         others: list[str] = []
         for key in self.file:
-            match = SINGLE_EXPERT.match(key.removeprefix(PREFIX))
-            if not match or match["leaf"] not in ROLE_OF_LEAF:
+            if match := SINGLE_EXPERT.match(key.removeprefix(PREFIX)):
+                expert = None if match["expert"] is None else int(match["expert"])
+                roles = keys.setdefault(self._module(match["path"]), {})
+                roles.setdefault(ROLE_OF_LEAF[match["leaf"]], {})[expert, match["half"]] = key
+            else:
                 others.append(key)
-                continue
-            expert = None if match["expert"] is None else int(match["expert"])
-            leaves = keys.setdefault(self._module(match["path"]), {})
-            leaves.setdefault(match["leaf"], {})[expert, match["half"]] = key
-        for module, leaves in keys.items():
-            roles = {ROLE_OF_LEAF[leaf]: self._stacked(leaves[leaf]) for leaf in leaves}
-            pairs: list[tuple[ExpertParam, Factors]] = []
-            for param in self.modules[module].values():
-                parts = ("gate", "up") if param.role == "gate_up" else (param.role,)
-                given = {role: roles[role] for role in parts if role in roles}
-                for role, factors in given.items():
-                    out = param.out_features
-                    if role != param.role and out is not None:
-                        out //= 2  # gate and up are halves of one weight
-                    seen = (factors.a.shape[0], factors.b.shape[1], factors.a.shape[2])
-                    if seen != (wanted := (param.num_experts, out, param.in_features)):
-                        raise AdapterError(
-                            f"{self.folder} has LoRA for the {role} projection of "
-                            f"{module}.{param.parameter_name} in the shape {seen} (experts, out, "
-                            f"in), and the model's is {wanted}: use it with the model that it was "
-                            "trained on."
-                        )
-                if given and param.role == "gate_up":
-                    alternate = interleaved(self.model.get_submodule(param.module_name))
-                    pairs.append((param, _fuse(given.get("gate"), given.get("up"), alternate)))
-                elif given:
-                    pairs.append((param, given[param.role]))
-            for depth, (param, factors) in enumerate(reversed(pairs)):
-                name = f"{module}.{param.parameter_name}"
-                self.ranks[name], self.scalings[name] = factors.rank, factors.scaling
-                path = PREFIX + module + ".base_layer" * depth
-                a, b = flat_factors(factors)
-                self.tensors[f"{path}.lora_A.weight"], self.tensors[f"{path}.lora_B.weight"] = a, b
-        parameters = set(self.ranks)
-        # The model may have adapters already: their innermost modules come last and win
-        inner = {unwrapped_name(name): one for name, one in self.model.named_modules()}
-        own = {unwrapped_name(name) for name in self.model.state_dict()}
-        mapping: list[Any] = list(get_model_conversion_mapping(self.model))
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        prefix = getattr(self.model, "base_model_prefix", "")
-        modules: set[str] = set()
-        for key in others:
-            match = PAIR.match(key.removeprefix(PREFIX))
-            if match is None:
-                self.tensors[key] = self.file.read(key)
-                continue
-            path = match["path"]
-            renamed, _ = rename_source_key(
-                f"{path}.weight", renamings, converters, prefix, dict.fromkeys(own)
-            )
-            known = renamed.removesuffix(".weight") if renamed in own else path
-            rank, scaling = self.settings.rank_and_scaling(path)
-            owner = inner.get(known)
-            bare = owner is not None and not isinstance(owner, LAYERS)
-            name = f"{known}.weight" if bare else known
-            (parameters if bare else modules).add(name)
-            self.ranks[name], self.scalings[name] = rank, scaling
-            end = key.removeprefix(PREFIX)[len(path) :]
-            self.tensors[PREFIX + known + end] = self.file.read(key)
+        for module, roles in keys.items():
+            self._fuse_module(module, {role: self._stacked(roles[role]) for role in roles})
+        modules = self._copy(others)
         rank, alpha = uniform(self.ranks, self.scalings)
-        config.update(r=rank, lora_alpha=alpha, use_rslora=False)
+        config.update(
+            r=rank,
+            lora_alpha=alpha,
+            use_rslora=False,
+            target_modules=sorted(modules) or None,
+            target_parameters=sorted(self.ranks.keys() - modules),
+        )
         config["rank_pattern"] = {
             re.escape(name): one for name, one in self.ranks.items() if one != rank
         }
@@ -694,9 +629,61 @@ class _Fusion:
             for name, scaling in self.scalings.items()
             if (scaling, self.ranks[name]) != (alpha / rank, rank)
         }
-        config["target_modules"] = sorted(modules) or None
-        config["target_parameters"] = sorted(parameters)
         return self.tensors
+
+    def _fuse_module(self, module: str, roles: Mapping[str, Factors]) -> None:
+        pairs: list[tuple[ExpertParam, Factors]] = []
+        for param in self.modules[module].values():
+            parts = ("gate", "up") if param.role == "gate_up" else (param.role,)
+            given = {role: roles[role] for role in parts if role in roles}
+            for role, factors in given.items():
+                out = param.out_features
+                if role != param.role and out is not None:
+                    out //= 2  # gate and up are halves of one weight
+                seen = (factors.a.shape[0], factors.b.shape[1], factors.a.shape[2])
+                if seen != (wanted := (param.num_experts, out, param.in_features)):
+                    raise AdapterError(
+                        f"{self.folder} has LoRA for the {role} projection of {module}."
+                        f"{param.parameter_name} in the shape {seen} (experts, out, in), and the "
+                        f"model's is {wanted}: use it with the model that it was trained on."
+                    )
+            if given and param.role == "gate_up":
+                alternate = interleaved(self.model.get_submodule(param.module_name))
+                pairs.append((param, _fuse(given.get("gate"), given.get("up"), alternate)))
+            elif given:
+                pairs.append((param, given[param.role]))
+        for depth, (param, factors) in enumerate(reversed(pairs)):
+            name = f"{module}.{param.parameter_name}"
+            self.ranks[name], self.scalings[name] = factors.rank, factors.scaling
+            path, (a, b) = PREFIX + module + ".base_layer" * depth, flat_factors(factors)
+            self.tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+
+    def _copy(self, keys: Iterable[str]) -> set[str]:
+        """Copy the adapter's other tensors, under the model's names; return modules with LoRA."""
+        # The model may have adapters already: their innermost modules come last and win
+        inner = {unwrapped_name(name): one for name, one in self.model.named_modules()}
+        own = dict.fromkeys(unwrapped_name(name) for name in self.model.state_dict())
+        mapping: list[Any] = list(get_model_conversion_mapping(self.model))
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        prefix = getattr(self.model, "base_model_prefix", "")
+        modules: set[str] = set()
+        for key in keys:
+            match = PAIR.match(key.removeprefix(PREFIX))
+            if match is None:
+                self.tensors[key] = self.file.read(key)
+                continue
+            path = match["path"]
+            renamed, _ = rename_source_key(f"{path}.weight", renamings, converters, prefix, own)
+            known = renamed.removesuffix(".weight") if renamed in own else path
+            owner = inner.get(known)
+            name = known if owner is None or isinstance(owner, LAYERS) else f"{known}.weight"
+            if name == known:
+                modules.add(name)
+            self.ranks[name], self.scalings[name] = self.settings.rank_and_scaling(path)
+            end = key.removeprefix(PREFIX)[len(path) :]
+            self.tensors[PREFIX + known + end] = self.file.read(key)
+        return modules
 
     def _module(self, path: str) -> str:
         if path in self.modules:
@@ -715,7 +702,6 @@ class _Fusion:
         return same[0]
 
     def _stacked(self, keys: Mapping[tuple[int | None, str], str]) -> Factors:
-        first = next(iter(keys.values()))
         read = {place: self.file.read(key) for place, key in keys.items()}
         single = (None, "A") not in read
         experts: list[int | None] = [*range(len(read) // 2)] if single else [None]
@@ -728,9 +714,9 @@ class _Fusion:
             fits = fits and (single or len({len(a), len(b), 1}) < 3)
         if not fits:
             raise AdapterError(
-                f"{self.folder}: {first} is of LoRA for some experts only, or not of one pair of "
-                f"factors of one shape for each ({len(read)} tensors), which one fused weight "
-                "cannot hold: merge it instead."
+                f"{self.folder}: {next(iter(keys.values()))} is of LoRA for some experts only, or "
+                f"not of one pair of factors of one shape for each ({len(read)} tensors), which "
+                "one fused weight cannot hold: merge it instead."
             )
         paths = (keys[one, "A"].removeprefix(PREFIX).rpartition(".lora_")[0] for one in experts)
         scalings = [self.settings.rank_and_scaling(path)[1] for path in paths]
@@ -745,13 +731,6 @@ class _Fusion:
         return Factors(torch.stack([a for a, _ in pairs]), torch.stack(parts), scalings[0])
 
 
-def uniform(ranks: Mapping[str, int], scalings: Mapping[str, float]) -> tuple[int, float]:
-    """Return the commonest rank and the `lora_alpha` of its commonest scaling."""
-    pairs = [(ranks[name], scalings[name]) for name in ranks]
-    rank, scaling = max(sorted(set(pairs)), key=pairs.count)
-    return rank, alpha_of(scaling, rank)
-
-
 def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
     one = gate or up
     assert one is not None
@@ -762,7 +741,6 @@ def _fuse(gate: Factors | None, up: Factors | None, alternate: bool) -> Factors:
     b_gate, b_up = gate.b.to(dtype), b_up.to(dtype)
     if gate.a.dtype == up.a.dtype and torch.equal(gate.a, up.a):
         return Factors(gate.a, joined(b_gate, b_up, alternate), gate.scaling)
-    padded_gate = torch.nn.functional.pad(b_gate, (0, up.rank))
-    padded_up = torch.nn.functional.pad(b_up, (gate.rank, 0))
-    a = torch.cat((gate.a, up.a), 1)
-    return Factors(a, joined(padded_gate, padded_up, alternate), gate.scaling)
+    b_gate = nn.functional.pad(b_gate, (0, up.rank))
+    b_up = nn.functional.pad(b_up, (gate.rank, 0))
+    return Factors(torch.cat((gate.a, up.a), 1), joined(b_gate, b_up, alternate), gate.scaling)

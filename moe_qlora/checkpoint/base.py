@@ -35,7 +35,6 @@ from .manifest import (
     PackedWeights,
     canonical_name,
     is_packed,
-    warn_of_changes,
 )
 from .prequantized import (
     MODELOPT_CONFIG,
@@ -200,7 +199,6 @@ class PackedBase(Base):
         self.keeps_files = False
         opened = FolderCheck(folder)
         opened.finish()
-        warn_of_changes(folder, opened.manifest)
         self.checkpoint = opened.checkpoint
         self._weights = weights = PackedWeights(
             opened.manifest, opened.checkpoint, model.state_dict()

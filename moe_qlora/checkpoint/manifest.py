@@ -8,9 +8,8 @@ FORMAT.md in this folder specifies every file and key. In short:
                             the shards, named by a checksum of their content
 
 A file's name changes with its content, so that a save into a folder never touches a file of the
-model that is there. Renaming the new config.json over the old one turns the one into the other.
-Checksums find accidental damage; further checks cover what decoding and loading rely on: the parts
-of each packed weight, and their dtypes and sizes against the shapes of the model.
+model that is there: renaming the new config.json over the old one turns the one into the other.
+Checksums find accidental damage; further checks cover all that decoding and loading rely on.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ import hashlib
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from ..errors import CheckpointError, visible
+from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
-from ..layout import dtype_name, listed
+from ..layout import dtype_name
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..packing.bnb4bit import RECORD, read_record
 from ..packing.codec import restore
 from ..packing.codecs import CODES, codecs
 from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings, problems
+from ..versions import installed_version
 from .reader import (
     DTYPE_NAMES,
     DTYPES,
@@ -75,17 +74,9 @@ MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
 
 _READ = 1 << 20
 _SMALL = 1 << 16
-
-# Keys of config.json that do not change the forward.
-_IDLE = {
-    *(CONFIG_KEY, "transformers_weights"),
-    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
-    *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"),
-}
+_THREADS = 8  # that read and check files
 INT8_FORMAT = ".weight_format"  # tensor of bitsandbytes' int8 Linear layers
 
-_T = TypeVar("_T")
 _Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 _Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
 _EXACT = ConfigDict(extra="forbid")
@@ -135,6 +126,16 @@ class ShardEntry:
     header_sha256: str
 
 
+@dataclass(frozen=True, slots=True, config=_EXACT)
+class Mark:
+    """The entry `moe_qlora` of config.json: names the manifest and its first shard."""
+
+    id: str
+    manifest: Annotated[str, Field(pattern=f"^{MANIFEST_NAME.pattern}$")]
+    entry: Annotated[str, Field(pattern=f"^{SHARD_NAME.pattern}$")]
+    format_version: int = FORMAT_VERSION
+
+
 @dataclass(frozen=True, config=_EXACT)
 class Manifest:
     """The content of a manifest; FORMAT.md has each key's meaning."""
@@ -166,12 +167,12 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """Return the version of the format that the folder needs."""
+        """The version of the format that the folder needs."""
         return NATIVE_VERSION if self.native_codecs() else FORMAT_VERSION
 
     @property
     def entry(self) -> str:
-        """Return the first shard's name, to which config.json sends transformers."""
+        """The first shard's name, to which config.json sends transformers."""
         return next(iter(self.shards))
 
     def to_bytes(self) -> bytes:
@@ -186,7 +187,7 @@ class Manifest:
 
     @property
     def file_name(self) -> str:
-        """Return the name of the file, which its content decides."""
+        """The name of the file, which its content decides."""
         return manifest_name(self.to_bytes())
 
     def config_bytes(self) -> bytes:
@@ -198,16 +199,6 @@ class Manifest:
             # AutoModelForCausalLM may load the text model alone, and reads its configuration only.
             ours["text_config"] = text | {"transformers_weights": OF_TEXT.format(classes[0])}
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
-
-
-@dataclass(frozen=True, slots=True, config=_EXACT)
-class Mark:
-    """The entry `moe_qlora` of config.json: names the manifest and its first shard."""
-
-    id: str
-    manifest: Annotated[str, Field(pattern=f"^{MANIFEST_NAME.pattern}$")]
-    entry: Annotated[str, Field(pattern=f"^{SHARD_NAME.pattern}$")]
-    format_version: int = FORMAT_VERSION
 
 
 def manifest_name(content: bytes) -> str:
@@ -226,33 +217,9 @@ def manifest_id(
     return _digest({"tensors": table, "codec": dict(codec), **({"experts": own} if own else {})})
 
 
-def shard_names(identity: str, shards: Sequence[ShardEntry]) -> list[str]:
-    """Return the names of a save's shards, which contain a hash of the files."""
-    tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
-    of = len(shards)
-    return [f"model-{tag}-{number:05d}-of-{of:05d}.safetensors" for number in range(1, of + 1)]
-
-
 def _digest(value: Mapping[str, Any]) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def tensor_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """Describe every tensor of some safetensors files, checksums included."""
-    checkpoint = Checkpoint(files)
-    infos = [checkpoint.info(key) for key in checkpoint]
-    with ThreadPoolExecutor(reading_threads()) as pool:
-        return {
-            key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
-            for key, info, digest in zip(checkpoint, infos, pool.map(checksum, infos), strict=True)
-        }
-
-
-def reading_threads() -> int:
-    """Return how many threads read and check files: one for each usable CPU, at most 8."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
-    return min(8, len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def checksum(info: TensorInfo) -> str:
@@ -275,6 +242,59 @@ def shard_entry(file: Path) -> ShardEntry:
     header = header_bytes(file)
     with reading(file):
         return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
+
+
+def finish_packed(
+    work: Path,
+    files: list[Path],
+    experts: Mapping[str, PackedEntry],
+    settings: CodecSettings,
+    plain: Sequence[str] = (),
+    source: dict[str, Any] | None = None,
+) -> Manifest:
+    """Name the shards of a save, and write its manifest and config.json.
+
+    `work` contains config.json as transformers writes it. `plain` are unpacked Linear layers that a
+    reload would pack: they are added to `llm_int8_skip_modules`.
+    """
+    codec, written = settings.to_dict(), Checkpoint(files)
+    infos = [written.info(key) for key in written]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        tensors = {
+            key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
+            for key, info, digest in zip(written, infos, pool.map(checksum, infos), strict=True)
+        }
+    identity, shards = manifest_id(tensors, codec, experts), [shard_entry(file) for file in files]
+    tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
+    end = f"of-{len(shards):05d}.safetensors"
+    names = [f"model-{tag}-{number:05d}-{end}" for number in range(1, len(shards) + 1)]
+    new_name = {file.name: name for file, name in zip(files, names, strict=True)}
+    for file in files:
+        file.rename(work / new_name[file.name])
+    config = read_json(work / CONFIG)
+    quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
+    if plain:
+        old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
+        exact = [rf"{re.escape(name)}$" for name in plain]
+        quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact]))
+    for key in (CONFIG_KEY, "transformers_weights"):
+        config.pop(key, None)
+    manifest = Manifest(
+        id=identity,
+        # A plain checkout on the path has no metadata to ask.
+        written_by=f"moe_qlora {installed_version('moe-qlora') or '(not installed)'}",
+        model_type=str(config.get("model_type", "")),
+        codec=codec,
+        experts=dict(experts),
+        shards=dict(zip(names, shards, strict=True)),
+        tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
+        config=config,
+        source=source,
+    )
+    check_experts(work, manifest)
+    (work / manifest.file_name).write_bytes(manifest.to_bytes())
+    (work / CONFIG).write_bytes(manifest.config_bytes())
+    return manifest
 
 
 def is_packed(folder: str | Path) -> bool:
@@ -305,10 +325,11 @@ def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} is damaged: {CONFIG_KEY} is {value!r:.80}, and no object.")
     prefix = f"{CONFIG_KEY}."
-    return parse_fields(Mark, _checked_version(value, file, prefix), file, prefix)
+    _check_version(value, file, prefix)
+    return parse_fields(Mark, value, file, prefix)
 
 
-def _checked_version(value: dict[str, Any], file: Path, prefix: str = "") -> dict[str, Any]:
+def _check_version(value: Mapping[str, Any], file: Path, prefix: str = "") -> None:
     version = value.get("format_version")
     if version not in (FORMAT_VERSION, NATIVE_VERSION) or isinstance(version, bool):
         raise CheckpointError(
@@ -316,7 +337,6 @@ def _checked_version(value: dict[str, Any], file: Path, prefix: str = "") -> dic
             f"reads {FORMAT_VERSION} and {NATIVE_VERSION}: pack the model again, or install the "
             "version that wrote it."
         )
-    return value
 
 
 def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | None:
@@ -329,7 +349,8 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
     raw = read_raw(file, MAX_JSON)
     if manifest_name(raw) != mark.manifest:
         raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
-    value = _checked_version(parse_json(file, raw), file)
+    value = parse_json(file, raw)
+    _check_version(value, file)
     del value["format_version"]
     manifest = parse_fields(Manifest, value, file)
     for name in manifest.shards:
@@ -361,12 +382,11 @@ class FolderCheck:
             )
         self.manifest = manifest
         for name, shard in manifest.shards.items():
-            file = folder / name
-            seen = shard_entry(file)
+            seen = shard_entry(folder / name)
             if seen != shard:
                 raise CheckpointError(
-                    f"{file} has {seen.nbytes} bytes, {shard.nbytes} were written, or its header "
-                    "is not the one that was written: copy it again."
+                    f"{folder / name} has {seen.nbytes} bytes, {shard.nbytes} were written, or its "
+                    "header is not the one that was written: copy it again."
                 )
         self.checkpoint = Checkpoint([folder / name for name in manifest.shards])
         infos = {key: self.checkpoint.info(key) for key in self.checkpoint}
@@ -380,20 +400,13 @@ class FolderCheck:
                     "the whole folder again."
                 )
         check_experts(folder, manifest)
-        for name, expert in manifest.experts.items():
-            for alias in manifest.tensors.keys() & expert.aliases - manifest.experts.keys():
-                raise CheckpointError(
-                    f"{folder}: {alias} is a tensor, and an alias of the packed weight {name}."
-                )
-        # largest first, for threads that end together
-        order = sorted(infos.items(), key=lambda item: -item[1].nbytes)
-        for key, info in order:
+        for key, info in infos.items():
             if info.nbytes <= _SMALL:
                 self._compare(key, checksum(info))
-        self._pool = ThreadPoolExecutor(reading_threads())
+        self._pool = ThreadPoolExecutor(_THREADS)
         self._sums = {
             key: self._pool.submit(checksum, info)
-            for key, info in order
+            for key, info in infos.items()
             if large and info.nbytes > _SMALL
         }
 
@@ -426,29 +439,6 @@ class FolderCheck:
         return self.manifest
 
 
-def warn_of_changes(folder: Path, manifest: Manifest) -> None:
-    """Warn if config.json has changed since packing in a key that changes the forward."""
-    changes: list[str] = []
-
-    def compare(before: Any, now: Any, key: str) -> None:
-        if isinstance(before, dict) and isinstance(now, dict):
-            for name in sorted({*before, *now} - _IDLE):
-                compare(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
-        elif before != now and repr(before) != repr(now):  # NaN differs from itself
-            new, old = ("not set" if one is None else f"{one!r:.40}" for one in (now, before))
-            changes.append(f"{visible(key)} is {new} and was {old}")
-
-    if (folder / CONFIG).is_file():
-        compare(manifest.config, read_json(inside(folder, CONFIG)), "")
-    if changes:
-        warnings.warn(
-            f"{folder / CONFIG} changed since the model was packed: "
-            f"{listed(changes, separator='; ')}; restore it, or pack the model again.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open the files that manifest or index name, or the only one; compare no checksums."""
     folder = Path(folder)
@@ -458,17 +448,17 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     index = index_of(folder)
     if index is None:
         with reading(folder):
-            files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+            files = [file for file in folder.glob("*.safetensors") if file.is_file()]
         files = [file for file in files if not SHARD_NAME.fullmatch(file.name)]
         files = [file for file in files if file.name == SINGLE] or files
         if not files and has_manifest(folder) and not (folder / CONFIG).exists():
             raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
         if len(files) != 1:
             others = [*folder.glob("*.gguf"), *folder.glob("*.bin"), *folder.glob("*.pt*")]
-            found = f"{len(files)} safetensors files and no index of those that belong together"
-            if not files:
-                found = "no safetensors file"
-            if not files and others:
+            found = "no safetensors file"
+            if files:
+                found = f"{len(files)} safetensors files and no index of those that belong together"
+            elif others:
                 kind = "GGUF" if min(others).suffix == ".gguf" else "a pickle"
                 found += f" but {min(others).name}, {kind}, which is never read"
             raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
@@ -496,12 +486,9 @@ def canonical_name(model: Any, name: str, names: Container[str]) -> str | None:
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     """Return the keys of each packed weight, an expert's or a Linear layer's, by its name."""
     keys = manifest.tensors
-    owners = set(manifest.experts)
-    for key in keys:
-        if RECORD in key:
-            owners.add(key.partition(RECORD)[0])
-        elif key.endswith(SCALES) and key.removesuffix(SCALES) not in owners:
-            owners.add(f"{key.removesuffix(SCALES)}.weight")
+    owners = set(manifest.experts) | {key.partition(RECORD)[0] for key in keys if RECORD in key}
+    for module in (key.removesuffix(SCALES) for key in keys if key.endswith(SCALES)):
+        owners.add(module if module in owners else f"{module}.weight")
     names = {}
     for name in owners & keys.keys():
         module = name.removesuffix(".weight")
@@ -514,22 +501,23 @@ def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
 
 def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """Return a packed weight's tensors by key suffix; ValueError for another int8 layout."""
-    form = next((key for key in keys if key.endswith(INT8_FORMAT)), None)
-    if form is not None and not (value := read(form)).is_meta and value.flatten().tolist() != [0]:
-        raise ValueError(f"has another {INT8_FORMAT} than 0, which stands for rows")
-    ends = {SCALES if key.endswith(SCALES) else key.removeprefix(name): key for key in keys}
-    return {end: read(key) for end, key in ends.items() if key != form}
+    parts = {}
+    for key in keys:
+        if not key.endswith(INT8_FORMAT):
+            parts[SCALES if key.endswith(SCALES) else key.removeprefix(name)] = read(key)
+        elif not (form := read(key)).is_meta and form.flatten().tolist() != [0]:
+            raise ValueError(f"has another {INT8_FORMAT} than 0, which stands for rows")
+    return parts
 
 
 def _form_problem(
     manifest: Manifest, name: str, keys: tuple[str, ...], shape: tuple[int, ...]
 ) -> str | None:
-    blanks = {
-        key: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-        for key, entry in ((key, manifest.tensors[key]) for key in keys)
-    }
-    parts = parts_of(name, keys, blanks.__getitem__)
-    return next(problems(parts, shape, manifest.settings_of(name)), None)
+    def blank(key: str) -> Tensor:
+        entry = manifest.tensors[key]
+        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+
+    return next(problems(parts_of(name, keys, blank), shape, manifest.settings_of(name)), None)
 
 
 def check_experts(folder: Path, manifest: Manifest) -> None:
@@ -537,6 +525,8 @@ def check_experts(folder: Path, manifest: Manifest) -> None:
     packed = packed_names(manifest)
     for name, entry in manifest.experts.items():
         problem = _form_problem(manifest, name, packed.get(name, ()), entry.shape)
+        for alias in manifest.tensors.keys() & entry.aliases - manifest.experts.keys():
+            problem = f"has the alias {alias}, and {alias} is a tensor of its own"
         if problem is not None:
             raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")
 
@@ -607,18 +597,15 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
 
     state = model.state_dict()
-    shapes = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    owners = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
-    packed = packed_names(manifest)
+    layers = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
     # In a load, bitsandbytes has replaced its layers already, if its config packs any.
-    linears = {name for name, module in owners.items() if is_packed_linear(module)}
-    owned = {key for keys in packed.values() for key in keys}
-    stored = set()
+    linears = {name for name, module in layers.items() if is_packed_linear(module)}
+    packed = packed_names(manifest)
+    statistics = {key for keys in packed.values() for key in keys} - packed.keys()
     ends = (INT8_FORMAT, *(end for codec in codecs() for end in codec.ends))
-    for name, entry in manifest.tensors.items():
-        if name in owned and name not in packed:
-            continue
-        own = canonical_name(model, name, shapes)
+    stored = set()
+    for name in (name for name in manifest.tensors if name not in statistics):
+        own = canonical_name(model, name, state)
         if own is None:
             if name.endswith(ends) or RECORD in name:
                 yield f"{name} belongs to no packed weight"
@@ -626,26 +613,25 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
         stored.add(own)
         if name in manifest.experts:
             continue
-        plain = name not in packed
-        floats = DTYPES[entry.dtype].is_floating_point == state[own].is_floating_point()
-        if linears and not plain and own not in linears:
-            yield f"{name} is packed, and by its config it is not"
-        elif not plain and own not in owners:
-            yield f"{name} is packed, and the manifest does not name it"
-        elif plain and own not in linears and not floats:
-            yield f"{name} is {entry.dtype}, the model's is {dtype_name(state[own].dtype)}"
-        elif not plain:
-            why = _form_problem(manifest, name, packed[name], shapes[own])
-            if why is not None:
-                yield f"{name} {why}"
-        elif entry.shape != shapes[own]:
-            yield f"{name} has the shape {entry.shape}, the model's config gives {shapes[own]}"
+        entry, shape, dtype = manifest.tensors[name], tuple(state[own].shape), state[own].dtype
+        if name in packed:
+            problem = _form_problem(manifest, name, packed[name], shape)
+            if own not in (linears or layers):
+                yield f"{name} is packed, and neither config.json nor the manifest says so"
+            elif problem is not None:
+                yield f"{name} {problem}"
+        elif (
+            DTYPES[entry.dtype].is_floating_point != dtype.is_floating_point and own not in linears
+        ):
+            yield f"{name} is {entry.dtype}, the model's is {dtype_name(dtype)}"
+        elif entry.shape != shape:
+            yield f"{name} has the shape {entry.shape}, the model's config gives {shape}"
     classes = manifest.config.get("architectures")
     if isinstance(classes, list) and type(model).__name__ in classes:
         # A folder of this very class has all tensors but tied ones.
         tied = set(getattr(model, "all_tied_weights_keys", None) or ())
         tied |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
         ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-        for name in shapes.keys() - tied - stored:
+        for name in state.keys() - tied - stored:
             if not (ignored and re.search(ignored, name)):
                 yield f"{name} is missing"

@@ -15,7 +15,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -46,8 +46,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
         yield work
         for file in (*work.rglob("*"), work):
             flush(file)
-        check_new(destination)
-        work.rename(destination)
+        work.rename(destination)  # which fails if something is there meanwhile
         with suppress(OSError):  # the rename is done, even if the parent cannot be flushed
             flush(destination.parent)
 
@@ -70,6 +69,17 @@ def move_files(work: Path, folder: Path, last: str) -> None:
     flush(folder)
 
 
+def _places(target: Path, inside: bool) -> tuple[Path, Path]:
+    start = target / ".moe_qlora" if inside else target.parent / f".{target.name}.moe_qlora"
+    return start.with_name(f"{start.name}.partial"), start.with_name(f"{start.name}.lock")
+
+
+def left_behind(target: Path) -> list[Path]:
+    """List what interrupted saves, or one that still runs, have next to a target and inside it."""
+    places = (*_places(target, inside=False), *_places(target, inside=True))
+    return [path for path in places if os.path.lexists(path)]
+
+
 @contextmanager
 def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
     """Yield an empty staging folder next to a target or `inside` it, and remove it at the end.
@@ -79,22 +89,51 @@ def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
     work, lock = _places(target, inside)
     try:
         work.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(lock, target):
+        with ExitStack() as stack:
+            # do not follow a link, nor wait for a pipe
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+            stack.callback(os.close, handle)
+            _lock(handle, lock, target)
+            stack.callback(discard, lock)  # forked processes have this one open too
             if os.path.lexists(work):
                 if work.is_symlink() or work.lstat().st_uid != os.geteuid():
                     raise CheckpointError(f"{work} is a link, or another user's: move it away.")
                 shutil.rmtree(work)
             work.mkdir()
-            try:
-                yield work
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+            stack.callback(shutil.rmtree, work, ignore_errors=True)
+            yield work
     except WRITE_ERRORS as error:
         if isinstance(error, OSError) and error.filename and error.filename2 is None:
             read = Path(os.fsdecode(error.filename))
             if not (work.parent.is_relative_to(read) or read.is_relative_to(work.parent)):
                 raise CheckpointError(f"{read} cannot be read: {error.strerror}.") from error
         raise CheckpointError(not_written(target, error)) from error
+
+
+def _lock(handle: int, lock: Path, target: Path) -> None:
+    import fcntl
+
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # a process that has just ended may have removed the file that is locked here
+        free = lock.exists() and os.path.samestat(os.fstat(handle), lock.stat())
+    except BlockingIOError:
+        free = False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        free = True
+        warnings.warn(
+            f"The file system of {target} has no locks ({error}): let one process at a time write "
+            "there.",
+            UserWarning,
+            stacklevel=2,
+        )
+    if not free:
+        raise CheckpointError(
+            f"Another process is writing to {target}: wait for it, or name another folder. In a "
+            "distributed run, pass is_main_process=False in all processes but one."
+        )
 
 
 def not_written(
@@ -107,55 +146,6 @@ def not_written(
     return f"{target} cannot be written: {reason}; {advice}."
 
 
-def _places(target: Path, inside: bool) -> tuple[Path, Path]:
-    start = target / ".moe_qlora" if inside else target.parent / f".{target.name}.moe_qlora"
-    return start.with_name(f"{start.name}.partial"), start.with_name(f"{start.name}.lock")
-
-
-@contextmanager
-def _locked(lock: Path, target: Path) -> Iterator[None]:
-    import fcntl
-
-    # do not follow a link, nor wait for a pipe
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    try:
-        refused = False
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # a process that has just ended may have removed the file that is locked here
-            refused = not lock.exists() or not os.path.samestat(os.fstat(handle), lock.stat())
-        except BlockingIOError:
-            refused = True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            warnings.warn(
-                f"The file system of {target} has no locks ({error}): let one process at a time "
-                "write there.",
-                UserWarning,
-                stacklevel=2,
-            )
-        if refused:
-            raise CheckpointError(
-                f"Another process is writing to {target}: wait for it, or name another folder. In "
-                "a distributed run, pass is_main_process=False in all processes but one."
-            )
-        try:
-            yield
-        finally:
-            discard(lock)
-            with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # processes that were forked have it open too
-    finally:
-        os.close(handle)
-
-
-def left_behind(target: Path) -> list[Path]:
-    """List what interrupted saves, or one that still runs, have next to a target and inside it."""
-    places = (*_places(target, inside=False), *_places(target, inside=True))
-    return [path for path in places if os.path.lexists(path)]
-
-
 def absolute(path: str | Path) -> Path:
     """Return the path, absolute and without a trailing slash."""
     return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links stay as they are
@@ -163,18 +153,17 @@ def absolute(path: str | Path) -> Path:
 
 def check_new(destination: Path) -> None:
     """Check that a new folder can be renamed to its destination."""
-    if destination.is_dir() and not destination.is_symlink():
-        if any(destination.iterdir()):
-            raise CheckpointError(
-                f"{destination} exists and is not empty: name a new folder, nothing is overwritten."
-            )
-        if destination.is_mount():
-            raise CheckpointError(
-                f"{destination} is where a file system is mounted, and no folder can be renamed to "
-                "it: name a folder in it."
-            )
-    elif destination.exists() or destination.is_symlink():
-        raise CheckpointError(f"{destination} exists and is a link or no folder: name a new one.")
+    if not os.path.lexists(destination):
+        return
+    if destination.is_symlink() or not destination.is_dir():
+        why = "exists and is a link or no folder: name a new one"
+    elif any(destination.iterdir()):
+        why = "exists and is not empty: name a new folder, nothing is overwritten"
+    elif destination.is_mount():
+        why = "is where a file system is mounted, which no rename replaces: name a folder in it"
+    else:
+        return
+    raise CheckpointError(f"{destination} {why}.")
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -189,7 +178,7 @@ def replace_file(path: Path, content: bytes) -> None:
     except BaseException:  # Ctrl-C too leaves nothing
         discard(temporary)
         raise
-    with suppress(OSError):  # as in rename_new
+    with suppress(OSError):  # as in new_folder
         flush(path.parent)
 
 
@@ -202,8 +191,6 @@ def discard(*files: Path) -> None:
 
 def flush(path: Path) -> None:
     """Flush a file or folder to the disk."""
-    if path.is_symlink():
-        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -236,7 +223,6 @@ class ShardWriter:
         room = len(self._encoded()) + sum(len(json.dumps(key)) + 192 for key in later)
         self._room = room + -room % 8
         self._file = path.open("xb")
-        self._file.truncate(8 + self._room + self._end)
 
     def _encoded(self) -> bytes:
         return json.dumps(self._header, separators=(",", ":")).encode()
@@ -244,11 +230,12 @@ class ShardWriter:
     def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-        nbytes = prod(shape) * dtype.itemsize
-        span = [self._end, self._end + nbytes]
-        entry = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": span}
-        self._header[key], self._left[key] = entry, (self._end, nbytes)
-        self._end += nbytes
+        begin, nbytes = self._end, prod(shape) * dtype.itemsize
+        self._left[key], self._end = (begin, nbytes), begin + nbytes
+        span = [begin, self._end]
+        self._header[key] = {
+            "dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": span,
+        }  # fmt: skip
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write the next rows of a tensor, or all of it."""
@@ -256,9 +243,8 @@ class ShardWriter:
             self._describe(key, tensor.dtype, tensor.shape)
         entry, (begin, left) = self._header[key], self._left[key]
         rows = [DTYPE_NAMES.get(tensor.dtype), *tensor.shape[1:]]
-        assert rows == [entry["dtype"], *entry["shape"][1:]] and tensor.nbytes <= left, (
-            key, tensor.shape, entry,
-        )  # fmt: skip
+        fits = rows == [entry["dtype"], *entry["shape"][1:]] and tensor.nbytes <= left
+        assert fits, (key, tensor.shape, entry)
         self._left[key] = begin + tensor.nbytes, left - tensor.nbytes
         self._put(tensor, 8 + self._room + begin)
 

@@ -3,16 +3,14 @@
 An adapter trained on packed weights has also learnt to correct their quantization error, which the
 exact weights do not have: `like_training=True` quantizes the base before the adapter is merged.
 Which weights were packed, and how, comes from a packed base (whose decoded weights have the error
-already), from the caller, or from the note beside the adapter (`moe_qlora_adapter.json`); it is
-never guessed.
+already), from the caller, or from the note beside the adapter (`moe_qlora_adapter.json`).
 
 The fingerprint in the note tells the base from a model whose names and shapes happen to fit:
 configuration fields that change the forward, and for each of some hundred unpacked weights
 (embeddings, routers) one bit, set if the weight is above their mean. Packing or further training of
 the base leaves most bits; of another model's bits, half agree by chance.
 
-The model card (README.md) says the same to people: the part between two markers is replaced; the
-rest is PEFT's or the author's, and stays.
+The model card (README.md) says the same to people, between two markers; the rest is PEFT's.
 """
 
 from __future__ import annotations
@@ -50,12 +48,8 @@ NOTE = "moe_qlora_adapter.json"
 NOTE_VERSION = 1
 
 TOP_K_FIELDS = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "moe_top_k",
-    "moe_topk",
-    "top_k_experts",
-    "moe_k",
+    *("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
+    *("top_k_experts", "moe_k"),
 )
 _FIELDS = (
     "model_type",
@@ -123,13 +117,12 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
 
 def from_packed(model: nn.Module) -> TrainingCodec | None:
     """Return the codec of a packed model, with or without adapters; None if no expert is packed."""
-    packed = list(parametrize.iter_packed(model))
-    if not packed:
-        return None
     weights = {
         unwrapped_name(f"{owner}.{name}".lstrip(".")): parametrize.read_packed(module, name)
-        for owner, module, name in packed
+        for owner, module, name in parametrize.iter_packed(model)
     }
+    if not weights:
+        return None
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
     native = {name: settings for name, settings in how.items() if settings.codec.is_kept}
     layers: list[Any] = [one for one in model.modules() if parametrize.is_packed_linear(one)]
@@ -194,16 +187,15 @@ def choose(adapter: Path, by_config: TrainingCodec | None) -> TrainingCodec:
             "say: pass quantization_config (--quant nf4, fp4 or int8, with --double-quant where it "
             "was used), or merge into the packed base folder."
         )
-    if by_config is not None and noted is not None:
-        asked, trained = (
-            one.settings.kind + " with double quantization" * one.settings.double_quant
-            for one in (by_config, noted)
+    trained, asked = (
+        one.settings.kind + " with double quantization" * one.settings.double_quant
+        for one in (known, by_config or known)
+    )
+    if asked != trained:
+        raise ConfigError(
+            f"quantization_config asks for {asked}, and {adapter / NOTE} says that the adapter was "
+            f"trained on {trained}; leave quantization_config out."
         )
-        if asked != trained:
-            raise ConfigError(
-                f"quantization_config asks for {asked}, and {adapter / NOTE} says that the "
-                f"adapter was trained on {trained}; leave quantization_config out."
-            )
     return known
 
 
@@ -219,16 +211,14 @@ def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprin
         weight: Any = parameter
         if names is None and hasattr(weight, "to_local"):
             rows: Any = () if any(weight.device_mesh.get_coordinate()) else weight.to_local()
-            needed = min(SAMPLED_ROWS, len(weight))
-            if len(rows) >= needed and rows.shape[1:] == weight.shape[1:]:
+            if len(rows) >= min(SAMPLED_ROWS, len(weight)) and rows.shape[1:] == weight.shape[1:]:
                 weight = nn.Parameter(rows, requires_grad=False)
         plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
         inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
         if plain and not inside and name.rpartition(".")[0] not in linears:
             weights[unwrapped_name(name).replace(".original_module", "")] = weight
     if names is None:
-        chosen = list(weights)
-        names = chosen[:: max(len(chosen) // _WEIGHTS, 1)][:_WEIGHTS]
+        names = list(weights)[:: max(len(weights) // _WEIGHTS, 1)][:_WEIGHTS]
     return fingerprint(model, getattr(model, "name_or_path", ""), names, weights.get)
 
 
@@ -295,29 +285,12 @@ def _bits(weight: Tensor) -> str:
 CARD = "README.md"
 _START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
 _PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
-_HEADER = re.compile(r"---\n.*?\n---\n", re.DOTALL)
-_VERSIONS = "### Framework versions"  # PEFT adds it, and its own version, to any card
 _CLASSES = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "FEATURE_EXTRACTION": "AutoModel",
 }
 _PACKAGES = ("moe-qlora", "transformers", "peft", "bitsandbytes", "torch")
-
-
-def shorten_card(folder: Path) -> None:
-    """Remove the text of Hugging Face's template from a model card, if nobody has filled it in."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    file = folder / CARD
-    text = file.read_text(encoding="utf-8", errors="replace")
-    header = found[0] if (found := _HEADER.match(text)) else ""
-    body = text.removeprefix(header)
-    known = {*ModelCard.from_template(ModelCardData()).text.splitlines(), _VERSIONS}
-    lines = _PART.sub("\n", body).splitlines()
-    if all(line in known or line.startswith("- PEFT ") for line in lines):
-        part = _PART.search(body)
-        replace_file(file, f"{header}{part[0] if part else ''}".encode())
 
 
 def write_card(folder: Path, facts: Mapping[str, str], base: str = "", usage: str = "") -> None:
@@ -339,33 +312,28 @@ def write_card(folder: Path, facts: Mapping[str, str], base: str = "", usage: st
 
 def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[str, str]:
     """Return the rows of a card, given adapter_config.json and the note beside it."""
-    base, how = packed and packed.base, packed and packed.settings
-    digest, targets = "", {}
-    if base:  # without the model's name
-        content = {key: value for key, value in asdict(base).items() if key != "name"}
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    base = packed.base if packed else None
+    facts = {"base": base.name if base else str(config.get("base_model_name_or_path") or "")}
+    if base:
+        content = json.dumps({"bits": base.bits, "fields": base.fields}, sort_keys=True)
+        facts["fingerprint of the base"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+    if packed:
+        double = ", double quantization" * packed.settings.double_quant
+        how = f"{packed.settings.kind}, blocks of {packed.settings.blocksize}{double}"
+        facts["base was packed as"] = how
+        experts, linears = len(packed.experts), len(packed.linears)
+        facts["packed"] = f"{experts} expert weights, {linears} Linear layers"
+        facts["dtype in training"] = dtype_name(packed.dtype) if packed.dtype else ""
     patterns = config.get("rank_pattern") or {}
     single = f" (and {len(patterns)} ranks of single targets)" if patterns else ""
+    facts["rank, alpha"] = f"{config.get('r')}, {config.get('lora_alpha')}{single}"
     for key in ("target_modules", "target_parameters"):
         names = config.get(key)
         listed = names if isinstance(names, (list, set)) else []
         short = sorted({name_pattern(name) for name in listed if isinstance(name, str)})
-        targets[key] = names if isinstance(names, str) else ", ".join(short)
-    return {
-        "base": base.name if base else str(config.get("base_model_name_or_path") or ""),
-        "fingerprint of the base": digest,
-        "base was packed as": f"{how.kind}, blocks of {how.blocksize}"
-        f"{', double quantization' * how.double_quant}"
-        if how
-        else "",
-        "packed": f"{len(packed.experts)} expert weights, {len(packed.linears)} Linear layers"
-        if packed
-        else "",
-        "dtype in training": dtype_name(packed.dtype) if packed and packed.dtype else "",
-        "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}{single}",
-        **targets,
-        "versions": ", ".join(f"{n} {installed_version(n) or 'unknown'}" for n in _PACKAGES),
-    }
+        facts[key] = names if isinstance(names, str) else ", ".join(short)
+    versions = (f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES)
+    return facts | {"versions": ", ".join(versions)}
 
 
 def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
@@ -373,10 +341,9 @@ def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
     base = packed.base.name if packed.base else config.get("base_model_name_or_path")
     base = json.dumps(visible(str(base or "BASE")))
     model = _CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM")
-    fields = packed.settings.bnb_fields().items()
     how = ", ".join(
-        f'{name}="{value}"' if isinstance(value, str) else f"{name}=True"
-        for name, value in fields
+        f"{name}={json.dumps(value) if isinstance(value, str) else value}"
+        for name, value in packed.settings.bnb_fields().items()
         if value is True or isinstance(value, str)
     )
     dtype = f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else ""

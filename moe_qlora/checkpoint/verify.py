@@ -1,9 +1,7 @@
 """Verify a checkpoint folder: is it whole, and how large is the quantization error?
 
-    packed folder   manifest, config.json, checksums, shapes, and the statistics of every packed
-                    weight: are they values that bitsandbytes writes
-    plain folder    index, headers, and that all weights are finite; for a prequantized folder also
-                    that every weight has its parts and is finite once dequantized
+    packed folder   manifest, config.json, checksums, shapes, and the statistics of packed weights
+    plain folder    index, headers, and that all weights, dequantized if they are codes, are finite
 
 Given the source (16-bit or prequantized), each packed weight is decoded and compared with it, a few
 experts at a time.
@@ -20,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, BitsAndBytesConfig
+from transformers import CONFIG_MAPPING
 from transformers.core_model_loading import dot_natural_key
 
 from ..detection.detect import detect
-from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
-from ..kernels.weights import PackedWeight
+from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
 from ..layout import listed
 from ..models import named
 from ..models.files import read_json
@@ -126,7 +123,12 @@ def verify(
     check_folder(folder)
     named.check_no_adapter(folder)
     tell = progress or (lambda done, total, name: None)
-    if not _is_packed(folder):
+    try:  # by the mark of config.json; by a manifest if that is damaged or no weight is plain
+        plain = index_of(folder) is not None or (folder / SINGLE).exists()
+        packed = is_packed(folder) or (has_manifest(folder) and not plain)
+    except CheckpointError:
+        packed = has_manifest(folder)
+    if not packed:
         if against is None:
             return _verify_plain(folder, tell)
         raise CheckpointError(
@@ -145,15 +147,6 @@ def verify(
     return replace(report, errors=errors)
 
 
-def _is_packed(folder: Path) -> bool:
-    """True by the mark of config.json; by a manifest if that is damaged or no weight is plain."""
-    try:
-        plain = index_of(folder) is not None or (folder / SINGLE).exists()
-        return is_packed(folder) or (has_manifest(folder) and not plain)
-    except CheckpointError:
-        return has_manifest(folder)
-
-
 def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress) -> VerifyReport:
     folder, manifest, checkpoint = opened.folder, opened.manifest, opened.checkpoint
     damage = [f"{folder}: {problem}." for problem in _config_problems(folder, manifest)]
@@ -162,13 +155,12 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
     try:
         source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
         model = named.build(source, trust_remote_code=trust_remote_code)
+        damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
     except (CheckpointError, ConfigError) as error:
         # A model of remote code or of a newer transformers is no damage.
         own = "auto_map" in manifest.config
         own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
         (warnings if own else damage).append(f"Shapes were not compared with the model's: {error}")
-    else:
-        damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
     weights = PackedWeights(manifest, checkpoint, model and model.state_dict())
     owned = {key for keys in weights.keys.values() for key in keys}
     steps = [*weights.keys, *(key for key in checkpoint if key not in owned)]
@@ -186,16 +178,11 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
     tell(len(steps), len(steps), "")
     kinds = {manifest.settings_of(name).kind for name in manifest.experts}
     return VerifyReport(
-        folder,
-        ", ".join(sorted(kinds)) or str(manifest.codec["kind"]),
-        len(checkpoint.files),
-        len(checkpoint),
-        len(manifest.experts),
-        len(weights.keys.keys() - manifest.experts.keys()),
-        sum(checkpoint.info(key).nbytes for key in checkpoint),
-        tuple(dict.fromkeys(damage)),
+        folder, ", ".join(sorted(kinds)) or str(manifest.codec["kind"]), len(checkpoint.files),
+        len(checkpoint), len(manifest.experts), len(weights.keys) - len(manifest.experts),
+        sum(checkpoint.info(key).nbytes for key in checkpoint), tuple(dict.fromkeys(damage)),
         tuple(warnings),
-    )
+    )  # fmt: skip
 
 
 def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -205,15 +192,15 @@ def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
             part["transformers_weights"] = ""
         if isinstance(text := part.get("text_config"), dict):
             text.pop("transformers_weights", None)
-    names = [name for name in sorted({*written, *now}) if written.get(name) != now.get(name)]
+    names = [n for n in sorted({*written, *now}) if written.get(n, ...) != now.get(n, ...)]
     if names:
         yield f"{CONFIG} is not the one that was written: it changed in {listed(names, 5)}"
     try:
-        asked = BitsAndBytesConfig.from_dict(dict(manifest.config["quantization_config"]))
-        if problem := settings_problem(manifest, CodecSettings.from_config(asked)):
+        asked = CodecSettings.from_config(manifest.config.get("quantization_config") or {})
+        if problem := settings_problem(manifest, asked):
             yield problem
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        yield f"the quantization_config of {CONFIG} cannot be followed ({error!r:.200})"
+    except MoeQloraError as error:
+        yield f"the quantization_config of {CONFIG} cannot be followed ({error})"
 
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -231,29 +218,22 @@ def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
     names = sorted(file.name for file in folder.iterdir())
-    weights = [name for name in names if name.endswith((".safetensors", INDEX_SUFFIX))]
-    if not weights and CONFIG not in names:
+    if CONFIG not in names and not any(n.endswith((".safetensors", INDEX_SUFFIX)) for n in names):
         raise CheckpointError(
             f"{folder} holds no checkpoint: neither safetensors files nor config.json."
         )
-    problems: list[str] = []
-    warnings: list[str] = []
-    method = ""
+    method, problems, warnings = "", list[str](), list[str]()
     try:
         config = read_json(inside(folder, CONFIG)) if CONFIG in names else {}
         method = maker_method(config) or ""
         if unread := unread_method(folder):
             warnings.append(f"{folder}: {unread} Its codes were not checked.")
-        if method == "" and "quantization_config" in config and "auto_map" not in config:
-            with suppress(CheckpointError, ConfigError):
+        elif not method and "quantization_config" in config and "auto_map" not in config:
+            with suppress(CheckpointError, ConfigError):  # but not single experts' codes
                 named.build(named.resolve(folder))
+        checkpoint = (open_checkpoint if unread else open_plain)(folder)
     except (CheckpointError, UnsupportedWeightError) as error:
-        problems.append(str(error))
-    try:
-        checkpoint = (open_checkpoint if problems or warnings else open_plain)(folder)
-    except CheckpointError as error:
-        problems = list(dict.fromkeys((*problems, str(error))))  # both may read config.json
-        return VerifyReport(folder, method=method, problems=tuple(problems))
+        return VerifyReport(folder, method=method, problems=(str(error),))
     with checkpoint:
         for number, key in enumerate(checkpoint):
             tell(number, len(checkpoint), key)
@@ -262,21 +242,15 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
         read = {file.name for file in checkpoint.files}
         strays = [n for n in names if n.endswith(".safetensors") and n not in read]
         warnings += [f"{folder / name} is in no index, and is not read." for name in strays]
-        stored = {key: checkpoint.info(key) for key in checkpoint}
-        dequantized = 0
+        stored, dequantized = {key: checkpoint.info(key) for key in checkpoint}, 0
         if isinstance(checkpoint, PrequantizedCheckpoint):
             stored, method = dict(checkpoint.stored), checkpoint.method
             dequantized = sum(checkpoint.is_dequantized(key) for key in checkpoint)
         return VerifyReport(
-            folder,
-            method=method,
-            files=len(read),
-            tensors=len(stored),
-            dequantized=dequantized,
-            nbytes=sum(info.nbytes for info in stored.values()),
-            problems=tuple(problems),
-            warnings=tuple(warnings),
-        )
+            folder, files=len(read), tensors=len(stored),
+            nbytes=sum(info.nbytes for info in stored.values()), problems=tuple(problems),
+            warnings=tuple(warnings), method=method, dequantized=dequantized,
+        )  # fmt: skip
 
 
 def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
@@ -303,47 +277,36 @@ def _errors(
     model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     weights = PackedWeights(opened.manifest, opened.checkpoint, model.state_dict())
-    entries = opened.manifest.experts
     with closing(Base(source, model)) as base:
-        places = []
+        disk, steps = base.layout.by_name, []
         for name in sorted(weights.keys, key=dot_natural_key):
-            entry = entries.get(name)
+            entry = opened.manifest.experts.get(name)
             names = (name, *(entry.aliases if entry else ()))
-            other = next((one for one in names if one in base.layout.by_name), "")
-            shape = base.layout.by_name[other].shapes[other] if other else None
-            if shape is None or (entry is not None and shape != entry.shape):
+            other = next((one for one in names if one in disk), "")
+            if not other or (entry is not None and disk[other].shapes[other] != entry.shape):
                 wanted = f" in the shape {entry.shape}" if entry else ""
                 raise CheckpointError(
                     f"{source} is of another model: it does not hold {name}{wanted}."
                 )
-            places.append((name, other, counts.get(name, counts.get(other)) if entry else None))
-        for number, (name, other, experts) in enumerate(places):
-            tell(number, len(places), name)
-            yield _weight_error(base, weights.weight(name), name, other, experts)
-        tell(len(places), len(places), "")
-
-
-def _weight_error(
-    base: Base, packed: PackedWeight, name: str, source_name: str, experts: int | None
-) -> WeightError:
-    group, rows = base.layout.by_name[source_name], packed.shape[0]
-    # squares of the differences, and of the source
-    squares = torch.zeros(2, rows, dtype=torch.float64)
-    largest = 0.0
-    for start, stop in group.slices():
-        last = rows if stop is None else stop
-        value = base.values(group, start, stop, exact=False)[source_name].float()
-        decoded = codec.unpack_range(packed, start, last, dtype=torch.float32)
-        difference = decoded - value
-        for at, part in enumerate((difference, value)):
-            squares[at, start:last] = part.reshape(last - start, -1).double().square().sum(1)
-        largest = max(largest, float(difference.abs().max()))
-    count = experts if experts and rows % experts == 0 else 1
-    sums = squares.view(2, count, -1).sum(2)
-    relative, *each = (
-        0.0 if not wrong else math.sqrt(wrong / right) if right else math.inf
-        for wrong, right in ((float(one), float(other)) for one, other in [squares.sum(1), *sums.T])
-    )
-    return WeightError(
-        name, experts is not None, tuple(packed.shape), relative, tuple(each), largest
-    )
+            steps.append((name, other, counts.get(name, counts.get(other)) if entry else None))
+        for number, (name, other, experts) in enumerate(steps):
+            tell(number, len(steps), name)
+            group, packed, largest = disk[other], weights.read(name), 0.0
+            rows = packed.shape[0]
+            # squares of the differences, and of the source
+            squares = torch.zeros(2, rows, dtype=torch.float64)
+            for start, stop in group.slices():
+                last = rows if stop is None else stop
+                value = base.values(group, start, stop, exact=False)[other].float()
+                wrong = codec.unpack_range(packed, start, last, dtype=torch.float32) - value
+                for at, part in enumerate((wrong, value)):
+                    squares[at, start:last] = part.flatten(1).double().square().sum(1)
+                largest = max(largest, float(wrong.abs().max()))
+            each = squares.view(2, experts if experts and rows % experts == 0 else 1, -1).sum(2)
+            relative, *errors = (
+                0.0 if not wrong else math.sqrt(wrong / right) if right else math.inf
+                for wrong, right in torch.cat((squares.sum(1, True), each), 1).T.tolist()
+            )
+            shape, is_expert = tuple(packed.shape), experts is not None
+            yield WeightError(name, is_expert, shape, relative, tuple(errors), largest)
+        tell(len(steps), len(steps), "")

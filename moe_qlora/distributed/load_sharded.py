@@ -28,7 +28,7 @@ from transformers import GenerationConfig
 from transformers import initialization as init
 
 from ..checkpoint.base import file_facts
-from ..checkpoint.manifest import FolderCheck, is_packed, warn_of_changes
+from ..checkpoint.manifest import FolderCheck, is_packed
 from ..checkpoint.rows import reload_spec
 from ..checkpoint.save import build_model, copy_config, open_to_pack
 from ..checkpoint.staging import absolute
@@ -222,7 +222,6 @@ def _open_packed(
     check = FolderCheck(folder, large=False)
     check.finish()
     manifest = check.manifest
-    warn_of_changes(folder, manifest)
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if dtype is not None:
         source.config.dtype = dtype

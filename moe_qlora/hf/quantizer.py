@@ -27,7 +27,6 @@ from ..checkpoint.manifest import (
     Mark,
     has_manifest,
     parse_mark,
-    warn_of_changes,
 )
 from ..checkpoint.prequantized import (
     PrequantizedCheckpoint,
@@ -96,7 +95,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def _check(self, folder: Path, mark: Mark, *, large: bool = True) -> Manifest:
         if self._checked is None or self._checked.folder != folder:
             self._checked = FolderCheck(folder, mark, large=large)
-            warn_of_changes(folder, self._checked.manifest)
         return self._checked.manifest
 
     def update_device_map(self, device_map: Any) -> Any:

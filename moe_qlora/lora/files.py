@@ -32,7 +32,7 @@ from ..checkpoint import training_codec
 from ..checkpoint.adapter import CONFIG, LoraSettings, check_adapter_patterns
 from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.staging import absolute, move_files, staging
-from ..checkpoint.training_codec import CARD, shorten_card
+from ..checkpoint.training_codec import CARD
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
@@ -95,15 +95,9 @@ def load_adapter(
     return result
 
 
-def create_or_update_model_card(self: Any, output_dir: str) -> None:
-    """Write the model card as PEFT does, without the template that nobody has filled in."""
-    type(self).create_or_update_model_card(self, output_dir)
-    shorten_card(Path(output_dir))
-
-
 def use_own_files(model: PeftModel) -> None:
     """Give a `PeftModel` this file's methods in place of PEFT's."""
-    for method in (save_pretrained, load_adapter, create_or_update_model_card):
+    for method in (save_pretrained, load_adapter):
         model.__dict__[method.__name__] = MethodType(method, model)
 
 

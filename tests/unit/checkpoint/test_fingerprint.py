@@ -6,7 +6,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,13 @@ def q_proj() -> LoraConfig:
     return LoraConfig(r=2, target_modules=["q_proj"])
 
 
-def changed(model: Any, amount: float = 0.0, **fields: Any) -> Any:
-    """The model with noise of `amount` standard deviations on all weights, and other settings."""
-    noise = torch.Generator().manual_seed(5)
+def changed(amount: float = 0.0, seed: int = 0, **fields: Any) -> Any:
+    """A model with noise of `amount` standard deviations on all weights, and other settings."""
+    model, noise = tiny_model("qwen3_moe", seed=seed), torch.Generator().manual_seed(5)
     for weight in model.parameters() if amount else ():
         spread = weight.std() if weight.numel() > 1 else 1
         weight.data += torch.randn(weight.shape, generator=noise) * amount * spread
-    for name, value in fields.items():
-        setattr(model.config, name, value)
+    vars(model.config).update(fields)
     return model
 
 
@@ -48,17 +48,17 @@ def changed(model: Any, amount: float = 0.0, **fields: Any) -> Any:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Bases by name, and an adapter trained on the one called base."""
     root = tmp_path_factory.mktemp("bases")
-    models: dict[str, Callable[[], Any]] = {
-        "base": lambda: tiny_model("qwen3_moe"),
-        "trained further": lambda: changed(tiny_model("qwen3_moe"), 0.2),
-        "another": lambda: tiny_model("qwen3_moe", seed=1),
-        "hidden_act": lambda: changed(tiny_model("qwen3_moe"), hidden_act="gelu"),
-        "norm_topk_prob": lambda: changed(tiny_model("qwen3_moe"), norm_topk_prob=True),
-        "num_experts_per_tok": lambda: changed(tiny_model("qwen3_moe"), num_experts_per_tok=1),
-        "longer": lambda: changed(tiny_model("qwen3_moe"), max_position_embeddings=99),
+    models: dict[str, dict[str, Any]] = {
+        "base": {},
+        "trained further": {"amount": 0.2},
+        "another": {"seed": 1},
+        "hidden_act": {"hidden_act": "gelu"},
+        "norm_topk_prob": {"norm_topk_prob": True},
+        "num_experts_per_tok": {"num_experts_per_tok": 1},
+        "longer": {"max_position_embeddings": 99},
     }
-    for name, make in models.items():
-        make().to(torch.bfloat16).save_pretrained(root / name)
+    for name, options in models.items():
+        changed(**options).to(torch.bfloat16).save_pretrained(root / name)
     moe_qlora.quantize_checkpoint(root / "base", root / "packed", NF4)
     lora(base_model(root / "base"), "q_proj").save_pretrained(root / "adapter")
     return {path.name: path for path in root.iterdir()}
@@ -170,26 +170,35 @@ def load_beside(folder: Path, adapter: Path) -> None:
 USES = [load, load_by_transformers, load_by_peft, load_beside, merge]
 
 
+@contextmanager
+def no_alarm() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was trained on")
+        yield
+
+
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("base", ["base", "trained further", "longer", "packed"])
 def test_the_same_base_is_no_alarm(folders: dict[str, Path], base: str, use: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*was trained on")
+    with no_alarm():
         use(folders[base], folders["adapter"])
 
 
 def test_the_unpacked_base_is_no_alarm(folders: dict[str, Path]) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*was trained on")
+    with no_alarm():
         plain = AutoModelForCausalLM.from_pretrained(folders["base"])
         moe_qlora.load_adapter(plain, str(folders["adapter"]), unpacked_ok=True)
 
 
 @pytest.mark.parametrize("use", USES)
-def test_other_weights_are_an_error_that_names_both(folders: dict[str, Path], use: Any) -> None:
-    seen = rf"was trained on {folders['base']}, and {folders['another']} .* other weights"
-    with pytest.raises(AdapterError, match=rf"{seen}.*any_base=True \(--any-base\)\.$"):
-        use(folders["another"], folders["adapter"])
+@pytest.mark.parametrize("base", ["another", "hidden_act", "norm_topk_prob", "num_experts_per_tok"])
+def test_another_base_is_an_error_that_names_both(
+    folders: dict[str, Path], base: str, use: Any
+) -> None:
+    seen = "other weights" if base == "another" else f"{base}="
+    words = rf"was trained on {folders['base']}, and {folders[base]} has {seen}"
+    with pytest.raises(AdapterError, match=rf"{words}.*any_base=True \(--any-base\)\.$"):
+        use(folders[base], folders["adapter"])
 
 
 @pytest.mark.parametrize("base", ["base", "packed"])
@@ -221,14 +230,6 @@ def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("field", ["hidden_act", "norm_topk_prob", "num_experts_per_tok"])
-def test_another_computation_is_an_error(folders: dict[str, Path], field: str, use: Any) -> None:
-    seen = rf"was trained on {folders['base']}, and {folders[field]} has {field}="
-    with pytest.raises(AdapterError, match=seen):
-        use(folders[field], folders["adapter"])
-
-
-@pytest.mark.parametrize("use", USES)
 def test_a_note_without_a_fingerprint_is_taken(
     folders: dict[str, Path], tmp_path: Path, use: Any
 ) -> None:
@@ -236,8 +237,7 @@ def test_a_note_without_a_fingerprint_is_taken(
     note = json.loads((adapter / NOTE).read_text())
     assert set(note.pop("base")["bits"])
     (adapter / NOTE).write_text(json.dumps(note))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*was trained on")
+    with no_alarm():
         use(folders["another"], adapter)
 
 
@@ -264,45 +264,38 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
         assert said in card, said
     assert card.startswith("---\n") and "library_name: peft" in card  # PEFT's own part
     assert f"base_model: {folders['base']}\n" in card
-    assert "More Information Needed" not in card and len(card.splitlines()) < 60
     prints = {}
     for name in ("base", "another"):
         model = moe_qlora.get_peft_model(base_model(folders[name]), q_proj())
         for _ in range(2):
             model.save_pretrained(tmp_path / name)
         text = (tmp_path / name / "README.md").read_text()
-        assert "- PEFT " not in text and len(text.splitlines()) < 60
         assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
         (prints[name],) = (line for line in text.splitlines() if "fingerprint" in line)
     assert prints["base"] in card and prints["another"] not in card
 
 
-def test_the_card_of_any_adapter_is_short_and_its_program_runs(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_program_of_any_adapters_card_runs(folders: dict[str, Path], tmp_path: Path) -> None:
     for make, names in ((second, ("", "ref")), (continued, ("",))):
         make(folders, tmp_path / make.__name__)
         for name in names:
             card = (tmp_path / make.__name__ / name / "README.md").read_text()
-            assert "More Information Needed" not in card and len(card.splitlines()) < 60
             assert f"base_model: {folders['base']}\n" in card.replace('"', "")
-            (program,) = re.findall("```python\n(.*?)```", card, re.DOTALL)
+            ours = card.partition("moe_qlora: start")[2]
+            (program,) = re.findall("```python\n(.*?)```", ours, re.DOTALL)
             found: dict[str, Any] = {}
             exec(program.replace('"ADAPTER"', repr(str(folders["adapter"]))), found)  # noqa: S102
             assert isinstance(found["model"], PeftModel)
 
 
 def test_the_card_keeps_an_authors_words(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = base_model(folders["base"])
-    model = moe_qlora.get_peft_model(model, q_proj(), "mine")
+    model = moe_qlora.get_peft_model(base_model(folders["base"]), q_proj())
     model.save_pretrained(str(tmp_path))
-    root = (tmp_path / "README.md").read_text()  # of no adapter: "mine" has a folder of its own
-    assert "More Information Needed" not in root and "library_name: peft" in root
-    (tmp_path / "README.md").write_text(root + "# Model of mine\n\n[More Information Needed]\n")
+    card = tmp_path / "README.md"
+    card.write_text(card.read_text() + "# Model of mine\n")
     for _ in range(2):
         model.save_pretrained(str(tmp_path))
-        root = (tmp_path / "README.md").read_text()
-        assert root.count("# Model of mine\n\n[More Information Needed]\n") == 1
+        assert card.read_text().count("# Model of mine\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")

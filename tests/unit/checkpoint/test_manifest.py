@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -101,20 +98,15 @@ def test_a_manifest_does_not_lead_out_of_its_folder(tmp_path, name):
 
 
 def test_a_manifest_or_shard_that_is_a_link_elsewhere_is_not_read(tmp_path):
-    folder = tmp_path / "m"
-    manifest = packed_folder(folder)
-    (folder / manifest.entry).rename(tmp_path / "away")
-    (folder / manifest.entry).symlink_to(tmp_path / "away")
-    with pytest.raises(CheckpointError, match="leads out"):
-        check_folder(folder)
-    file = manifest_of(folder)
-    file.rename(tmp_path / "away.json")
-    file.symlink_to(tmp_path / "away.json")
-    with pytest.raises(CheckpointError, match="leads out"):
-        read_manifest(folder)
+    manifest = packed_folder(tmp_path / "m")
+    for name, read in ((manifest.entry, check_folder), (manifest.file_name, read_manifest)):
+        (tmp_path / "m" / name).rename(tmp_path / name)
+        (tmp_path / "m" / name).symlink_to(tmp_path / name)
+        with pytest.raises(CheckpointError, match="leads out"):
+            read(tmp_path / "m")
 
 
-def test_a_packed_folder_opens_by_the_manifest_that_its_config_names(tmp_path):
+def test_a_folder_opens_by_what_its_config_names(tmp_path):
     manifest = packed_folder(tmp_path)
     save_file({"x": torch.ones(1)}, tmp_path / SINGLE)  # not named by anything
     (tmp_path / "moe_qlora-0123456789abcdef.json").write_text("{")  # nor this
@@ -122,31 +114,21 @@ def test_a_packed_folder_opens_by_the_manifest_that_its_config_names(tmp_path):
         assert tuple(checkpoint) == tuple(manifest.tensors)
         assert [file.name for file in checkpoint.files] == list(manifest.shards)
         assert same(checkpoint.read("w", 1), noise(torch.int8, 2, 3, 4)[1:])
-
-
-def test_a_plain_checkpoint_over_a_packed_one_opens_by_its_config(tmp_path):
-    packed_folder(tmp_path)
-    save_file({"x": torch.ones(1)}, tmp_path / SINGLE)
-    (tmp_path / "config.json").write_text('{"model_type": "toy"}')
+    (tmp_path / "config.json").write_text('{"model_type": "toy"}')  # a plain save over it
     assert tuple(open_checkpoint(tmp_path)) == ("x",)
 
 
-def test_a_packed_folder_that_lacks_a_file_does_not_open(tmp_path):
-    manifest = packed_folder(tmp_path / "a")
-    for name in ("b", "c"):
-        shutil.copytree(tmp_path / "a", tmp_path / name)
-    (tmp_path / "a" / list(manifest.shards)[1]).unlink()
-    (tmp_path / "b" / manifest.file_name).unlink()
-    for name in "ab":
-        with pytest.raises(CheckpointError, match="is missing: copy the whole folder"):
-            open_checkpoint(tmp_path / name)
-    (tmp_path / "c" / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json is missing: copy the whole folder"):
-        open_checkpoint(tmp_path / "c")
+@pytest.mark.parametrize("lost", ["config.json", "manifest", "shard"])
+def test_a_packed_folder_that_lacks_a_file_does_not_open(tmp_path, lost):
+    manifest = packed_folder(tmp_path)
+    name = {"manifest": manifest.file_name, "shard": list(manifest.shards)[1]}.get(lost, lost)
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} is missing: copy the whole folder"):
+        open_checkpoint(tmp_path)
 
 
 MARKS = {
-    "no object": ([], "moe_qlora is \\[\\], and no object"),
+    "no object": ([], r"moe_qlora is \[\], and no object"),
     "text": ("x", "moe_qlora is 'x', and no object"),
     "nothing": ({}, "moe_qlora.format_version None, and this version of moe_qlora reads 2"),
     "older": ({"format_version": 1, "id": "x"}, "format_version 1, and .* pack the model again"),
@@ -156,10 +138,7 @@ MARKS = {
     "id of another": ({"id": "0" * 64}, "has moe_qlora .*0000"),
     "id as number": ({"id": 1}, "moe_qlora.id is 1"),
     "no entry": ({"entry": None}, "moe_qlora.entry is None"),
-    "another entry": (
-        {"entry": "model-01234567-00001-of-00001.safetensors"},
-        "has moe_qlora .*01234567",
-    ),
+    "another entry": ({"entry": f"model-{'0' * 8}-00001-of-00001.safetensors"}, "has moe_qlora "),
     "entry elsewhere": ({"entry": "../model.safetensors"}, "moe_qlora.entry is '../model"),
     "manifest elsewhere": ({"manifest": "../moe_qlora-x.json"}, "moe_qlora.manifest is '../"),
     "another manifest": ({"manifest": f"moe_qlora-{'0' * 16}.json"}, "is missing"),
@@ -180,56 +159,48 @@ def test_a_mark_that_does_not_fit_is_refused_by_its_key(tmp_path, name):
             read(tmp_path)
 
 
+def within(*path: str, **values: object):
+    """Return what sets values at a place of the manifest."""
+
+    def change(value):
+        for key in path:
+            value = value[key]
+        value.update(values)
+
+    return change
+
+
+def shard(**values: object):
+    return lambda value: next(iter(value["shards"].values())).update(values)
+
+
+W, B = ("experts", "w"), ("tensors", "b")
 RESIGNED = {
-    "version": (lambda v: v.update(format_version=4), "format_version 4"),
-    "no shards": (lambda v: v.update(shards={}), r"shards is \{\}"),
-    "unknown codec": (lambda v: v["codec"].update(kind="nf3"), "nf3"),
-    "no blocksize": (lambda v: v["codec"].update(kind="nf4", blocksize=0), "blocksize"),
+    "version": (within(format_version=4), "format_version 4"),
+    "no shards": (within(shards={}), r"shards is \{\}"),
+    "unknown codec": (within("codec", kind="nf3"), "nf3"),
+    "no blocksize": (within("codec", kind="nf4", blocksize=0), "blocksize"),
     "missing statistic": (lambda v: v["tensors"].pop("w.SCB"), "w.SCB"),
     "missing tensor": (lambda v: v["tensors"].pop("b"), "hold b as"),
-    "a tensor too many": (
-        lambda v: v["tensors"].update(c=dict(v["tensors"]["b"])),
-        "hold c as None",
-    ),
-    "dtype": (lambda v: v["tensors"]["b"].update(dtype="F16"), "hold b as"),
-    "shape": (lambda v: v["tensors"]["b"].update(shape=[1, 3]), "hold b as"),
-    "negative shape": (
-        lambda v: v["experts"]["w"].update(shape=[-2, -3, 4]),
-        r"experts\.w\.shape\.0 is -2",
-    ),
-    "stack's shape": (lambda v: v["experts"]["w"].update(shape=[3, 3, 4]), "w"),
-    "stack without a shape": (
-        lambda v: v["experts"]["w"].update(shape=[]),
-        r"experts\.w\.shape is \[\]",
-    ),
-    "stack's dtype": (
-        lambda v: v["experts"]["w"].update(dtype="save"),
-        r"experts\.w\.dtype is 'save'.*bfloat16",
-    ),
-    "unknown stack": (lambda v: v["experts"].update(x=dict(v["experts"]["w"])), "x"),
-    "checksum": (lambda v: v["tensors"]["w"].update(sha256="0" * 64), "the bytes of w are not"),
-    "file size": (lambda v: next(iter(v["shards"].values())).update(nbytes=8), "8 were written"),
-    "file size as text": (
-        lambda v: next(iter(v["shards"].values())).update(nbytes="96"),
-        "nbytes is '96'",
-    ),
-    "more dimensions than torch has": (
-        lambda v: v["experts"]["w"].update(shape=[2**62] * 65),
-        "at most 64 items",
-    ),
-    "a size that no text holds": (
-        lambda v: v["experts"]["w"].update(shape=[10**4000, 10**4000]),
-        "an integer has 4001 digits",
-    ),
+    "a tensor too many": (lambda v: v["tensors"].update(c=v["tensors"]["b"]), "hold c as None"),
+    "dtype": (within(*B, dtype="F16"), "hold b as"),
+    "shape": (within(*B, shape=[1, 3]), "hold b as"),
+    "a tensor in no shard": (within(*B, file="x"), "hold b as"),
+    "negative shape": (within(*W, shape=[-2, -3, 4]), r"experts\.w\.shape\.0 is -2"),
+    "stack's shape": (within(*W, shape=[3, 3, 4]), "w"),
+    "stack without a shape": (within(*W, shape=[]), r"experts\.w\.shape is \[\]"),
+    "stack's dtype": (within(*W, dtype="save"), r"experts\.w\.dtype is 'save'.*bfloat16"),
+    "unknown stack": (lambda v: v["experts"].update(x=v["experts"]["w"]), "x"),
+    "more dimensions than torch has": (within(*W, shape=[2**62] * 65), "at most 64 items"),
+    "a size no text holds": (within(*W, shape=[10**4000] * 2), "an integer has 4001 digits"),
     "half a character": (lambda v: v["experts"].update({"\ud800": v["experts"]["w"]}), "JSON"),
-    "alias of a tensor": (lambda v: v["experts"]["w"].update(aliases=["b"]), "b is a tensor"),
-    "config as pairs": (lambda v: v.update(config=[["a", 1]]), r"config is \[\['a'"),
-    "header": (
-        lambda v: next(iter(v["shards"].values())).update(header_sha256="0"),
-        "its header is not",
-    ),
-    "a key that is not known": (lambda v: v.update(sha256="0"), "sha256 is '0'"),
-    "a tensor in no shard": (lambda v: v["tensors"]["b"].update(file="x"), "hold b as"),
+    "alias of a tensor": (within(*W, aliases=["b"]), "b is a tensor"),
+    "checksum": (within("tensors", "w", sha256="0" * 64), "the bytes of w are not"),
+    "file size": (shard(nbytes=8), "8 were written"),
+    "file size as text": (shard(nbytes="96"), "nbytes is '96'"),
+    "header": (shard(header_sha256="0"), "its header is not"),
+    "config as pairs": (within(config=[["a", 1]]), r"config is \[\['a'"),
+    "a key that is not known": (within(sha256="0"), "sha256 is '0'"),
 }
 
 
@@ -254,8 +225,7 @@ def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path):
     manifest = packed_folder(tmp_path)
     for key, entry in manifest.tensors.items():
         file = tmp_path / entry.file
-        raw = file.read_bytes()
-        info = read_header(file)[key]
+        raw, info = file.read_bytes(), read_header(file)[key]
         for place in (info.offset, info.offset + info.nbytes - 1):
             damaged = bytearray(raw)
             damaged[place] ^= 1
@@ -266,42 +236,27 @@ def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path):
     assert check_folder(tmp_path) == manifest
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Fail after some seconds instead of waiting for a pipe's writer for ever."""
-
-    def ring(*_: object) -> None:
-        pytest.fail("it waits for a pipe")
-
-    old = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(10)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, old)
+PIPES = [
+    ("m-2.safetensors", open_checkpoint),
+    (f"model{INDEX_SUFFIX}", open_checkpoint),
+    ("entry", check_folder),
+    ("file_name", read_manifest),
+    ("config.json", open_checkpoint),
+]
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes pipes")
-def test_pipes_are_not_waited_for(tmp_path):
-    two_shards(tmp_path / "plain")
-    manifest = packed_folder(tmp_path / "packed")
-    for folder, name, read in (
-        ("plain", "m-2.safetensors", open_checkpoint),
-        ("plain", f"model{INDEX_SUFFIX}", open_checkpoint),
-        ("packed", manifest.entry, check_folder),
-        ("packed", manifest.file_name, read_manifest),
-        ("packed", "config.json", open_checkpoint),
-    ):
-        file = tmp_path / folder / name
-        content = file.read_bytes() if file.exists() else None
-        file.unlink(missing_ok=True)
-        os.mkfifo(file)
-        with no_waiting(), pytest.raises(CheckpointError, match=name):
-            read(tmp_path / folder)
-        file.unlink()
-        if content is not None:
-            file.write_bytes(content)
+@pytest.mark.parametrize(("name", "read"), PIPES)
+def test_pipes_are_not_waited_for(tmp_path, name, read):
+    if name.startswith("m"):
+        two_shards(tmp_path)
+    else:
+        name = getattr(packed_folder(tmp_path), name, name)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    signal.alarm(10)  # ends this process
+    with pytest.raises(CheckpointError, match=name):
+        read(tmp_path)
+    signal.alarm(0)
 
 
 def test_a_folder_with_too_long_a_name_is_refused():

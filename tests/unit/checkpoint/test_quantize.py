@@ -6,11 +6,9 @@ import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,44 +67,34 @@ def dense(path: Path) -> Path:
     return path
 
 
-def packing(source: Path, out: Path, stop: int) -> Callable[[], None]:
-    """Pack, but end the process before its `stop`-th change of the disk."""
-    count = 0
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal count
-        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
-        if (writes or event in EVENTS) and str(out.parent) in str(args[0]):
-            count += 1
-            if count == stop:
-                os._exit(KILLED)
-
-    def work() -> None:
-        sys.addaudithook(hook)
-        pack(source, out)
-
-    return work
-
-
-def judge(source: Path, out: Path, whole: dict[str, bytes]) -> None:
-    """Absent or whole; and the next run gives the same bytes."""
-    if out.exists():
-        check_folder(out)
-        assert contents(out) == whole
-        shutil.rmtree(out)
-    pack(source, out)
-    assert contents(out) == whole
-    assert not left_behind(out)
-
-
 def test_killed_before_every_change_of_the_disk(
     source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
 ) -> None:
+    """The folder is absent or whole, and the next run gives the same bytes."""
     out, stop, status = tmp_path / "packed", 0, KILLED
+
+    def work() -> None:
+        count = 0
+
+        def hook(event: str, args: tuple[Any, ...]) -> None:
+            nonlocal count
+            writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+            if (writes or event in EVENTS) and str(tmp_path) in str(args[0]):
+                count += 1
+                if count == stop:
+                    os._exit(KILLED)
+
+        sys.addaudithook(hook)
+        pack(source, out)
+
     while status == KILLED:
         stop += 1
-        status = copied(packing(source, out, stop)).ended()
-        judge(source, out, whole)
+        status = copied(work).ended()
+        if out.exists():
+            assert contents(out) == whole
+            shutil.rmtree(out)
+        pack(source, out)
+        assert contents(out) == whole and not left_behind(out)
         shutil.rmtree(out)
     assert status == 0
     assert stop > 10
@@ -124,10 +112,17 @@ def test_what_is_no_file_and_not_of_the_model_is_not_opened(
     assert contents(tmp_path / "packed") == whole
 
 
-def test_the_manifest_names_the_source(source: Path, tmp_path: Path) -> None:
+def test_the_folder_is_complete_and_its_manifest_names_the_source(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
     pack(source, tmp_path / "packed")
-    assert verify(tmp_path / "packed").good
-    named = check_folder(tmp_path / "packed").source
+    assert verify(tmp_path / "packed").good and contents(tmp_path / "packed") == whole
+    assert {"config.json", "generation_config.json", "tokenizer.json"} < set(whole)
+    assert "model.bin" not in whole
+    manifest = check_folder(tmp_path / "packed")
+    assert len(manifest.shards) > 1
+    assert set(manifest.shards) == {name for name in whole if name.endswith(".safetensors")}
+    named = manifest.source
     assert named is not None
     assert named["folder"] == "qwen3_moe"
     config = (source / "config.json").read_bytes()
@@ -136,21 +131,11 @@ def test_the_manifest_names_the_source(source: Path, tmp_path: Path) -> None:
     for name, entry in named["files"].items():
         raw = (source / name).read_bytes()
         header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
-        assert entry["nbytes"] == len(raw)
-        assert entry["header_sha256"] == hashlib.sha256(header).hexdigest()
-        assert (
-            entry["sample_sha256"] == hashlib.sha256(raw).hexdigest()
-        )  # a small file is its sample
-
-
-def test_the_folder_is_complete(source: Path, whole: dict[str, bytes]) -> None:
-    [manifest_file] = [name for name in whole if name.startswith("moe_qlora-")]
-    assert {"config.json", "generation_config.json", "tokenizer.json"} < set(whole)
-    assert "model.bin" not in whole
-    shards = [name for name in whole if name.endswith(".safetensors")]
-    assert len(shards) > 1
-    manifest = json.loads(whole[manifest_file])
-    assert set(manifest["shards"]) == set(shards)
+        assert entry == {
+            "nbytes": len(raw),
+            "header_sha256": hashlib.sha256(header).hexdigest(),
+            "sample_sha256": hashlib.sha256(raw).hexdigest(),  # a small file is its sample
+        }
 
 
 def test_other_dtypes(source: Path, tmp_path: Path) -> None:
@@ -182,12 +167,6 @@ def test_one_expert_at_a_time(source: Path, tmp_path: Path, monkeypatch: Any) ->
     assert max(sizes) <= max(stacks[0].nbytes // len(stacks[0]), embedding.nbytes)
 
 
-def changed(source: Path, target: Path, change: Any) -> Path:
-    shutil.copytree(source, target)
-    change(target)
-    return target
-
-
 def drop(path: Path) -> None:
     index = path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -196,88 +175,82 @@ def drop(path: Path) -> None:
     edit(path, lambda held: held.pop("model.norm.weight", None))
 
 
-def poison(path: Path, value: float = math.inf) -> None:
+def filled(value: float) -> Callable[[Path], Any]:
     def put(held: dict[str, torch.Tensor]) -> None:
-        for tensor in (held[key] for key in held if ".experts.1.up_proj" in key):
-            tensor[:] = value
+        for key in (key for key in held if ".experts.1.up_proj" in key):
+            held[key][:] = value
 
-    edit(path, put)
-
-
-def test_a_missing_tensor_is_named(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no tensor for model\.norm\.weight"):
-        pack(changed(source, tmp_path / "bad", drop), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    return lambda path: edit(path, put)
 
 
-def to_float8(path: Path, part: str, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
-    def cast(held: dict[str, torch.Tensor]) -> None:
+def cast(part: str, dtype: torch.dtype) -> Callable[[Path], Any]:
+    """Codes of another tool: FP8 weights whose config was removed, for one."""
+
+    def change(held: dict[str, torch.Tensor]) -> None:
         for key in [key for key in held if part in key]:
             held[key] = held[key].to(dtype)
             held[f"{key}_scale_inv"] = torch.ones(1, 1)
 
-    edit(path, cast)
+    return lambda path: edit(path, change)
 
 
-@pytest.mark.parametrize(
-    ("part", "dtype"),
-    [
-        (".experts.1.up_proj", torch.float8_e4m3fn),
-        ("self_attn.q_proj", torch.int8),
-        ("mlp.gate", torch.float8_e4m3fn),
-    ],
-)
-def test_codes_of_another_tool_are_named(
-    source: Path, tmp_path: Path, part: str, dtype: torch.dtype
-) -> None:
-    """FP8 weights whose config was removed, for one: nothing says what their codes mean."""
-    bad = changed(source, tmp_path / "bad", lambda path: to_float8(path, part, dtype))
-    why = "another tool" if dtype == torch.int8 else r"config\.json has no quantization_config"
-    seen = rf"{re.escape(part)}\S* is {str(dtype)[6:]}.*{why}"
-    with pytest.raises((UnsupportedWeightError, CheckpointError), match=seen):
-        pack(bad, tmp_path / "out")
+FP8, UNSAID = torch.float8_e4m3fn, r"\S* is float8_e4m3fn.*config\.json has no quantization_config"
+NAN = r"experts\.gate_up_proj holds NaN or inf in row 1"
+BAD: dict[str, tuple[Callable[[Path], Any], type[MoeQloraError], str]] = {
+    "missing": (drop, CheckpointError, r"no tensor for model\.norm\.weight"),
+    "fp8 expert": (
+        cast(".experts.1.up_proj", FP8),
+        CheckpointError,
+        r"experts\.1\.up_proj" + UNSAID,
+    ),
+    "fp8 router": (cast("mlp.gate", FP8), CheckpointError, r"mlp\.gate" + UNSAID),
+    "int8": (
+        cast("q_proj", torch.int8),
+        UnsupportedWeightError,
+        r"q_proj\S* is int8.*another tool",
+    ),
+    "infinite": (filled(math.inf), NonFiniteWeightError, NAN),
+    "sum is infinite": (filled(1e38), NonFiniteWeightError, NAN),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_source_that_cannot_be_packed_is_named(source: Path, tmp_path: Path, case: str) -> None:
+    change, error, seen = BAD[case]
+    change(shutil.copytree(source, tmp_path / "bad"))
+    with pytest.raises(error, match=seen):
+        pack(tmp_path / "bad", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("value", ["inf", "1e38"])  # whose sum is inf
-def test_infinite_weights_are_named(source: Path, tmp_path: Path, value: str) -> None:
-    bad = changed(source, tmp_path / "bad", partial(poison, value=float(value)))
-    seen = r"experts\.gate_up_proj holds NaN or inf in row 1"
-    with pytest.raises(NonFiniteWeightError, match=seen):
-        pack(bad, tmp_path / "out")
+def asked(config: Any = NF4, **options: Any) -> Callable[[Path, Path], Any]:
+    return lambda source, out: moe_qlora.quantize_checkpoint(source, out, config, **options)
+
+
+SKIPS = NF4 | {"llm_int8_skip_modules": ["experts"]}
+UNPACKED = r"qwen3_moe: llm_int8_skip_modules \(experts\) leaves every expert weight unpacked"
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda s, t: moe_qlora.quantize_checkpoint(s, s, NF4), "exists and is not empty"),
+        (lambda s, o: pack(s, s), "exists and is not empty"),
+        (lambda s, o: pack(s / "no", o), "is no folder: name one"),
+        (lambda s, o: pack(s / "config.json", o), "is no folder: name one"),
         (
-            lambda s, t: moe_qlora.quantize_checkpoint(t / "no", t / "o", NF4),
-            "is no folder: name one",
+            lambda s, o: pack(dense(o.parent / "dense"), o),
+            "dense: a LlamaForCausalLM has no expert",
         ),
-        (lambda s, t: pack(s / "config.json", t / "o"), "is no folder: name one"),
-        (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", {}), "neither 4 nor 8 bit"),
-        (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", 4), "quantization_config is int"),
-        (lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", NF4, device="x"), "device is 'x'"),
-        (
-            lambda s, t: moe_qlora.quantize_checkpoint(
-                s, t / "o", NF4 | {"llm_int8_skip_modules": ["experts"]}
-            ),
-            r"qwen3_moe: llm_int8_skip_modules \(experts\) leaves every expert weight unpacked",
-        ),
-        (
-            lambda s, t: moe_qlora.quantize_checkpoint(dense(t / "dense"), t / "o", NF4),
-            "dense: a LlamaForCausalLM has no expert weights to pack",
-        ),
-        (
-            lambda s, t: moe_qlora.quantize_checkpoint(s, t / "o", NF4, max_shard_size="much"),
-            "max_shard_size",
-        ),
+        (asked(config={}), "neither 4 nor 8 bit"),
+        (asked(config=4), "quantization_config is int"),
+        (asked(config=SKIPS), UNPACKED),
+        (asked(device="x"), "device is 'x'"),
+        (asked(max_shard_size="much"), "max_shard_size"),
     ],
 )
 def test_refusals(source: Path, tmp_path: Path, call: Any, message: str) -> None:
     with pytest.raises(MoeQloraError, match=message):
-        call(source, tmp_path)
+        call(source, tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
 

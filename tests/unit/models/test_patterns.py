@@ -147,7 +147,6 @@ def write_config(folder, settings):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.filterwarnings("ignore:.*changed since the model was packed")
 def test_of_a_packed_folder(folders, tmp_path):
     place = "quantization_config__llm_int8_skip_modules"
     bad = changed(folders / "packed", tmp_path / "bad", "config.json", **{place: [ENDLESS]})
