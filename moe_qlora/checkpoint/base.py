@@ -41,7 +41,7 @@ from .prequantized import (
     MODELOPT_CONFIG,
     PrequantizedCheckpoint,
     describe_plain,
-    described_method,
+    maker_method,
     open_plain,
 )
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_folder, check_link, header_bytes
@@ -304,7 +304,7 @@ def resolve_checkpoint(
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if packed and is_packed(folder):
         return source
-    if described_method(source.config) is not None:
+    if maker_method(source.config) is not None:
         describe_plain(source.config)
     quantized: Any = getattr(source.config, "quantization_config", None)
     if quantized is not None:
