@@ -35,7 +35,7 @@ from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
-from .conversion import DiskLayout, Group
+from .conversion import DiskLayout, Group, convert
 from .manifest import Manifest, canonical_name, settings_problem
 from .reader import Checkpoint, check_plain
 
@@ -292,10 +292,10 @@ def filled(
         if getattr(group.converter, "force_cpu", False):
             device = torch.device("cpu")
         places = group.places(start, stop)
-        return {key: files.fetch(key, first, last, device) for key, first, last in places}
+        return {key: files.fetch(key, first, last, device) for key, _, first, last in places}
 
     def take(mine: list[Slot], group: Group, start: int, parts: Mapping[str, Any]) -> None:
-        values = layout.convert(group, {key: fetched() for key, fetched in parts.items()})
+        values = convert(group, {key: fetched() for key, fetched in parts.items()}, layout.model)
         for slot in mine:
             slot.take(start, values[slot.name])
 
