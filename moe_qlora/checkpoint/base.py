@@ -97,6 +97,10 @@ class Base:
             map(makers.is_dequantized, group.keys)
         )
 
+    def rows(self, name: str, start: int, stop: int | None) -> Tensor:
+        """Return rows of a parameter."""
+        return self.values(self.layout.by_name[name], start, stop)[name]
+
     def first_rows(self, name: str) -> Tensor | None:
         """Return the first rows of a parameter, or all; None where it is not on disk.
 
@@ -106,38 +110,26 @@ class Base:
         if known is None:
             return None
         group = self.layout.by_name[known]
-        rows = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
-        return self.values(group, 0, rows)[known]
-
-    def holds(self, name: str, rows: Callable[[slice], Tensor]) -> bool:
-        """Whether a parameter has the same bits as `rows(slice(start, stop))`, for all slices."""
-        group = self.layout.by_name[name]
-        return all(
-            same_bits(self.values(group, *part)[name], rows(slice(*part)))
-            for part in group.slices()
+        return self.rows(
+            known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
         )
+
+    def holds(self, name: str, rows: Callable[[int, int | None], Tensor]) -> bool:
+        """Whether a parameter has the same bits as `rows(start, stop)`, for all slices."""
+        slices = self.layout.by_name[name].slices()
+        return all(same_bits(self.rows(name, *part), rows(*part)) for part in slices)
 
     def stored_apart(self, stored: list[str]) -> bool:
         """Whether it stores several parameters that are not equal: transformers unties them."""
-
-        def rows(name: str, part: slice) -> Tensor:
-            return self.values(self.layout.by_name[name], part.start, part.stop)[name]
-
-        return not all(self.holds(stored[0], partial(rows, name)) for name in stored[1:])
+        return not all(self.holds(stored[0], partial(self.rows, name)) for name in stored[1:])
 
     def put(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Give a parameter another shape in the merged folder; add a new one in this dtype."""
-        group = self.layout.by_name.get(name)
-        if group is None:
-            (key,) = revert(self.model, blank({name: (shape, dtype)}), name)
-        elif len(group.keys) == 1 and group.converter is None and group.swap is None:
-            key, dtype = group.keys[0], self.disk[group.keys[0]][1]
-            self.layout.groups.remove(group)
+        if (old := self.layout.by_name.get(name)) is not None:
+            key, dtype = old.keys[0], self.disk[old.keys[0]][1]
+            self.layout.groups.remove(old)
         else:
-            raise CheckpointError(
-                f"{name} is not stored as one tensor ({', '.join(group.keys[:2])}), and the "
-                f"adapter has it in another shape {shape}; resize the embeddings of the base first."
-            )
+            (key,) = revert(self.model, blank({name: (shape, dtype)}), name)
         self.disk[key] = shape, dtype
         self.layout.by_name[name] = group = Group((key,), {name: shape}, target=name)
         self.layout.groups.append(group)
@@ -256,10 +248,9 @@ def resolve_checkpoint(
     return source
 
 
-_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")
 _NEVER = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy"),
-    *(".gguf", ".onnx", ".ot", ".tflite", ".partial"),
+    *(".safetensors", INDEX_SUFFIX, ".bin.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl"),
+    *(".pickle", ".h5", ".msgpack", ".npz", ".npy", ".gguf", ".onnx", ".ot", ".tflite", ".partial"),
 )
 _FOLDERS = ("additional_chat_templates",)
 _PIECE = 1 << 16  # of a file, where only samples are hashed
@@ -273,14 +264,10 @@ def auxiliary_files(source: Path) -> dict[Path, Path]:
     files: list[Path] = []
     for file in sorted(source.iterdir()):
         name = file.name
+        own = name in (CONFIG, MODELOPT_CONFIG) or MANIFEST_NAME.fullmatch(name)
         if file.is_dir():
             files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
-        elif not (
-            name.startswith((".", "adapter_"))
-            or name in (CONFIG, MODELOPT_CONFIG)
-            or MANIFEST_NAME.fullmatch(name)
-            or name.lower().endswith(_WEIGHTS + _NEVER)
-        ):
+        elif not (own or name.startswith((".", "adapter_")) or name.lower().endswith(_NEVER)):
             files.append(file)
     for file in files:
         check_link(file, source)
@@ -311,9 +298,9 @@ def file_facts(folder: Path) -> dict[str, str]:
         named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
         if named and file.is_file():  # opening a pipe would wait for its writer
             one = _describe(file)
-            both = one["header_sha256"] + one["sample_sha256"]
-            content = hashlib.sha256(both.encode()).hexdigest()
-            facts[f"{file.name} of the checkpoint"] = f"{one['nbytes']:,} bytes, {content[:12]}"
+            content = hashlib.sha256((one["header_sha256"] + one["sample_sha256"]).encode())
+            size = f"{one['nbytes']:,} bytes, {content.hexdigest()[:12]}"
+            facts[f"{file.name} of the checkpoint"] = size
     return facts
 
 

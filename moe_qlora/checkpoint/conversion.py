@@ -188,18 +188,18 @@ def make_group(
         return Group(keys, shapes, target=target, swap=None if same else swap, unit=unit)
     counts = {len(keys) for keys in sources.values()}
     rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
-    unit, each = "", {0}  # tensors of each pattern
+    unit, each = "row", {1}  # each: how many tensors of every pattern
     if isinstance(first, ErnieFuseAndSplitTextVisionExperts):
-        if not others and first.stack_dim == 0 and first.concat_dim > 0:
-            unit, each = "key", {len(shapes) * row for row in rows}
+        unit, each = "key", {len(shapes) * row for row in rows}
+        alone = not others and first.stack_dim == 0 and first.concat_dim > 0
     elif isinstance(first, MergeModulelist):
-        if first.dim == 0 and all(map(_leaves_first_alone, others)):
-            unit, each = "key", rows
-    elif rows == {shape[0] for shape in disk.values() if shape}:
-        if all(map(_leaves_first_alone, operations)):
-            unit, each = "row", {1}
-    unit = unit if counts == each and len(rows) == 1 and 0 not in rows else ""
-    return Group(keys, shapes, sources, target, converter, unit=unit)
+        unit, each = "key", rows
+        alone = first.dim == 0 and all(map(_leaves_first_alone, others))
+    else:
+        alone = rows == {shape[0] for shape in disk.values() if shape}
+        alone = alone and all(map(_leaves_first_alone, operations))
+    alone = alone and counts == each and len(rows) == 1 and 0 not in rows
+    return Group(keys, shapes, sources, target, converter, unit=unit if alone else "")
 
 
 def _leaves_first_alone(operation: Any) -> bool:

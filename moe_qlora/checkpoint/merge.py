@@ -55,8 +55,8 @@ from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, op
 from .conversion import Group, restore, same_bits
 from .manifest import CONFIG, canonical_name, is_packed
 from .prequantized import json_parts, plain_json
-from .reader import INDEX, SINGLE, Checkpoint, check_plain, header_bytes, index_of
-from .rows import kept_dtypes
+from .reader import INDEX, SINGLE, Checkpoint, header_bytes, index_of
+from .rows import Slot, filled, kept_dtypes
 from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
 from .training_codec import TrainingCodec
 
@@ -262,81 +262,62 @@ class _Merge:
         tell(len(groups), len(groups), "")
 
     def _write_group(self, group: Group, writers: Mapping[str, ShardWriter]) -> None:
-        """Read, add, write."""
         base, updates, file = self._base, self._updates, self._adapter.file
         replaced = group.shapes.keys() & updates.replacements.keys()
         changes = bool(replaced or group.shapes.keys() & updates.deltas.keys())
         changes = changes or any(key in updates.disk_deltas for key in group.keys)
-        for key in group.keys:
-            stored = base.disk[key][1]
-            if self._training is not None and any(name in self._training for name in group.shapes):
-                check_plain(key, stored)
-            if changes and stored not in _FLOATS:
-                raise CheckpointError(
-                    f"{key} is {stored}, which an adapter cannot be added to: name a base in 16 "
-                    "bit."
-                )
         packed = self._pack(group)
-        unchanged = not changes and not packed and group.target not in updates.untied
-        if unchanged and not isinstance(base, PackedBase):
+        if changes:
+            self.changed.update(group.keys)
+        elif not packed and group.target not in updates.untied and type(base) is Base:
             for key in group.keys:
                 for start, stop in Group((key,), {key: base.disk[key][0]}).slices():
                     tensor = base.checkpoint.read(key, start, stop)
                     writers[key].write(key, tensor.to(self._dtypes[key]))
             return
-        source = updates.untied.get(group.target, group.target)
-        factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
-
-        def add(deltas: Sequence[LoraDelta], value: Tensor, start: int) -> Tensor:
-            if not deltas:
-                return value
-            wide = torch.promote_types(value.dtype, torch.float32)
-            total = value.to(wide, copy=True).contiguous()
-            for delta in deltas:
-                if delta not in factors:
-                    factors[delta] = delta.factors(file, wide)
-                delta.add_rows(factors[delta], total, start)
-            return total
-
+        source, factors = updates.untied.get(group.target, ""), _Factors(file)
         for start, stop in group.slices():
             values: dict[str, Tensor] = {}
-            if not replaced or replaced < group.shapes.keys():
-                values = base.values(base.layout.by_name.get(source, group), start, stop)
-            if source != group.target and values:
-                values = {group.target: values[source]}
+            if source:
+                values = {group.target: base.rows(source, start, stop)}
+            elif not replaced or replaced < group.shapes.keys():
+                values = base.values(group, start, stop)
             for name, weight in packed.items():
                 last = weight.shape[0] if stop is None else stop
                 wide = torch.promote_types(weight.dtype, values[name].dtype)
                 values[name] = codec.unpack_range(weight, start, last).to(wide)
             values |= {n: file.read(updates.replacements[n], start, stop) for n in replaced}
-            values = {n: add(updates.deltas.get(n, ()), v, start) for n, v in values.items()}
+            for name, value in values.items():
+                values[name] = factors.add(updates.deltas.get(name), value, start)
             on_disk = restore(group, values, base.model)
             for key, stand_in, first, _ in group.places(start, stop):
-                tensor = add(updates.disk_deltas.get(key, ()), on_disk[stand_in], first)
+                if changes and (stored := base.disk[key][1]) not in _FLOATS:
+                    raise CheckpointError(
+                        f"{key} is {stored}, which an adapter cannot be added to: name a base in "
+                        "16 bit."
+                    )
+                tensor = factors.add(updates.disk_deltas.get(key), on_disk[stand_in], first)
                 tensor = tensor.to(self._dtypes[key])
-                if not unchanged and not bool(tensor.isfinite().all()):
+                if (changes or packed) and not bool(tensor.isfinite().all()):
                     raise AdapterError(
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
                         "base, is broken, or the dtype too narrow."
                     )
                 writers[key].write(key, tensor)
-        if changes:
-            self.changed.update(group.keys)
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
         """Round the group's parameters that were packed in training; before anything is added."""
-        training = self._training
-        if training is None or not any(name in training for name in group.shapes):
-            return {}
-        packers: dict[str, tuple[Any, torch.dtype]] = {}
-        for start, stop in group.slices():
-            for name, value in self._base.values(group, start, stop).items():
-                if name in training:
-                    if name not in packers:
-                        packers[name] = training.packer(name, group.shapes[name], value.dtype)
-                    packers[name][0].add(value)
-        self.rounded.update(packers)
-        return {n: replace(packer.finish(), dtype=dtype) for n, (packer, dtype) in packers.items()}
+        base, training, dtypes = self._base, self._training, dict[str, torch.dtype]()
+        slots: dict[str, Slot] = {}
+        for name in group.shapes if training is not None else ():
+            if training is not None and name in training:
+                known = training.dtypes(name, base.disk[group.keys[0]][1])
+                place, settings = torch.device("cpu"), training.settings
+                dtypes[name] = known[1]
+                slots[name] = Slot(name, group.shapes[name], known[0], place, settings)
+        self.rounded.update(slots)
+        weights = filled(base.checkpoint, base.layout, [group] if slots else [], slots)
+        return {name: replace(weight, dtype=dtypes[name]) for name, weight in weights}
 
     def write_config(self, folder: Path) -> None:
         """Write config.json, and the index of several files."""
@@ -368,12 +349,29 @@ class _Merge:
             shutil.copyfile(index, folder / index.name)
             return
         content = read_json(index, MAX_JSON) if base.keeps_files else {}
-        old = content.get("weight_map", {})
         content["metadata"] = {**(content.get("metadata") or {}), "total_size": self.nbytes}
-        content["weight_map"] = {
-            key: old.get(key, name) for name, keys in self._files.items() for key in keys
-        }
+        files = self._files.items()
+        content["weight_map"] = {key: name for name, keys in files for key in keys}
         _write_json(folder / index.name, content)
+
+
+class _Factors:
+    """Adds deltas to weights; keeps the factors of those that were added, for their next rows."""
+
+    def __init__(self, file: Checkpoint) -> None:
+        self._file, self._held = file, dict[LoraDelta, tuple[Tensor, Tensor]]()
+
+    def add(self, deltas: Sequence[LoraDelta] | None, value: Tensor, start: int) -> Tensor:
+        """Return rows from `start` on with these added, in fp32 or wider."""
+        if not deltas:
+            return value
+        wide = torch.promote_types(value.dtype, torch.float32)
+        total = value.to(wide, copy=True).contiguous()
+        for delta in deltas:
+            if delta not in self._held:
+                self._held[delta] = delta.factors(self._file, wide)
+            delta.add_rows(self._held[delta], total, start)
+        return total
 
 
 def _write_json(file: Path, content: Any) -> None:
@@ -475,7 +473,7 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
             if name in replaced and stored:
                 shape, dtype = base.disk[base.layout.by_name[stored[0]].keys[0]]
                 own = file.read(replaced[name]).to(dtype)
-                if own.shape == shape and base.holds(stored[0], own.__getitem__):
+                if own.shape == shape and base.holds(stored[0], lambda a, b, own=own: own[a:b]):
                     del replaced[name]
         keys = [replaced[name] for name in names if name in replaced]
         if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it
@@ -510,9 +508,10 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
                 UserWarning,
                 stacklevel=4,
             )
-        for changes in (deltas, replaced):  # all alike
-            moved: Any = [changes.pop(name) for name in changed if name in changes]
-            changes |= dict.fromkeys(stored, moved[0]) if moved else {}
+        kinds: tuple[dict[str, Any], ...] = (deltas, replaced)
+        for kind in kinds:
+            moved = [kind.pop(name) for name in changed if name in kind]
+            kind.update(dict.fromkeys(stored, moved[0]) if moved else {})  # all alike
 
 
 def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:

@@ -121,6 +121,7 @@ _Pair = Annotated[tuple[_Size, _Size] | None, BeforeValidator(_sizes)]
 
 @checked(frozen=True)
 class _Weights:
+    type: Annotated[Literal["int", "float"], BeforeValidator(lambda v: str(v).lower())] = "int"
     num_bits: Literal[4, 8] = 8
     symmetric: Literal[True] | None = None
     strategy: Literal["tensor", "channel", "group", "tensor_group", "block"] | None = None
@@ -142,7 +143,6 @@ class _Group:
 
 @checked(frozen=True)
 class _Settings:
-    quantization: _Mapping | None = None
     weight_block_size: _Pair = None
     quant_algo: str | None = None
     config_groups: dict[str, _Group] | None = None
@@ -163,21 +163,18 @@ class MakerConfig:
         self.method = method = method_of(config) or "bitsandbytes"
         if method not in METHODS:
             raise _unread(method, f"read are {', '.join(METHODS)}")
-        config = {**config, **(config.get("quantization") or {})}
+        config = {**config, **_parse(_Mapping, config.get("quantization") or {})}
         if method != COMPRESSED:  # modelopt's say less than its tensors
             config.pop("config_groups", None)
         own: _Settings = _parse(_Settings, config)
         if method == MODELOPT and not str(own.quant_algo).upper().startswith(_ALGORITHMS):
             raise _unread(f"quant_algo {own.quant_algo!r:.80}", "it is not known")
-        for key, field, plain in (
-            ("sparsity_config", "format", "dense"),
-            ("transform_config", "config_groups", None),
-        ):
-            said = (config.get(key) or {}).get(field)
-            if said and said != plain:
+        for key, field in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+            said = _parse(_Mapping, config.get(key) or {}).get(field)
+            if said and said != "dense":
                 raise _unread(f"{key}.{field} {said!r:.80}", "weights are stored otherwise")
         weights = [one.weights for one in (own.config_groups or {}).values() if one.weights]
-        self.words = {(one.num_bits, one.block()[1]) for one in weights}
+        self.words = {(one.num_bits, one.block()[1]) for one in weights if one.type == "int"}
         self.blocks: set[Block] = {one.block() for one in weights}
         if method == MXFP8 or own.weight_block_size:
             self.blocks = {own.weight_block_size or (1, 32)}
@@ -327,26 +324,16 @@ FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 MXFP4_SCALES = (torch.uint8, torch.float8_e8m0fnu)
 FP8_SCALES = (*FLOAT_SCALES, *MXFP4_SCALES)
 
-_ACTIVATIONS = {
-    *("input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
-    *("output_scale", "output_zero_point", "qscale_act", "q_scale", "k_scale", "v_scale"),
-    *("q_zero_point", "k_zero_point", "v_zero_point", "prob_output_scale"),
-}
-"""Last names of tensors for activations or the KV cache, which weights do without."""
-_IDLE_ENDS = ("_zero_point", "_shape")
-"""Ends of what symmetric codes, and codes in groups, are decoded without."""
-_REFUSED = {
-    "weight_g_idx": "columns are reordered by activation",
-    "g_idx": "columns are reordered by activation",
-    "qweight": "codes are packed as GPTQ and AWQ do",
-    "qzeros": "codes are packed as GPTQ and AWQ do",
-    "pre_quant_scale": "inputs are scaled as AWQ does",
-}
-_PARTS = (
-    *("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_shape"),
-    *("weight_zero_point", "qscale_weight", "_scales", "_packed", "_blocks"),
+# of activations or the KV cache, which weights do without
+_IDLE = re.compile(
+    r"(.*_)?(input|activation|prob_output|output|[qkv])(_global)?_(scale|zero_point)|qscale_act"
 )
-"""Ends of keys of scales, codes and their like."""
+# of symmetric codes, or in groups, which are decoded without
+_NEEDLESS = ("_zero_point", "_shape")
+_PART = re.compile(
+    r".*(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|weight_shape|weight_zero_point|"
+    r"qscale_weight|pre_quant_scale|_scales|_packed|_blocks|g_idx|qweight|qzeros)"
+)
 
 
 def _described(info: TensorInfo) -> str:
@@ -397,9 +384,8 @@ class PrequantizedCheckpoint(Checkpoint):
             key = min(alone, key=lambda key: self.stored[key].dtype.itemsize)  # codes, not scales
             raise CheckpointError(
                 f"{key} is {_described(self.stored[key])}, a part of a quantized weight, and the "
-                f"other part ({key}_scale_inv, {key}_scale, {key.rpartition('.')[0]}.scale, or the "
-                f"codes of scales) is missing, or does not go with it in {maker.method}: copy the "
-                f"whole folder, or {ADVICE}."
+                f"other part (codes, or {key}_scale_inv, _scale or .scale) is missing, or does not "
+                f"go with it in {maker.method}: copy the whole folder, or {ADVICE}."
             )
         self._names = {key: key for key in plain}
         self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
@@ -457,10 +443,6 @@ class PrequantizedCheckpoint(Checkpoint):
 
     def _of_codes(self, key: str, info: TensorInfo) -> Quantized | None:
         method, (module, _, last), name = self.method, key.rpartition("."), self._name(key)
-        if last in _REFUSED:
-            raise CheckpointError(
-                f"{key} says that {_REFUSED[last]}, which is not read here ({method}): {ADVICE}."
-            )
         if method == MXFP4:
             return self._gpt_oss(key, info) if name != key else None
         if name != key:
@@ -525,25 +507,21 @@ class PrequantizedCheckpoint(Checkpoint):
         That spares reading thousands of shapes from disk; they are read where it does not tell.
         """
         words, known = self.stored[key], self._maker.words
-        count = (self._part(scale, key).shape or (0,))[-1]
-        shapes = {(*words.shape[:-1], count * group) for _, group in known if group}
-
-        def fitting() -> list[tuple[int, int | None, tuple[int, ...]]]:
-            return [
-                (bits, group, shape)
-                for bits, group in known
-                for shape in shapes
-                if words.shape == (*shape[:-1], cdiv(shape[-1], 32 // bits))
-                and count == cdiv(shape[-1], group or shape[-1])
-            ]
-
-        if len(found := fitting()) != 1:
-            self._part(said := f"{self._name(key)}_shape", key)
-            shapes = {tuple(map(int, self.disk.read(said).flatten().tolist()))}
-            found = fitting()
-        if len(found) != 1 or words.dtype != torch.int32:
-            raise _misfit(key, words, f"int32 of codes of shape {max(shapes)} and of {scale}")
-        ((bits, group, shape),) = found
+        count, said = (self._part(scale, key).shape or (0,))[-1], f"{self._name(key)}_shape"
+        if len(known) == 1 and (group := min(known)[1]):
+            shape = (*words.shape[:-1], count * group)
+        else:
+            self._part(said, key)
+            shape = tuple(map(int, self.disk.read(said).flatten().tolist()))
+        fitting = [
+            (bits, group)
+            for bits, group in known
+            if words.shape == (*shape[:-1], cdiv(shape[-1], 32 // bits))
+            and count == cdiv(shape[-1], group or shape[-1])
+        ]
+        if len(fitting) != 1 or words.dtype != torch.int32:
+            raise _misfit(key, words, f"int32 of codes that {scale} and {said} go with")
+        bits, group = fitting[0]
         unpack = _unpack_int4 if bits == 4 else _unpack_int8
         return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, unpack)
 
@@ -578,10 +556,9 @@ class PrequantizedCheckpoint(Checkpoint):
 
     def _is_idle(self, key: str) -> bool:
         """Whether a tensor that is no part is for activations, or decoding does without it."""
-        last = key.rpartition(".")[2]
-        if last in _ACTIVATIONS or last.endswith(("_input_scale", "_activation_scale")):
-            return True
-        return any(last.endswith(e) and key.removesuffix(e) in self._tensors for e in _IDLE_ENDS)
+        return _IDLE.fullmatch(key.rpartition(".")[2]) is not None or any(
+            key.endswith(end) and key.removesuffix(end) in self._tensors for end in _NEEDLESS
+        )
 
     def _is_part(self, key: str) -> bool:
         """Whether a tensor can only be codes or scales of a quantized weight."""
@@ -589,7 +566,7 @@ class PrequantizedCheckpoint(Checkpoint):
         if info.dtype.is_floating_point and info.dtype.itemsize == 1:
             return True
         is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
-        return (is_bytes or last.endswith(_PARTS)) and not self._maker.is_ignored(module)
+        return bool(is_bytes or _PART.fullmatch(last)) and not self._maker.is_ignored(module)
 
 
 def open_plain(
@@ -607,17 +584,9 @@ def open_plain(
     config, own = _configs(folder)
     own = quantization_config or own
     checkpoint = Checkpoint(files) if files is not None else open_checkpoint(folder)
+    if own is None or method_of(own) is None:
+        return checkpoint
     try:
-        for key in checkpoint if own is None else ():
-            dtype, is_packed = checkpoint.info(key).dtype, key.endswith(("_blocks", "_packed"))
-            if not _is_wide(dtype) and (dtype.is_floating_point or is_packed):
-                raise CheckpointError(
-                    f"{key} is {dtype_name(dtype)}, and {CONFIG} has no quantization_config that "
-                    "says how it was quantized: put the maker's back."
-                )
-        if method_of(own) is None:
-            return checkpoint
-        assert own is not None
         inner = config.get("text_config")
         places = (config, inner if isinstance(inner, Mapping) else {})
         said = [_named_dtype(one.get(key)) for one in places for key in ("dtype", "torch_dtype")]
@@ -630,8 +599,8 @@ def open_plain(
 
 def unread_method(folder: str | Path) -> str:
     """Return why a folder's `quantization_config` is not read; "" where it is, or there is none."""
-    _, own = _configs(Path(folder))
     try:
+        own = _configs(Path(folder))[1]
         if own is not None and method_of(own) is not None:
             MakerConfig(own)
     except CheckpointError as error:
@@ -651,13 +620,13 @@ def codes_of_source(config: Any) -> tuple[int | None, str]:
     try:
         if method_of(_configs(Path(name))[1]) is None:
             return None, ""
-        with open_plain(name) as checkpoint:
-            assert isinstance(checkpoint, PrequantizedCheckpoint)
-            nbytes = sum(info.nbytes for info in checkpoint.stored.values())
+        with open_plain(name) as opened:
+            assert isinstance(opened, PrequantizedCheckpoint)
+            nbytes, count = sum(info.nbytes for info in opened.stored.values()), len(opened.stored)
             return nbytes, (
-                f"{sum(map(checkpoint.is_dequantized, checkpoint))} weights of the folder are "
-                f"codes ({checkpoint.method}), which are dequantized when they are read; its "
-                f"{len(checkpoint.stored)} tensors take {human_bytes(nbytes)} on disk."
+                f"{sum(map(opened.is_dequantized, opened))} weights of the folder are codes "
+                f"({opened.method}), which are dequantized when they are read; its {count} "
+                f"tensors take {human_bytes(nbytes)} on disk."
             )
     except CheckpointError as error:
         return None, str(error)

@@ -336,12 +336,6 @@ def test_methods_that_are_not_read(method: str, twins: Get, tmp_path: Path) -> N
     base = shutil.copytree(folder.plain, tmp_path / "base")
     said = {"quant_method": method, "bits": 4}
     set_config(base, config_of(base) | {"quantization_config": said})
-    key = "model.layers.0.mlp.experts.0.up_proj"
-
-    def edit(held: dict[str, Tensor]) -> None:
-        held[f"{key}.qweight"] = held.pop(f"{key}.weight").to(torch.int32)
-
-    change(base, edit)
     adapter = adapt(folder)
     pack(folder.plain, tmp_path / "packed")
     for call in (
@@ -352,7 +346,6 @@ def test_methods_that_are_not_read(method: str, twins: Get, tmp_path: Path) -> N
         with pytest.raises(CheckpointError, match=f"says {method}, which is not read") as seen:
             call()
         assert str(seen.value).count("\n") == 0
-        assert key in str(seen.value)
     assert not (tmp_path / "out").exists()
     report = verify(base)
     assert report.good  # it is whole, whoever reads it

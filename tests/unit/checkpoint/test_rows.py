@@ -33,7 +33,7 @@ def _one_expert_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_slices(group: Group, disk: dict[str, Tensor], *rows: int) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {}
     for start, stop in group.slices(*rows):
-        read = {key: disk[key][first:last] for key, first, last in group.places(start, stop)}
+        read = {key: disk[key][first:last] for key, _, first, last in group.places(start, stop)}
         for name, part in convert(group, read, MODEL).items():
             parts.setdefault(name, []).append(part)
     return {name: torch.cat(some) for name, some in parts.items()}
@@ -88,7 +88,9 @@ def test_a_list_that_holds_the_experts_of_two_weights() -> None:
     assert torch.equal(found[names[0]], whole[:EXPERTS])
     assert torch.equal(found[names[1]], whole[EXPERTS:])
     # a slice is written back as its first experts: those of either weight in turn
-    assert list(group.part(3, 5).values())[:4] == [f"e.{n}.gate" for n in range(4)]
+    places = list(group.places(3, 5))[:4]
+    assert [first for _, first, *_ in places] == [f"e.{n}.gate" for n in range(4)]
+    assert [key for key, *_ in places] == [f"e.{n}.gate" for n in (3, 4, 8, 9)]
 
 
 @pytest.mark.parametrize(
