@@ -283,8 +283,9 @@ def filled(
         group, mine, start, stop, _ = item
         if start == stop:
             return {}
-        for key in group.keys if mine[0].dtype.is_floating_point else ():
-            check_plain(mine[0].name, files.info(key).dtype)
+        if mine[0].settings is not None or mine[0].dtype.is_floating_point:
+            for key in group.keys:
+                check_plain(mine[0].name, files.info(key).dtype)
         on_cpu = getattr(group.converter, "force_cpu", False)
         device = torch.device("cpu") if on_cpu else mine[0].device
         places = group.places(start, stop)
