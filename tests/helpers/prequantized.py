@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,41 +32,31 @@ Encoded = tuple[Stored, Tensor]
 _KEPT = r"embed|lm_head|^head\.|(?<!proj)\.gate\.weight$|router|norm|bias|sinks|hc_|compressor"
 
 
-@dataclass(frozen=True)
-class Case:
-    """A folder by name: which model, which method, and what of it is not as usual."""
-
-    model_type: str
-    method: str
-    overrides: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-CASES = {
-    "deepseek_v3 fp8": Case("deepseek_v3", "fp8", options={"mtp": True}),
-    "deepseek_v3 fp8 e8m0": Case("deepseek_v3", "fp8", options={"scale_dtype": "e8m0"}),
-    "qwen3_moe fp8": Case("qwen3_moe", "fp8", options={"scale_dtype": torch.bfloat16}),
-    "qwen3_moe mxfp8": Case("qwen3_moe", "mxfp8", {"moe_intermediate_size": 96}),
-    "glm4_moe fp8 channel": Case("glm4_moe", "compressed-fp8", options={"strategy": "channel"}),
-    "glm4_moe fp8 tensor": Case("glm4_moe", "compressed-fp8", options={"strategy": "tensor"}),
-    "glm4_moe fp8 block": Case("glm4_moe", "compressed-fp8", options={"strategy": "block"}),
-    "gpt_oss mxfp4": Case("gpt_oss", "mxfp4"),
-    "deepseek_v3 int4": Case("deepseek_v3", "int4", {"moe_intermediate_size": 96}),
-    "deepseek_v3 int4 channel": Case(
-        "deepseek_v3", "int4", {"moe_intermediate_size": 42}, {"group": None}
-    ),
-    "qwen3_moe nvfp4": Case("qwen3_moe", "nvfp4", {"moe_intermediate_size": 48}),
-    "qwen3_moe modelopt nvfp4": Case("qwen3_moe", "modelopt-nvfp4", {"moe_intermediate_size": 48}),
-    "qwen3_moe modelopt fp8": Case("qwen3_moe", "modelopt-fp8"),
-    "deepseek_v4 fp4": Case("deepseek_v4", "deepseek-v4", {"moe_intermediate_size": 96}),
+Case = tuple[str, str, dict[str, Any], dict[str, Any]]
+"""Which model, which method (of `METHODS`), and options of the model and of the method."""
+WIDE, EVEN, ODD = ({"moe_intermediate_size": size} for size in (96, 48, 42))
+CASES: dict[str, Case] = {
+    "deepseek_v3 fp8": ("deepseek_v3", "fp8", {}, {"mtp": True}),
+    "deepseek_v3 fp8 e8m0": ("deepseek_v3", "fp8", {}, {"scale_dtype": "e8m0"}),
+    "qwen3_moe fp8": ("qwen3_moe", "fp8", {}, {"scale_dtype": torch.bfloat16}),
+    "qwen3_moe mxfp8": ("qwen3_moe", "mxfp8", WIDE, {}),
+    "glm4_moe fp8 channel": ("glm4_moe", "compressed-fp8", {}, {"strategy": "channel"}),
+    "glm4_moe fp8 tensor": ("glm4_moe", "compressed-fp8", {}, {"strategy": "tensor"}),
+    "glm4_moe fp8 block": ("glm4_moe", "compressed-fp8", {}, {"strategy": "block"}),
+    "gpt_oss mxfp4": ("gpt_oss", "mxfp4", {}, {}),
+    "deepseek_v3 int4": ("deepseek_v3", "int4", WIDE, {}),
+    "deepseek_v3 int4 channel": ("deepseek_v3", "int4", ODD, {"group": None}),
+    "qwen3_moe nvfp4": ("qwen3_moe", "nvfp4", EVEN, {}),
+    "qwen3_moe modelopt nvfp4": ("qwen3_moe", "modelopt-nvfp4", EVEN, {}),
+    "qwen3_moe modelopt fp8": ("qwen3_moe", "modelopt-fp8", {}, {}),
+    "deepseek_v4 fp4": ("deepseek_v4", "deepseek-v4", WIDE, {}),
 }
 
 
 def write_case(path: Path, name: str, **changes: Any) -> tuple[Path, Stored]:
     """Write the folder of a name in `CASES`; changes are options of `write_folder`."""
-    case = CASES[name]
-    options = {"overrides": case.overrides, **case.options, **changes}
-    return write_folder(path, case.model_type, case.method, **options)
+    model_type, method, overrides, options = CASES[name]
+    return write_folder(path, model_type, method, **{"overrides": overrides, **options, **changes})
 
 
 def write_both(path: Path, name: str, **changes: Any) -> Path:
@@ -94,27 +84,16 @@ def write_folder(
     overrides: dict[str, Any] | None = None,
     shards: int = 3,
     seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
     mtp: bool = False,
     **options: Any,
 ) -> tuple[Path, Stored]:
-    """Write a tiny model as the maker of such models does.
+    """Write a tiny model as the maker of such models does; return the plain tensors as well.
 
-    Args:
-        path: Of the new folder.
-        model_type: Of the model.
-        method: A key of `METHODS`.
-        overrides: Of the model's configuration.
-        shards: Safetensors files; a tensor's codes and scales go to different ones.
-        seed: Of the model.
-        dtype: Of the plain tensors.
-        mtp: Add a layer for the prediction of more tokens, which models ignore, as DeepSeek ships.
-        options: Of the method.
-
-    Returns:
-        The folder, and by its plain key each tensor that it stands for.
+    `overrides` are of the model's configuration, `options` of the method. A tensor's codes and
+    scales go to different `shards`. `mtp` adds a layer for the prediction of more tokens, which
+    models ignore, as DeepSeek ships.
     """
-    model: Any = tiny_model(model_type, seed=seed, **(overrides or {})).to(dtype)
+    model: Any = tiny_model(model_type, seed=seed, **(overrides or {})).bfloat16()
     model.save_pretrained(path, save_original_format=True)
     plain = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -130,7 +109,7 @@ def write_folder(
             stored[key] = plain[key]
             continue
         parts, values = encode(plain[key].float())
-        plain[key] = values.to(dtype)
+        plain[key] = values.bfloat16()
         for part, tensor in parts.items():
             stored[maker.key(key, part)] = tensor.contiguous()
     config["quantization_config"] = maker.config
@@ -341,22 +320,14 @@ def _mxfp8() -> Maker:
 
 def compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[str, Any]:
     """A quantization_config of compressed-tensors with one group."""
-    group = {
-        "targets": ["Linear"],
-        "weights": {"dynamic": False, "symmetric": True, "actorder": None, **weights},
-        "input_activations": None,
-        "output_activations": None,
-        "format": form,
-    }
+    own = {"dynamic": False, "symmetric": True, "actorder": None, **weights}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": own, "format": form}},
         "ignore": ignore,
         "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-        "version": "0.12.2",
     }
 
 
@@ -407,7 +378,6 @@ def _modelopt(algorithm: str) -> Maker:
         "quant_algo": algorithm,
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
         "ignore": ["lm_head", "model.layers.*.mlp.gate"],
-        "producer": {"name": "modelopt", "version": "0.33.0"},
     }
 
     def encode(weight: Tensor) -> Encoded:
