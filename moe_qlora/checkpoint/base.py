@@ -297,10 +297,9 @@ def file_facts(folder: Path) -> dict[str, str]:
         named = file.name in (CONFIG, MODELOPT_CONFIG)
         named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
         if named and file.is_file():  # opening a pipe would wait for its writer
-            one = _describe(file)
-            content = hashlib.sha256((one["header_sha256"] + one["sample_sha256"]).encode())
-            size = f"{one['nbytes']:,} bytes, {content.hexdigest()[:12]}"
-            facts[f"{file.name} of the checkpoint"] = size
+            nbytes, header, sample = _describe(file).values()
+            said = f"{nbytes:,} bytes, {header[:8]}{sample[:8]}"
+            facts[f"{file.name} of the checkpoint"] = said
     return facts
 
 

@@ -54,7 +54,7 @@ from .adapter import (
 from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, restore, same_bits
 from .manifest import CONFIG, canonical_name, is_packed
-from .prequantized import json_parts, plain_json
+from .prequantized import parts_of, plain_json
 from .reader import INDEX, SINGLE, Checkpoint, header_bytes, index_of
 from .rows import Slot, filled, kept_dtypes
 from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
@@ -329,7 +329,7 @@ class _Merge:
         else:
             config = config if base.keeps_files else plain_json(config)
             text = []
-            for part in json_parts(config):
+            for part in parts_of(config):
                 for name in PACKED_KEYS:
                     part.pop(name, None)
                 for name in ("dtype", "torch_dtype"):

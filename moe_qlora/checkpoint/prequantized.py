@@ -62,14 +62,18 @@ TENSOR: Block = (None, None)
 CHANNEL: Block = (1, None)
 
 
+def parts_of(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the fields of a configuration (config.json or its object), and of those in it."""
+    own: dict[str, Any] = config if isinstance(config, dict) else vars(config)
+    yield own
+    for inner in list(own.values()):
+        if isinstance(inner, dict) or hasattr(inner, "sub_configs"):
+            yield from parts_of(inner)
+
+
 def maker_config(config: Any) -> Any:
-    """Return the `quantization_config` in a configuration (config.json or its object), or None."""
-    if isinstance(config, Mapping):
-        parts = [config, config.get("text_config")]
-    else:
-        parts = [vars(part) for part in _parts(config)]
-    found = (part.get(_SETTINGS) for part in parts if isinstance(part, Mapping))
-    return next(filter(None, found), None)
+    """Return the `quantization_config` in a configuration, or None."""
+    return next(filter(None, (part.get(_SETTINGS) for part in parts_of(config))), None)
 
 
 def maker_method(config: Any) -> str | None:
@@ -181,17 +185,13 @@ class MakerConfig:
         elif method != COMPRESSED:  # transformers takes 128 x 128, vLLM one for a tensor
             self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
         lists = own.ignore, own.modules_to_not_convert, own.ignored_layers, own.exclude_modules
-        self._ignored = [
+        self.ignored = [
             pattern for some in lists for name in some or () for pattern in _ignoring(method, name)
         ]
 
-    def check_patterns(self, modules: Iterable[str]) -> None:
-        """Raise where a pattern of the configuration may run for ever on these modules' names."""
-        check_patterns([one.pattern for one in self._ignored], modules, "quantization_config")
-
     def is_ignored(self, module: str) -> bool:
         """Whether the configuration says that a module is not converted."""
-        return any(pattern.match(module) for pattern in self._ignored)
+        return any(pattern.match(module) for pattern in self.ignored)
 
 
 def _ignoring(method: str, name: str) -> Iterator[re.Pattern[str]]:
@@ -368,7 +368,8 @@ class PrequantizedCheckpoint(Checkpoint):
         super().__init__(())
         self.stored: dict[str, TensorInfo] = {key: checkpoint.info(key) for key in checkpoint}
         self._maker = maker = MakerConfig(config)
-        maker.check_patterns({key.rpartition(".")[0] for key in self.stored})
+        modules = {key.rpartition(".")[0] for key in self.stored}
+        check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
         self.disk = checkpoint
         self._tensors: dict[str, Quantized] = {}
@@ -656,9 +657,9 @@ def describe_plain(config: Any) -> None:
     stays. A dtype that is none to compute in (FP8, or none at all) becomes bfloat16, which such
     folders stand for.
     """
-    for part in _parts(config):
-        _strip(part.__dict__)
-        dtype = getattr(part, "dtype", None)
+    for part in parts_of(config):
+        _strip(part)
+        dtype = part.get("dtype")
         if dtype is not None and _named_dtype(dtype) is None:
             raise CheckpointError(
                 f"config.json says dtype {dtype!r:.80}, which is no dtype of torch: put the "
@@ -670,7 +671,7 @@ def describe_plain(config: Any) -> None:
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the 16-bit folder, given that of the quantized one."""
     plain = copy.deepcopy(dict(config))
-    for part in json_parts(plain):
+    for part in parts_of(plain):
         _strip(part)
     return plain
 
@@ -680,20 +681,6 @@ def _strip(part: dict[str, Any]) -> None:
         del part[_SETTINGS]
     part.pop("expert_dtype", None)  # of DeepSeek-V4's experts as they lie on disk
     for key in ("dtype", "torch_dtype"):
-        dtype = _named_dtype(part.get(key))
-        if dtype is not None and dtype.itemsize == 1:
-            plain = torch.bfloat16
-            part[key] = dtype_name(plain) if isinstance(part[key], str) else plain
-
-
-def _parts(config: Any) -> list[Any]:
-    parts = [getattr(config, name, None) for name in config.sub_configs]
-    return [config, *(part for part in parts if part is not None)]
-
-
-def json_parts(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a configuration, and the configurations in it."""
-    yield value
-    for inner in list(value.values()):
-        if isinstance(inner, dict):
-            yield from json_parts(inner)
+        said = part.get(key)
+        if (dtype := _named_dtype(said)) is not None and dtype.itemsize == 1:
+            part[key] = "bfloat16" if isinstance(said, str) else torch.bfloat16

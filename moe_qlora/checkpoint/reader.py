@@ -236,9 +236,9 @@ def plain_weights(folder: Path) -> list[Path]:
     names = [SINGLE]
     if os.path.lexists(folder / INDEX):
         with suppress(CheckpointError):
-            shards = set(read_index(inside(folder, INDEX)).values())
-            bare = (name for name in shards if not set(name) & set("/\\\0"))
-            names += [*sorted(name for name in bare if name.endswith(".safetensors")), INDEX]
+            shards = sorted({*read_index(inside(folder, INDEX)).values()})
+            shards = [name for name in shards if name.endswith(".safetensors")]
+            names += [*(name for name in shards if not set(name) & set("/\\\0")), INDEX]
     files = [folder / name for name in dict.fromkeys(names)]
     return [file for file in files if file.is_symlink() or file.is_file()]
 

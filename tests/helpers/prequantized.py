@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ def write_folder(
         plain[key] = values.bfloat16()
         for part, tensor in parts.items():
             stored[maker.key(key, part)] = tensor.contiguous()
-    config["quantization_config"] = maker.config
+    config |= {"quantization_config": maker.config, **maker.says}
     (path / "config.json").write_text(json.dumps(config, indent=2))
     write_shards(path, stored, shards)
     return path, plain
@@ -281,6 +281,7 @@ class Maker:
     plain_modules: str = r"$^"
     by_key: bool = False
     scales: str = "{key}_scale_inv"
+    says: dict[str, Any] = field(default_factory=dict)  # fields of config.json
 
     def encoder(self, key: str, tensor: Tensor) -> Any:
         """Return what quantizes a tensor; None where it stays plain."""
@@ -401,11 +402,12 @@ def _deepseek_v4(block: tuple[int, int] = (16, 24)) -> Maker:
     rest = _fp8(block, "e8m0")
     del rest.config["modules_to_not_convert"]
     return Maker(
-        rest.config | {"expert_dtype": "fp4"},
+        rest.config,
         lambda key: encode_fp4 if ".experts." in key else rest.encode,
         r"\.ape$|tid2eid",
         by_key=True,
         scales="{module}.scale",
+        says={"dtype": "float8_e4m3fn", "expert_dtype": "fp4"},
     )
 
 

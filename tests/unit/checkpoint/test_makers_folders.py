@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import moe_qlora
-from moe_qlora.checkpoint.prequantized import json_parts
+from moe_qlora.checkpoint.prequantized import parts_of
 from moe_qlora.checkpoint.reader import INDEX
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
@@ -52,6 +52,8 @@ class Twins:
         config = config_of(self.makers)
         for part in (config, config.get("text_config", {})):
             part.pop("quantization_config", None)
+        if config.pop("expert_dtype", None):  # DeepSeek-V4's
+            config["dtype"] = "bfloat16"
         set_config(self.plain, config)
 
 
@@ -89,7 +91,7 @@ def pack(source: Path, out: Path, config: dict[str, Any] = NF4, **settings: Any)
 
 def says_quantized(folder: Path) -> bool:
     """Whether config.json, or a part of it, has a quantization_config of a maker."""
-    parts = [part.get("quantization_config") for part in json_parts(config_of(folder))]
+    parts = [part.get("quantization_config") for part in parts_of(config_of(folder))]
     return any(part and part.get("quant_method") != "bitsandbytes" for part in parts)
 
 
@@ -102,6 +104,8 @@ def assert_same_merges(left: Path, right: Path, adapter: Path, root: Path) -> di
     for key, tensor in found.items():
         assert same(tensor, expected[key]), key
     assert not says_quantized(root / "merged")
+    configs = [config_of(root / name) for name in ("merged", "expected")]
+    assert configs[0] == configs[1]
     return found
 
 
@@ -145,20 +149,8 @@ def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
     assert pack(twins.makers, tmp_path / "a") == pack(twins.plain, tmp_path / "b")
     adapter = adapt(twins, AutoModelForImageTextToText)
     assert_same_merges(twins.makers, twins.plain, adapter, tmp_path)
-    assert config_of(tmp_path / "merged") == config_of(tmp_path / "expected")
     said = CliRunner().invoke(app, ["dump", str(twins.makers), "--json"])
     assert any("is quantized with fp8" in note for note in json.loads(said.stdout)["notes"])
-
-
-def test_a_configuration_of_a_dtype_that_is_none_to_compute_in(tmp_path: Path) -> None:
-    """As DeepSeek-V4's, which also says what its experts are stored in."""
-    twins = Twins(tmp_path, lambda path: write_case(path, "deepseek_v4 fp4"))
-    said = {"dtype": "float8_e4m3fn", "expert_dtype": "fp4"}
-    set_config(twins.makers, config_of(twins.makers) | said)
-    assert pack(twins.makers, tmp_path / "a") == pack(twins.plain, tmp_path / "b")
-    moe_qlora.merge_adapter(twins.makers, adapt(twins), tmp_path / "merged")
-    config = config_of(tmp_path / "merged")
-    assert (config["dtype"], "expert_dtype" in config) == ("bfloat16", False)
 
 
 def test_a_dtype_that_is_none_is_named(twins: Get, tmp_path: Path) -> None:

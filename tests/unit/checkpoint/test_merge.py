@@ -20,7 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from small_models import fill
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from training import loaded, lora
 from typer.testing import CliRunner
 
 import moe_qlora
@@ -306,17 +306,18 @@ def test_an_adapter_from_transformers_v4_goes_to_the_single_experts(tmp_path: Pa
     model: Any = testing.tiny_model("qwen3_moe")
     save(model, tmp_path / "base")
     adapt(model, tmp_path / "adapter", linears=["q_proj"])
-    before = tensors(tmp_path / "base")
-    weights, expected = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), {}
+    before, file = tensors(tmp_path / "base"), tmp_path / "adapter/adapter_model.safetensors"
+    weights, expected = load_file(file), {}
     generator = torch.Generator().manual_seed(0)
     for key, value in before.items():
         if ".experts." in key and not key.endswith("1.up_proj.weight"):
             path = f"base_model.model.{key.removesuffix('.weight')}"
-            a = torch.randn(2, value.shape[1], generator=generator)
-            b = torch.randn(value.shape[0], 2, generator=generator)
-            weights[f"{path}.lora_A.weight"], weights[f"{path}.lora_B.weight"] = a, b
+            a = weights[f"{path}.lora_A.weight"] = torch.randn(
+                2, value.shape[1], generator=generator
+            )
+            b = weights[f"{path}.lora_B.weight"] = torch.randn(len(value), 2, generator=generator)
             expected[key] = value + 4.0 * (b @ a)  # alpha 8 / r 2
-    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(weights, file)
     merged = merge(tmp_path)
     assert len(expected) > 12
     for key, value in expected.items():
@@ -533,46 +534,31 @@ def test_like_training_rounds_to_the_dtype_that_was_trained_in(
     trained: torch.dtype, tmp_path: Path
 ) -> None:
     """Of a base in fp32 on disk, whose weights a load has rounded before it packed them."""
-    model = testing.tiny_model("qwen3_moe", dtype=torch.float32)
-    save(model, tmp_path / "base")
-    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=trained)
-    with moe_qlora.enabled():
-        packed = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", dtype=trained, quantization_config=four
-        )
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-    adapted: Any = moe_qlora.get_peft_model(packed, config, experts=True)
-    fill(adapted, 3, 0.1)
-    new = tmp_path / "adapter"
-    save(adapted, new)
-    note = json.loads((new / "moe_qlora_adapter.json").read_text())
-    assert note["dtype"] == str(trained).removeprefix("torch.")
-    old = shutil.copytree(new, tmp_path / "old")
-    without = {key: value for key, value in note.items() if key != "dtype"}
-    (old / "moe_qlora_adapter.json").write_text(json.dumps(without))
-    for adapter in (new, old):
-        out = tmp_path / f"merged-{adapter.name}"
-        moe_qlora.merge_adapter(tmp_path / "base", adapter, out, like_training=True)
+    save(testing.tiny_model("qwen3_moe", dtype=torch.float32), tmp_path / "base")
+    packed = loaded(tmp_path / "base", {"load_in_4bit": True}, dtype=trained)
+    adapted = fill(lora(packed, "q_proj", r=2), 3, 0.1)
+    save(adapted, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "moe_qlora_adapter.json"
+    note = json.loads(file.read_text())
+    merged = merge(tmp_path, like_training=True)
+    file.write_text(json.dumps({key: value for key, value in note.items() if key != "dtype"}))
+    unrounded = merge(tmp_path, "old", like_training=True)
     save(adapted.merge_and_unload(dtype=torch.float32), tmp_path / "reference")
     reference = tensors(tmp_path / "reference")
-    merged, unrounded = tensors(tmp_path / "merged-adapter"), tensors(tmp_path / "merged-old")
     for key in (key for key in reference if "experts" in key or "q_proj" in key):
         assert torch.allclose(merged[key], reference[key], rtol=1e-5, atol=1e-6), key
         assert not torch.allclose(unrounded[key], reference[key], rtol=1e-5, atol=1e-6), key
-    (old / "moe_qlora_adapter.json").write_text(json.dumps(note | {"dtype": "int4"}))
-    arguments = (tmp_path / "base", old, tmp_path / "out")
-    refuses(CheckpointError, "dtype", *arguments, like_training=True)
+    file.write_text(json.dumps(note | {"dtype": "int4"}))
+    places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "none")
+    refuses(CheckpointError, "dtype", *places, like_training=True)
 
 
 def test_codes_of_another_tool_are_copied_and_never_rounded(folders: Path, tmp_path: Path) -> None:
     v_proj = "model.layers.1.self_attn.v_proj.weight"
     note = noted(folders, tmp_path / "noted", "nf4", v_proj)
-    base = shutil.copytree(folders / "base", tmp_path / "base")
-    for file in base.glob("model-*.safetensors"):
-        stored = load_file(file)
-        if v_proj in stored:
-            codes = stored[v_proj] = (stored[v_proj] * 100).to(torch.int8)
-            save_file(stored, file, metadata={"format": "pt"})
+    held = tensors(folders / "base")
+    codes = held[v_proj] = (held[v_proj] * 100).to(torch.int8)
+    base = other_base(folders, tmp_path, held)
     match = rf"{v_proj} is int8"
     refuses(UnsupportedWeightError, match, base, note, tmp_path / "out", like_training=True)
     moe_qlora.merge_adapter(base, note, tmp_path / "out")
@@ -646,26 +632,22 @@ def test_no_more_than_two_experts_at_a_time(
     stacks = [weight for name, weight in model.named_parameters() if name.endswith("gate_up_proj")]
     monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 2 * stacks[0][0].numel())
     sizes: list[int] = []
+    read, write = Checkpoint.read, ShardWriter.write
 
-    def spied(cls: Any, name: str) -> None:
-        stock = getattr(cls, name)
+    def spied_read(self: Any, key: str, *rows: Any) -> Tensor:
+        tensor = read(self, key, *rows)
+        sizes.extend([tensor.numel()] if ".experts." in key else [])
+        return tensor
 
-        def call(self: Any, key: str, *arguments: Any) -> Any:
-            found = stock(self, key, *arguments)
-            tensor = arguments[0] if found is None else found
-            sizes.extend([tensor.numel()] if ".experts." in key else [])
-            return found
+    def spied_write(self: Any, key: str, tensor: Tensor) -> None:
+        sizes.extend([tensor.numel()] if ".experts." in key else [])
+        write(self, key, tensor)
 
-        monkeypatch.setattr(cls, name, call)
-
-    spied(Checkpoint, "read")
-    spied(ShardWriter, "write")
-    settings = {"quantization_config": {"load_in_4bit": True}} if like_training else {}
-    moe_qlora.merge_adapter(
-        *(tmp_path / "base", tmp_path / "adapter", tmp_path / "out"),
-        like_training=like_training,
-        **settings,
-    )
+    monkeypatch.setattr(Checkpoint, "read", spied_read)
+    monkeypatch.setattr(ShardWriter, "write", spied_write)
+    config = {"load_in_4bit": True} if like_training else None
+    places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    moe_qlora.merge_adapter(*places, like_training=like_training, quantization_config=config)
     assert max(sizes) == 2 * stacks[0][0].numel()
     assert len(sizes) > 4 * len(stacks)
 
@@ -675,23 +657,15 @@ def test_no_more_than_two_experts_at_a_time(
 
 def test_the_command_takes_the_codec(folders: Path, tmp_path: Path) -> None:
     base, adapter = str(folders / "base"), str(folders / "adapter")
-    out = tmp_path / "out"
     asked = ["--like-training", "--quant", "nf4", "--double-quant", "--skip", "q_proj"]
     asked += ["--dtype", "float32", "--quiet"]
-    assert CliRunner().invoke(app, ["merge", base, adapter, str(out), *asked]).exit_code == 0
-    settings = {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "llm_int8_skip_modules": ["q_proj"],
-    }
-    moe_qlora.merge_adapter(
-        *(base, adapter, tmp_path / "same"),
-        like_training=True,
-        quantization_config=settings,
-        dtype=torch.float32,
-    )
-    same, found = tensors(tmp_path / "same"), tensors(out)
+    command = ["merge", base, adapter, str(tmp_path / "out"), *asked]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    settings |= {"bnb_4bit_use_double_quant": True, "llm_int8_skip_modules": ["q_proj"]}
+    how: dict[str, Any] = {"quantization_config": settings, "dtype": torch.float32}
+    moe_qlora.merge_adapter(base, adapter, tmp_path / "same", like_training=True, **how)
+    same, found = tensors(tmp_path / "same"), tensors(tmp_path / "out")
     assert all(torch.equal(value, found[key]) for key, value in same.items())
     k_proj = "model.layers.0.self_attn.k_proj.weight"
     assert not torch.equal(found[k_proj], tensors(folders / "base")[k_proj].float())

@@ -282,9 +282,6 @@ def with_group(**weights):
     [
         ({"quant_method": "gptq", "bits": 4}, "says gptq"),
         ({"quant_method": "awq"}, "says awq"),
-        ({"quant_method": "auto-round"}, "says auto-round"),
-        ({"quant_method": "fbgemm_fp8"}, "says fbgemm_fp8"),
-        ({"quant_method": "quark"}, "says quark"),
         ({"bits": 4}, "says no quant_method"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         (with_group(symmetric=False), r"group_0\.weights\.symmetric False"),
