@@ -59,8 +59,7 @@ class Base:
     def __init__(self, folder: Path, model: Any, *, device: torch.device | None = None) -> None:
         checkpoint = open_plain(folder)
         self.keeps_files = not isinstance(checkpoint, PrequantizedCheckpoint)
-        infos = {key: checkpoint.info(key) for key in checkpoint}
-        disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
+        disk = {key: (info.shape, info.dtype) for key, info in checkpoint.items()}
         self._set(folder, model, checkpoint, disk, device)
 
     def _set(

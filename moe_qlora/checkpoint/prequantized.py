@@ -230,16 +230,11 @@ class Quantized:
     one_scale: bool = False  # a single scale belongs to all of the tensor
     transposed: bool = False  # the plain tensor has the codes' rows as its last dimension
 
-    @property
-    def stacked(self) -> bool:
-        """Whether the first dimension counts experts."""
-        return len(self.shape) == 3
-
     def rows(self, role: str, start: int, stop: int) -> tuple[int, int | None]:
         """Return the rows of a part that rows [start, stop) need; (0, None): all."""
         if role not in (CODES, SCALE) or (role == SCALE and self.one_scale):
             return 0, None
-        high = 1 if role == CODES or self.stacked else self.block[0]
+        high = 1 if role == CODES or len(self.shape) == 3 else self.block[0]
         return start // high, cdiv(stop, high)
 
 
@@ -250,14 +245,14 @@ def dequantize(
 
     Every value is made in fp32 and rounded once; a piece of them is in fp32 at a time.
     """
-    codes, (high, wide) = parts[CODES], tensor.block
+    codes, (high, wide), stacked = parts[CODES], tensor.block, len(tensor.shape) == 3
     plain = torch.empty((stop - start, *tensor.shape[1:]), dtype=dtype, device=codes.device)
-    target = plain if tensor.stacked else plain[None]
+    target = plain if stacked else plain[None]
     target = target.transpose(1, 2) if tensor.transposed else target
     experts, rows, columns = target.shape
     if not plain.numel():
         return plain
-    first = 0 if tensor.stacked else start % high  # row of the first one in its block
+    first = 0 if stacked else start % high  # row of the first one in its block
     codes = codes.reshape(experts, rows, -1)
     scale = parts[SCALE].reshape(1 if tensor.one_scale else experts, -1, cdiv(columns, wide))
     scale = scale.expand(experts, -1, -1)
@@ -347,10 +342,6 @@ def _misfit(key: str, info: TensorInfo, wanted: str) -> CheckpointError:
     )
 
 
-def _is_wide(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
 class PrequantizedCheckpoint(Checkpoint):
     """The plain tensors that the quantized ones of a checkpoint stand for, read-only.
 
@@ -366,12 +357,11 @@ class PrequantizedCheckpoint(Checkpoint):
         self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         super().__init__(())
-        self.stored: dict[str, TensorInfo] = {key: checkpoint.info(key) for key in checkpoint}
+        self.disk = self.stored = checkpoint
         self._maker = maker = MakerConfig(config)
-        modules = {key.rpartition(".")[0] for key in self.stored}
+        modules = {key.rpartition(".")[0] for key in checkpoint}
         check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
-        self.disk = checkpoint
         self._tensors: dict[str, Quantized] = {}
         for key, info in self.stored.items():
             if (tensor := self._of_codes(key, info)) is not None:
@@ -392,11 +382,10 @@ class PrequantizedCheckpoint(Checkpoint):
         self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
         for key, info in self.stored.items():  # in the order of the files
             if (name := self._names.get(key)) is not None:
-                made: Any = {}
+                self[name] = info
                 if (known := self._tensors.get(name)) is not None:
                     nbytes = prod(known.shape) * dtype.itemsize
-                    made = {"dtype": dtype, "shape": known.shape, "nbytes": nbytes}
-                self._infos[name] = replace(info, **made)
+                    self[name] = replace(info, dtype=dtype, shape=known.shape, nbytes=nbytes)
 
     def plain_name(self, stored_key: str) -> str | None:
         """Return the plain name of a tensor on disk; None for what only goes with one."""
@@ -444,21 +433,18 @@ class PrequantizedCheckpoint(Checkpoint):
 
     def _of_codes(self, key: str, info: TensorInfo) -> Quantized | None:
         method, (module, _, last), name = self.method, key.rpartition("."), self._name(key)
-        if method == MXFP4:
-            return self._gpt_oss(key, info) if name != key else None
         if name != key:
-            packed = self._fp4 if info.dtype == torch.uint8 else self._int
-            return packed(key, f"{name}_scale")
+            scale = f"{name}_scale" + "s" * (method == MXFP4)
+            packed = self._int if method == COMPRESSED and info.dtype != torch.uint8 else self._fp4
+            return packed(key, scale)
         scales = [f"{key}_scale_inv", f"{key}_scale"]
         scales += [f"{module}.scale", f"{module}.qscale_weight"] * (last == "weight")
-        scale = next((one for one in scales if one in self.stored), None)
-        if scale is None:
-            return None
-        if info.dtype in FP8_DTYPES or (info.dtype == torch.int8 and method == COMPRESSED):
-            blocks = self._maker.blocks
-            return self._quantized(key, info.shape, scale, blocks, FP8_SCALES, _unpack_bytes)
-        if (method, info.dtype) in ((FP8, torch.int8), (MODELOPT, torch.uint8)):
-            return self._fp4(key, scale)
+        for scale in (one for one in scales if one in self.stored and method != MXFP4):
+            if info.dtype in FP8_DTYPES or (info.dtype == torch.int8 and method == COMPRESSED):
+                blocks = self._maker.blocks
+                return self._quantized(key, info.shape, scale, blocks, FP8_SCALES, _unpack_bytes)
+            if (method, info.dtype) in ((FP8, torch.int8), (MODELOPT, torch.uint8)):
+                return self._fp4(key, scale)
         return None
 
     def _quantized(
@@ -527,26 +513,25 @@ class PrequantizedCheckpoint(Checkpoint):
         return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, unpack)
 
     def _fp4(self, key: str, scale: str) -> Quantized:
-        """Return bytes of two codes; scales in FP8 have a scale."""
-        *rest, width = self.stored[key].shape or (0,)
-        shape = (*rest, width * 2)
-        if self._part(scale, key).dtype != torch.float8_e4m3fn:
-            return self._quantized(key, shape, scale, [(1, MX_BLOCK)], MXFP4_SCALES, _unpack_e2m1)
-        role, end = (FACTOR, "_scale_2") if self.method == MODELOPT else (DIVISOR, "_global_scale")
-        other, dtypes = f"{self._name(key)}{end}", (torch.float8_e4m3fn,)
-        info = self._part(other, key)
-        if prod(info.shape) != 1 or info.dtype not in FLOAT_SCALES:
-            raise _misfit(other, info, f"one floating-point value for {key}")
-        return self._quantized(key, shape, scale, [(1, 16)], dtypes, _unpack_e2m1, (role, other))
-
-    def _gpt_oss(self, key: str, info: TensorInfo) -> Quantized:
-        if info.shape[3:] != (MX_BLOCK // 2,) or info.dtype != torch.uint8:
+        """Return bytes of two codes, whose FP8 scales have a scale; gpt-oss's are transposed."""
+        info, turned, others = self.stored[key], self.method == MXFP4, list[tuple[str, str]]()
+        shape = (*info.shape[:2], prod(info.shape[2:])) if turned else info.shape or (0,)
+        shape = (*shape[:-1], shape[-1] * 2)
+        if turned and (info.shape[3:] != (MX_BLOCK // 2,) or info.dtype != torch.uint8):
             raise _misfit(key, info, "bytes of shape (experts, rows, groups, 16)")
-        experts, rows, groups, _ = info.shape
-        shape, scale = (experts, rows, groups * MX_BLOCK), f"{self._name(key)}_scales"
-        blocks = [(1, MX_BLOCK)]
-        found = self._quantized(key, shape, scale, blocks, MXFP4_SCALES, _unpack_e2m1)
-        return replace(found, shape=(experts, shape[2], rows), transposed=True)
+        block, dtypes = (1, MX_BLOCK), MXFP4_SCALES
+        if self._part(scale, key).dtype == torch.float8_e4m3fn:
+            block, dtypes = (1, 16), (torch.float8_e4m3fn,)
+            is_factor = self.method == MODELOPT
+            role, end = (FACTOR, "_scale_2") if is_factor else (DIVISOR, "_global_scale")
+            other = f"{self._name(key)}{end}"
+            others, own = [(role, other)], self._part(other, key)
+            if prod(own.shape) != 1 or own.dtype not in FLOAT_SCALES:
+                raise _misfit(other, own, f"one floating-point value for {key}")
+        found = self._quantized(key, shape, scale, [block], dtypes, _unpack_e2m1, *others)
+        if turned:
+            return replace(found, shape=(shape[0], shape[2], shape[1]), transposed=True)
+        return found
 
     def _part(self, part: str, key: str) -> TensorInfo:
         if part not in self.stored:
@@ -591,7 +576,8 @@ def open_plain(
         inner = config.get("text_config")
         places = (config, inner if isinstance(inner, Mapping) else {})
         said = [_named_dtype(one.get(key)) for one in places for key in ("dtype", "torch_dtype")]
-        dtype = next((one for one in said if one and _is_wide(one)), torch.bfloat16)
+        wide = (one for one in said if one and one.is_floating_point and one.itemsize > 1)
+        dtype = next(wide, torch.bfloat16)
         return PrequantizedCheckpoint(checkpoint, own, dtype)
     except CheckpointError as error:
         checkpoint.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +66,8 @@ def check_plain(name: str, dtype: torch.dtype) -> None:
         )
 
 
-class Checkpoint:
-    """The tensors of a folder's safetensors files, read-only.
+class Checkpoint(dict[str, TensorInfo]):
+    """The tensors of a folder's safetensors files, read-only: what is known of each, by its key.
 
     Use as a context manager, or `close` it; tensors that were read stay valid.
     """
@@ -75,35 +75,24 @@ class Checkpoint:
     method: str = ""  # How the folder's maker quantized it; nothing of a plain one
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._infos: dict[str, TensorInfo] = {}
+        super().__init__()
         self.files = tuple(files)
         for file in files:
             for key, info in read_header(file).items():
-                if key in self._infos:
-                    other = self._infos[key].file.name
-                    raise CheckpointError(f"{file}: {key} is in {other} as well.")
-                self._infos[key] = info
+                if key in self:
+                    raise CheckpointError(f"{file}: {key} is in {self[key].file.name} as well.")
+                self[key] = info
         self._stack = ExitStack()
         weakref.finalize(self, self._stack.close)  # a failed load does not close it
         # of each file: as the library maps it, and its descriptor
         self._open: dict[Path, tuple[Any, int]] = {}
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
-
-    def __len__(self) -> int:
-        return len(self._infos)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._infos
-
     def info(self, key: str) -> TensorInfo:
         """Return what is known of a tensor without reading it."""
-        try:
-            return self._infos[key]
-        except KeyError:
+        if key not in self:
             place = self.files[0].parent if self.files else "the checkpoint"
-            raise CheckpointError(f"{place} has no tensor {key}.") from None
+            raise CheckpointError(f"{place} has no tensor {key}.")
+        return self[key]
 
     def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
         """Read a tensor, or its rows `[start, stop)`, to a device (default: the CPU)."""

@@ -536,7 +536,7 @@ def test_like_training_rounds_to_the_dtype_that_was_trained_in(
     """Of a base in fp32 on disk, whose weights a load has rounded before it packed them."""
     save(testing.tiny_model("qwen3_moe", dtype=torch.float32), tmp_path / "base")
     packed = loaded(tmp_path / "base", {"load_in_4bit": True}, dtype=trained)
-    adapted = fill(lora(packed, "q_proj", r=2), 3, 0.1)
+    adapted = fill(lora(packed, "q_proj"), 3, 0.1)
     save(adapted, tmp_path / "adapter")
     file = tmp_path / "adapter" / "moe_qlora_adapter.json"
     note = json.loads(file.read_text())
