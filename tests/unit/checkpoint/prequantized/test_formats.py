@@ -137,25 +137,6 @@ def test_exponents_at_their_ends(tmp_path):
     assert bool(value[0, :, 3].isnan().all())
 
 
-@pytest.mark.parametrize(("rows", "columns", "group"), [(5, 96, 32), (3, 50, None), (4, 8, 8)])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_integers_in_words(tmp_path, bits, rows, columns, group):
-    """Bits of a row are one number, whose lowest ones are the first code's."""
-    top, width = 2 ** (bits - 1), -(-columns * bits // 32)
-    codes = torch.randint(-top, top, (rows, columns), generator=generator())
-    numbers = (sum((c + top) << (bits * i) for i, c in enumerate(row)) for row in codes.tolist())
-    raw = b"".join(number.to_bytes(4 * width, "little") for number in numbers)
-    packed = torch.frombuffer(bytearray(raw), dtype=torch.int32).view(rows, width)
-    scale = torch.rand(rows, columns // group if group else 1, generator=generator())
-    weights = {"num_bits": bits, "type": "int", "group_size": group}
-    weights["strategy"] = "group" if group else "channel"
-    tensors = {"a.weight_packed": packed, "a.weight_scale": scale}
-    tensors["a.weight_shape"] = torch.tensor([rows, columns], dtype=torch.int32)
-    value = read(write_tensors(tmp_path, compressed("pack-quantized", weights, []), tensors))
-    wanted = codes.float() * scale.repeat_interleave(group or columns, 1)
-    assert same(value, wanted.to(BF16))
-
-
 BLOCKS = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
 
 
