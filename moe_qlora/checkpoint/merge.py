@@ -277,16 +277,15 @@ class _Merge:
             return
         source, factors = updates.untied.get(group.target, ""), _Factors(file)
         for start, stop in group.slices():
-            values: dict[str, Tensor] = {}
-            if source:
+            values = {n: file.read(updates.replacements[n], start, stop) for n in replaced}
+            if source and not replaced:
                 values = {group.target: base.rows(source, start, stop)}
             elif not replaced or replaced < group.shapes.keys():
-                values = base.values(group, start, stop)
+                values = base.values(group, start, stop) | values
             for name, weight in packed.items():
                 last = weight.shape[0] if stop is None else stop
                 wide = torch.promote_types(weight.dtype, values[name].dtype)
                 values[name] = codec.unpack_range(weight, start, last).to(wide)
-            values |= {n: file.read(updates.replacements[n], start, stop) for n in replaced}
             for name, value in values.items():
                 values[name] = factors.add(updates.deltas.get(name), value, start)
             on_disk = restore(group, values, base.model)
@@ -309,12 +308,11 @@ class _Merge:
         """Round the group's parameters that were packed in training; before anything is added."""
         base, training, dtypes = self._base, self._training, dict[str, torch.dtype]()
         slots: dict[str, Slot] = {}
-        for name in group.shapes if training is not None else ():
+        for name in group.shapes.keys() - self._updates.replacements.keys():
             if training is not None and name in training:
-                known = training.dtypes(name, base.disk[group.keys[0]][1])
-                place, settings = torch.device("cpu"), training.settings
-                dtypes[name] = known[1]
-                slots[name] = Slot(name, group.shapes[name], known[0], place, settings)
+                cast, dtypes[name] = training.dtypes(name, base.disk[group.keys[0]][1])
+                place = torch.device("cpu")
+                slots[name] = Slot(name, group.shapes[name], cast, place, training.settings)
         self.rounded.update(slots)
         weights = filled(base.checkpoint, base.layout, [group] if slots else [], slots)
         return {name: replace(weight, dtype=dtypes[name]) for name, weight in weights}
