@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,8 @@ class Base:
         # codes travel, not what they are decoded to
         device = self._device if self.decodes(group) else None
         read, first = {}, {}
-        for key, stand_in, *rows in group.places(start, stop):
-            read[key] = first[stand_in] = self.checkpoint.read(key, *rows, device)
+        for key, stand_in, top, bottom in group.places(start, stop):
+            read[key] = first[stand_in] = self.checkpoint.read(key, top, bottom, device)
         values = convert(group, read, self.model)
         if exact and group.converter is not None:
             _check_same(group, first, restore(group, values, self.model))
@@ -113,14 +112,18 @@ class Base:
             known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
         )
 
-    def holds(self, name: str, rows: Callable[[int, int | None], Tensor]) -> bool:
-        """Whether a parameter has the same bits as `rows(start, stop)`, for all slices."""
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Whether a parameter has the same bits as a tensor."""
         slices = self.layout.by_name[name].slices()
-        return all(same_bits(self.rows(name, *part), rows(*part)) for part in slices)
+        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in slices)
 
     def stored_apart(self, stored: list[str]) -> bool:
         """Whether it stores several parameters that are not equal: transformers unties them."""
-        return not all(self.holds(stored[0], partial(self.rows, name)) for name in stored[1:])
+        return not all(
+            same_bits(self.rows(stored[0], *part), self.rows(name, *part))
+            for name in stored[1:]
+            for part in self.layout.by_name[name].slices()
+        )
 
     def put(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Give a parameter another shape in the merged folder; add a new one in this dtype."""

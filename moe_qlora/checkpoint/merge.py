@@ -471,7 +471,7 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
             if name in replaced and stored:
                 shape, dtype = base.disk[base.layout.by_name[stored[0]].keys[0]]
                 own = file.read(replaced[name]).to(dtype)
-                if own.shape == shape and base.holds(stored[0], lambda a, b, own=own: own[a:b]):
+                if own.shape == shape and base.holds(stored[0], own):
                     del replaced[name]
         keys = [replaced[name] for name in names if name in replaced]
         if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it

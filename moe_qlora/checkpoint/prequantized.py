@@ -316,7 +316,7 @@ def _unpack_bytes(codes: Tensor) -> Tensor:
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
-MXFP4_SCALES = (torch.uint8, torch.float8_e8m0fnu)
+MXFP4_SCALES: tuple[torch.dtype, ...] = (torch.uint8, torch.float8_e8m0fnu)
 FP8_SCALES = (*FLOAT_SCALES, *MXFP4_SCALES)
 
 # of activations or the KV cache, which weights do without
@@ -381,11 +381,11 @@ class PrequantizedCheckpoint(Checkpoint):
         self._names = {key: key for key in plain}
         self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
         for key, info in self.stored.items():  # in the order of the files
-            if (name := self._names.get(key)) is not None:
-                self[name] = info
-                if (known := self._tensors.get(name)) is not None:
+            if (plain_key := self._names.get(key)) is not None:
+                self[plain_key] = info
+                if (known := self._tensors.get(plain_key)) is not None:
                     nbytes = prod(known.shape) * dtype.itemsize
-                    self[name] = replace(info, dtype=dtype, shape=known.shape, nbytes=nbytes)
+                    self[plain_key] = replace(info, dtype=dtype, shape=known.shape, nbytes=nbytes)
 
     def plain_name(self, stored_key: str) -> str | None:
         """Return the plain name of a tensor on disk; None for what only goes with one."""

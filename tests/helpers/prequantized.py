@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -120,15 +120,11 @@ def write_folder(
 
 def write_shards(path: Path, tensors: Stored, shards: int = 1) -> None:
     """Write tensors to so many files, one after the other, and their index."""
-    parts: list[Stored] = [{} for _ in range(shards)]
-    weight_map = {}
-    for number, key in enumerate(tensors):
-        parts[number % shards][key] = tensors[key]
-        weight_map[key] = f"model-{number % shards + 1:05}-of-{shards:05}.safetensors"
-    for number, part in enumerate(parts):
-        save_file(
-            part, path / f"model-{number + 1:05}-of-{shards:05}.safetensors", {"format": "pt"}
-        )
+    files = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
+    weight_map = {key: files[number % shards] for number, key in enumerate(tensors)}
+    for file in files:
+        part = {key: tensors[key] for key, name in weight_map.items() if name == file}
+        save_file(part, path / file, {"format": "pt"})
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2))
@@ -161,13 +157,13 @@ def _extra_layer(plain: Stored, layers: int, seed: int) -> Stored:
 # Codes and scales, fp32
 
 
-def expand(scale: Tensor, block: tuple[int, int], rows: int, columns: int) -> Tensor:
+def expand(scale: Tensor, block: Sequence[int], rows: int, columns: int) -> Tensor:
     """A grid of scales, each of them repeated over its block, cut off at the edges."""
     grid = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return grid[:rows, :columns]
 
 
-def block_amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
+def block_amax(weight: Tensor, block: Sequence[int]) -> Tensor:
     """The largest absolute value of each block; blocks at the edges are smaller."""
     (rows, columns), (high, wide) = weight.shape, block
     whole = torch.zeros(-(-rows // high) * high, -(-columns // wide) * wide)
@@ -191,7 +187,7 @@ def stored_scale(scale: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
 
 
 def encode_fp8(
-    weight: Tensor, block: tuple[int, int], end: str, scale_dtype: Any = torch.float32
+    weight: Tensor, block: Sequence[int], end: str, scale_dtype: Any = torch.float32
 ) -> Encoded:
     """FP8 (e4m3) codes of a matrix, with a scale that multiplies for each block."""
     raw, scale = stored_scale(block_amax(weight, block) / 448, scale_dtype)
@@ -277,23 +273,20 @@ class Maker:
     """How a maker quantizes: its configuration, and what it does with which keys."""
 
     config: dict[str, Any]
-    encode: Any  # of a tensor, or by its key
+    encode: Callable[[str], Callable[[Tensor], Encoded] | None]  # what quantizes a tensor, by key
     plain_modules: str = r"$^"
-    by_key: bool = False
     scales: str = "{key}_scale_inv"
     says: dict[str, Any] = field(default_factory=dict)  # fields of config.json
 
-    def encoder(self, key: str, tensor: Tensor) -> Any:
+    def encoder(self, key: str, tensor: Tensor) -> Callable[[Tensor], Encoded] | None:
         """Return what quantizes a tensor; None where it stays plain."""
-        if re.search(_KEPT, key) or tensor.dim() < 2 or re.search(self.plain_modules, key):
-            return None
-        return self.encode(key) if self.by_key else self.encode
+        plain = re.search(f"{_KEPT}|{self.plain_modules}", key) or tensor.dim() < 2
+        return None if plain else self.encode(key)
 
     def key(self, key: str, part: str) -> str:
         """Return the key on disk of a part."""
-        if part == "_scale_inv":
-            return self.scales.format(key=key, module=key.removesuffix(".weight"))
-        return key + part
+        scale = self.scales.format(key=key, module=key.removesuffix(".weight"))
+        return scale if part == "_scale_inv" else key + part
 
 
 def _fp8(
@@ -309,14 +302,15 @@ def _fp8(
     plain = "|".join(re.escape(name) + r"\." for name in kept or ()) or r"$^"
     return Maker(
         config | {"weight_block_size": size, "modules_to_not_convert": kept},
-        lambda w: encode_fp8(w, block or (len(w), w.shape[1]), "_scale_inv", scale_dtype),
+        lambda key: lambda w: encode_fp8(w, block or w.shape, "_scale_inv", scale_dtype),
         plain,
     )
 
 
 def _mxfp8() -> Maker:
     config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
-    return Maker(config, lambda w: encode_fp8(w, (1, 32), "_scale_inv", torch.uint8), r"self_attn")
+    encode = partial(encode_fp8, block=(1, 32), end="_scale_inv", scale_dtype=torch.uint8)
+    return Maker(config, lambda key: encode, r"self_attn")
 
 
 def compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[str, Any]:
@@ -348,7 +342,7 @@ def _compressed_fp8(strategy: str = "channel", block: tuple[int, int] = (16, 24)
             parts["_scale"] = parts["_scale"].reshape(1)
         return parts, values
 
-    return Maker(compressed("float-quantized", weights, _IGNORE), encode)
+    return Maker(compressed("float-quantized", weights, _IGNORE), lambda key: encode)
 
 
 def _int4(group: int | None = 32) -> Maker:
@@ -359,7 +353,7 @@ def _int4(group: int | None = 32) -> Maker:
     ignore += ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
     return Maker(
         compressed("pack-quantized", weights, ignore),
-        lambda w: encode_int(w, 4, group),
+        lambda key: partial(encode_int, bits=4, group=group),
         r"self_attn|shared_experts|mlp\.(gate|up|down)_proj|eh_proj",
     )
 
@@ -367,7 +361,8 @@ def _int4(group: int | None = 32) -> Maker:
 def _nvfp4() -> Maker:
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     config = compressed("nvfp4-pack-quantized", weights, _IGNORE)
-    return Maker(config, lambda w: encode_nvfp4(w, "_global_scale", "_packed", divide=True))
+    names = {"factor_name": "_global_scale", "codes_name": "_packed"}
+    return Maker(config, lambda key: partial(encode_nvfp4, **names, divide=True))
 
 
 def _modelopt(algorithm: str) -> Maker:
@@ -384,17 +379,17 @@ def _modelopt(algorithm: str) -> Maker:
     def encode(weight: Tensor) -> Encoded:
         if algorithm == "NVFP4":
             return encode_nvfp4(weight, "_scale_2", "", divide=False)
-        parts, values = encode_fp8(weight, (len(weight), weight.shape[1]), "_scale")
+        parts, values = encode_fp8(weight, weight.shape, "_scale")
         return parts | {"_scale": parts["_scale"].reshape(())}, values
 
-    return Maker(config, encode)
+    return Maker(config, lambda key: encode)
 
 
 def _mxfp4() -> Maker:
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
     kept += ["model.embed_tokens", "lm_head"]
     config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None, by_key=True)
+    return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None)
 
 
 def _deepseek_v4(block: tuple[int, int] = (16, 24)) -> Maker:
@@ -403,9 +398,8 @@ def _deepseek_v4(block: tuple[int, int] = (16, 24)) -> Maker:
     del rest.config["modules_to_not_convert"]
     return Maker(
         rest.config,
-        lambda key: encode_fp4 if ".experts." in key else rest.encode,
+        lambda key: encode_fp4 if ".experts." in key else rest.encode(key),
         r"\.ape$|tid2eid",
-        by_key=True,
         scales="{module}.scale",
         says={"dtype": "float8_e4m3fn", "expert_dtype": "fp4"},
     )
@@ -417,8 +411,7 @@ METHODS: dict[str, Callable[..., Maker]] = {
     "compressed-fp8": _compressed_fp8,
     "int4": _int4,
     "nvfp4": _nvfp4,
-    "modelopt-nvfp4": partial(_modelopt, "NVFP4"),
-    "modelopt-fp8": partial(_modelopt, "FP8"),
     "mxfp4": _mxfp4,
     "deepseek-v4": _deepseek_v4,
+    **{f"modelopt-{name.lower()}": partial(_modelopt, name) for name in ("NVFP4", "FP8")},
 }
