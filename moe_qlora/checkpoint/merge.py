@@ -2,16 +2,14 @@
 
     base W, on disk --convert--> parameter --(+ s B A, fp32)--> rounded once --restore--> on disk
 
-The merged folder has the files, keys, shapes and dtypes of the original checkpoint, so that any
-program that loads the base loads it. The model is built on meta. Memory use is one slice
-(`conversion.SLICE_ELEMENTS` weights, or one expert) and the LoRA factors of its parameter; a
-parameter that transformers can only convert as a whole is read whole. Unchanged tensors are copied
-byte for byte.
+The merged folder has the files, keys, shapes and dtypes of the original checkpoint. The model is
+built on meta. Memory use is one slice (`conversion.SLICE_ELEMENTS` weights, or one expert) and the
+LoRA factors of its parameter; a parameter that transformers can only convert as a whole is read
+whole. Unchanged tensors are copied byte for byte.
 
-For a prequantized base (FP8, MXFP4, ...) the whole model is dequantized and resharded in 16 bit.
-Quantizing the result again would lose most of the adapter: a delta of 1 % of a weight's norm has,
-after rounding to MXFP4, INT4 or NVFP4, a cosine of 0.04 or less to itself before, 0.50 in block
-FP8, 0.99 in bfloat16.
+A prequantized base (FP8, MXFP4, ...) is written dequantized: quantizing the result again would lose
+most of the adapter. A delta of 1 % of a weight's norm has, after rounding to MXFP4, INT4 or NVFP4,
+a cosine of 0.04 or less to itself before, 0.50 in block FP8, 0.99 in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,20 +76,20 @@ class MergeReport:
     new_config: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json
 
     def __str__(self) -> str:
-        size = human_bytes(self.nbytes)
-        rounded = f"; {self.rounded} parameters rounded as in training" if self.rounded else ""
-        prequantized = self.dequantized and (
-            f" The base's maker had quantized it ({self.dequantized}), and all of it is written "
-            "dequantized: rounded to that format again, most of the adapter would be lost."
+        text = (
+            f"{self.folder}: {self.tensors} tensors, {human_bytes(self.nbytes)}, {self.changed} of "
+            "them changed by the adapter"
         )
-        files = ", ".join(self.from_adapter)
-        copied = files and f" From the adapter's folder, not the base's: {files}."
+        text += f"; {self.rounded} parameters rounded as in training." if self.rounded else "."
+        if self.dequantized:
+            text += (
+                f" The base's maker had quantized it ({self.dequantized}), and all of it is written"
+                " dequantized: rounded to that format again, most of the adapter would be lost."
+            )
+        if self.from_adapter:
+            text += f" From the adapter's folder, not the base's: {', '.join(self.from_adapter)}."
         changes = ", ".join(f"{key}={value}" for key, value in self.new_config.items())
-        config = changes and f" In config.json: {changes}."
-        return (
-            f"{self.folder}: {self.tensors} tensors, {size}, {self.changed} of them changed by the "
-            f"adapter{rounded}.{prequantized}{copied}{config}"
-        )
+        return text + (f" In config.json: {changes}." if changes else "")
 
 
 def merge_adapter(
@@ -275,7 +274,8 @@ class _Merge:
                     tensor = base.checkpoint.read(key, start, stop)
                     writers[key].write(key, tensor.to(self._dtypes[key]))
             return
-        source, factors = updates.untied.get(group.target, ""), _Factors(file)
+        source = updates.untied.get(group.target, "")
+        factors = cache(lambda delta, dtype: delta.factors(file, dtype))
         for start, stop in group.slices():
             values = {n: file.read(updates.replacements[n], start, stop) for n in replaced}
             if source and not replaced:
@@ -287,7 +287,7 @@ class _Merge:
                 wide = torch.promote_types(weight.dtype, values[name].dtype)
                 values[name] = codec.unpack_range(weight, start, last).to(wide)
             for name, value in values.items():
-                values[name] = factors.add(updates.deltas.get(name), value, start)
+                values[name] = _add(updates.deltas.get(name), value, start, factors)
             on_disk = restore(group, values, base.model)
             for key, stand_in, first, _ in group.places(start, stop):
                 if changes and (stored := base.disk[key][1]) not in _FLOATS:
@@ -295,8 +295,8 @@ class _Merge:
                         f"{key} is {stored}, which an adapter cannot be added to: name a base in "
                         "16 bit."
                     )
-                tensor = factors.add(updates.disk_deltas.get(key), on_disk[stand_in], first)
-                tensor = tensor.to(self._dtypes[key])
+                own = updates.disk_deltas.get(key)
+                tensor = _add(own, on_disk[stand_in], first, factors).to(self._dtypes[key])
                 if (changes or packed) and not bool(tensor.isfinite().all()):
                     raise AdapterError(
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
@@ -319,6 +319,11 @@ class _Merge:
 
     def write_config(self, folder: Path) -> None:
         """Write config.json, and the index of several files."""
+
+        def write(name: str, content: Any) -> None:
+            text = json.dumps(content, indent=2) + "\n"
+            (folder / name).write_text(text, encoding="utf-8")
+
         base, source, new = self._base, self._base.folder, self.new_config
         config = read_json(source / CONFIG)
         same = self._dtype is None and base.keeps_files and not new
@@ -339,7 +344,7 @@ class _Merge:
                 of_text = key in ("vocab_size", "tie_word_embeddings")
                 for part in [config] * (key != "vocab_size") + (text or [config]) * of_text:
                     part[key] = value
-            _write_json(folder / CONFIG, config)
+            write(CONFIG, config)
         index = index_of(source) if base.keeps_files else source / INDEX
         if index is None or (not base.keeps_files and len(self._files) == 1):
             return
@@ -350,30 +355,20 @@ class _Merge:
         content["metadata"] = {**(content.get("metadata") or {}), "total_size": self.nbytes}
         files = self._files.items()
         content["weight_map"] = {key: name for name, keys in files for key in keys}
-        _write_json(folder / index.name, content)
+        write(index.name, content)
 
 
-class _Factors:
-    """Adds deltas to weights; keeps the factors of those that were added, for their next rows."""
-
-    def __init__(self, file: Checkpoint) -> None:
-        self._file, self._held = file, dict[LoraDelta, tuple[Tensor, Tensor]]()
-
-    def add(self, deltas: Sequence[LoraDelta] | None, value: Tensor, start: int) -> Tensor:
-        """Return rows from `start` on with these added, in fp32 or wider."""
-        if not deltas:
-            return value
-        wide = torch.promote_types(value.dtype, torch.float32)
-        total = value.to(wide, copy=True).contiguous()
-        for delta in deltas:
-            if delta not in self._held:
-                self._held[delta] = delta.factors(self._file, wide)
-            delta.add_rows(self._held[delta], total, start)
-        return total
-
-
-def _write_json(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _add(
+    deltas: Sequence[LoraDelta] | None, value: Tensor, start: int, factors: Callable[..., Any]
+) -> Tensor:
+    """Return rows from `start` on with these added, in fp32 or wider."""
+    if not deltas:
+        return value
+    wide = torch.promote_types(value.dtype, torch.float32)
+    total = value.to(wide, copy=True).contiguous()
+    for delta in deltas:
+        delta.add_rows(factors(delta, wide), total, start)
+    return total
 
 
 # Files of one kind: with the named file, all of them come from the adapter's folder.
@@ -441,7 +436,8 @@ def _reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[
         fields = ("architectures", "id2label", "label2id")
         changes |= {key: getattr(head.config, key) for key in fields}
     for name, shape in shapes.items():
-        if name in new - by_name.keys() or (name in names and shape != by_name[name].shapes[name]):
+        old = by_name[name].shapes[name] if name in by_name else None
+        if name in (new if old is None else names) and shape != old:
             base.put(name, shape, dtype)
     rows = {name: by_name[name].shapes[name][0] for name in names if name in by_name}
     if any(name in names and shape[0] != count for name, shape in shapes.items()):

@@ -15,11 +15,9 @@ a block of rows and columns, at the edges cut off; the scale multiplies, "inv" o
 fp32, bf16, fp16, or exponents (e8m0, or bytes). Two E2M1 codes share a byte, the first in the low
 half; integers are symmetric, stored with 2^(bits - 1) added, the first in a word's lowest bits.
 
-Sources: https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md,
-https://github.com/vllm-project/compressed-tensors (compressors, quant_config.py, utils/match.py),
-OCP Microscaling Formats (MX) Specification v1.0 (E2M1, E8M0),
-https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/weights.py,
-https://github.com/NVIDIA/Model-Optimizer (nvfp4_tensor.py, convert_hf_config.py), transformers'
+Sources: DeepSeek-V3's README_WEIGHTS.md, OCP Microscaling Formats (MX) Specification v1.0, gpt_oss'
+torch/weights.py, vllm-project/compressed-tensors (compressors, quant_config.py, utils/match.py),
+NVIDIA/Model-Optimizer (nvfp4_tensor.py, convert_hf_config.py), transformers'
 utils/quantization_config.py and should_convert_module.
 """
 
