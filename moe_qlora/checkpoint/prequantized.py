@@ -568,9 +568,16 @@ def open_plain(
     config, own = _configs(folder)
     own = quantization_config or own
     checkpoint = Checkpoint(files) if files is not None else open_checkpoint(folder)
-    if own is None or method_of(own) is None:
-        return checkpoint
     try:
+        for key, info in checkpoint.items() if own is None else ():
+            is_float, ends = info.dtype.is_floating_point, ("_blocks", "_packed")
+            if info.dtype.itemsize == 1 if is_float else key.endswith(ends):
+                raise CheckpointError(
+                    f"{key} is {_described(info)}, and {CONFIG} has no quantization_config that "
+                    "says how it was quantized: put the maker's back."
+                )
+        if own is None or method_of(own) is None:
+            return checkpoint
         inner = config.get("text_config")
         places = (config, inner if isinstance(inner, Mapping) else {})
         said = [_named_dtype(one.get(key)) for one in places for key in ("dtype", "torch_dtype")]

@@ -314,11 +314,20 @@ def test_codes_of_other_tools_are_named(tmp_path, end):
         open_plain(write_tensors(tmp_path, config, tensors))
 
 
+STACK_OF_ONE = {"a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}
+STACK_OF_ONE["a_scales"] = torch.zeros(1, 2, 1, dtype=U8)
+
+
 def test_a_weight_that_is_stored_twice_is_named(tmp_path):
-    tensors = {"a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8), "a": torch.zeros(1, 32, 2)}
-    tensors["a_scales"] = torch.zeros(1, 2, 1, dtype=U8)
+    tensors = {**STACK_OF_ONE, "a": torch.zeros(1, 32, 2)}
     with pytest.raises(CheckpointError, match="a is stored twice, once as a_blocks"):
         open_plain(write_tensors(tmp_path, {"quant_method": "mxfp4"}, tensors))
+
+
+@pytest.mark.parametrize("tensors", [CODES, {"a.weight": CODES["a.weight"]}, STACK_OF_ONE])
+def test_codes_without_a_configuration_are_named(tmp_path, tensors):
+    with pytest.raises(CheckpointError, match=r"a\S* is .*no quantization_config that says how"):
+        open_plain(write_tensors(tmp_path, None, tensors))
 
 
 def test_plain_folders_are_checkpoints_as_they_were(tmp_path):
