@@ -119,6 +119,10 @@ def test_what_is_not_known_to_keep_experts_apart_is_converted_as_a_whole() -> No
     across = WeightConverter(["a", "b"], ["w"], [Concatenate(dim=0)])
     assert make_group("w", within, sources, shapes, halves).unit == "row"
     assert make_group("w", across, sources, shapes, halves).unit == ""
+    turned = WeightConverter(["a"], ["w"], [Transpose(0, 1)])
+    square: dict[str, Any] = {"w": (EXPERTS, EXPERTS, IN)}
+    stored = {"w.a": (EXPERTS, EXPERTS, IN)}
+    assert make_group("w", turned, {"a": ("w.a",)}, square, stored).unit == ""
 
 
 CPU = torch.device("cpu")

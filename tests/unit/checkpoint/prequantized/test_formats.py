@@ -191,13 +191,6 @@ def test_the_dtype_is_that_of_the_configuration(tmp_path, config, dtype):
     assert same(read(folder), (SMALL.float() / 2).to(dtype))
 
 
-def test_files_and_a_configuration_may_be_given(tmp_path):
-    files = sorted(write_tensors(tmp_path, None, TENSORS).glob("*.safetensors"))
-    with open_plain(tmp_path, files=files, quantization_config=fp8(None)) as checkpoint:
-        assert same(checkpoint.read("a.weight"), HALF)
-        assert checkpoint.files == tuple(files)
-
-
 SQUARE = {"block": (8, 8)}
 WHOLE = {
     "qwen3_moe": ("qwen3_moe", "fp8", {}, SQUARE),
