@@ -465,11 +465,11 @@ class PrequantizedCheckpoint(Checkpoint):
         rows, columns = shape[-2:]
         # modelopt keeps dimensions of 1 between; a scale of a tensor may have none
         grid = tuple(size for size in info.shape if size != 1)
-        wanted, fitting = set(), set()
+        wanted, fitting = [], set()
         for block in blocks:
             high, wide = min(block[0] or rows, rows), min(block[1] or columns, columns)
             scales = (*shape[:-2], cdiv(rows, high), cdiv(columns, wide))
-            wanted.add(str(scales))
+            wanted.append(scales)
             one = not grid and (prod(scales) == 1 or block == TENSOR)
             same = grid == tuple(size for size in scales if size != 1)
             same = same and info.shape[:1] == scales[:1]  # rows are read by the first dimension
@@ -483,7 +483,7 @@ class PrequantizedCheckpoint(Checkpoint):
             scale,
             info,
             f"scales of {key} of shape {shape}, which are {' or '.join(map(dtype_name, dtypes))} "
-            f"of shape {' or '.join(sorted(wanted))}",
+            f"of shape {' or '.join(sorted(map(str, wanted)))}",
         )
 
     def _int(self, key: str, scale: str) -> Quantized:
