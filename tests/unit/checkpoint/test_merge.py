@@ -244,7 +244,10 @@ def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
     ],
     ids=lambda settings: "-".join(settings),
 )
-def test_settings_of_the_adapter(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_the_adapter(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1000)  # some rows at a time
     assert_merges_as_peft(tmp_path, testing.tiny_model("qwen3_moe"), **settings)
 
 
