@@ -573,8 +573,8 @@ def open_plain(
             is_float, ends = info.dtype.is_floating_point, ("_blocks", "_packed")
             if info.dtype.itemsize == 1 if is_float else key.endswith(ends):
                 raise CheckpointError(
-                    f"{key} is {_described(info)}, and {CONFIG} has no quantization_config that "
-                    "says how it was quantized: put the maker's back."
+                    f"{key} is {dtype_name(info.dtype)}, and {CONFIG} has no quantization_config "
+                    "that says how it was quantized: put the maker's back."
                 )
         if own is None or method_of(own) is None:
             return checkpoint

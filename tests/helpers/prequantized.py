@@ -66,12 +66,20 @@ def write_both(path: Path, name: str, **changes: Any) -> Path:
     return path
 
 
+def plain_config(folder: Path) -> dict[str, Any]:
+    """The config.json of the 16-bit folder that another stands for."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        part.pop("quantization_config", None)
+    if config.pop("expert_dtype", None):  # DeepSeek-V4's
+        config["dtype"] = "bfloat16"
+    return config
+
+
 def write_plain(path: Path, folder: Path, plain: Stored) -> None:
     """Write the 16-bit folder that another stands for."""
     path.mkdir()
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config, indent=2))
+    (path / "config.json").write_text(json.dumps(plain_config(folder), indent=2))
     tensors = {key: tensor.contiguous() for key, tensor in plain.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 

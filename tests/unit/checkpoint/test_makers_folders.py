@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from folders import same, tensors
-from prequantized import write_case, write_folder, write_shards
+from prequantized import plain_config, write_case, write_folder, write_shards
 from safetensors.torch import load_file
 from small_models import fill
 from torch import Tensor
@@ -49,12 +49,7 @@ class Twins:
         no_weights = shutil.ignore_patterns("*.safetensors*", "config.json")
         shutil.copytree(self.makers, self.plain, ignore=no_weights)
         write_shards(self.plain, self.tensors)
-        config = config_of(self.makers)
-        for part in (config, config.get("text_config", {})):
-            part.pop("quantization_config", None)
-        if config.pop("expert_dtype", None):  # DeepSeek-V4's
-            config["dtype"] = "bfloat16"
-        set_config(self.plain, config)
+        set_config(self.plain, plain_config(self.makers))
 
 
 Get = Callable[[str], Twins]
