@@ -1,21 +1,17 @@
 """The base that an adapter is merged into: a 16-bit folder, or a packed one.
 
-Both give a model's parameters slice by slice, and say what files the merged folder holds: for a
-16-bit base the files that it has, for a packed one those that transformers would save. A folder
-that its maker quantized is read as the 16-bit folder it stands for, whose files are cut anew.
+Both give a model's parameters slice by slice. A folder that its maker quantized is read as the
+16-bit folder it stands for.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +22,7 @@ from ..models import named
 from ..models.files import reading
 from ..packing import codec
 from .adapter import Adapter
-from .conversion import Disk, DiskLayout, Group, blank, revert, same_bits
+from .conversion import DiskLayout, Group, blank, convert, restore, revert, same_bits
 from .manifest import (
     CONFIG,
     CONFIG_KEY,
@@ -40,24 +36,14 @@ from .prequantized import (
     MODELOPT_CONFIG,
     PrequantizedCheckpoint,
     describe_plain,
-    described_method,
+    maker_method,
     open_plain,
 )
-from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_folder, check_link, header_bytes
-from .staging import plan_shards
+from .reader import INDEX_SUFFIX, Checkpoint, check_folder, check_link, header_bytes
 from .training_codec import SAMPLED_ROWS
 
 PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 """Keys of config.json that a plain folder does not have."""
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class OutFile(NamedTuple):
-    """A safetensors file to be written: its keys in order, and what its header says besides."""
-
-    name: str
-    keys: tuple[str, ...]
-    metadata: Mapping[str, str]
 
 
 class Base:
@@ -65,28 +51,26 @@ class Base:
 
     `disk` has shape and dtype of the plain folder's tensors; `layout` says how they make the
     parameters of `model`, which is on meta, tied; `keeps_files`, whether a merged folder has the
-    base's files, or new ones of `max_shard_size`. A maker's codes are decoded on `device`, where
-    all tensors of their group arrive.
+    base's files. A maker's codes are decoded on `device`, where all tensors of their group arrive.
     """
 
-    disk: Disk
-    checkpoint: Checkpoint
-    keeps_files: bool
+    def __init__(self, folder: Path, model: Any, *, device: torch.device | None = None) -> None:
+        checkpoint = open_plain(folder)
+        self.keeps_files = not isinstance(checkpoint, PrequantizedCheckpoint)
+        disk = {key: (info.shape, info.dtype) for key, info in checkpoint.items()}
+        self._set(folder, model, checkpoint, disk, device)
 
-    def __init__(
+    def _set(
         self,
         folder: Path,
         model: Any,
-        *,
+        checkpoint: Checkpoint,
+        disk: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         device: torch.device | None = None,
-        max_shard_size: int | str = "5GB",
     ) -> None:
-        self.folder, self.model, self._limit, self._device = folder, model, max_shard_size, device
-        self.checkpoint = checkpoint = open_plain(folder)
-        self.keeps_files = not isinstance(checkpoint, PrequantizedCheckpoint)
-        keys = checkpoint if self.keeps_files else sorted(checkpoint, key=dot_natural_key)
-        infos = {key: checkpoint.info(key) for key in keys}
-        self.disk = {key: (info.shape, info.dtype) for key, info in infos.items()}
+        keys = disk if self.keeps_files else sorted(disk, key=dot_natural_key)
+        self.folder, self.model, self.checkpoint, self._device = folder, model, checkpoint, device
+        self.disk = {key: disk[key] for key in keys}
         self.layout = DiskLayout(model, self.disk)
 
     def values(
@@ -95,13 +79,12 @@ class Base:
         """Return rows of the group's parameters; raise unless they can be written back exactly."""
         # codes travel, not what they are decoded to
         device = self._device if self.decodes(group) else None
-        places = group.places(start, stop)
-        read = {key: self.checkpoint.read(key, first, last, device) for key, first, last in places}
-        values = self.layout.convert(group, read)
+        read, first = {}, {}
+        for key, stand_in, top, bottom in group.places(start, stop):
+            read[key] = first[stand_in] = self.checkpoint.read(key, top, bottom, device)
+        values = convert(group, read, self.model)
         if exact and group.converter is not None:
-            parts = group.part(start, stop)
-            first = {parts[key]: tensor for key, tensor in read.items()}
-            _check_same(group, first, self.layout.restore(group, values))
+            _check_same(group, first, restore(group, values, self.model))
         return values
 
     def decodes(self, group: Group) -> bool:
@@ -110,6 +93,10 @@ class Base:
         return isinstance(makers, PrequantizedCheckpoint) and any(
             map(makers.is_dequantized, group.keys)
         )
+
+    def rows(self, name: str, start: int, stop: int | None) -> Tensor:
+        """Return rows of a parameter."""
+        return self.values(self.layout.by_name[name], start, stop)[name]
 
     def first_rows(self, name: str) -> Tensor | None:
         """Return the first rows of a parameter, or all; None where it is not on disk.
@@ -120,71 +107,40 @@ class Base:
         if known is None:
             return None
         group = self.layout.by_name[known]
-        rows = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
-        return self.values(group, 0, rows)[known]
-
-    def holds(self, name: str, rows: Callable[[slice], Tensor]) -> bool:
-        """Whether a parameter has the same bits as `rows(slice(start, stop))`, for all slices."""
-        group = self.layout.by_name[name]
-        parts = [slice(*part) for part in group.slices()]
-        return all(
-            same_bits(self.values(group, part.start, part.stop)[name], rows(part)) for part in parts
+        return self.rows(
+            known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
         )
+
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Whether a parameter has the same bits as a tensor."""
+        slices = self.layout.by_name[name].slices()
+        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in slices)
 
     def stored_apart(self, stored: list[str]) -> bool:
         """Whether it stores several parameters that are not equal: transformers unties them."""
+        return not all(
+            same_bits(self.rows(stored[0], *part), self.rows(name, *part))
+            for name in stored[1:]
+            for part in self.layout.by_name[name].slices()
+        )
 
-        def rows(name: str, part: slice) -> Tensor:
-            return self.values(self.layout.by_name[name], part.start, part.stop)[name]
-
-        return not all(self.holds(stored[0], partial(rows, name)) for name in stored[1:])
-
-    def put(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
-        """Add a parameter of this dtype to the merged folder, or give one another shape."""
-        group = self.layout.by_name.get(name)
-        if group is None:
-            assert dtype is not None, name
-            (key,) = revert(self.model, blank({name: (shape, dtype)}), name)
-        elif len(group.keys) == 1 and group.converter is None and group.swap is None:
-            key, dtype = group.keys[0], self.disk[group.keys[0]][1]
+    def put(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Give a parameter another shape in the merged folder; add a new one in this dtype."""
+        if (old := self.layout.by_name.get(name)) is not None:
+            key, dtype = old.keys[0], self.disk[old.keys[0]][1]
+            self.layout.groups.remove(old)
         else:
-            raise CheckpointError(
-                f"{name} is not stored as one tensor ({', '.join(group.keys[:2])}), and the "
-                f"adapter has it in another shape {shape}; resize the embeddings of the base first."
-            )
-        self.disk = {**self.disk, key: (shape, dtype)}
-        self.layout.put(key, name, shape)
+            (key,) = revert(self.model, blank({name: (shape, dtype)}), name)
+        self.disk[key] = shape, dtype
+        self.layout.by_name[name] = group = Group((key,), {name: shape}, target=name)
+        self.layout.groups.append(group)
 
     def drop(self, name: str) -> None:
         """Leave a parameter out of the merged folder."""
-        group = self.layout.by_name[name]
-        self.disk = {key: info for key, info in self.disk.items() if key not in group.keys}
-        self.layout.drop(group)
-
-    def files(self, dtypes: Mapping[str, torch.dtype]) -> list[OutFile]:
-        """Return the files of the merged folder, given each key's dtype there."""
-        if self.keeps_files:
-            by_file: dict[Path, list[str]] = {file: [] for file in self.checkpoint.files}
-            file = self.checkpoint.files[0]
-            for key in self.disk:
-                if key in self.checkpoint:  # what is new follows the last one
-                    file = self.checkpoint.info(key).file
-                by_file[file].append(key)
-            return [
-                OutFile(f.name, tuple(k), json.loads(header_bytes(f)).get("__metadata__") or {})
-                for f, k in by_file.items()
-                if k
-            ]
-        # As transformers names and cuts files.
-        sizes = {k: math.prod(shape) * dtypes[k].itemsize for k, (shape, _) in self.disk.items()}
-        files = []
-        shards = plan_shards(sizes, self._limit)
-        for number, keys in enumerate(shards, 1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            # The format wants tensors aligned to their dtype: the widest first.
-            order = tuple(sorted(keys, key=lambda key: -dtypes[key].itemsize))
-            files.append(OutFile(SINGLE if len(shards) == 1 else name, order, {"format": "pt"}))
-        return files
+        group = self.layout.by_name.pop(name)
+        self.layout.groups.remove(group)
+        for key in group.keys:
+            del self.disk[key]
 
     def close(self) -> None:
         """Close the files."""
@@ -194,44 +150,31 @@ class Base:
 class PackedBase(Base):
     """A folder that this package packed, decoded; in the layout that transformers would save."""
 
-    def __init__(self, folder: Path, model: Any, max_shard_size: int | str) -> None:
-        self.folder, self.model, self._limit = folder, model, max_shard_size
+    def __init__(self, folder: Path, model: Any) -> None:
         self.keeps_files = False
         opened = FolderCheck(folder)
-        opened.finish()
-        self.checkpoint = opened.checkpoint
-        self._weights = weights = PackedWeights(
-            opened.manifest, opened.checkpoint, model.state_dict()
-        )
-        parts = {key for keys in weights.keys.values() for key in keys} - weights.keys.keys()
-        state = model.state_dict()
+        manifest = opened.finish()
         opened.check_model(model)
-        foreign = next((k for k in self.checkpoint if k not in parts and k not in state), None)
-        if foreign is not None:
-            raise CheckpointError(
-                f"{folder}: {foreign} is no tensor of a {type(model).__name__}: config.json is not "
-                "the one it was saved with."
-            )
+        state, files = model.state_dict(), opened.checkpoint
+        self._weights = weights = PackedWeights(manifest, files, state)
+        parts = {key for keys in weights.keys.values() for key in keys}
         params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for key in self.checkpoint:
-            if (entry := opened.manifest.experts.get(key)) is not None:
+        for key in files:
+            if (entry := manifest.experts.get(key)) is not None:
                 params[key] = (tuple(entry.shape), getattr(torch, entry.dtype))
             elif key in weights.keys:
                 params[key] = (tuple(state[key].shape), weights.weight(key).dtype)
             elif key not in parts:
-                info = self.checkpoint.info(key)
-                params[key] = (info.shape, info.dtype)
+                params[key] = (files.info(key).shape, files.info(key).dtype)
         on_disk = revert(model, blank(params), type(model).__name__)
-        self.disk = {
-            key: (tuple(on_disk[key].shape), on_disk[key].dtype)
-            for key in sorted(on_disk, key=dot_natural_key)
-        }
-        self.layout = DiskLayout(model, self.disk)
+        disk = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in on_disk.items()}
+        self._set(folder, model, files, disk)
         lost = params.keys() - self.layout.by_name
         if lost:
             raise CheckpointError(
-                f"{folder}: {min(lost)} of the packed model has no name in the original layout "
-                "that leads back to it, so that it cannot be written."
+                f"{folder}: {min(lost)} of the packed model has no name in the original layout of "
+                f"a {type(model).__name__} that leads back to it: config.json is not the one it "
+                "was saved with, or such a model cannot be written."
             )
 
     def values(
@@ -247,8 +190,8 @@ class PackedBase(Base):
             else:
                 values[name] = self.checkpoint.read(name, start, stop)
         if exact and group.converter is not None:
-            again = self.layout.convert(group, self.layout.restore(group, values))
-            _check_same(group, values, again)
+            again = restore(group, values, self.model)
+            _check_same(group, values, convert(group, again, self.model))
         return values
 
 
@@ -263,10 +206,7 @@ def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, T
 
 
 def open_base(
-    folder: Path,
-    adapter: Adapter | None = None,
-    trust_remote_code: bool = False,
-    max_shard_size: int | str = "5GB",
+    folder: Path, adapter: Adapter | None = None, trust_remote_code: bool = False
 ) -> Base:
     """Open a checkpoint folder with its model on meta.
 
@@ -285,9 +225,7 @@ def open_base(
     model, text = build(source), named.text_model(source)
     if adapter is not None and text is not None and not adapter.is_on(model):
         model = build(text)
-    if is_packed(folder):
-        return PackedBase(folder, model, max_shard_size)
-    return Base(folder, model, max_shard_size=max_shard_size)
+    return (PackedBase if is_packed(folder) else Base)(folder, model)
 
 
 def resolve_checkpoint(
@@ -302,21 +240,17 @@ def resolve_checkpoint(
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if packed and is_packed(folder):
         return source
-    if described_method(source.config) is not None:
+    if maker_method(source.config) is not None:
         describe_plain(source.config)
-    quantized: Any = getattr(source.config, "quantization_config", None)
-    if quantized is not None:
-        settings = quantized if isinstance(quantized, Mapping) else quantized.to_dict()
-        method = settings.get("quant_method") or "bitsandbytes"
+    if getattr(source.config, "quantization_config", None) is not None:
         wanted = "the 16-bit checkpoint" + ", or a folder that moe_qlora packed" * packed
-        raise CheckpointError(f"{folder} is quantized ({method}); name {wanted}.")
+        raise CheckpointError(f"{folder} is quantized (bitsandbytes); name {wanted}.")
     return source
 
 
-_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin.index.json")
 _NEVER = (
-    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz", ".npy"),
-    *(".gguf", ".onnx", ".ot", ".tflite", ".partial"),
+    *(".safetensors", INDEX_SUFFIX, ".bin.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl"),
+    *(".pickle", ".h5", ".msgpack", ".npz", ".npy", ".gguf", ".onnx", ".ot", ".tflite", ".partial"),
 )
 _FOLDERS = ("additional_chat_templates",)
 _PIECE = 1 << 16  # of a file, where only samples are hashed
@@ -330,14 +264,10 @@ def auxiliary_files(source: Path) -> dict[Path, Path]:
     files: list[Path] = []
     for file in sorted(source.iterdir()):
         name = file.name
+        own = name in (CONFIG, MODELOPT_CONFIG) or MANIFEST_NAME.fullmatch(name)
         if file.is_dir():
             files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
-        elif not (
-            name.startswith((".", "adapter_"))
-            or name in (CONFIG, MODELOPT_CONFIG)
-            or MANIFEST_NAME.fullmatch(name)
-            or name.lower().endswith(_WEIGHTS + _NEVER)
-        ):
+        elif not (own or name.startswith((".", "adapter_")) or name.lower().endswith(_NEVER)):
             files.append(file)
     for file in files:
         check_link(file, source)
@@ -367,10 +297,9 @@ def file_facts(folder: Path) -> dict[str, str]:
         named = file.name in (CONFIG, MODELOPT_CONFIG)
         named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
         if named and file.is_file():  # opening a pipe would wait for its writer
-            one = _describe(file)
-            both = one["header_sha256"] + one["sample_sha256"]
-            content = hashlib.sha256(both.encode()).hexdigest()
-            facts[f"{file.name} of the checkpoint"] = f"{one['nbytes']:,} bytes, {content[:12]}"
+            nbytes, header, sample = _describe(file).values()
+            said = f"{nbytes:,} bytes, {header[:8]}{sample[:8]}"
+            facts[f"{file.name} of the checkpoint"] = said
     return facts
 
 

@@ -2,9 +2,8 @@
 
 transformers renames, stacks, concatenates and transposes what it reads, and undoes it when it
 saves. Here the same conversions serve one parameter at a time, of experts a few experts at a time.
-
-transformers' conversions are not all one to one: whoever writes what `restore` gives must have seen
-that it gives back the tensors that were read, bit for bit.
+They are not all one to one: whoever writes what `restore` gives must have seen that it gives back
+the tensors that were read, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from ..errors import CheckpointError
 SLICE_ELEMENTS = 2**21
 """Weights that are converted and summed at a time: 8 MiB in fp32."""
 
-# Operations that leave the first dimension alone where all their dimensions are later ones.
-_WITHIN = (Concatenate, Chunk, Interleave, Transpose)
+Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of tensors by key."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Group:
         They lie within `[first, last)`, but for everything, and have about so many elements.
         """
         shapes = list(self.shapes.values())
-        if not self.unit or not shapes or not shapes[0] or not all(shapes):
+        if not self.unit or not shapes or not all(shapes):
             yield 0, None
             return
         rows = shapes[0][0]
@@ -75,27 +74,21 @@ class Group:
         for start in range(first, last, step):
             yield start, min(start + step, last)
 
-    def part(self, start: int, stop: int | None) -> dict[str, str]:
-        """Return a slice's keys, each with that of the first experts that it is converted as."""
+    def places(self, start: int, stop: int | None) -> Iterator[tuple[str, str, int, int | None]]:
+        """Yield the tensors of a slice: key, first and last row of it.
+
+        Second is the key that it is converted as: a slice's experts are converted as the first.
+        """
         if self.unit != "key" or stop is None:
-            return {key: key for key in self.keys}
-        rows, count = next(iter(self.shapes.values()))[0], stop - start
-        return {  # a list holds the experts of several weights in turn, mostly of one
-            key: keys[at // rows * count + index]
-            for keys in self.sources.values()
-            for at in range(0, len(keys), rows)
-            for index, key in enumerate(keys[at + start : at + stop])
-        }
-
-    def places(self, start: int, stop: int | None) -> Iterator[tuple[str, int, int | None]]:
-        """Yield the tensors to read for a slice: key, and first and last row of it."""
-        rows = (start, stop) if self.unit == "row" and stop is not None else (0, None)
-        for key in self.part(start, stop):
-            yield key, *rows
-
-
-Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of tensors by key."""
+            rows = (start, stop) if self.unit == "row" and stop is not None else (0, None)
+            yield from ((key, key, *rows) for key in self.keys)
+            return
+        experts, count = next(iter(self.shapes.values()))[0], stop - start
+        for keys in self.sources.values():
+            # a list holds the experts of several weights in turn, mostly of one
+            for number, at in enumerate(range(start, len(keys), experts)):
+                for index, key in enumerate(keys[at : at + count]):
+                    yield key, keys[number * count + index], 0, None
 
 
 def blank(disk: Disk) -> dict[str, Tensor]:
@@ -111,94 +104,67 @@ class DiskLayout:
         model: nn.Module,
         disk: Disk,
         mapping: list[Any] | None = None,
-        takes: Callable[[Collection[str], Collection[str]], bool] | None = None,
+        takes: Callable[[Collection[str], Collection[str]], bool] = lambda names, keys: True,
         transposed: Container[str] = (),
     ) -> None:
         """Group all tensors, or by `mapping` those whose parameters and keys `takes` is true of.
 
         `transposed` are parameters that the model has the other way round than the disk.
         """
-        self._model: Any = model
-        self._disk = disk
-        own = mapping is None
-        mapping = get_model_conversion_mapping(self._model) if mapping is None else mapping
-        self.groups = self._groups(mapping, takes)
+        self.model: Any = model
+        state = model.state_dict()
+        used = get_model_conversion_mapping(self.model) if mapping is None else mapping
+        self.groups = list(_groups(self.model, state, disk, used, takes))
         self.by_name = {name: group for group in self.groups for name in group.shapes}
         # Codecs take weights in row-major order, so that another shape of as many values would be
         # packed without an error.
-        state = self._model.state_dict()
         for name, group in self.by_name.items():
-            shape = group.shapes[name]
             if name not in state:
                 continue
-            expected = tuple(state[name].shape)[:: -1 if name in transposed else 1]
-            if shape != expected:
+            shape, expected = group.shapes[name], tuple(state[name].shape)
+            if shape != (expected := expected[:: -1 if name in transposed else 1]):
                 count, key = len(group.keys), group.keys[0]
                 raise CheckpointError(
                     f"{name} has the shape {shape} on disk ({count} tensors, {key} for one) and "
                     f"{expected} by config.json: files are missing, or of another model."
                 )
-        if own:  # `from_pretrained` notes the conversions that it used, and saving undoes these
-            self._model.__dict__["_weight_conversions"] = [one for one in mapping if one.was_used()]
+        if mapping is None:  # as `from_pretrained` notes what it used, which saving undoes
+            self.model.__dict__["_weight_conversions"] = [one for one in used if one.was_used()]
 
-    def put(self, key: str, name: str, shape: tuple[int, ...]) -> None:
-        """Let `key` hold the parameter `name`, in this shape, instead of anything else."""
-        group = Group((key,), {name: shape}, target=name)
-        self.groups = (*(one for one in self.groups if key not in one.keys), group)
-        self.by_name[name] = group
 
-    def drop(self, group: Group) -> None:
-        """Leave a group out."""
-        self.groups = tuple(one for one in self.groups if one is not group)
-        self.by_name = {name: one for name, one in self.by_name.items() if one is not group}
-
-    def _groups(self, mapping: list[Any], takes: Any) -> tuple[Group, ...]:
-        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-        converters = [one for one in mapping if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        state = self._model.state_dict()
-        prefix = getattr(self._model, "base_model_prefix", "")
-        groups: list[Group] = []
-        collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-        for key in sorted(self._disk, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-            if name not in state and key in state:
-                name, pattern = rename_source_key(key, [], [], prefix, state)
-            if name in state and pattern is not None:
-                _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
-                sources.setdefault(pattern, []).append(key)
-            elif takes is None or takes([name], [key]):
-                shapes = {name: self._disk[key][0]} if name in state else {}
-                groups.append(Group((key,), shapes, target=name if shapes else ""))
-        for name, (converter, found) in collected.items():
-            first, *others = converter.target_patterns
-            names = [name, *(name.replace(first, other, 1) for other in others)]
-            matches = {pattern: tuple(keys) for pattern, keys in found.items()}
-            disk = {key: self._disk[key] for keys in matches.values() for key in keys}
-            if takes is None or takes(names, disk.keys()):
-                group = Group(tuple(disk), {}, matches, name, converter, unit="")
-                params = self.convert(group, blank(disk))
-                shapes = {param: tuple(tensor.shape) for param, tensor in params.items()}
-                stored = {key: shape for key, (shape, _) in disk.items()}
-                groups.append(make_group(name, converter, matches, shapes, stored))
-        return tuple(groups)
-
-    def convert(self, group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Call `convert`; the error of a failure names what failed."""
-        try:
-            return convert(group, tensors, self._model)
-        except Exception as error:
-            raise CheckpointError(
-                f"{group.keys[0]} and {len(group.keys) - 1} other tensors do not make the "
-                f"parameter {group.target}: {error}"
-            ) from error
-
-    def restore(self, group: Group, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Undo `convert`; of a slice of experts, the keys are those of the first ones."""
-        if group.converter is None:
-            (value,) = values.values()
-            return {group.keys[0]: _swapped(value, group.swap)}
-        return revert(self._model, values, group.target)
+def _groups(
+    model: Any,
+    state: Mapping[str, Tensor],
+    disk: Disk,
+    mapping: list[Any],
+    takes: Callable[[Collection[str], Collection[str]], bool],
+) -> Iterator[Group]:
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    known = getattr(model, "base_model_prefix", ""), state
+    collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for key in sorted(disk, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, *known)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], *known)
+        if name in state and pattern is not None:
+            _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
+            sources.setdefault(pattern, []).append(key)
+        elif takes([name], [key]):
+            shapes = {name: disk[key][0]} if name in state else {}
+            yield Group((key,), shapes, target=name if shapes else "")
+    for name, (converter, found) in collected.items():
+        first, *others = converter.target_patterns
+        names = [name, *(name.replace(first, other, 1) for other in others)]
+        matches = {pattern: tuple(keys) for pattern, keys in found.items()}
+        own = {key: disk[key] for keys in matches.values() for key in keys}
+        if takes(names, own.keys()):
+            whole = Group(tuple(own), {}, matches, name, converter, unit="")
+            made = convert(whole, blank(own), model)
+            shapes = {param: tuple(tensor.shape) for param, tensor in made.items()}
+            stored = {key: shape for key, (shape, _) in own.items()}
+            yield make_group(name, converter, matches, shapes, stored)
 
 
 def make_group(
@@ -222,26 +188,29 @@ def make_group(
         return Group(keys, shapes, target=target, swap=None if same else swap, unit=unit)
     counts = {len(keys) for keys in sources.values()}
     rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
-    unit = ""
-    if len(counts) != 1 or len(rows) != 1 or 0 in rows:
-        pass
-    elif isinstance(first, ErnieFuseAndSplitTextVisionExperts):
-        if not others and first.stack_dim == 0 and first.concat_dim > 0:
-            unit = "key" if counts == {len(shapes) * min(rows)} else ""
+    unit, each = "row", {1}  # each: how many tensors of every pattern
+    if isinstance(first, ErnieFuseAndSplitTextVisionExperts):
+        unit, each = "key", {len(shapes) * row for row in rows}
+        alone = not others and first.stack_dim == 0 and first.concat_dim > 0
     elif isinstance(first, MergeModulelist):
-        if first.dim == 0 and all(map(_leaves_first_alone, others)):
-            unit = "key" if counts == rows else ""
-    elif all(map(_leaves_first_alone, operations)):
-        lengths = {shape[0] for shape in disk.values() if shape}
-        unit = "row" if counts == {1} and lengths == rows else ""
-    return Group(keys, shapes, sources, target, converter, unit=unit)
+        unit, each = "key", rows
+        alone = first.dim == 0 and all(map(_leaves_first_alone, others))
+    else:
+        alone = rows == {shape[0] for shape in disk.values() if shape}
+        alone = alone and all(map(_leaves_first_alone, operations))
+    alone = alone and counts == each and len(rows) == 1 and 0 not in rows
+    return Group(keys, shapes, sources, target, converter, unit=unit if alone else "")
+
+
+def _leaves_first_alone(operation: Any) -> bool:
+    if isinstance(operation, Transpose):
+        dims = (operation.dim0, operation.dim1)
+        return not getattr(operation, "check_dims", False) and min(dims) > 0
+    return isinstance(operation, (Concatenate, Chunk, Interleave)) and operation.dim > 0
 
 
 def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
-    """Convert tensors by key, of a group or a slice (`Group.part`), to parameters by name.
-
-    Whatever transformers' operations raise of tensors that do not fit is passed on.
-    """
+    """Convert tensors by key, of a group or a slice (`Group.places`), to parameters by name."""
     if group.converter is None:
         # Without a parameter (a layer that the model leaves out), a tensor keeps its key.
         names = group.shapes or group.keys
@@ -250,16 +219,22 @@ def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str
         pattern: [tensors[key] for key in keys if key in tensors]
         for pattern, keys in group.sources.items()
     }
-    for operation in group.converter.operations:
-        values = operation.convert(
-            values,
-            source_patterns=group.converter.source_patterns,
-            target_patterns=group.converter.target_patterns,
-            full_layer_name=group.target,
-            model=model,
-            config=model.config,
-            missing_keys=None,
-        )
+    try:
+        for operation in group.converter.operations:
+            values = operation.convert(
+                values,
+                source_patterns=group.converter.source_patterns,
+                target_patterns=group.converter.target_patterns,
+                full_layer_name=group.target,
+                model=model,
+                config=model.config,
+                missing_keys=None,
+            )
+    except Exception as error:
+        raise CheckpointError(
+            f"{group.keys[0]} and {len(group.keys) - 1} other tensors do not make the "
+            f"parameter {group.target}: {error}"
+        ) from error
     # Operations name their results by patterns, of which the group's own name has one.
     name = group.target.replace("*.", "0.")
     before, _, after = next((name.partition(p) for p in values if p in name), ("", "", ""))
@@ -269,8 +244,16 @@ def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str
     }
 
 
+def restore(group: Group, values: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Undo `convert`; of a slice of experts, the keys are those of the first ones."""
+    if group.converter is None:
+        (value,) = values.values()
+        return {group.keys[0]: _swapped(value, group.swap)}
+    return revert(model, values, group.target)
+
+
 def revert(model: Any, values: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """Call `revert_weight_conversion`; the error of a failure names what failed."""
+    """Return parameters as transformers would save them; the error of a failure has the name."""
     try:
         tensors: dict[str, Tensor] = revert_weight_conversion(model, dict(values))
     except Exception as error:
@@ -289,11 +272,3 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (left, right)))
-
-
-def _leaves_first_alone(operation: Any) -> bool:
-    if not isinstance(operation, _WITHIN) or getattr(operation, "check_dims", False):
-        return False
-    if isinstance(operation, Transpose):
-        return operation.dim0 > 0 and operation.dim1 > 0
-    return bool(operation.dim > 0)

@@ -2,16 +2,14 @@
 
     base W, on disk --convert--> parameter --(+ s B A, fp32)--> rounded once --restore--> on disk
 
-The merged folder has the files, keys, shapes and dtypes of the original checkpoint, so that any
-program that loads the base loads it. The model is built on meta. Memory use is one slice
-(`conversion.SLICE_ELEMENTS` weights, or one expert) and the LoRA factors of its parameter; a
-parameter that transformers can only convert as a whole is read whole. Unchanged tensors are copied
-byte for byte.
+The merged folder has the files, keys, shapes and dtypes of the original checkpoint. The model is
+built on meta. Memory use is one slice (`conversion.SLICE_ELEMENTS` weights, or one expert) and the
+LoRA factors of its parameter; a parameter that transformers can only convert as a whole is read
+whole. Unchanged tensors are copied byte for byte.
 
-For a prequantized base (FP8, MXFP4, ...) the whole model is dequantized and resharded in 16 bit.
-Quantizing the result again would lose most of the adapter: a delta of 1 % of a weight's norm has,
-after rounding to MXFP4, INT4 or NVFP4, a cosine of 0.04 or less to itself before, 0.50 in block
-FP8, 0.99 in bfloat16.
+A prequantized base (FP8, MXFP4, ...) is written dequantized: quantizing the result again would lose
+most of the adapter. A delta of 1 % of a weight's norm has, after rounding to MXFP4, INT4 or NVFP4,
+a cosine of 0.04 or less to itself before, 0.50 in block FP8, 0.99 in bfloat16.
 """
 
 from __future__ import annotations
@@ -22,9 +20,10 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +50,16 @@ from .adapter import (
     single_experts,
     vocabulary,
 )
-from .base import FLOATS, PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
-from .conversion import Group, same_bits
+from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
+from .conversion import Group, restore, same_bits
 from .manifest import CONFIG, canonical_name, is_packed
-from .prequantized import json_parts, plain_json
-from .reader import INDEX, Checkpoint, check_plain, index_of
-from .rows import kept_dtypes
-from .staging import ShardWriter, absolute, check_new, new_folder
+from .prequantized import parts_of, plain_json
+from .reader import INDEX, SINGLE, Checkpoint, header_bytes, index_of
+from .rows import Slot, filled, kept_dtypes
+from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
 from .training_codec import TrainingCodec
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,20 @@ class MergeReport:
     new_config: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json
 
     def __str__(self) -> str:
-        size = human_bytes(self.nbytes)
-        rounded = f"; {self.rounded} parameters rounded as in training" if self.rounded else ""
-        prequantized = self.dequantized and (
-            f" The base's maker had quantized it ({self.dequantized}), and all of it is written "
-            "dequantized: rounded to that format again, most of the adapter would be lost."
+        text = (
+            f"{self.folder}: {self.tensors} tensors, {human_bytes(self.nbytes)}, {self.changed} of "
+            "them changed by the adapter"
         )
-        files = ", ".join(self.from_adapter)
-        copied = files and f" From the adapter's folder, not the base's: {files}."
+        text += f"; {self.rounded} parameters rounded as in training." if self.rounded else "."
+        if self.dequantized:
+            text += (
+                f" The base's maker had quantized it ({self.dequantized}), and all of it is written"
+                " dequantized: rounded to that format again, most of the adapter would be lost."
+            )
+        if self.from_adapter:
+            text += f" From the adapter's folder, not the base's: {', '.join(self.from_adapter)}."
         changes = ", ".join(f"{key}={value}" for key, value in self.new_config.items())
-        config = changes and f" In config.json: {changes}."
-        return (
-            f"{self.folder}: {self.tensors} tensors, {size}, {self.changed} of them changed by the "
-            f"adapter{rounded}.{prequantized}{copied}{config}"
-        )
+        return text + (f" In config.json: {changes}." if changes else "")
 
 
 def merge_adapter(
@@ -135,7 +136,7 @@ def merge_adapter(
         ConfigError: The codec of the training is not known, or `dtype` is no floating dtype.
     """
     source, adapter_folder, target = absolute(base), absolute(adapter), absolute(out)
-    if dtype is not None and dtype not in FLOATS:
+    if dtype is not None and dtype not in _FLOATS:
         raise ConfigError(f"dtype is {dtype}; give torch.bfloat16, torch.float16 or torch.float32.")
     if quantization_config is not None and (not like_training or is_packed(source)):
         raise ConfigError(
@@ -146,8 +147,7 @@ def merge_adapter(
     with ExitStack() as stack:
         lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
-        opened = open_base(source, lora, trust_remote_code, max_shard_size)
-        stack.enter_context(closing(opened))
+        opened = stack.enter_context(closing(open_base(source, lora, trust_remote_code)))
         model = opened.model
         check_adapter_patterns(adapter_folder, model)
         if not any_base:
@@ -169,14 +169,14 @@ def merge_adapter(
                 for noted in (training.experts, training.linears)
             )
             training = replace(training, experts=experts, linears=linears)
-        merge = _Merge(opened, lora, training, dtype)
+        merge = _Merge(opened, lora, training, dtype, max_shard_size)
         with (
             new_folder(target) as folder,
             reporting(progress, "Merging", "Merged", stderr=True) as tell,
         ):
             copied = _copy_side_files(source, adapter_folder, folder)
             merge.write(folder, tell)
-            merge.write_config(source, folder)
+            merge.write_config(folder)
     return MergeReport(
         target, len(opened.disk), len(merge.changed), len(merge.rounded), merge.nbytes,
         opened.checkpoint.method, copied,
@@ -191,61 +191,68 @@ class _Merge:
         adapter: Adapter,
         training: TrainingCodec | None,
         dtype: torch.dtype | None,
+        max_shard_size: int | str,
     ) -> None:
         self._base, self._adapter, self._training, self._dtype = base, adapter, training, dtype
-        model = base.model
-        head = trained_head(adapter, model)
+        head = _trained_head(adapter, base.model)
         shapes = {key: shape for key, (shape, _) in base.disk.items()}
         added = {} if head is None else head.state_dict()
-        self._updates = updates = Resolver(model, shapes, adapter, added).resolve()
-        move_to_stored_names(updates, base, adapter)
-        self.new_config = reshape(base, updates, adapter, head)
-        self._factors: dict[LoraDelta, tuple[Tensor, Tensor]] = {}
+        self._updates = updates = Resolver(base.model, shapes, adapter, added).resolve()
+        _move_to_stored_names(updates, base, adapter)
+        self.new_config = _reshape(base, updates, adapter, head)
         self.changed: set[str] = set()
         self.rounded: set[str] = set()
-        rounded = frozenset[str]() if training is None else training.experts | training.linears
-        for name in (*updates.deltas, *updates.replacements, *sorted(rounded - updates.tied)):
+        noted = set[str]() if training is None else training.experts | training.linears
+        for name in (*updates.deltas, *updates.replacements, *sorted(noted - updates.tied)):
             if name not in base.layout.by_name:
                 changed = name in updates.deltas or name in updates.replacements
                 raise (AdapterError if changed else CheckpointError)(
                     f"{adapter.folder} is for a model with {name}, which the base's files do not "
                     "hold: name the base that it was trained on."
                 )
-        for group in base.layout.groups:
-            for key in group.keys:
-                stored = base.disk[key][1]
-                if training is not None and any(name in training for name in group.shapes):
-                    check_plain(key, stored)
-                if stored not in FLOATS and self._changes(group):
-                    raise CheckpointError(
-                        f"{key} is {stored}, which an adapter cannot be added to: name a base in "
-                        "16 bit."
-                    )
-        dtypes = {key: stored for key, (_, stored) in base.disk.items()}
+        self._dtypes = {key: stored for key, (_, stored) in base.disk.items()}
         if dtype is not None:
-            fp32 = kept_dtypes(model, dtype)
+            fp32 = kept_dtypes(base.model, dtype)
             for group in base.layout.groups:
                 wanted = torch.float32 if any(map(fp32, group.shapes)) else dtype
-                dtypes |= {key: wanted for key in group.keys if dtypes[key] in FLOATS}
-        self._files = base.files(dtypes)
-        self._specs = {key: (dtypes[key], shape) for key, (shape, _) in base.disk.items()}
-        self.nbytes = sum(math.prod(shape) * kind.itemsize for kind, shape in self._specs.values())
-
-    def _changes(self, group: Group) -> bool:
-        updates = self._updates
-        return any(
-            name in updates.deltas or name in updates.replacements for name in group.shapes
-        ) or any(key in updates.disk_deltas for key in group.keys)
+                floats = (key for key in group.keys if self._dtypes[key] in _FLOATS)
+                self._dtypes |= dict.fromkeys(floats, wanted)
+        sizes = {
+            key: math.prod(shape) * self._dtypes[key].itemsize
+            for key, (shape, _) in base.disk.items()
+        }
+        self.nbytes = sum(sizes.values())
+        self._files: dict[str, list[str]] = {}  # keys by file
+        if base.keeps_files:
+            self._files = {file.name: [] for file in base.checkpoint.files}
+            name = base.checkpoint.files[0].name
+            for key in base.disk:
+                if key in base.checkpoint:  # what is new follows the last one
+                    name = base.checkpoint.info(key).file.name
+                self._files[name].append(key)
+        else:  # as transformers names and cuts files
+            shards = plan_shards(sizes, max_shard_size)
+            for number, keys in enumerate(shards, 1):
+                name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                # The format wants tensors aligned to their dtype: the widest first.
+                keys.sort(key=lambda key: -self._dtypes[key].itemsize)
+                self._files[SINGLE if len(shards) == 1 else name] = keys
 
     def write(self, folder: Path, tell: Progress) -> None:
-        groups = {key: group for group in self._base.layout.groups for key in group.keys}
+        base = self._base
+        groups = {key: group for group in base.layout.groups for key in group.keys}
         done: set[str] = set()
         with ExitStack() as stack:
             writers: dict[str, ShardWriter] = {}
-            for file in self._files:
-                specs = {key: self._specs[key] for key in file.keys}
-                writer = ShardWriter(folder / file.name, specs, file.metadata)
-                writers |= dict.fromkeys(file.keys, stack.enter_context(writer))
+            for name, keys in self._files.items():
+                metadata: dict[str, str] = {"format": "pt"}
+                if base.keeps_files:
+                    header = header_bytes(base.folder / name)
+                    metadata = json.loads(header).get("__metadata__") or {}
+                if keys:
+                    specs = {key: (self._dtypes[key], base.disk[key][0]) for key in keys}
+                    writer = ShardWriter(folder / name, specs, metadata)
+                    writers |= dict.fromkeys(keys, stack.enter_context(writer))
             for key in writers:
                 if key not in done:
                     tell(len(done), len(groups), key)
@@ -254,86 +261,78 @@ class _Merge:
         tell(len(groups), len(groups), "")
 
     def _write_group(self, group: Group, writers: Mapping[str, ShardWriter]) -> None:
-        base, updates = self._base, self._updates
-        changes, packed = self._changes(group), self._pack(group)
-        unchanged = not changes and not packed and group.target not in updates.untied
-        if unchanged and not isinstance(base, PackedBase):
+        base, updates, file = self._base, self._updates, self._adapter.file
+        replaced = group.shapes.keys() & updates.replacements.keys()
+        changes = bool(replaced or group.shapes.keys() & updates.deltas.keys())
+        changes = changes or any(key in updates.disk_deltas for key in group.keys)
+        packed = self._pack(group)
+        if changes:
+            self.changed.update(group.keys)
+        elif not packed and group.target not in updates.untied and type(base) is Base:
             for key in group.keys:
                 for start, stop in Group((key,), {key: base.disk[key][0]}).slices():
                     tensor = base.checkpoint.read(key, start, stop)
-                    writers[key].write(key, tensor.to(self._specs[key][0]))
+                    writers[key].write(key, tensor.to(self._dtypes[key]))
             return
-        replaced = group.shapes and all(name in updates.replacements for name in group.shapes)
-        source = updates.untied.get(group.target, group.target)
-        self._factors = {}
+        source = updates.untied.get(group.target, "")
+        factors = cache(lambda delta, dtype: delta.factors(file, dtype))
         for start, stop in group.slices():
-            if replaced:
-                values = dict.fromkeys(group.shapes, torch.empty(0))
-            elif source == group.target:
-                values = base.values(group, start, stop)
-            else:
-                read = base.values(base.layout.by_name[source], start, stop)
-                values = {group.target: read[source]}
+            values = {n: file.read(updates.replacements[n], start, stop) for n in replaced}
+            if source and not replaced:
+                values = {group.target: base.rows(source, start, stop)}
+            elif not replaced or replaced < group.shapes.keys():
+                values = base.values(group, start, stop) | values
             for name, weight in packed.items():
                 last = weight.shape[0] if stop is None else stop
                 wide = torch.promote_types(weight.dtype, values[name].dtype)
                 values[name] = codec.unpack_range(weight, start, last).to(wide)
-            for name in values:
-                if name in updates.replacements:
-                    key = updates.replacements[name]
-                    values[name] = self._adapter.file.read(key, start, stop)
-                deltas = updates.deltas.get(name, ())
-                values[name] = self._add_deltas(values[name], deltas, start)
-            on_disk = base.layout.restore(group, values)
-            for key, stand_in in group.part(start, stop).items():
-                first = start if group.unit == "row" else 0
-                deltas = updates.disk_deltas.get(key, ())
-                tensor = self._add_deltas(on_disk[stand_in], deltas, first).to(self._specs[key][0])
-                if not unchanged and not bool(tensor.isfinite().all()):
+            for name, value in values.items():
+                values[name] = _add(updates.deltas.get(name), value, start, factors)
+            on_disk = restore(group, values, base.model)
+            for key, stand_in, first, _ in group.places(start, stop):
+                if changes and (stored := base.disk[key][1]) not in _FLOATS:
+                    raise CheckpointError(
+                        f"{key} is {stored}, which an adapter cannot be added to: name a base in "
+                        "16 bit."
+                    )
+                own = updates.disk_deltas.get(key)
+                tensor = _add(own, on_disk[stand_in], first, factors).to(self._dtypes[key])
+                if (changes or packed) and not bool(tensor.isfinite().all()):
                     raise AdapterError(
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
                         "base, is broken, or the dtype too narrow."
                     )
                 writers[key].write(key, tensor)
-        if changes:
-            self.changed.update(group.keys)
-        self._factors = {}
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
-        training = self._training
-        if training is None or not any(name in training for name in group.shapes):
-            return {}
-        packers: dict[str, tuple[Any, torch.dtype]] = {}
-        for start, stop in group.slices():
-            for name, value in self._base.values(group, start, stop).items():
-                if name in training:
-                    if name not in packers:
-                        packers[name] = training.packer(name, group.shapes[name], value.dtype)
-                    packers[name][0].add(value)
-        self.rounded.update(packers)
-        return {n: replace(packer.finish(), dtype=dtype) for n, (packer, dtype) in packers.items()}
+        """Round the group's parameters that were packed in training; before anything is added."""
+        base, training, dtypes = self._base, self._training, dict[str, torch.dtype]()
+        slots: dict[str, Slot] = {}
+        for name in group.shapes.keys() - self._updates.replacements.keys():
+            if training is not None and name in training:
+                cast, dtypes[name] = training.dtypes(name, base.disk[group.keys[0]][1])
+                place = torch.device("cpu")
+                slots[name] = Slot(name, group.shapes[name], cast, place, training.settings)
+        self.rounded.update(slots)
+        weights = filled(base.checkpoint, base.layout, [group] if slots else [], slots)
+        return {name: replace(weight, dtype=dtypes[name]) for name, weight in weights}
 
-    def _add_deltas(self, value: Tensor, deltas: Sequence[LoraDelta], start: int) -> Tensor:
-        if not deltas:
-            return value
-        wide = torch.promote_types(value.dtype, torch.float32)
-        total = value.to(wide, copy=True).contiguous()
-        for delta in deltas:
-            if delta not in self._factors:
-                self._factors[delta] = delta.factors(self._adapter.file, wide)
-            delta.add_rows(self._factors[delta], total, start)
-        return total
-
-    def write_config(self, source: Path, folder: Path) -> None:
+    def write_config(self, folder: Path) -> None:
         """Write config.json, and the index of several files."""
-        base, new, config = self._base, self.new_config, read_json(source / CONFIG)
+
+        def write(name: str, content: Any) -> None:
+            text = json.dumps(content, indent=2) + "\n"
+            (folder / name).write_text(text, encoding="utf-8")
+
+        base, source, new = self._base, self._base.folder, self.new_config
+        config = read_json(source / CONFIG)
         same = self._dtype is None and base.keeps_files and not new
         if same and not any(name in config for name in PACKED_KEYS):
             shutil.copyfile(source / CONFIG, folder / CONFIG)
         else:
             config = config if base.keeps_files else plain_json(config)
             text = []
-            for part in json_parts(config):
+            for part in parts_of(config):
                 for name in PACKED_KEYS:
                     part.pop(name, None)
                 for name in ("dtype", "torch_dtype"):
@@ -345,7 +344,7 @@ class _Merge:
                 of_text = key in ("vocab_size", "tie_word_embeddings")
                 for part in [config] * (key != "vocab_size") + (text or [config]) * of_text:
                     part[key] = value
-            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            write(CONFIG, config)
         index = index_of(source) if base.keeps_files else source / INDEX
         if index is None or (not base.keeps_files and len(self._files) == 1):
             return
@@ -353,35 +352,43 @@ class _Merge:
             shutil.copyfile(index, folder / index.name)
             return
         content = read_json(index, MAX_JSON) if base.keeps_files else {}
-        old = content.get("weight_map", {})
-        names = {key: file.name for file in self._files for key in file.keys}
         content["metadata"] = {**(content.get("metadata") or {}), "total_size": self.nbytes}
-        content["weight_map"] = {key: old.get(key, file) for key, file in names.items()}
-        (folder / index.name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        files = self._files.items()
+        content["weight_map"] = {key: name for name, keys in files for key in keys}
+        write(index.name, content)
+
+
+def _add(
+    deltas: Sequence[LoraDelta] | None, value: Tensor, start: int, factors: Callable[..., Any]
+) -> Tensor:
+    """Return rows from `start` on with these added, in fp32 or wider."""
+    if not deltas:
+        return value
+    wide = torch.promote_types(value.dtype, torch.float32)
+    total = value.to(wide, copy=True).contiguous()
+    for delta in deltas:
+        delta.add_rows(factors(delta, wide), total, start)
+    return total
 
 
 # Files of one kind: with the named file, all of them come from the adapter's folder.
-_KINDS = (
-    (
-        re.compile(
-            r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|"
-            r"tekken\.json|.*\.(model|tiktoken|jinja)|chat_template\.json|"
-            r"additional_chat_templates"
-        ),
-        "tokenizer_config.json",
+_KINDS = {
+    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json|"
+    r".*\.(model|tiktoken|jinja)|chat_template\.json|additional_chat_templates": (
+        "tokenizer_config.json"
     ),
-    (re.compile(r".*processor_config\.json"), "processor_config.json"),
-    (re.compile(r"generation_config\.json"), ""),
-)
+    r".*processor_config\.json": "processor_config.json",
+    r"generation_config\.json": "",
+}
 
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
     files, found = auxiliary_files(source), auxiliary_files(adapter)
     copied: list[Path] = []
-    for kind, whole in _KINDS:
+    for kind, whole in _KINDS.items():
         if Path(whole) in found:
-            files = {name: f for name, f in files.items() if not kind.fullmatch(name.parts[0])}
-        copied += [name for name in found if kind.fullmatch(name.parts[0])]
+            files = {name: f for name, f in files.items() if not re.fullmatch(kind, name.parts[0])}
+        copied += [name for name in found if re.fullmatch(kind, name.parts[0])]
     copy_files(files | {name: found[name] for name in copied}, folder)
     return tuple(map(str, copied))
 
@@ -393,7 +400,7 @@ def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ..
 # another head       `score` of a reward model in place of `lm_head`; `architectures`, labels
 
 
-def trained_head(adapter: Adapter, model: Any) -> Any:
+def _trained_head(adapter: Adapter, model: Any) -> Any:
     """Return the meta model whose head the adapter holds, which this model lacks; or None."""
     held = model.state_dict()
     new = {name: shape for name, shape in adapter.whole_tensors().items() if name not in held}
@@ -412,34 +419,28 @@ def trained_head(adapter: Adapter, model: Any) -> Any:
     return None
 
 
-def reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[str, Any]:
+def _reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[str, Any]:
     """Resize, add and leave out tensors of the merged folder; return changed config fields."""
-    model = base.model
-    layout, changes = base.layout, dict[str, Any]()
-    shapes = {n: adapter.file.info(key).shape for n, key in updates.replacements.items()}
-    names = vocabulary(model)
-    first = next(name for name in (*names, *layout.by_name) if name in layout.by_name)
-    dtype = base.disk[layout.by_name[first].keys[0]][1]
+    model, by_name, changes = base.model, base.layout.by_name, dict[str, Any]()
+    names, new = vocabulary(model), {*updates.untied}
+    first = next(name for name in (*names, *by_name) if name in by_name)
+    dtype, count = base.disk[by_name[first].keys[0]][1], by_name[first].shapes[first][0]
+    shapes = {name: by_name[stored].shapes[stored] for name, stored in updates.untied.items()}
+    shapes |= {n: adapter.file.info(key).shape for n, key in updates.replacements.items()}
     if updates.untied:
         changes["tie_word_embeddings"] = False
-    for name, stored in updates.untied.items():
-        if name not in layout.by_name:
-            base.put(name, layout.by_name[stored].shapes[stored], dtype)
-    added = [name for name in shapes if head is not None and name not in model.state_dict()]
-    if added:
-        for name in layout.by_name.keys() & vocabulary(model, inputs=False):
+    if head is not None:
+        for name in by_name.keys() & vocabulary(model, inputs=False):
             base.drop(name)
-        config = head.config
-        changes["architectures"] = config.architectures
-        changes["id2label"], changes["label2id"] = config.id2label, config.label2id
-    for name in added:
-        base.put(name, shapes[name], dtype)
-    resized = {n: s for n, s in shapes.items() if n in names and s != layout.by_name[n].shapes[n]}
-    for name, shape in resized.items():
-        base.put(name, shape)
-    if resized:
-        held = [name for name in names if name in layout.by_name]
-        rows = {name: layout.by_name[name].shapes[name][0] for name in held}
+        new |= head.state_dict().keys() - model.state_dict().keys()
+        fields = ("architectures", "id2label", "label2id")
+        changes |= {key: getattr(head.config, key) for key in fields}
+    for name, shape in shapes.items():
+        old = by_name[name].shapes[name] if name in by_name else None
+        if name in (new if old is None else names) and shape != old:
+            base.put(name, shape, dtype)
+    rows = {name: by_name[name].shapes[name][0] for name in names if name in by_name}
+    if any(name in names and shape[0] != count for name, shape in shapes.items()):
         if len(set(rows.values())) > 1:
             raise AdapterError(
                 f"{adapter.folder} was trained with a resized vocabulary, and does not hold all of "
@@ -450,40 +451,37 @@ def reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[s
     return changes
 
 
-# Tied weights: one tensor under several names, which an adapter may change in different ways.
-
-
-def move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> None:
+def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> None:
     """Put each change of a weight that the model on meta ties under names on disk, in place.
 
     Embeddings and head that the adapter changes in different ways are untied: `updates.untied`.
     """
-    model, by_tensor = base.model, dict[int, list[str]]()
+    model, file, by_tensor = base.model, adapter.file, dict[int, list[str]]()
+    deltas, replaced = updates.deltas, updates.replacements
     for name, tensor in model.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(tensor), []).append(name)
-    shared: list[tuple[str, str]] = []
     for names in (names for names in by_tensor.values() if len(names) > 1):
         stored = [name for name in names if name in base.layout.by_name]
         updates.tied.update(set(names) - set(stored))
         for name in names:  # PEFT saves the base's own embeddings beside LoRA on them
-            if name in updates.replacements and stored:
+            if name in replaced and stored:
                 shape, dtype = base.disk[base.layout.by_name[stored[0]].keys[0]]
-                own = adapter.file.read(updates.replacements[name]).to(dtype)
-                if own.shape == shape and base.holds(stored[0], own.__getitem__):
-                    del updates.replacements[name]
-        keys = [updates.replacements[name] for name in names if name in updates.replacements]
+                own = file.read(replaced[name]).to(dtype)
+                if own.shape == shape and base.holds(stored[0], own):
+                    del replaced[name]
+        keys = [replaced[name] for name in names if name in replaced]
         if len(keys) == 1 and keys[0].endswith(".base_layer.weight"):  # resized, beside LoRA on it
-            updates.replacements.update(dict.fromkeys(names, keys[0]))
-        tokens = {n: [one for one in updates.deltas.get(n, ()) if one.tokens] for n in names}
+            replaced |= dict.fromkeys(names, keys[0])
+        tokens = {n: [one for one in deltas.get(n, ()) if one.tokens] for n in names}
         inputs = set(names) - set(vocabulary(model, inputs=False))
         trained = next((tokens[name] for name in names if name in inputs and tokens[name]), [])
         for name in names if trained else ():
             if not tokens[name]:
-                updates.deltas[name] = [*trained, *updates.deltas.get(name, ())]
-        changed = [n for n in names if n in updates.deltas or n in updates.replacements]
+                deltas[name] = [*trained, *deltas.get(name, ())]
+        changed = [n for n in names if n in deltas or n in replaced]
         if not changed or base.stored_apart(stored):
             continue
-        if not _agree(adapter.file, updates, names):
+        if not _agree(file, updates, names):
             config = model.config
             both = {config.tie_word_embeddings, config.get_text_config().tie_word_embeddings}
             if True not in both or not stored or not set(names) <= set(vocabulary(model)):
@@ -492,27 +490,22 @@ def move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> None
                     "the base ties them: one tensor on disk cannot hold both; untie them in the "
                     "base first."
                 )
-            updates.untied.update(dict.fromkeys(names, stored[0]))
+            updates.untied |= dict.fromkeys(names, stored[0])
             updates.tied.difference_update(names)
             continue
-        others = [name for name in names if name not in updates.deltas]
-        first = next((name for name in changed if name in updates.deltas), "")
-        if first and others:
-            shared.append((first, others[0]))
-        kinds: tuple[dict[str, Any], ...] = (updates.deltas, updates.replacements)
-        for changes in kinds:
-            moved = [changes.pop(name) for name in changed if name in changes]
-            if moved:  # all alike
-                changes.update(dict.fromkeys(stored, moved[0]))
-    if shared:
-        name, other = shared[0]
-        more = f" (and {len(shared) - 1} more such pairs)" if len(shared) > 1 else ""
-        warnings.warn(
-            f"{name} is tied to {other}{more}: merging LoRA into one changes both, as PEFT's "
-            "own merge does.",
-            UserWarning,
-            stacklevel=4,
-        )
+        adapted = [name for name in names if name in deltas]
+        if adapted and len(adapted) < len(names):
+            other = next(name for name in names if name not in deltas)
+            warnings.warn(
+                f"{adapted[0]} is tied to {other}: merging LoRA into one changes both, as PEFT's "
+                "own merge does.",
+                UserWarning,
+                stacklevel=4,
+            )
+        kinds: tuple[dict[str, Any], ...] = (deltas, replaced)
+        for kind in kinds:
+            moved = [kind.pop(name) for name in changed if name in kind]
+            kind.update(dict.fromkeys(stored, moved[0]) if moved else {})  # all alike
 
 
 def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:

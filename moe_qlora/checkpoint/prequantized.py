@@ -1,10 +1,5 @@
 """Folders that their makers quantized, read as the 16-bit folders that they stand for.
 
-    MakerConfig             a `quantization_config`: schemes, targets, modules not converted
-    Quantized, dequantize   how one plain tensor is stored; codes times scales, in pieces
-    PrequantizedCheckpoint  a `Checkpoint` of the plain tensors that stored ones make
-    open_plain              any folder in 16 bits; config.json, as that of the 16-bit folder
-
     fp8, mxfp8, int8      X (R, C) or (E, R, C), and X_scale_inv | X_scale | M.scale |
                           M.qscale_weight for X = M.weight
     int4, int8 (packed)   X_packed (R, ceil(C bits / 32)) int32 + X_scale (R, C / group)
@@ -16,22 +11,14 @@
     fp4 (DeepSeek-V4)     X int8 (R, C/2) + M.scale e8m0 (R, C/32)
 
 All are one product: codes (L, R, C) as fp32 values, times a grid of scales of which each belongs to
-a block of rows and columns; the scale multiplies, "inv" or not. Blocks at the edges may be cut off:
-576 x 7168 codes in blocks of 128 x 128 have 5 x 56 scales. Scales are fp32, bf16, fp16, or
-exponents (e8m0, or bytes). Two E2M1 codes share a byte, the first in the low half; integers are
-symmetric, stored with 2^(bits - 1) added, the first in a word's lowest bits, and words of a row are
-its own: columns that a last word has room for are no part of the tensor.
+a block of rows and columns, at the edges cut off; the scale multiplies, "inv" or not. Scales are
+fp32, bf16, fp16, or exponents (e8m0, or bytes). Two E2M1 codes share a byte, the first in the low
+half; integers are symmetric, stored with 2^(bits - 1) added, the first in a word's lowest bits.
 
-Sources: https://github.com/deepseek-ai/DeepSeek-V3/blob/main/inference/kernel.py (weight_dequant),
-https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md,
-https://github.com/vllm-project/compressed-tensors, compressors (naive_quantized, mxfp8, mxfp4,
-nvfp4, pack_quantized/helpers.py), OCP Microscaling Formats (MX) Specification v1.0 (E2M1, E8M0),
-https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/weights.py,
-https://docs.vllm.ai/en/latest/features/quantization/modelopt.html,
-https://github.com/NVIDIA/Model-Optimizer, modelopt/torch/quantization/qtensor/nvfp4_tensor.py and
-modelopt/torch/export/convert_hf_config.py (quant_algo, exclude_modules, quantized_layers). Of the
-configuration: transformers' utils/quantization_config.py and should_convert_module;
-compressed-tensors' quantization/quant_config.py and utils/match.py (groups, targets, ignore).
+Sources: DeepSeek-V3's README_WEIGHTS.md, OCP Microscaling Formats (MX) Specification v1.0, gpt_oss'
+torch/weights.py, vllm-project/compressed-tensors (compressors, quant_config.py, utils/match.py),
+NVIDIA/Model-Optimizer (nvfp4_tensor.py, convert_hf_config.py), transformers'
+utils/quantization_config.py and should_convert_module.
 """
 
 from __future__ import annotations
@@ -39,7 +26,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import partial
@@ -62,154 +48,50 @@ from .reader import Checkpoint, TensorInfo, inside
 
 FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""What modelopt writes beside config.json; a 16-bit folder has none."""
+_SETTINGS = "quantization_config"
 METHODS = (FP8, MXFP8, MXFP4, COMPRESSED, MODELOPT)
-
-FLOAT, INT = "float", "int"
+ADVICE = "name the model's 16-bit checkpoint instead"
 
 Block = tuple[int | None, int | None]
+"""Rows and columns of one scale; None: all of them."""
 TENSOR: Block = (None, None)
 CHANNEL: Block = (1, None)
 
-ADVICE = "name the model's 16-bit checkpoint instead"
+
+def parts_of(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the fields of a configuration (config.json or its object), and of those in it."""
+    own: dict[str, Any] = config if isinstance(config, dict) else vars(config)
+    yield own
+    for inner in list(own.values()):
+        if isinstance(inner, dict) or hasattr(inner, "sub_configs"):
+            yield from parts_of(inner)
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How a group of weights is stored."""
-
-    kind: str  # `FLOAT` or `INT`
-    bits: int  # of a code
-    blocks: tuple[Block, ...]  # rows and columns of one scale, any of these; None: all of them
-    setting: str  # what the configuration says, for messages
-    nested: bool = False  # FP8 scales have a scale of their own, as in NVFP4
+def maker_config(config: Any) -> Any:
+    """Return the `quantization_config` in a configuration, or None."""
+    return next(filter(None, (part.get(_SETTINGS) for part in parts_of(config))), None)
 
 
-Groups = Iterator[tuple[Iterable[str] | None, Scheme]]
-
-
-def maker_method(config: Mapping[str, Any]) -> str | None:
-    """Return the method of a maker's config.json; None for 16 bits and for bitsandbytes."""
+def maker_method(config: Any) -> str | None:
+    """Return the method of a maker's configuration; None for 16 bits and for bitsandbytes."""
     return method_of(maker_config(config))
 
 
-def maker_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a config.json, or that of its text model."""
-    for place in (config, config.get("text_config")):
-        if isinstance(place, Mapping) and place.get("quantization_config"):
-            return _parse(_Mapping, place["quantization_config"])
-    return None
-
-
 def method_of(own: Any) -> str | None:
-    """Return the method of a `quantization_config`, as `maker_method` does of a config.json."""
-    own = own.to_dict() if hasattr(own, "to_dict") else own
-    if not isinstance(own, Mapping) or not own:
-        return None
+    """Return the method of a `quantization_config`, as `maker_method` does."""
+    own = own.to_dict() if hasattr(own, "to_dict") else own or {}
+    own = _parse(_Mapping, own)
     method = str(own.get("quant_method") or "").lower()
-    if method.startswith("bitsandbytes") or own.get("load_in_4bit") or own.get("load_in_8bit"):
+    if not own or method.startswith("bitsandbytes"):
+        return None
+    if own.get("load_in_4bit") or own.get("load_in_8bit"):
         return None
     unnamed = not method and ("quant_algo" in own or own.get("quant_library") == MODELOPT)
     if unnamed or method.startswith(MODELOPT):  # modelopt_fp4 and others are names of vLLM
         return MODELOPT
     return method or "no quant_method"
-
-
-_SKIPPED = r"(?:{})(?:(?<=\.)|(?=\.|$))"  # transformers' should_convert_module
-
-
-class MakerConfig:
-    """A `quantization_config` of a method that is read; what is not read is refused by name."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.method = method_of(config) or "bitsandbytes"
-        if self.method not in METHODS:
-            raise _unread(self.method, f"read are {', '.join(METHODS)}")
-        inner = config.get("quantization")
-        inner = config if inner is None else _parse(_Mapping, inner, "quantization")
-        self._ignored: dict[str, re.Pattern[str] | None] = {}
-        for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
-            for name in _parse(list[str], {**config, **inner}.get(key) or (), key):
-                pattern = None
-                if self.method == COMPRESSED:
-                    pattern = _pattern(name) if name.startswith("re:") else None
-                else:
-                    own = translate(name) if self.method == MODELOPT else _SKIPPED.format(name)
-                    with suppress(re.error):
-                        pattern = re.compile(own)
-                self._ignored[name] = pattern
-        self._by_name: dict[str, Scheme] = {}
-        self._by_pattern: list[tuple[re.Pattern[str], Scheme]] = []
-        self._default: Scheme | None = None
-        groups: Groups = iter(())  # MXFP4 has one layout
-        if self.method == COMPRESSED:
-            groups = _compressed_groups(config)
-        elif self.method == MODELOPT:
-            groups = _modelopt_groups(inner)
-        elif self.method != MXFP4:
-            blocks: tuple[Block, ...] = (TENSOR, CHANNEL)
-            if (size := config.get("weight_block_size")) is not None:
-                blocks = (_parse(_Pair, size, "weight_block_size"),)
-            elif "weight_block_size" not in config:
-                # transformers takes 128 x 128, vLLM one for a tensor
-                blocks = ((1, 32),) if self.method == MXFP8 else ((128, 128), *blocks)
-            groups = iter([(None, Scheme(FLOAT, 8, blocks, f"weight_block_size {size}"))])
-        for targets, scheme in groups:
-            for target in targets or ("Linear",):
-                if target.startswith("re:"):
-                    self._by_pattern.append((_pattern(target), scheme))
-                elif re.fullmatch(r"[A-Z]\w*", target):
-                    self._default = self._default or scheme
-                else:
-                    self._by_name.setdefault(target, scheme)
-
-    def check_patterns(self, modules: Iterable[str]) -> None:
-        """Raise where a pattern of the configuration may run for ever on these modules' names."""
-        found = [pattern for pattern, _ in self._by_pattern]
-        if self.method != MODELOPT:  # whose names are globs
-            found += filter(None, self._ignored.values())
-        check_patterns([one.pattern for one in found], modules, "quantization_config")
-
-    def scheme(self, module: str) -> Scheme | None:
-        """Return the scheme of a module's weights; None where no group is for it.
-
-        A group that names the module goes before one whose pattern it matches, and that before one
-        of a class, such as Linear, which modules on disk are not told by.
-        """
-        matches = (scheme for pattern, scheme in self._by_pattern if pattern.match(module))
-        return self._by_name.get(module) or next(matches, self._default)
-
-    def is_ignored(self, module: str) -> bool:
-        """Whether the configuration says that a module is not converted."""
-        is_named: Callable[[str, str], bool] = {
-            COMPRESSED: str.__eq__,
-            MODELOPT: lambda module, name: module.startswith(f"{name}."),
-        }.get(self.method, str.endswith)
-        return any(
-            is_named(module, name) or (pattern is not None and pattern.match(module) is not None)
-            for name, pattern in self._ignored.items()
-        )
-
-
-def _pattern(target: str) -> re.Pattern[str]:
-    try:
-        return re.compile(target.removeprefix("re:"))
-    except re.error as error:
-        raise _unread(f"{target!r:.80}", f"no regular expression: {error}") from error
-
-
-_Mapping = dict[str, Any]
-_Size = Annotated[int, Field(strict=True, ge=1)]
-_Pair = tuple[_Size, _Size]
-
-
-def _parse(kind: Any, value: Any, place: str = "") -> Any:
-    """Return a setting as a type that pydantic checks; `place` is its path in the configuration."""
-    try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        path = ".".join(str(part) for part in (place, *first["loc"]) if part != "")
-        raise _unread(f"{path} {first['input']!r:.80}".lstrip(), first["msg"]) from error
 
 
 def _unread(setting: str, why: str) -> CheckpointError:
@@ -218,10 +100,25 @@ def _unread(setting: str, why: str) -> CheckpointError:
     )
 
 
+def _parse(kind: Any, value: Any) -> Any:
+    """Return a setting as a type that pydantic checks."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        path = ".".join(map(str, first["loc"]))
+        raise _unread(f"{path} {first['input']!r:.80}".lstrip(), first["msg"]) from error
+
+
 def _sizes(text: Any) -> Any:
-    if not isinstance(text, str):
-        return text
-    return [int(n) if n.isdigit() else n for n in text.split("x")]
+    split = isinstance(text, str)
+    return [int(n) if n.isdigit() else n for n in text.split("x")] if split else text
+
+
+_Mapping = dict[str, Any]
+_Names = list[str] | None
+_Size = Annotated[int, Field(strict=True, ge=1)]
+_Pair = Annotated[tuple[_Size, _Size] | None, BeforeValidator(_sizes)]
 
 
 @checked(frozen=True)
@@ -229,87 +126,94 @@ class _Weights:
     type: Annotated[Literal["int", "float"], BeforeValidator(lambda v: str(v).lower())] = "int"
     num_bits: Literal[4, 8] = 8
     symmetric: Literal[True] | None = None
-    # "weight", or "static", stores columns in order
-    actorder: Literal["weight", "static", False] | None = None
     strategy: Literal["tensor", "channel", "group", "tensor_group", "block"] | None = None
-    group_size: Annotated[int, Field(strict=True)] | None = None
-    block_structure: Annotated[_Pair | None, BeforeValidator(_sizes)] = None
+    group_size: _Size | Literal[-1] | None = None
+    block_structure: _Pair = None
+
+    def block(self) -> Block:
+        """Rows and columns of one scale."""
+        size = None if self.group_size == -1 else self.group_size
+        if self.strategy == "tensor" or (self.strategy, self.group_size) == (None, None):
+            return TENSOR
+        return self.block_structure or (1, None if self.strategy == "channel" else size)
 
 
 @checked(frozen=True)
 class _Group:
     weights: Annotated[_Weights | None, BeforeValidator(lambda v: v or None)] = None
-    targets: list[str] | None = None
 
 
 @checked(frozen=True)
-class _Compressed:
+class _Settings:
+    weight_block_size: _Pair = None
+    quant_algo: str | None = None
     config_groups: dict[str, _Group] | None = None
-    sparsity_config: _Mapping | None = None
-    transform_config: _Mapping | None = None
+    ignore: _Names = None
+    modules_to_not_convert: _Names = None
+    ignored_layers: _Names = None
+    exclude_modules: _Names = None
 
 
-def _compressed_groups(config: Mapping[str, Any]) -> Groups:
-    own: _Compressed = _parse(_Compressed, config)
-    for key, value in (
-        ("sparsity_config.format", (own.sparsity_config or {}).get("format", "dense") or "dense"),
-        ("transform_config.config_groups", (own.transform_config or {}).get("config_groups")),
-    ):
-        if value and value != "dense":
-            raise _unread(f"{key} {value!r:.80}", "weights are stored otherwise")
-    for name, group in (own.config_groups or {}).items():
-        if group.weights is None:
-            continue
-        weights, place = group.weights, f"config_groups.{name}.weights"
-        kind, bits, asked = weights.type, weights.num_bits, weights.group_size
-        per = "tensor" if asked is None else "channel" if asked == -1 else "group"
-        strategy = weights.strategy or per
-        nested = strategy == "tensor_group"  # NVFP4's
-        if nested and (kind, bits) != (FLOAT, 4):
-            raise _unread(f"{place}.strategy {strategy!r}", f"of {bits} bits of type {kind}")
-        if strategy == "block":
-            block: Block = _parse(_Pair, weights.block_structure, f"{place}.block_structure")
-        elif strategy in ("group", "tensor_group"):
-            block = (1, _parse(_Size, asked, f"{place}.group_size"))
-        else:
-            block = CHANNEL if strategy == "channel" else TENSOR
-        said = f"{place} ({kind}, {bits} bits, {strategy} {'' if asked is None else asked}"
-        yield group.targets, Scheme(kind, bits, (block,), f"{said.rstrip()})", nested)
+_ALGORITHMS = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "NONE")
+"""Of modelopt, or how their names begin."""
 
 
-_FP8_ALGORITHMS: dict[str, tuple[Block, ...]] = {
-    "FP8": (TENSOR, CHANNEL),
-    "FP8_PER_CHANNEL_PER_TOKEN": (CHANNEL,),
-    "FP8_PB": ((128, 128),),
-    "FP8_PB_WO": ((128, 128),),
-    "MXFP8": ((1, 32),),
-}
-_FP4_ALGORITHMS = ("NVFP4", "NVFP4_W4A16", "W4A16_NVFP4")
+class MakerConfig:
+    """A `quantization_config` of a method that is read; what is not read is refused by name."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.method = method = method_of(config) or "bitsandbytes"
+        if method not in METHODS:
+            raise _unread(method, f"read are {', '.join(METHODS)}")
+        config = {**config, **_parse(_Mapping, config.get("quantization") or {})}
+        if method != COMPRESSED:  # modelopt's say less than its tensors
+            config.pop("config_groups", None)
+        own: _Settings = _parse(_Settings, config)
+        if method == MODELOPT and not str(own.quant_algo).upper().startswith(_ALGORITHMS):
+            raise _unread(f"quant_algo {own.quant_algo!r:.80}", "it is not known")
+        for key, field in (("sparsity_config", "format"), ("transform_config", "config_groups")):
+            said = _parse(_Mapping, config.get(key) or {}).get(field)
+            if said and said != "dense":
+                raise _unread(f"{key}.{field} {said!r:.80}", "weights are stored otherwise")
+        weights = [one.weights for one in (own.config_groups or {}).values() if one.weights]
+        self.words = {(one.num_bits, one.block()[1]) for one in weights if one.type == "int"}
+        self.blocks: set[Block] = {one.block() for one in weights}
+        if method == MXFP8 or own.weight_block_size:
+            self.blocks = {own.weight_block_size or (1, 32)}
+        elif method != COMPRESSED:  # transformers takes 128 x 128, vLLM one for a tensor
+            self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
+        lists = own.ignore, own.modules_to_not_convert, own.ignored_layers, own.exclude_modules
+        self.ignored = [
+            pattern for some in lists for name in some or () for pattern in _ignoring(method, name)
+        ]
+
+    def is_ignored(self, module: str) -> bool:
+        """Whether the configuration says that a module is not converted."""
+        return any(pattern.match(module) for pattern in self.ignored)
 
 
-def _modelopt_groups(config: Mapping[str, Any]) -> Groups:
-    layers = _parse(dict[str, _Mapping], config.get("quantized_layers") or {}, "quantized_layers")
-    for module, entry in layers.items():
-        yield (module,), _modelopt_scheme(entry, f"quantized_layers.{module}.quant_algo")
-    if not layers or str(config.get("quant_algo")).upper() != "MIXED_PRECISION":
-        yield None, _modelopt_scheme(config, "quant_algo")
-
-
-def _modelopt_scheme(entry: Mapping[str, Any], place: str) -> Scheme:
-    name = str(entry.get("quant_algo")).upper()
-    if name in _FP4_ALGORITHMS:
-        size = _parse(_Size, entry.get("group_size") or 16, f"{place}, group_size")
-        return Scheme(FLOAT, 4, ((1, size),), f"{place} {name}", nested=True)
-    if name in _FP8_ALGORITHMS:
-        return Scheme(FLOAT, 8, _FP8_ALGORITHMS[name], f"{place} {name}")
-    raise _unread(f"{place} {entry.get('quant_algo')!r:.80}", "it is not known")
+def _ignoring(method: str, name: str) -> Iterator[re.Pattern[str]]:
+    exact = re.escape(name)
+    try:
+        if method == COMPRESSED:
+            is_pattern = name.startswith("re:")
+            yield re.compile(name.removeprefix("re:") if is_pattern else rf"{exact}\Z")
+        elif method == MODELOPT:
+            yield re.compile(translate(name))
+            yield re.compile(rf"{exact}\.")
+        else:  # as transformers' should_convert_module
+            yield re.compile(rf".*{exact}\Z")
+            yield re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
+    except re.error as error:
+        if method == COMPRESSED:
+            raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
 
 
 PIECE = 1 << 20
 """Most values that are in fp32 at a time on the CPU, in whose cache they stay; on other devices it
 is four times as many, which start fewer kernels."""
 
-CODES, SCALE, FACTOR, DIVISOR, SHAPE = "codes", "scale", "factor", "divisor", "shape"
+CODES, SCALE, FACTOR, DIVISOR = "codes", "scale", "factor", "divisor"
 """Roles of stored tensors: scales of scales are multiplied (factor) or divided by (divisor)."""
 
 
@@ -324,18 +228,12 @@ class Quantized:
     one_scale: bool = False  # a single scale belongs to all of the tensor
     transposed: bool = False  # the plain tensor has the codes' rows as its last dimension
 
-    @property
-    def stacked(self) -> bool:
-        """Whether the first dimension counts experts."""
-        return len(self.shape) == 3
-
     def rows(self, role: str, start: int, stop: int) -> tuple[int, int | None]:
         """Return the rows of a part that rows [start, stop) need; (0, None): all."""
-        if role == SCALE and not self.one_scale and not self.stacked:
-            return start // self.block[0], cdiv(stop, self.block[0])
-        if role == CODES or (role == SCALE and not self.one_scale):
-            return start, stop
-        return 0, None
+        if role not in (CODES, SCALE) or (role == SCALE and self.one_scale):
+            return 0, None
+        high = 1 if role == CODES or len(self.shape) == 3 else self.block[0]
+        return start // high, cdiv(stop, high)
 
 
 def dequantize(
@@ -345,24 +243,24 @@ def dequantize(
 
     Every value is made in fp32 and rounded once; a piece of them is in fp32 at a time.
     """
-    codes, (high, wide) = parts[CODES], tensor.block
+    codes, (high, wide), stacked = parts[CODES], tensor.block, len(tensor.shape) == 3
     plain = torch.empty((stop - start, *tensor.shape[1:]), dtype=dtype, device=codes.device)
-    target = plain if tensor.stacked else plain[None]
+    target = plain if stacked else plain[None]
     target = target.transpose(1, 2) if tensor.transposed else target
     experts, rows, columns = target.shape
     if not plain.numel():
         return plain
-    first = 0 if tensor.stacked else start % high  # row of the first one in its block
+    first = 0 if stacked else start % high  # row of the first one in its block
     codes = codes.reshape(experts, rows, -1)
     scale = parts[SCALE].reshape(1 if tensor.one_scale else experts, -1, cdiv(columns, wide))
+    scale = scale.expand(experts, -1, -1)
     step = max(1, PIECE * (1 if codes.is_cpu else 4) // columns)
     for expert in range(experts):
-        own = scale[0 if tensor.one_scale else expert]
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             values = tensor.unpack(codes[expert, begin:end])[:, :columns]
-            top, bottom = (first + begin) // high, cdiv(first + end, high)
-            grid = own[top:bottom]
+            top = (first + begin) // high
+            grid = scale[expert, top : cdiv(first + end, high)]
             # bytes are exponents (E8M0): 2^(byte - 127), 255 is NaN
             grid = (grid.view(torch.float8_e8m0fnu) if grid.dtype == torch.uint8 else grid).float()
             if DIVISOR in parts:
@@ -397,14 +295,7 @@ _unpack_int4 = partial(unpack_nibbles, table=[float(code - 8) for code in range(
 
 
 def _unpack_int8(words: Tensor) -> Tensor:
-    """Return the fp32 values (r, 4 w) of words (r, w)."""
     return words.contiguous().view(torch.uint8).float() - 128
-
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
-MXFP4_SCALES = (torch.uint8, torch.float8_e8m0fnu)
-FP8_SCALES = (*FLOAT_SCALES, *MXFP4_SCALES)
 
 
 def _unpack_bytes(codes: Tensor) -> Tensor:
@@ -421,40 +312,32 @@ def _unpack_bytes(codes: Tensor) -> Tensor:
     return values.float().view(codes.shape)
 
 
-def described(info: TensorInfo) -> str:
-    """Return what a stored tensor is, for messages."""
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+MXFP4_SCALES: tuple[torch.dtype, ...] = (torch.uint8, torch.float8_e8m0fnu)
+FP8_SCALES = (*FLOAT_SCALES, *MXFP4_SCALES)
+
+# of activations or the KV cache, which weights do without
+_IDLE = re.compile(
+    r"(.*_)?(input|activation|prob_output|output|[qkv])(_global)?_(scale|zero_point)|qscale_act"
+)
+# of symmetric codes, or in groups, which are decoded without
+_NEEDLESS = ("_zero_point", "_shape")
+_PART = re.compile(
+    r".*(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|weight_shape|weight_zero_point|"
+    r"qscale_weight|pre_quant_scale|_scales|_packed|_blocks|g_idx|qweight|qzeros)"
+)
+
+
+def _described(info: TensorInfo) -> str:
     return f"{dtype_name(info.dtype)} of shape {info.shape}"
 
 
-def misfit(key: str, info: TensorInfo, wanted: str) -> CheckpointError:
-    """Return the error for a stored tensor that does not fit the others or the configuration."""
+def _misfit(key: str, info: TensorInfo, wanted: str) -> CheckpointError:
     return CheckpointError(
-        f"{key} is {described(info)}, and wanted is {wanted}: copy the files again, or put the "
+        f"{key} is {_described(info)}, and wanted is {wanted}: copy the files again, or put the "
         "maker's config.json back."
     )
-
-
-_ACTIVATIONS = {
-    *("input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
-    *("output_scale", "output_zero_point", "qscale_act", "q_scale", "k_scale", "v_scale"),
-    *("q_zero_point", "k_zero_point", "v_zero_point", "prob_output_scale"),
-}
-"""Last names of tensors for activations or the KV cache, which weights do without."""
-_ACTIVATION_ENDS = ("_input_scale", "_activation_scale")
-_REFUSED = {
-    "weight_g_idx": "columns are reordered by activation",
-    "g_idx": "columns are reordered by activation",
-    "qweight": "codes are packed as GPTQ and AWQ do",
-    "qzeros": "codes are packed as GPTQ and AWQ do",
-    "pre_quant_scale": "inputs are scaled as AWQ does",
-}
-_SCALES = (
-    *("_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale", "weight_shape"),
-    *("weight_zero_point", "qscale_weight", "_scales"),
-)
-"""Ends of keys of scales and their like."""
-_FP4 = Scheme(FLOAT, 4, ((1, 32),), "expert_dtype fp4, groups of 32")
-_GPT_OSS = Scheme(FLOAT, 4, ((1, MX_BLOCK),), "quant_method mxfp4, groups of 32")
 
 
 class PrequantizedCheckpoint(Checkpoint):
@@ -472,17 +355,11 @@ class PrequantizedCheckpoint(Checkpoint):
         self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         super().__init__(())
-        self.stored: dict[str, TensorInfo] = {key: checkpoint.info(key) for key in checkpoint}
-        try:
-            maker = MakerConfig(config)
-        except CheckpointError as error:
-            infos = self.stored.items()
-            named = (f"; {key} is one of its tensors" for key, i in infos if not _is_wide(i.dtype))
-            said = str(error).removesuffix(".") + next(named, "")
-            raise CheckpointError(f"{said}.") from error
-        maker.check_patterns({key.rpartition(".")[0] for key in self.stored})
+        self.disk = self.stored = checkpoint
+        self._maker = maker = MakerConfig(config)
+        modules = {key.rpartition(".")[0] for key in checkpoint}
+        check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
-        self.disk, self._maker = checkpoint, maker
         self._tensors: dict[str, Quantized] = {}
         for key, info in self.stored.items():
             if (tensor := self._of_codes(key, info)) is not None:
@@ -492,31 +369,21 @@ class PrequantizedCheckpoint(Checkpoint):
                 self._tensors[name] = tensor
         used = {key for tensor in self._tensors.values() for key in tensor.parts.values()}
         plain = [key for key in self.stored if key not in used and not self._is_idle(key)]
-        codes = list(filter(self._holds_codes, plain))
-        for key in (*codes, *filter(self._is_scale, plain)):
+        if alone := list(filter(self._is_part, plain)):
+            key = min(alone, key=lambda key: self.stored[key].dtype.itemsize)  # codes, not scales
             raise CheckpointError(
-                f"{key} is {described(self.stored[key])}, a part of a quantized weight, and "
-                f"{self._other(key, key in codes)} is missing, or does not go with it in "
-                f"{maker.method}: copy the whole folder, or {ADVICE}."
+                f"{key} is {_described(self.stored[key])}, a part of a quantized weight, and the "
+                f"other part (codes, or {key}_scale_inv, _scale or .scale) is missing, or does not "
+                f"go with it in {maker.method}: copy the whole folder, or {ADVICE}."
             )
         self._names = {key: key for key in plain}
         self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
         for key, info in self.stored.items():  # in the order of the files
-            if key in self._names:
-                name = self._names[key]
-                shape = self._tensors[name].shape if name in self._tensors else None
-                nbytes = prod(shape or ()) * dtype.itemsize
-                self._infos[name] = (
-                    replace(info, dtype=dtype, shape=shape, nbytes=nbytes) if shape else info
-                )
-
-    def _stored_shape(self, key: str) -> tuple[int, ...]:
-        info = self.stored[key]
-        if info.dtype not in (torch.int32, torch.int64) or info.shape not in ((2,), (3,)):
-            raise CheckpointError(
-                f"{key} is {described(info)}, which is no shape of a weight: copy the file again."
-            )
-        return tuple(int(size) for size in self.disk.read(key).tolist())
+            if (plain_key := self._names.get(key)) is not None:
+                self[plain_key] = info
+                if (known := self._tensors.get(plain_key)) is not None:
+                    nbytes = prod(known.shape) * dtype.itemsize
+                    self[plain_key] = replace(info, dtype=dtype, shape=known.shape, nbytes=nbytes)
 
     def plain_name(self, stored_key: str) -> str | None:
         """Return the plain name of a tensor on disk; None for what only goes with one."""
@@ -543,22 +410,14 @@ class PrequantizedCheckpoint(Checkpoint):
         if tensor is None:
             self.info(key)
             return self.disk.fetch(key, start, stop, device)
-        start, stop, _ = slice(start, stop).indices(tensor.shape[0])
-        stop = max(start, stop)
-        if SHAPE in tensor.parts:
-            shape = self._stored_shape(tensor.parts[SHAPE])
-            if shape != tensor.shape:
-                raise CheckpointError(
-                    f"{tensor.parts[SHAPE]} says {shape}, and {tensor.parts[CODES]} and its scales "
-                    f"are of {tensor.shape}: copy the files again."
-                )
+        first, last, _ = slice(start, stop).indices(tensor.shape[0])
+        last = max(first, last)
         parts = {
-            role: self.disk.fetch(part, *tensor.rows(role, start, stop), device)
+            role: self.disk.fetch(part, *tensor.rows(role, first, last), device)
             for role, part in tensor.parts.items()
-            if role != SHAPE
         }
         return lambda: dequantize(
-            tensor, {role: part() for role, part in parts.items()}, start, stop, self.dtype
+            tensor, {role: part() for role, part in parts.items()}, first, last, self.dtype
         )
 
     def close(self) -> None:
@@ -568,51 +427,22 @@ class PrequantizedCheckpoint(Checkpoint):
 
     def _name(self, key: str) -> str:
         ends = {MXFP4: "_blocks", COMPRESSED: "_packed"}
-        return key.removesuffix(ends.get(self._maker.method, ""))
-
-    def _scale_of(self, key: str) -> str | None:
-        module, _, last = key.rpartition(".")
-        names = [f"{key}_scale_inv", f"{key}_scale"]
-        names += [f"{module}.scale", f"{module}.qscale_weight"] * (last == "weight")
-        return next((name for name in names if name in self.stored), None)
-
-    def _other(self, key: str, is_codes: bool) -> str:
-        """Return the name of what a part of a weight is without, as other modules have it."""
-        module, _, last = key.rpartition(".")
-        role = SCALE if is_codes else CODES
-        ends = (
-            {one: part.rpartition(".")[2] for one, part in tensor.parts.items()}
-            for tensor in self._tensors.values()
-        )
-        like = next((f"{module}.{end[role]}" for end in ends if last in end.values()), None)
-        if not is_codes:
-            return like or "the other part"
-        end = "_scale_inv" if self._maker.method in (FP8, MXFP8) else "_scale"
-        return self._scale_of(key) or like or f"{key}{end}"
+        return key.removesuffix(ends.get(self.method, ""))
 
     def _of_codes(self, key: str, info: TensorInfo) -> Quantized | None:
-        method, last = self._maker.method, key.rpartition(".")[2]
-        if last in _REFUSED:
-            raise CheckpointError(
-                f"{key} says that {_REFUSED[last]}, which is not read here ({method}): {ADVICE}."
-            )
-        if method == MXFP4:
-            return self._gpt_oss(key, info) if key.endswith("_blocks") else None
-        if method == COMPRESSED and last.endswith("_packed"):
-            if info.dtype == torch.uint8:
-                return self._fp4(key, f"{self._name(key)}_scale", self._scheme(key, FLOAT, 4))
-            return self._int(key, self._scheme(key, INT))
-        scale = self._scale_of(key)
-        if scale is None:
-            return None
-        is_int8 = info.dtype == torch.int8
-        if info.dtype in FP8_DTYPES or (is_int8 and method == COMPRESSED):
-            scheme = self._scheme(key, INT if is_int8 else FLOAT, 8)
-            return self._quantized(key, info.shape, scale, scheme, FP8_SCALES, _unpack_bytes)
-        if is_int8 and method == FP8:
-            return self._fp4(key, scale, _FP4)
-        if info.dtype == torch.uint8 and method == MODELOPT:
-            return self._fp4(key, scale, self._scheme(key, FLOAT, 4))
+        method, (module, _, last), name = self.method, key.rpartition("."), self._name(key)
+        if name != key:
+            scale = f"{name}_scale" + "s" * (method == MXFP4)
+            packed = self._int if method == COMPRESSED and info.dtype != torch.uint8 else self._fp4
+            return packed(key, scale)
+        scales = [f"{key}_scale_inv", f"{key}_scale"]
+        scales += [f"{module}.scale", f"{module}.qscale_weight"] * (last == "weight")
+        for scale in (one for one in scales if one in self.stored and method != MXFP4):
+            if info.dtype in FP8_DTYPES or (info.dtype == torch.int8 and method == COMPRESSED):
+                blocks = self._maker.blocks
+                return self._quantized(key, info.shape, scale, blocks, FP8_SCALES, _unpack_bytes)
+            if (method, info.dtype) in ((FP8, torch.int8), (MODELOPT, torch.uint8)):
+                return self._fp4(key, scale)
         return None
 
     def _quantized(
@@ -620,80 +450,86 @@ class PrequantizedCheckpoint(Checkpoint):
         key: str,
         shape: tuple[int, ...],
         scale: str,
-        scheme: Scheme,
+        blocks: Iterable[Block],
         dtypes: tuple[torch.dtype, ...],
         unpack: Callable[[Tensor], Tensor],
         *others: tuple[str, str],
     ) -> Quantized:
-        """Return codes whose scales fit one of the scheme's blocks.
+        """Return codes whose scales fit one of these blocks.
 
         `shape` is that of the codes once unpacked; `dtypes`, that such scales are stored in.
         """
         info = self._part(scale, key)
         if len(shape) not in (2, 3) or 0 in shape:
-            raise misfit(key, self.stored[key], "codes of shape (out, in) or (experts, out, in)")
+            raise _misfit(key, self.stored[key], "codes of shape (out, in) or (experts, out, in)")
         rows, columns = shape[-2:]
         # modelopt keeps dimensions of 1 between; a scale of a tensor may have none
         grid = tuple(size for size in info.shape if size != 1)
-        fitting = []
-        for block in scheme.blocks:
-            high, wide = block[0] or rows, block[1] or columns
-            wanted = (*shape[:-2], cdiv(rows, high), cdiv(columns, wide))
-            fitting.append(str(wanted))
-            one = not grid and (prod(wanted) == 1 or block == TENSOR)
-            same = grid == tuple(size for size in wanted if size != 1)
-            same = same and info.shape[:1] == wanted[:1]  # rows are read by the first dimension
+        wanted, fitting = [], set()
+        for block in blocks:
+            high, wide = min(block[0] or rows, rows), min(block[1] or columns, columns)
+            scales = (*shape[:-2], cdiv(rows, high), cdiv(columns, wide))
+            wanted.append(scales)
+            one = not grid and (prod(scales) == 1 or block == TENSOR)
+            same = grid == tuple(size for size in scales if size != 1)
+            same = same and info.shape[:1] == scales[:1]  # rows are read by the first dimension
             if info.dtype in dtypes and (one or same):
-                parts = dict([(CODES, key), (SCALE, scale), *others])
-                return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
-        raise misfit(
+                fitting.add((high, wide, one))
+        if len(fitting) == 1:
+            high, wide, one = fitting.pop()
+            parts = dict([(CODES, key), (SCALE, scale), *others])
+            return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
+        raise _misfit(
             scale,
             info,
             f"scales of {key} of shape {shape}, which are {' or '.join(map(dtype_name, dtypes))} "
-            f"of shape {' or '.join(fitting)} by {scheme.setting}",
+            f"of shape {' or '.join(sorted(map(str, wanted)))}",
         )
 
-    def _int(self, key: str, scheme: Scheme) -> Quantized:
-        """Return words of codes.
+    def _int(self, key: str, scale: str) -> Quantized:
+        """Return words of codes, of as many columns as their groups have.
 
-        Columns are those of all groups, which spares reading thousands of shapes from disk; they
-        are read where there are no groups. The reader compares them when a tensor is read.
+        That spares reading thousands of shapes from disk; they are read where it does not tell.
         """
-        name, words = self._name(key), self.stored[key]
-        scale, said = f"{name}_scale", f"{name}_shape"
-        scales, group = self._part(scale, key).shape, scheme.blocks[0][1]
-        self._part(said, key)
-        shape = (
-            (*words.shape[:-1], (scales or (0,))[-1] * group) if group else self._stored_shape(said)
-        )
-        wanted = (*shape[:-1], cdiv(shape[-1], 32 // scheme.bits)) if shape else ()
-        if words.dtype != torch.int32 or words.shape != wanted:
-            codes = f"int32 of shape {wanted}, {scheme.bits} bits for each of {shape}"
-            raise misfit(key, words, f"{codes}, which {scale if group else said} asks for")
-        unpack = _unpack_int4 if scheme.bits == 4 else _unpack_int8
-        return self._quantized(key, shape, scale, scheme, FLOAT_SCALES, unpack, (SHAPE, said))
+        words, known = self.stored[key], self._maker.words
+        count, said = (self._part(scale, key).shape or (0,))[-1], f"{self._name(key)}_shape"
+        if len(known) == 1 and (group := min(known)[1]):
+            shape = (*words.shape[:-1], count * group)
+        else:
+            self._part(said, key)
+            shape = tuple(map(int, self.disk.read(said).flatten().tolist()))
+        fitting = [
+            (bits, group)
+            for bits, group in known
+            if words.shape == (*shape[:-1], cdiv(shape[-1], 32 // bits))
+            and count == cdiv(shape[-1], group or shape[-1])
+        ]
+        if len(fitting) != 1 or words.dtype != torch.int32:
+            raise _misfit(key, words, f"int32 of codes that {scale} and {said} go with")
+        bits, group = fitting[0]
+        unpack = _unpack_int4 if bits == 4 else _unpack_int8
+        return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, unpack)
 
-    def _fp4(self, key: str, scale: str, scheme: Scheme) -> Quantized:
-        """Return bytes of two codes; where the scheme is nested, the scales have a scale."""
-        *rest, width = self.stored[key].shape or (0,)
-        shape = (*rest, width * 2)
-        if not scheme.nested:
-            return self._quantized(key, shape, scale, scheme, MXFP4_SCALES, _unpack_e2m1)
-        is_factor = self._maker.method == MODELOPT
-        other = f"{self._name(key)}{'_scale_2' if is_factor else '_global_scale'}"
-        info, own = self._part(other, key), (torch.float8_e4m3fn,)
-        if prod(info.shape) != 1 or info.dtype not in FLOAT_SCALES:
-            raise misfit(other, info, f"one floating-point value for {key}")
-        role = FACTOR if is_factor else DIVISOR
-        return self._quantized(key, shape, scale, scheme, own, _unpack_e2m1, (role, other))
-
-    def _gpt_oss(self, key: str, info: TensorInfo) -> Quantized:
-        if info.shape[3:] != (MX_BLOCK // 2,) or info.dtype != torch.uint8:
-            raise misfit(key, info, "bytes of shape (experts, rows, groups, 16)")
-        experts, rows, groups, _ = info.shape
-        shape, scale = (experts, rows, groups * MX_BLOCK), f"{self._name(key)}_scales"
-        found = self._quantized(key, shape, scale, _GPT_OSS, MXFP4_SCALES, _unpack_e2m1)
-        return replace(found, shape=(experts, shape[2], rows), transposed=True)
+    def _fp4(self, key: str, scale: str) -> Quantized:
+        """Return bytes of two codes, whose FP8 scales have a scale; gpt-oss's are transposed."""
+        info, turned, others = self.stored[key], self.method == MXFP4, list[tuple[str, str]]()
+        shape = (*info.shape[:2], prod(info.shape[2:])) if turned else info.shape or (0,)
+        shape = (*shape[:-1], shape[-1] * 2)
+        if turned and (info.shape[3:] != (MX_BLOCK // 2,) or info.dtype != torch.uint8):
+            raise _misfit(key, info, "bytes of shape (experts, rows, groups, 16)")
+        block, dtypes = (1, MX_BLOCK), MXFP4_SCALES
+        if self._part(scale, key).dtype == torch.float8_e4m3fn:
+            block, dtypes = (1, 16), (torch.float8_e4m3fn,)
+            is_factor = self.method == MODELOPT
+            role, end = (FACTOR, "_scale_2") if is_factor else (DIVISOR, "_global_scale")
+            other = f"{self._name(key)}{end}"
+            others, own = [(role, other)], self._part(other, key)
+            if prod(own.shape) != 1 or own.dtype not in FLOAT_SCALES:
+                raise _misfit(other, own, f"one floating-point value for {key}")
+        found = self._quantized(key, shape, scale, [block], dtypes, _unpack_e2m1, *others)
+        if turned:
+            return replace(found, shape=(shape[0], shape[2], shape[1]), transposed=True)
+        return found
 
     def _part(self, part: str, key: str) -> TensorInfo:
         if part not in self.stored:
@@ -702,49 +538,19 @@ class PrequantizedCheckpoint(Checkpoint):
             )
         return self.stored[part]
 
-    def _scheme(self, key: str, kind: str, bits: int | None = None) -> Scheme:
-        scheme = self._maker.scheme(key.rpartition(".")[0])
-        if scheme is None or scheme.kind != kind or scheme.bits not in (bits or scheme.bits,):
-            said = "no group of it is for them" if scheme is None else f"it says {scheme.setting}"
-            what = kind if bits is None else f"{kind}, {bits} bits"
-            raise CheckpointError(
-                f"{key} holds codes ({what}) that quantization_config ({self._maker.method}) does "
-                f"not tell of: {said}; put the maker's config.json back."
-            )
-        return scheme
-
     def _is_idle(self, key: str) -> bool:
-        """Whether a tensor that is no part is for activations, or the zero points of 0 of codes."""
-        last = key.rpartition(".")[2]
-        if last in _ACTIVATIONS or last.endswith(_ACTIVATION_ENDS):
-            return True
-        return last.endswith("_zero_point") and key.removesuffix("_zero_point") in self._tensors
+        """Whether a tensor that is no part is for activations, or decoding does without it."""
+        return _IDLE.fullmatch(key.rpartition(".")[2]) is not None or any(
+            key.endswith(end) and key.removesuffix(end) in self._tensors for end in _NEEDLESS
+        )
 
-    def _holds_codes(self, key: str) -> bool:
+    def _is_part(self, key: str) -> bool:
+        """Whether a tensor can only be codes or scales of a quantized weight."""
         info, (module, _, last) = self.stored[key], key.rpartition(".")
-        if info.dtype.is_floating_point:
-            return info.dtype.itemsize == 1 and info.dtype != torch.float8_e8m0fnu
+        if info.dtype.is_floating_point and info.dtype.itemsize == 1:
+            return True
         is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
-        is_codes = is_bytes and not last.endswith(_SCALES)
-        is_codes = is_codes or last.endswith(("_packed", "_blocks"))
-        return is_codes and not self._maker.is_ignored(module)
-
-    def _is_scale(self, key: str) -> bool:
-        module, _, last = key.rpartition(".")
-        is_exponent = self.stored[key].dtype == torch.float8_e8m0fnu
-        return is_exponent or (last.endswith(_SCALES) and not self._maker.is_ignored(module))
-
-
-def _is_wide(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
-MODELOPT_CONFIG = "hf_quant_config.json"
-"""What modelopt writes beside config.json; a 16-bit folder has none."""
-
-_SETTINGS = "quantization_config"
-_STORED_DTYPE = "expert_dtype"
-"""Of DeepSeek-V4's experts as they lie on disk."""
+        return bool(is_bytes or _PART.fullmatch(last)) and not self._maker.is_ignored(module)
 
 
 def open_plain(
@@ -763,20 +569,21 @@ def open_plain(
     own = quantization_config or own
     checkpoint = Checkpoint(files) if files is not None else open_checkpoint(folder)
     try:
-        if own is None:
-            for key in checkpoint:
-                kind = checkpoint.info(key).dtype
-                base = key.removesuffix("_blocks").removesuffix("_packed")
-                scaled = f"{base}_scales" in checkpoint or f"{base}_scale" in checkpoint
-                is_float8 = kind.is_floating_point and not _is_wide(kind)
-                if is_float8 or (base != key and scaled):
-                    raise CheckpointError(
-                        f"{key} is {dtype_name(kind)}, and {CONFIG} has no quantization_config "
-                        "that says how it was quantized: put the maker's back."
-                    )
+        for key, info in checkpoint.items() if own is None else ():
+            is_float, ends = info.dtype.is_floating_point, ("_blocks", "_packed")
+            if info.dtype.itemsize == 1 if is_float else key.endswith(ends):
+                raise CheckpointError(
+                    f"{key} is {dtype_name(info.dtype)}, and {CONFIG} has no quantization_config "
+                    "that says how it was quantized: put the maker's back."
+                )
         if own is None or method_of(own) is None:
             return checkpoint
-        return PrequantizedCheckpoint(checkpoint, own, _dtype(config))
+        inner = config.get("text_config")
+        places = (config, inner if isinstance(inner, Mapping) else {})
+        said = [_named_dtype(one.get(key)) for one in places for key in ("dtype", "torch_dtype")]
+        wide = (one for one in said if one and one.is_floating_point and one.itemsize > 1)
+        dtype = next(wide, torch.bfloat16)
+        return PrequantizedCheckpoint(checkpoint, own, dtype)
     except CheckpointError as error:
         checkpoint.close()
         raise CheckpointError(f"{folder}: {error}") from error
@@ -784,11 +591,10 @@ def open_plain(
 
 def unread_method(folder: str | Path) -> str:
     """Return why a folder's `quantization_config` is not read; "" where it is, or there is none."""
-    _, own = _configs(Path(folder))
-    if own is None or method_of(own) is None:
-        return ""
     try:
-        MakerConfig(own)
+        own = _configs(Path(folder))[1]
+        if own is not None and method_of(own) is not None:
+            MakerConfig(own)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -801,20 +607,18 @@ def codes_of_source(config: Any) -> tuple[int | None, str]:
     note alone where it is not read.
     """
     name = getattr(config, "name_or_path", "")
-    folder = Path(name)
-    if not name or not folder.is_dir() or not any(folder.glob("*.safetensors")):
-        return None, ""
-    if described_method(config) is None and not (folder / MODELOPT_CONFIG).is_file():
+    if not name or not any(Path(name).glob("*.safetensors")):
         return None, ""
     try:
-        with open_plain(folder) as checkpoint:
-            if not isinstance(checkpoint, PrequantizedCheckpoint):
-                return None, ""
-            nbytes = sum(info.nbytes for info in checkpoint.stored.values())
+        if method_of(_configs(Path(name))[1]) is None:
+            return None, ""
+        with open_plain(name) as opened:
+            assert isinstance(opened, PrequantizedCheckpoint)
+            nbytes, count = sum(info.nbytes for info in opened.stored.values()), len(opened.stored)
             return nbytes, (
-                f"{sum(map(checkpoint.is_dequantized, checkpoint))} weights of the folder are "
-                f"codes ({checkpoint.method}), which are dequantized when they are read; its "
-                f"{len(checkpoint.stored)} tensors take {human_bytes(nbytes)} on disk."
+                f"{sum(map(opened.is_dequantized, opened))} weights of the folder are codes "
+                f"({opened.method}), which are dequantized when they are read; its {count} "
+                f"tensors take {human_bytes(nbytes)} on disk."
             )
     except CheckpointError as error:
         return None, str(error)
@@ -837,13 +641,6 @@ def _named_dtype(name: Any) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _dtype(config: Mapping[str, Any]) -> torch.dtype:
-    inner = config.get("text_config")
-    places = (config, inner if isinstance(inner, Mapping) else {})
-    named = (_named_dtype(one.get(key)) for one in places for key in ("dtype", "torch_dtype"))
-    return next((dtype for dtype in named if dtype and _is_wide(dtype)), torch.bfloat16)
-
-
 def describe_plain(config: Any) -> None:
     """Change a transformers configuration to one of the 16-bit folder.
 
@@ -851,49 +648,30 @@ def describe_plain(config: Any) -> None:
     stays. A dtype that is none to compute in (FP8, or none at all) becomes bfloat16, which such
     folders stand for.
     """
-    for part in _parts(config):
-        if method_of(getattr(part, _SETTINGS, None)) is not None:
-            delattr(part, _SETTINGS)
-        part.__dict__.pop(_STORED_DTYPE, None)
-        dtype = getattr(part, "dtype", None)
-        dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
-        if dtype is not None and not isinstance(dtype, torch.dtype):
+    for part in parts_of(config):
+        _strip(part)
+        dtype = part.get("dtype")
+        if dtype is not None and _named_dtype(dtype) is None:
             raise CheckpointError(
                 f"config.json says dtype {dtype!r:.80}, which is no dtype of torch: put the "
                 "maker's config.json back."
             )
-        if (dtype is None and part is config) or (dtype is not None and dtype.itemsize == 1):
-            part.dtype = torch.bfloat16
-
-
-def described_method(config: Any) -> str | None:
-    """Return by what method its maker quantized, as a transformers configuration or part says."""
-    methods = (method_of(getattr(part, _SETTINGS, None)) for part in _parts(config))
-    return next((method for method in methods if method is not None), None)
-
-
-def _parts(config: Any) -> list[Any]:
-    parts = [getattr(config, name, None) for name in config.sub_configs]
-    return [config, *(part for part in parts if part is not None)]
+    config.dtype = config.dtype or torch.bfloat16
 
 
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json of the 16-bit folder, given that of the quantized one."""
     plain = copy.deepcopy(dict(config))
-    for part in json_parts(plain):
-        if method_of(part.get(_SETTINGS)) is not None:
-            del part[_SETTINGS]
-        part.pop(_STORED_DTYPE, None)
-        for key in ("dtype", "torch_dtype"):
-            dtype = _named_dtype(part.get(key))
-            if dtype is not None and dtype.itemsize == 1:
-                part[key] = dtype_name(torch.bfloat16)
+    for part in parts_of(plain):
+        _strip(part)
     return plain
 
 
-def json_parts(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a configuration, and the configurations in it."""
-    yield value
-    for inner in list(value.values()):
-        if isinstance(inner, dict):
-            yield from json_parts(inner)
+def _strip(part: dict[str, Any]) -> None:
+    if method_of(part.get(_SETTINGS)) is not None:
+        del part[_SETTINGS]
+    part.pop("expert_dtype", None)  # of DeepSeek-V4's experts as they lie on disk
+    for key in ("dtype", "torch_dtype"):
+        said = part.get(key)
+        if (dtype := _named_dtype(said)) is not None and dtype.itemsize == 1:
+            part[key] = "bfloat16" if isinstance(said, str) else torch.bfloat16

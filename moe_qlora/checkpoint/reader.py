@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,35 +27,20 @@ from ..models.files import MAX_JSON, once, read_json, reading, size_of
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = f"model{INDEX_SUFFIX}"
 SINGLE = "model.safetensors"
-MAX_HEADER = 100 << 20
-"""Longest header that the safetensors format allows, in bytes."""
-
+_MAX_HEADER = 100 << 20  # bytes, of the format
 _MOST_LOCKED = 64 << 20  # bytes of a tensor; a slice has some MiB
 
 _T = TypeVar("_T")
 _WeightMap: Any = Annotated[dict[str, str], Field(min_length=1)]
 
 DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F32": torch.float32,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
+    "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
 """The format's dtype names. Source: https://github.com/huggingface/safetensors."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -81,8 +66,8 @@ def check_plain(name: str, dtype: torch.dtype) -> None:
         )
 
 
-class Checkpoint:
-    """The tensors of a folder's safetensors files, read-only.
+class Checkpoint(dict[str, TensorInfo]):
+    """The tensors of a folder's safetensors files, read-only: what is known of each, by its key.
 
     Use as a context manager, or `close` it; tensors that were read stay valid.
     """
@@ -90,46 +75,42 @@ class Checkpoint:
     method: str = ""  # How the folder's maker quantized it; nothing of a plain one
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._infos: dict[str, TensorInfo] = {}
+        super().__init__()
         self.files = tuple(files)
         for file in files:
             for key, info in read_header(file).items():
-                if key in self._infos:
-                    other = self._infos[key].file.name
-                    raise CheckpointError(f"{file}: {key} is in {other} as well.")
-                self._infos[key] = info
+                if key in self:
+                    raise CheckpointError(f"{file}: {key} is in {self[key].file.name} as well.")
+                self[key] = info
         self._stack = ExitStack()
         weakref.finalize(self, self._stack.close)  # a failed load does not close it
-        self._open: dict[Path, Any] = {}
-        self._handles: dict[Path, int] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._infos)
-
-    def __len__(self) -> int:
-        return len(self._infos)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._infos
+        # of each file: as the library maps it, and its descriptor
+        self._open: dict[Path, tuple[Any, int]] = {}
 
     def info(self, key: str) -> TensorInfo:
         """Return what is known of a tensor without reading it."""
-        try:
-            return self._infos[key]
-        except KeyError:
+        if key not in self:
             place = self.files[0].parent if self.files else "the checkpoint"
-            raise CheckpointError(f"{place} has no tensor {key}.") from None
+            raise CheckpointError(f"{place} has no tensor {key}.")
+        return self[key]
 
     def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
         """Read a tensor, or its rows `[start, stop)`, to a device (default: the CPU)."""
-        file = self.info(key).file
-        with reading(file):
-            if file not in self._open:
-                self._open[file] = self._stack.enter_context(safe_open(str(file), "pt"))
-            if not start and stop is None:
-                tensor: Tensor = self._open[file].get_tensor(key)
-            else:
-                tensor = self._open[file].get_slice(key)[start:stop]
+        info = self.info(key)
+        with reading(info.file):
+            if info.file not in self._open:
+                mapped = self._stack.enter_context(safe_open(str(info.file), "pt"))
+                handle = self._stack.enter_context(info.file.open("rb"))
+                self._open[info.file] = mapped, handle.fileno()
+            mapped, descriptor = self._open[info.file]
+            if hasattr(os, "posix_fadvise"):  # the whole range at once, and not page by page
+                rows = info.shape[0] if info.shape else 1
+                first, last, _ = slice(start, stop).indices(rows)
+                row = info.nbytes // max(rows, 1)
+                place = (info.offset + row * first, row * max(last - first, 0))
+                os.posix_fadvise(descriptor, *place, os.POSIX_FADV_WILLNEED)
+            whole = not start and stop is None
+            tensor: Tensor = mapped.get_tensor(key) if whole else mapped.get_slice(key)[start:stop]
         return tensor if device is None else tensor.to(device)
 
     def fetch(
@@ -140,17 +121,6 @@ class Checkpoint:
         For a GPU, slices are read to page-locked memory, from which they are copied without
         waiting; larger tensors, which would lock it for good, go to the device at once.
         """
-        info = self.info(key)
-        if hasattr(os, "posix_fadvise"):  # the whole range at once, and not page by page
-            if info.file not in self._handles:
-                with reading(info.file):
-                    handle = self._stack.enter_context(info.file.open("rb"))
-                self._handles[info.file] = handle.fileno()
-            rows = info.shape[0] if info.shape else 1
-            row = info.nbytes // max(rows, 1)
-            first, last, _ = slice(start, stop).indices(rows)
-            place = (info.offset + row * first, row * max(last - first, 0))
-            os.posix_fadvise(self._handles[info.file], *place, os.POSIX_FADV_WILLNEED)
         tensor = Checkpoint.read(self, key, start, stop)
         if device is None or torch.device(device).type != "cuda":
             return lambda: tensor if device is None else tensor.to(device)
@@ -165,19 +135,14 @@ class Checkpoint:
         info, raw = self.info(key), bytearray(stop - start)
         if not raw:
             return torch.empty(0, dtype=torch.uint8)
-        with reading(info.file), info.file.open("rb", buffering=0) as handle:
+        with reading(info.file), info.file.open("rb") as handle:
             handle.seek(info.offset + start)
-            view = memoryview(raw)
-            while view:
-                count = handle.readinto(view)
-                if not count:
-                    raise incomplete(info.file, size_of(info.file), info.offset + info.nbytes)
-                view = view[count:]
+            if handle.readinto(raw) < len(raw):
+                raise incomplete(info.file, size_of(info.file), info.offset + info.nbytes)
         return torch.frombuffer(raw, dtype=torch.uint8)
 
     def close(self) -> None:
         """Close the files."""
-        self._handles.clear()
         self._open.clear()
         self._stack.close()
 
@@ -230,27 +195,26 @@ def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = (prefix + ".".join(str(part) for part in first["loc"])).rstrip(".")
-            seen = "missing" if first["type"] == "missing" else f"{first['input']!r:.80}"
-            allowed = "" if first["type"] == "missing" else f": {first['msg']}"
-            raise CheckpointError(f"{file} is damaged: {key} is {seen}{allowed}.") from error
+            seen = f"{first['input']!r:.80}: {first['msg']}"
+            seen = "missing" if first["type"] == "missing" else seen
+            raise CheckpointError(f"{file} is damaged: {key} is {seen}.") from error
 
 
 def index_of(folder: Path) -> Path | None:
     """Return the folder's index file, None where it has none of the weights to read."""
-    files = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
-    files = [file for file in files if file.name == INDEX] or files
-    if INDEX not in (file.name for file in files) and os.path.lexists(folder / SINGLE):
+    names = [file.name for file in folder.glob(f"*{INDEX_SUFFIX}")]
+    names = [INDEX] if INDEX in names else names
+    if not names or (names != [INDEX] and os.path.lexists(folder / SINGLE)):
         return None  # another layout's, beside the weights that transformers reads
-    if len(files) > 1:
-        raise CheckpointError(f"{folder} holds {len(files)} index files: leave one.")
-    return inside(folder, files[0].name) if files else None
+    if len(names) > 1:
+        raise CheckpointError(f"{folder} holds {len(names)} index files: leave one.")
+    return inside(folder, names[0])
 
 
 def read_index(file: Path) -> dict[str, str]:
     """Return the `weight_map` of an index: key -> file name."""
-    return parse_fields(
-        _WeightMap, read_json(file, MAX_JSON).get("weight_map"), file, "weight_map."
-    )
+    value = read_json(file, MAX_JSON).get("weight_map")
+    return parse_fields(_WeightMap, value, file, "weight_map.")
 
 
 def plain_weights(folder: Path) -> list[Path]:
@@ -261,9 +225,9 @@ def plain_weights(folder: Path) -> list[Path]:
     names = [SINGLE]
     if os.path.lexists(folder / INDEX):
         with suppress(CheckpointError):
-            shards = set(read_index(inside(folder, INDEX)).values())
-            bare = (name for name in shards if not set(name) & set("/\\\0"))
-            names += [*sorted(name for name in bare if name.endswith(".safetensors")), INDEX]
+            shards = sorted({*read_index(inside(folder, INDEX)).values()})
+            shards = [name for name in shards if name.endswith(".safetensors")]
+            names += [*(name for name in shards if not set(name) & set("/\\\0")), INDEX]
     files = [folder / name for name in dict.fromkeys(names)]
     return [file for file in files if file.is_symlink() or file.is_file()]
 
@@ -272,16 +236,20 @@ def header_bytes(file: Path) -> bytes:
     """Return the JSON header of a safetensors file, its length not included."""
     with reading(file):
         size = size_of(file)
-    with reading(file), file.open("rb") as handle:
-        start = handle.read(8)
-        length = int.from_bytes(start, "little")
-        if start == b"version ":
-            raise CheckpointError(f"{file} is a pointer of Git LFS, no weights: run git lfs pull.")
-        if length > MAX_HEADER:
-            raise CheckpointError(f"{file} is no safetensors file, or is cut off in its header.")
-        if size < 8 + length:
-            raise incomplete(file, size, 8 + length)
-        return handle.read(length)
+        with file.open("rb") as handle:
+            start = handle.read(8)
+            length = int.from_bytes(start, "little")
+            if start == b"version ":
+                raise CheckpointError(
+                    f"{file} is a pointer of Git LFS, no weights: run git lfs pull."
+                )
+            if length > _MAX_HEADER:
+                raise CheckpointError(
+                    f"{file} is no safetensors file, or is cut off in its header."
+                )
+            if size < 8 + length:
+                raise incomplete(file, size, 8 + length)
+            return handle.read(length)
 
 
 def incomplete(file: Path, size: int, least: int) -> CheckpointError:
@@ -295,23 +263,19 @@ def incomplete(file: Path, size: int, least: int) -> CheckpointError:
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Return what a safetensors file holds, by key in the order of the header."""
     raw = header_bytes(file)
-    begin = 8 + len(raw)
+    begin, infos = 8 + len(raw), {}
     with reading(file):
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
-        ends = [e["data_offsets"][1] for key, e in header.items() if key != "__metadata__"]
-        if size_of(file) < begin + max(ends, default=0):
-            raise incomplete(file, size_of(file), begin + max(ends))
+        header.pop("__metadata__", None)
+        end = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if size_of(file) < end:
+            raise incomplete(file, size_of(file), end)
         # The library checks the rest: offsets without gaps, sizes that agree with shapes.
         with safe_open(str(file), "pt"):
             pass
-        infos = {}
         for key, entry in header.items():
-            if key == "__metadata__":
-                continue
-            first, last = entry["data_offsets"]
-            dtype = DTYPES.get(entry["dtype"])
-            if dtype is None:
-                raise CheckpointError(f"{file}: {key} has the unknown dtype {entry['dtype']!r}.")
-            shape = tuple(entry["shape"])
-            infos[key] = TensorInfo(file, dtype, shape, begin + first, last - first)
-        return infos
+            (first, last), kind, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
+            if kind not in DTYPES:
+                raise CheckpointError(f"{file}: {key} has the unknown dtype {kind!r}.")
+            infos[key] = TensorInfo(file, DTYPES[kind], tuple(shape), begin + first, last - first)
+    return infos

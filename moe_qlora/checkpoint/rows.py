@@ -9,7 +9,7 @@ v
 the slice on its device, its codes dequantized if the maker quantized the folder
 |   transformers' operations: merge, concatenate, transpose
 v
-rows of parameters   ->  a `Sink` for each: packs, or collects what stays plain
+rows of parameters   ->  a `Slot` for each: packs, or collects what stays plain
 v
 (name, PackedWeight or Tensor), for the caller to put into place
 """
@@ -35,7 +35,7 @@ from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
-from .conversion import DiskLayout, Group
+from .conversion import DiskLayout, Group, convert
 from .manifest import Manifest, canonical_name, settings_problem
 from .reader import Checkpoint, check_plain
 
@@ -163,7 +163,11 @@ _Result = TypeVar("_Result")
 
 
 class Slot:
-    """A parameter to fill: takes its rows in order; packs them, or without settings keeps them."""
+    """A parameter to fill: takes its rows in order; packs them, or without settings keeps them.
+
+    `shape` is the model's; `transposed`, that the disk has it the other way round; `rows` of the
+    first dimension are taken, None: all.
+    """
 
     def __init__(
         self,
@@ -176,10 +180,6 @@ class Slot:
         transposed: bool = False,
         rows: tuple[int, int] | None = None,
     ) -> None:
-        """`shape` is the model's; `transposed`, that the disk has it the other way round.
-
-        `rows` of the first dimension are taken, None: all.
-        """
         self.name, self.shape, self.dtype = name, torch.Size(shape), dtype
         self.device = indexed(device)
         self.settings, self.transposed, self.rows = settings, transposed, rows
@@ -216,21 +216,20 @@ class Slot:
         """Return the weight, and hold it no longer; raise where it cannot be packed."""
         packer, pieces = self._packer, self._pieces
         self._packer, self._pieces = None, []
-        if packer is not None:
-            rows, extremes = zip(*self._extremes, strict=True)
-            self._extremes = []
-            # once a weight, as it waits for the device; such a block could not be decoded
-            finite = are_below(torch.stack(extremes)).all(1).tolist()
-            if not all(finite):
-                raise NonFiniteWeightError(
-                    f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} of "
-                    f"its first dimension or soon after (or {LARGEST:.0e} and more), and cannot be "
-                    "packed: repair the checkpoint."
-                )
-            return packer.finish()
-        if not pieces:  # none of its rows are wanted
-            return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if packer is None:
+            empty = torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces or [empty])
+        rows, extremes = zip(*self._extremes, strict=True)
+        self._extremes = []
+        # once a weight, as it waits for the device; such a block could not be decoded
+        finite = are_below(torch.stack(extremes)).all(1).tolist()
+        if not all(finite):
+            raise NonFiniteWeightError(
+                f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} of its first "
+                f"dimension or soon after (or {LARGEST:.0e} and more), and cannot be packed: "
+                "repair the checkpoint."
+            )
+        return packer.finish()
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -259,13 +258,14 @@ def slot_for(
     device: torch.device,
 ) -> Slot:
     """Return the slot of a parameter that is loaded in this dtype, were it not packed."""
-    settings: CodecSettings | None = plan.settings
+    settings = plan.settings if name in linears or name in plan.params else None
     if name in linears:
         dtype = plan.settings.codec.linear_dtype or dtype
-    elif name not in plan.params:
-        settings = None
     shape, turned = model.get_parameter_or_buffer(name).shape, linears.get(name, False)
     return Slot(name, shape, dtype, device, settings, transposed=turned)
+
+
+_Slice = tuple[Group, list[Slot], int, int | None, bool]
 
 
 def filled(
@@ -273,38 +273,36 @@ def filled(
 ) -> Iterator[tuple[str, Any]]:
     """Yield what the slots of these groups' parameters make, each as soon as it is read."""
 
-    def slices() -> Iterator[tuple[Group, list[Slot], int, int | None, bool]]:
+    def slices() -> Iterator[_Slice]:
         for group in groups:
             mine = [slots[name] for name in group.shapes if name in slots]
             parts = _parts(group, mine)
-            for part in parts:
-                yield group, mine, *part, part == parts[-1]
+            yield from ((group, mine, *part, part == parts[-1]) for part in parts)
 
-    def read(
-        item: tuple[Group, list[Slot], int, int | None, bool],
-    ) -> dict[str, Callable[[], Tensor]]:
+    def read(item: _Slice) -> dict[str, Callable[[], Tensor]]:
         group, mine, start, stop, _ = item
         if start == stop:
             return {}
-        for key in group.keys if mine[0].dtype.is_floating_point else ():
-            check_plain(mine[0].name, files.info(key).dtype)
-        device = mine[0].device
-        if getattr(group.converter, "force_cpu", False):
-            device = torch.device("cpu")
+        if mine[0].settings is not None or mine[0].dtype.is_floating_point:
+            for key in group.keys:
+                check_plain(mine[0].name, files.info(key).dtype)
+        on_cpu = getattr(group.converter, "force_cpu", False)
+        device = torch.device("cpu") if on_cpu else mine[0].device
         places = group.places(start, stop)
-        return {key: files.fetch(key, first, last, device) for key, first, last in places}
+        return {key: files.fetch(key, first, last, device) for key, _, first, last in places}
 
-    def take(mine: list[Slot], group: Group, start: int, parts: Mapping[str, Any]) -> None:
-        values = layout.convert(group, {key: fetched() for key, fetched in parts.items()})
+    def take(item: _Slice, fetched: Mapping[str, Callable[[], Tensor]]) -> None:
+        group, mine, start, *_ = item
+        values = convert(group, {key: one() for key, one in fetched.items()}, layout.model)
         for slot in mine:
             slot.take(start, values[slot.name])
 
     on_gpu = any(slot.device.type != "cpu" for slot in slots.values())
-    for item, parts in ahead(read, slices(), WORKERS if on_gpu else 1):
-        group, mine, start, stop, is_last = item
+    for item, fetched in ahead(read, slices(), WORKERS if on_gpu else 1):
+        _, mine, start, stop, is_last = item
         try:
             if start != stop:
-                take(mine, group, start, parts.result())
+                take(item, fetched.result())
         except MoeQloraError as error:
             for slot in mine:
                 slot.fail(error)
@@ -313,15 +311,15 @@ def filled(
 
 
 def _parts(group: Group, slots: Sequence[Slot]) -> list[tuple[int, int | None]]:
-    spans = [slot.rows for slot in slots if slot.rows is not None]
-    wanted = [(first, last) for first, last in spans if first < last]
-    if len(spans) == len(slots) and not wanted:
+    spans = [slot.rows for slot in slots]
+    wanted = [span for span in spans if span is not None and span[0] < span[1]]
+    if None not in spans and not wanted:
         return [(0, 0)]
     if any(slot.transposed for slot in slots):
         return [(0, None)]
-    if len(spans) < len(slots):
+    if None in spans:
         return list(group.slices())
-    return list(group.slices(min(min(wanted)), max(last for _, last in wanted), _SHARE_ELEMENTS))
+    return list(group.slices(min(wanted)[0], max(last for _, last in wanted), _SHARE_ELEMENTS))
 
 
 def ahead(

@@ -19,7 +19,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,7 +35,6 @@ from ..layout import dtype_name, name_pattern, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
-from ..packing.codec import Packer
 from ..packing.linear import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
@@ -87,14 +86,12 @@ class TrainingCodec:
     def __contains__(self, name: object) -> bool:
         return (name in self.experts and name not in self.native) or name in self.linears
 
-    def packer(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype
-    ) -> tuple[Packer, torch.dtype]:
-        """Return what packs a parameter of this dtype now as in training, and its dtype decoded."""
+    def dtypes(self, name: str, stored: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes that a parameter stored in this one is packed and decoded in."""
         # bitsandbytes casts a Linear layer's weight
         cast = self.settings.codec.linear_dtype if name in self.linears else None
-        packer = Packer(shape, cast or self.dtype or dtype, torch.device("cpu"), self.settings)
-        return packer, dtype if cast else self.dtype or dtype
+        own = self.dtype or stored
+        return (cast, stored) if cast else (own, own)
 
 
 def from_config(model: nn.Module, config: Any) -> TrainingCodec:

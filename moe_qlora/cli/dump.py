@@ -348,7 +348,7 @@ def inspect_model(
     model: str, quant: Quant | None, double_quant: bool | None, *, trust_remote_code: bool
 ) -> Findings:
     """Build `model`, as `named.resolve` takes it, on the meta device, and detect its experts."""
-    from ..checkpoint.prequantized import codes_of_source, describe_plain, described_method
+    from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
     from ..detection.detect import detect
     from ..models import named
 
@@ -356,7 +356,7 @@ def inspect_model(
     settings = codec_settings(source.settings, quant, double_quant)
     _, note = codes_of_source(source.config)
     source = replace(source, notes=(*source.notes, note)) if note else source
-    if described_method(source.config) is not None:
+    if maker_method(source.config) is not None:
         describe_plain(source.config)
     built = named.build(source, trust_remote_code=trust_remote_code)
     layout = detect(built)

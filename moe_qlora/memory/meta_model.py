@@ -35,7 +35,7 @@ from ..checkpoint.prequantized import (
     MXFP4,
     codes_of_source,
     describe_plain,
-    described_method,
+    maker_method,
 )
 from ..detection.detect import detect
 from ..errors import ConfigError, did_you_mean
@@ -109,7 +109,7 @@ def source_of(
     if dtype is not None and dtype_name(dtype) not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
 
-    method = described_method(resolved.config)
+    method = maker_method(resolved.config)
     codes, note = codes_of_source(resolved.config)
 
     def build_model() -> nn.Module:

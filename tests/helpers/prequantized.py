@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,41 +32,31 @@ Encoded = tuple[Stored, Tensor]
 _KEPT = r"embed|lm_head|^head\.|(?<!proj)\.gate\.weight$|router|norm|bias|sinks|hc_|compressor"
 
 
-@dataclass(frozen=True)
-class Case:
-    """A folder by name: which model, which method, and what of it is not as usual."""
-
-    model_type: str
-    method: str
-    overrides: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-CASES = {
-    "deepseek_v3 fp8": Case("deepseek_v3", "fp8", options={"mtp": True}),
-    "deepseek_v3 fp8 e8m0": Case("deepseek_v3", "fp8", options={"scale_dtype": "e8m0"}),
-    "qwen3_moe fp8": Case("qwen3_moe", "fp8", options={"scale_dtype": torch.bfloat16}),
-    "qwen3_moe mxfp8": Case("qwen3_moe", "mxfp8", {"moe_intermediate_size": 96}),
-    "glm4_moe fp8 channel": Case("glm4_moe", "compressed-fp8", options={"strategy": "channel"}),
-    "glm4_moe fp8 tensor": Case("glm4_moe", "compressed-fp8", options={"strategy": "tensor"}),
-    "glm4_moe fp8 block": Case("glm4_moe", "compressed-fp8", options={"strategy": "block"}),
-    "gpt_oss mxfp4": Case("gpt_oss", "mxfp4"),
-    "deepseek_v3 int4": Case("deepseek_v3", "int4", {"moe_intermediate_size": 96}),
-    "deepseek_v3 int4 channel": Case(
-        "deepseek_v3", "int4", {"moe_intermediate_size": 42}, {"group": None}
-    ),
-    "qwen3_moe nvfp4": Case("qwen3_moe", "nvfp4", {"moe_intermediate_size": 48}),
-    "qwen3_moe modelopt nvfp4": Case("qwen3_moe", "modelopt-nvfp4", {"moe_intermediate_size": 48}),
-    "qwen3_moe modelopt fp8": Case("qwen3_moe", "modelopt-fp8"),
-    "deepseek_v4 fp4": Case("deepseek_v4", "deepseek-v4", {"moe_intermediate_size": 96}),
+Case = tuple[str, str, dict[str, Any], dict[str, Any]]
+"""Which model, which method (of `METHODS`), and options of the model and of the method."""
+WIDE, EVEN, ODD = ({"moe_intermediate_size": size} for size in (96, 48, 42))
+CASES: dict[str, Case] = {
+    "deepseek_v3 fp8": ("deepseek_v3", "fp8", {}, {"mtp": True}),
+    "deepseek_v3 fp8 e8m0": ("deepseek_v3", "fp8", {}, {"scale_dtype": "e8m0"}),
+    "qwen3_moe fp8": ("qwen3_moe", "fp8", {}, {"scale_dtype": torch.bfloat16}),
+    "qwen3_moe mxfp8": ("qwen3_moe", "mxfp8", WIDE, {}),
+    "glm4_moe fp8 channel": ("glm4_moe", "compressed-fp8", {}, {"strategy": "channel"}),
+    "glm4_moe fp8 tensor": ("glm4_moe", "compressed-fp8", {}, {"strategy": "tensor"}),
+    "glm4_moe fp8 block": ("glm4_moe", "compressed-fp8", {}, {"strategy": "block"}),
+    "gpt_oss mxfp4": ("gpt_oss", "mxfp4", {}, {}),
+    "deepseek_v3 int4": ("deepseek_v3", "int4", WIDE, {}),
+    "deepseek_v3 int4 channel": ("deepseek_v3", "int4", ODD, {"group": None}),
+    "qwen3_moe nvfp4": ("qwen3_moe", "nvfp4", EVEN, {}),
+    "qwen3_moe modelopt nvfp4": ("qwen3_moe", "modelopt-nvfp4", EVEN, {}),
+    "qwen3_moe modelopt fp8": ("qwen3_moe", "modelopt-fp8", {}, {}),
+    "deepseek_v4 fp4": ("deepseek_v4", "deepseek-v4", WIDE, {}),
 }
 
 
 def write_case(path: Path, name: str, **changes: Any) -> tuple[Path, Stored]:
     """Write the folder of a name in `CASES`; changes are options of `write_folder`."""
-    case = CASES[name]
-    options = {"overrides": case.overrides, **case.options, **changes}
-    return write_folder(path, case.model_type, case.method, **options)
+    model_type, method, overrides, options = CASES[name]
+    return write_folder(path, model_type, method, **{"overrides": overrides, **options, **changes})
 
 
 def write_both(path: Path, name: str, **changes: Any) -> Path:
@@ -76,12 +66,20 @@ def write_both(path: Path, name: str, **changes: Any) -> Path:
     return path
 
 
+def plain_config(folder: Path) -> dict[str, Any]:
+    """The config.json of the 16-bit folder that another stands for."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        part.pop("quantization_config", None)
+    if config.pop("expert_dtype", None):  # DeepSeek-V4's
+        config["dtype"] = "bfloat16"
+    return config
+
+
 def write_plain(path: Path, folder: Path, plain: Stored) -> None:
     """Write the 16-bit folder that another stands for."""
     path.mkdir()
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config, indent=2))
+    (path / "config.json").write_text(json.dumps(plain_config(folder), indent=2))
     tensors = {key: tensor.contiguous() for key, tensor in plain.items()}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
@@ -94,27 +92,16 @@ def write_folder(
     overrides: dict[str, Any] | None = None,
     shards: int = 3,
     seed: int = 0,
-    dtype: torch.dtype = torch.bfloat16,
     mtp: bool = False,
     **options: Any,
 ) -> tuple[Path, Stored]:
-    """Write a tiny model as the maker of such models does.
+    """Write a tiny model as the maker of such models does; return the plain tensors as well.
 
-    Args:
-        path: Of the new folder.
-        model_type: Of the model.
-        method: A key of `METHODS`.
-        overrides: Of the model's configuration.
-        shards: Safetensors files; a tensor's codes and scales go to different ones.
-        seed: Of the model.
-        dtype: Of the plain tensors.
-        mtp: Add a layer for the prediction of more tokens, which models ignore, as DeepSeek ships.
-        options: Of the method.
-
-    Returns:
-        The folder, and by its plain key each tensor that it stands for.
+    `overrides` are of the model's configuration, `options` of the method. A tensor's codes and
+    scales go to different `shards`. `mtp` adds a layer for the prediction of more tokens, which
+    models ignore, as DeepSeek ships.
     """
-    model: Any = tiny_model(model_type, seed=seed, **(overrides or {})).to(dtype)
+    model: Any = tiny_model(model_type, seed=seed, **(overrides or {})).bfloat16()
     model.save_pretrained(path, save_original_format=True)
     plain = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
@@ -130,10 +117,10 @@ def write_folder(
             stored[key] = plain[key]
             continue
         parts, values = encode(plain[key].float())
-        plain[key] = values.to(dtype)
+        plain[key] = values.bfloat16()
         for part, tensor in parts.items():
             stored[maker.key(key, part)] = tensor.contiguous()
-    config["quantization_config"] = maker.config
+    config |= {"quantization_config": maker.config, **maker.says}
     (path / "config.json").write_text(json.dumps(config, indent=2))
     write_shards(path, stored, shards)
     return path, plain
@@ -141,15 +128,11 @@ def write_folder(
 
 def write_shards(path: Path, tensors: Stored, shards: int = 1) -> None:
     """Write tensors to so many files, one after the other, and their index."""
-    parts: list[Stored] = [{} for _ in range(shards)]
-    weight_map = {}
-    for number, key in enumerate(tensors):
-        parts[number % shards][key] = tensors[key]
-        weight_map[key] = f"model-{number % shards + 1:05}-of-{shards:05}.safetensors"
-    for number, part in enumerate(parts):
-        save_file(
-            part, path / f"model-{number + 1:05}-of-{shards:05}.safetensors", {"format": "pt"}
-        )
+    files = [f"model-{number + 1:05}-of-{shards:05}.safetensors" for number in range(shards)]
+    weight_map = {key: files[number % shards] for number, key in enumerate(tensors)}
+    for file in files:
+        part = {key: tensors[key] for key, name in weight_map.items() if name == file}
+        save_file(part, path / file, {"format": "pt"})
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / INDEX).write_text(json.dumps(index, indent=2))
@@ -182,13 +165,13 @@ def _extra_layer(plain: Stored, layers: int, seed: int) -> Stored:
 # Codes and scales, fp32
 
 
-def expand(scale: Tensor, block: tuple[int, int], rows: int, columns: int) -> Tensor:
+def expand(scale: Tensor, block: Sequence[int], rows: int, columns: int) -> Tensor:
     """A grid of scales, each of them repeated over its block, cut off at the edges."""
     grid = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return grid[:rows, :columns]
 
 
-def block_amax(weight: Tensor, block: tuple[int, int]) -> Tensor:
+def block_amax(weight: Tensor, block: Sequence[int]) -> Tensor:
     """The largest absolute value of each block; blocks at the edges are smaller."""
     (rows, columns), (high, wide) = weight.shape, block
     whole = torch.zeros(-(-rows // high) * high, -(-columns // wide) * wide)
@@ -212,7 +195,7 @@ def stored_scale(scale: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
 
 
 def encode_fp8(
-    weight: Tensor, block: tuple[int, int], end: str, scale_dtype: Any = torch.float32
+    weight: Tensor, block: Sequence[int], end: str, scale_dtype: Any = torch.float32
 ) -> Encoded:
     """FP8 (e4m3) codes of a matrix, with a scale that multiplies for each block."""
     raw, scale = stored_scale(block_amax(weight, block) / 448, scale_dtype)
@@ -298,22 +281,20 @@ class Maker:
     """How a maker quantizes: its configuration, and what it does with which keys."""
 
     config: dict[str, Any]
-    encode: Any  # of a tensor, or by its key
+    encode: Callable[[str], Callable[[Tensor], Encoded] | None]  # what quantizes a tensor, by key
     plain_modules: str = r"$^"
-    by_key: bool = False
     scales: str = "{key}_scale_inv"
+    says: dict[str, Any] = field(default_factory=dict)  # fields of config.json
 
-    def encoder(self, key: str, tensor: Tensor) -> Any:
+    def encoder(self, key: str, tensor: Tensor) -> Callable[[Tensor], Encoded] | None:
         """Return what quantizes a tensor; None where it stays plain."""
-        if re.search(_KEPT, key) or tensor.dim() < 2 or re.search(self.plain_modules, key):
-            return None
-        return self.encode(key) if self.by_key else self.encode
+        plain = re.search(f"{_KEPT}|{self.plain_modules}", key) or tensor.dim() < 2
+        return None if plain else self.encode(key)
 
     def key(self, key: str, part: str) -> str:
         """Return the key on disk of a part."""
-        if part == "_scale_inv":
-            return self.scales.format(key=key, module=key.removesuffix(".weight"))
-        return key + part
+        scale = self.scales.format(key=key, module=key.removesuffix(".weight"))
+        return scale if part == "_scale_inv" else key + part
 
 
 def _fp8(
@@ -329,34 +310,27 @@ def _fp8(
     plain = "|".join(re.escape(name) + r"\." for name in kept or ()) or r"$^"
     return Maker(
         config | {"weight_block_size": size, "modules_to_not_convert": kept},
-        lambda w: encode_fp8(w, block or (len(w), w.shape[1]), "_scale_inv", scale_dtype),
+        lambda key: lambda w: encode_fp8(w, block or w.shape, "_scale_inv", scale_dtype),
         plain,
     )
 
 
 def _mxfp8() -> Maker:
     config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}
-    return Maker(config, lambda w: encode_fp8(w, (1, 32), "_scale_inv", torch.uint8), r"self_attn")
+    encode = partial(encode_fp8, block=(1, 32), end="_scale_inv", scale_dtype=torch.uint8)
+    return Maker(config, lambda key: encode, r"self_attn")
 
 
 def compressed(form: str, weights: dict[str, Any], ignore: list[str]) -> dict[str, Any]:
     """A quantization_config of compressed-tensors with one group."""
-    group = {
-        "targets": ["Linear"],
-        "weights": {"dynamic": False, "symmetric": True, "actorder": None, **weights},
-        "input_activations": None,
-        "output_activations": None,
-        "format": form,
-    }
+    own = {"dynamic": False, "symmetric": True, "actorder": None, **weights}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": own, "format": form}},
         "ignore": ignore,
         "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-        "version": "0.12.2",
     }
 
 
@@ -376,7 +350,7 @@ def _compressed_fp8(strategy: str = "channel", block: tuple[int, int] = (16, 24)
             parts["_scale"] = parts["_scale"].reshape(1)
         return parts, values
 
-    return Maker(compressed("float-quantized", weights, _IGNORE), encode)
+    return Maker(compressed("float-quantized", weights, _IGNORE), lambda key: encode)
 
 
 def _int4(group: int | None = 32) -> Maker:
@@ -387,7 +361,7 @@ def _int4(group: int | None = 32) -> Maker:
     ignore += ["re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
     return Maker(
         compressed("pack-quantized", weights, ignore),
-        lambda w: encode_int(w, 4, group),
+        lambda key: partial(encode_int, bits=4, group=group),
         r"self_attn|shared_experts|mlp\.(gate|up|down)_proj|eh_proj",
     )
 
@@ -395,7 +369,8 @@ def _int4(group: int | None = 32) -> Maker:
 def _nvfp4() -> Maker:
     weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     config = compressed("nvfp4-pack-quantized", weights, _IGNORE)
-    return Maker(config, lambda w: encode_nvfp4(w, "_global_scale", "_packed", divide=True))
+    names = {"factor_name": "_global_scale", "codes_name": "_packed"}
+    return Maker(config, lambda key: partial(encode_nvfp4, **names, divide=True))
 
 
 def _modelopt(algorithm: str) -> Maker:
@@ -407,23 +382,22 @@ def _modelopt(algorithm: str) -> Maker:
         "quant_algo": algorithm,
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
         "ignore": ["lm_head", "model.layers.*.mlp.gate"],
-        "producer": {"name": "modelopt", "version": "0.33.0"},
     }
 
     def encode(weight: Tensor) -> Encoded:
         if algorithm == "NVFP4":
             return encode_nvfp4(weight, "_scale_2", "", divide=False)
-        parts, values = encode_fp8(weight, (len(weight), weight.shape[1]), "_scale")
+        parts, values = encode_fp8(weight, weight.shape, "_scale")
         return parts | {"_scale": parts["_scale"].reshape(())}, values
 
-    return Maker(config, encode)
+    return Maker(config, lambda key: encode)
 
 
 def _mxfp4() -> Maker:
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
     kept += ["model.embed_tokens", "lm_head"]
     config = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None, by_key=True)
+    return Maker(config, lambda key: encode_mxfp4 if "experts" in key else None)
 
 
 def _deepseek_v4(block: tuple[int, int] = (16, 24)) -> Maker:
@@ -431,11 +405,11 @@ def _deepseek_v4(block: tuple[int, int] = (16, 24)) -> Maker:
     rest = _fp8(block, "e8m0")
     del rest.config["modules_to_not_convert"]
     return Maker(
-        rest.config | {"expert_dtype": "fp4"},
-        lambda key: encode_fp4 if ".experts." in key else rest.encode,
+        rest.config,
+        lambda key: encode_fp4 if ".experts." in key else rest.encode(key),
         r"\.ape$|tid2eid",
-        by_key=True,
         scales="{module}.scale",
+        says={"dtype": "float8_e4m3fn", "expert_dtype": "fp4"},
     )
 
 
@@ -445,8 +419,7 @@ METHODS: dict[str, Callable[..., Maker]] = {
     "compressed-fp8": _compressed_fp8,
     "int4": _int4,
     "nvfp4": _nvfp4,
-    "modelopt-nvfp4": partial(_modelopt, "NVFP4"),
-    "modelopt-fp8": partial(_modelopt, "FP8"),
     "mxfp4": _mxfp4,
     "deepseek-v4": _deepseek_v4,
+    **{f"modelopt-{name.lower()}": partial(_modelopt, name) for name in ("NVFP4", "FP8")},
 }

@@ -8,6 +8,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from small_models import fill
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from training import loaded, lora
 from typer.testing import CliRunner
 
 import moe_qlora
@@ -27,7 +28,6 @@ from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.checkpoint.staging import ShardWriter
-from moe_qlora.checkpoint.training_codec import TrainingCodec
 from moe_qlora.cli.app import app
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
@@ -39,7 +39,10 @@ DAMAGED = "adapter_config.json is damaged"
 
 
 def save(model: Any, folder: Path, **settings: Any) -> None:
-    model.save_pretrained(folder, **settings)
+    """Save a model, or an adapter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lm_head, and of a base that is in no folder
+        model.save_pretrained(folder, **settings)
 
 
 def adapt(model: Any, folder: Path, *, linears: list[str] | None = None, **settings: Any) -> Any:
@@ -48,34 +51,40 @@ def adapt(model: Any, folder: Path, *, linears: list[str] | None = None, **setti
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted = peft.get_peft_model(model, config)
-        generator = torch.Generator().manual_seed(3)
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                parameter.data.normal_(std=0.1, generator=generator)
-    store(adapted, folder)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.normal_(std=0.1, generator=generator)
+    save(adapted, folder)
     return adapted
 
 
-def store(adapted: Any, folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of lm_head, and of a base that is in no folder
-        adapted.save_pretrained(folder)
+def merge(root: Path, out: str = "out", **settings: Any) -> dict[str, Tensor]:
+    moe_qlora.merge_adapter(root / "base", root / "adapter", root / out, **settings)
+    return tensors(root / out)
 
 
-def unload(adapted: Any) -> Any:
+def merged_by_peft(root: Path, adapted: Any) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return adapted.merge_and_unload()
+        save(adapted.merge_and_unload(), root / "reference")
+    return tensors(root / "reference")
+
+
+def change_base(root: Path, change: Callable[[dict[str, Tensor]], None]) -> dict[str, Tensor]:
+    """Change the tensors of a base in one file; returns them."""
+    file = root / "base" / "model.safetensors"
+    change(weights := load_file(file))
+    save_file(weights, file, {"format": "pt"})
+    return weights
 
 
 def assert_merges_as_peft(tmp_path: Path, model: Any, **settings: Any) -> dict[str, Tensor]:
     """Merge on disk and in memory, compare what they save; returns it."""
     save(model, tmp_path / "base")
     adapted = adapt(model, tmp_path / "adapter", **settings)
-    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    save(unload(adapted), tmp_path / "reference")
-    merged = tensors(tmp_path / "out")
-    assert_close(merged, tensors(tmp_path / "reference"))
+    merged = merge(tmp_path)
+    assert_close(merged, merged_by_peft(tmp_path, adapted))
     return merged
 
 
@@ -88,11 +97,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "base" / "tokenizer.json").write_text('{"version": "1.0"}')
     (root / "base" / "additional_chat_templates").mkdir()
     (root / "base" / "additional_chat_templates" / "tool.jinja").write_text("{{ x }}")
-    (root / "base" / "training_args.bin").write_bytes(b"\x80\x04N.")
-    (root / "base" / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    (root / "base" / "adapter_model.safetensors").write_bytes(b"")
+    for name in ("training_args.bin", "pytorch_model.bin", "adapter_model.safetensors"):
+        (root / "base" / name).write_bytes(b"\x80\x04N.")
     adapt(model, root / "adapter", linears=["q_proj"], target_parameters=EXPERTS)
-    moe_qlora.merge_adapter(root / "base", root / "adapter", root / "out")
+    merge(root)
     return root
 
 
@@ -100,18 +108,16 @@ def other_base(folders: Path, tmp_path: Path, weights: dict[str, Tensor]) -> Pat
     """A base of the same configuration whose tensors are in one file."""
     base = tmp_path / "base"
     base.mkdir()
-    (base / "config.json").write_bytes((folders / "base" / "config.json").read_bytes())
+    shutil.copyfile(folders / "base" / "config.json", base / "config.json")
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     return base
 
 
 def changed_config(folders: Path, target: Path, **fields: Any) -> Path:
     """A copy of the adapter with other settings."""
-    target.mkdir()
-    config = json.loads((folders / "adapter" / "adapter_config.json").read_text())
+    shutil.copytree(folders / "adapter", target)
+    config = json.loads((target / "adapter_config.json").read_text())
     (target / "adapter_config.json").write_text(json.dumps(config | fields))
-    weights = folders / "adapter" / "adapter_model.safetensors"
-    (target / weights.name).write_bytes(weights.read_bytes())
     return target
 
 
@@ -128,29 +134,13 @@ def noted(folders: Path, target: Path, kind: str, *linears: str, **fields: Any) 
     return target
 
 
-def changed_weights(
-    folders: Path, target: Path, change: Callable[[dict[str, Tensor]], None]
-) -> Path:
-    """A copy of the adapter with other tensors."""
-    changed_config(folders, target)
-    weights = load_file(target / "adapter_model.safetensors")
-    change(weights)
-    save_file(weights, target / "adapter_model.safetensors")
-    return target
-
-
 # What stays
 
 
-def header(file: Path) -> tuple[list[Any], dict[str, str]]:
-    """Key, dtype and shape of each tensor in order, and the metadata."""
-    with file.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        entries = json.loads(handle.read(length))
-    metadata = entries.pop("__metadata__", {})
-    return [
-        (key, entry["dtype"], tuple(entry["shape"])) for key, entry in entries.items()
-    ], metadata
+def header(file: Path) -> bytes:
+    """Keys, dtypes, shapes and places in order, and the metadata."""
+    raw = file.read_bytes()
+    return raw[: 8 + int.from_bytes(raw[:8], "little")]
 
 
 def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
@@ -223,17 +213,13 @@ def test_dtype_casts_floating_tensors_and_says_so(
 def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
     model: Any = testing.tiny_model("deepseek_v3")
     kept = model._keep_in_fp32_modules_strict
-    assert kept
     save(model, tmp_path / "base")
     adapt(model, tmp_path / "adapter", linears=["o_proj"])
-    moe_qlora.merge_adapter(
-        *(tmp_path / "base", tmp_path / "adapter", tmp_path / "out"), dtype=torch.bfloat16
-    )
-    found = {key: value.dtype for key, value in tensors(tmp_path / "out").items()}
+    found = merge(tmp_path, dtype=torch.bfloat16)
     exempt = {key for key in found if any(name in key for name in kept)}
     assert exempt
-    for key, dtype in found.items():
-        assert dtype == (torch.float32 if key in exempt else torch.bfloat16), key
+    for key, value in found.items():
+        assert value.dtype == (torch.float32 if key in exempt else torch.bfloat16), key
 
 
 # What PEFT can do to a Linear layer, an embedding, a module in full
@@ -258,8 +244,14 @@ def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
     ],
     ids=lambda settings: "-".join(settings),
 )
-def test_settings_of_the_adapter(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_settings_of_the_adapter(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1000)  # some rows at a time
     assert_merges_as_peft(tmp_path, testing.tiny_model("qwen3_moe"), **settings)
+
+
+BIAS = "model.layers.0.self_attn.q_proj.bias"
 
 
 @pytest.mark.parametrize("bias", ["lora_only", "all"])
@@ -270,38 +262,33 @@ def test_trained_biases_replace_the_bases(bias: str, tmp_path: Path) -> None:
     for name, parameter in adapted.named_parameters():
         if name.endswith("q_proj.base_layer.bias"):
             parameter.data.fill_(0.25)
-    store(adapted, tmp_path / "adapter")
+    save(adapted, tmp_path / "adapter")
     if not any("bias" in key for key in load_file(tmp_path / "adapter/adapter_model.safetensors")):
         pytest.skip("this PEFT does not save them")
-    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    merged = tensors(tmp_path / "out")
-    save(unload(adapted), tmp_path / "reference")
-    assert_close(merged, tensors(tmp_path / "reference"))
-    assert bool((merged["model.layers.0.self_attn.q_proj.bias"] == 0.25).all())
+    merged = merge(tmp_path)
+    assert_close(merged, merged_by_peft(tmp_path, adapted))
+    assert bool((merged[BIAS] == 0.25).all())
 
 
 def test_lora_bias_is_added_to_the_bias(tmp_path: Path) -> None:
     merged = assert_merges_as_peft(
         tmp_path, testing.tiny_model("gpt_oss"), linears=["q_proj"], lora_bias=True
     )
-    key = "model.layers.0.self_attn.q_proj.bias"
-    assert not torch.equal(merged[key], tensors(tmp_path / "base")[key])
+    assert not torch.equal(merged[BIAS], tensors(tmp_path / "base")[BIAS])
 
 
 def test_lora_on_a_convolution(tmp_path: Path) -> None:
     model: Any = testing.tiny_model("qwen3_vl_moe")
-    convolutions = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d | nn.Conv3d) and module.groups == 1
+    layers = [
+        (n, one) for n, one in model.named_modules() if isinstance(one, nn.Conv2d | nn.Conv3d)
     ]
+    convolutions = [name for name, one in layers if one.groups == 1]
     assert convolutions
     assert_merges_as_peft(tmp_path, model, linears=convolutions)
 
 
 def test_lora_on_a_tied_embedding_changes_both(tmp_path: Path) -> None:
     model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
-    assert model.config.tie_word_embeddings
     with pytest.warns(UserWarning, match=r"embed_tokens.weight is tied to lm_head.weight"):
         assert_merges_as_peft(tmp_path, model, linears=["embed_tokens"])
 
@@ -310,15 +297,11 @@ def test_tied_names_that_differ_on_disk_are_no_longer_tied(tmp_path: Path) -> No
     """transformers unties them as it loads; so a change of one is a change of one."""
     model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
     save(model, tmp_path / "base")
-    file = tmp_path / "base" / "model.safetensors"
-    weights = load_file(file)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-    save_file(weights, file, {"format": "pt"})
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    weights = change_base(tmp_path, lambda held: held.update({head: held[embedding] + 1}))
     adapt(model, tmp_path / "adapter", linears=["embed_tokens"])
-    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    merged = tensors(tmp_path / "out")
-    assert torch.equal(merged["lm_head.weight"], weights["lm_head.weight"])
-    embedding = "model.embed_tokens.weight"
+    merged = merge(tmp_path)
+    assert torch.equal(merged[head], weights[head])
     assert not torch.equal(merged[embedding], weights[embedding])
 
 
@@ -326,19 +309,19 @@ def test_an_adapter_from_transformers_v4_goes_to_the_single_experts(tmp_path: Pa
     model: Any = testing.tiny_model("qwen3_moe")
     save(model, tmp_path / "base")
     adapt(model, tmp_path / "adapter", linears=["q_proj"])
-    before = tensors(tmp_path / "base")
-    weights, expected = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), {}
+    before, file = tensors(tmp_path / "base"), tmp_path / "adapter/adapter_model.safetensors"
+    weights, expected = load_file(file), {}
     generator = torch.Generator().manual_seed(0)
     for key, value in before.items():
         if ".experts." in key and not key.endswith("1.up_proj.weight"):
             path = f"base_model.model.{key.removesuffix('.weight')}"
-            a = torch.randn(2, value.shape[1], generator=generator)
-            b = torch.randn(value.shape[0], 2, generator=generator)
-            weights[f"{path}.lora_A.weight"], weights[f"{path}.lora_B.weight"] = a, b
+            a = weights[f"{path}.lora_A.weight"] = torch.randn(
+                2, value.shape[1], generator=generator
+            )
+            b = weights[f"{path}.lora_B.weight"] = torch.randn(len(value), 2, generator=generator)
             expected[key] = value + 4.0 * (b @ a)  # alpha 8 / r 2
-    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
-    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    merged = tensors(tmp_path / "out")
+    save_file(weights, file)
+    merged = merge(tmp_path)
     assert len(expected) > 12
     for key, value in expected.items():
         torch.testing.assert_close(merged[key], value, rtol=0, atol=1e-5)
@@ -350,21 +333,19 @@ def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:
     """As published Qwen3-VL checkpoints are, which transformers itself writes the other way."""
     model: Any = testing.tiny_model("qwen3_vl_moe")
     save(model, tmp_path / "base")
-    file = tmp_path / "base" / "model.safetensors"
-    swapped = {
-        key: value.transpose(1, 2).contiguous() if ".mlp.experts." in key else value
-        for key, value in load_file(file).items()
-    }
-    save_file(swapped, file, {"format": "pt"})
-    experts = [key for key in swapped if ".mlp.experts." in key]
+    experts = []
+
+    def swap(held: dict[str, Tensor]) -> None:
+        experts.extend(key for key in held if ".mlp.experts." in key)
+        held |= {key: held[key].transpose(1, 2).contiguous() for key in experts}
+
+    swapped = change_base(tmp_path, swap)
     assert all(swapped[key].shape[1] != swapped[key].shape[2] for key in experts)
     adapted = adapt(model, tmp_path / "adapter", target_parameters=EXPERTS)
-    moe_qlora.merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    save(unload(adapted), tmp_path / "reference")
-    merged, reference = tensors(tmp_path / "out"), tensors(tmp_path / "reference")
-    for key in experts:
-        reference[key] = reference[key].transpose(1, 2)
-    assert_close(merged, reference)
+    reference = merged_by_peft(tmp_path, adapted)
+    assert_close(
+        merge(tmp_path), reference | {key: reference[key].transpose(1, 2) for key in experts}
+    )
 
 
 # What is refused
@@ -379,124 +360,117 @@ def refuses(
     assert not out.exists() and not list(out.parent.glob(".*.partial"))
 
 
-def test_folders_in_the_wrong_place(folders: Path, tmp_path: Path) -> None:
-    base, adapter, out = folders / "base", folders / "adapter", tmp_path / "out"
-    full = folders / "out"
-    refuses(CheckpointError, "is no adapter: it has no", adapter, full, out)
-    refuses(CheckpointError, "holds an adapter and no model", adapter, adapter, out)
-    refuses(CheckpointError, "is no adapter: it has no", base, full, out)
-    refuses(CheckpointError, "is no adapter", base, tmp_path / "nothing", out)
-    refuses(CheckpointError, "is no folder", tmp_path / "nothing", adapter, out)
-    (tmp_path / "empty").mkdir()
-    refuses(CheckpointError, "without config.json", tmp_path / "empty", adapter, out)
-    refuses(CheckpointError, "is no adapter: it has no", base, tmp_path / "empty", out)
-
-
-@pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        ({"peft_type": "LOHA"}, "holds a LOHA adapter"),
-        ({"use_dora": True}, "use_dora=True.*norm"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
-        ({"layer_replication": [[0, 2]]}, "layer_replication=set"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
-        ({"r": 4}, r"lora_A.weight \(.*\) and its lora_B .* needs .* at rank 4"),
-        ({"target_parameters": ["gate_up_proj"]}, "one of 2 LoRA layers on .*, of which"),
-        ({"target_parameters": [*EXPERTS, "mlp.gate.weight"]}, "gate.weight, for which the file"),
-        ({"rank_pattern": {"(": 3}}, DAMAGED),
-        ({"alpha_pattern": {"x": "y"}}, DAMAGED),
-        ({"rank_pattern": [1]}, DAMAGED),
-        ({"target_parameters": 7}, DAMAGED),
-        ({"target_parameters": [7]}, DAMAGED),
-    ],
-)
-def test_adapters_that_cannot_be_merged(
-    fields: dict[str, Any], match: str, folders: Path, tmp_path: Path
-) -> None:
-    adapter = changed_config(folders, tmp_path / "adapter", **fields)
-    error = CheckpointError if match == DAMAGED else AdapterError
-    refuses(error, match, folders / "base", adapter, tmp_path / "out")
-
-
+Places = Callable[[Path, Path], tuple[Path, Path]]
+"""Gives base and adapter of a refused merge, given `folders` and `tmp_path`."""
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
-def widen(weights: dict[str, Tensor]) -> None:
-    weights |= {key: torch.cat([value] * 2, dim=1) for key, value in weights.items()}
+def fields(**settings: Any) -> Places:
+    """The adapter with other settings."""
+    return lambda f, tmp: (f / "base", changed_config(f, tmp / "adapter", **settings))
 
 
-def move(weights: dict[str, Tensor]) -> None:
-    for key in [key for key in weights if key.startswith(Q_PROJ)]:
-        weights[key.replace("layers.0", "layers.9")] = weights.pop(key)
+def weights(change: Callable[[dict[str, Tensor]], Any]) -> Places:
+    """The adapter with other tensors."""
+
+    def places(folders: Path, tmp_path: Path) -> tuple[Path, Path]:
+        adapter = changed_config(folders, tmp_path / "adapter")
+        change(held := load_file(adapter / "adapter_model.safetensors"))
+        save_file(held, adapter / "adapter_model.safetensors")
+        return folders / "base", adapter
+
+    return places
 
 
-def spoil(weights: dict[str, Tensor]) -> None:
-    weights[next(key for key in weights if "experts.lora_A" in key)][0, 0] = math.inf
+def stored(change: Callable[[dict[str, Tensor]], Any]) -> Places:
+    """A base with other tensors."""
+
+    def places(folders: Path, tmp_path: Path) -> tuple[Path, Path]:
+        change(held := tensors(folders / "base"))
+        return other_base(folders, tmp_path, held), folders / "adapter"
+
+    return places
 
 
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (widen, r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(.*and 5 more"),
-        (lambda w: w.pop(f"{Q_PROJ}.lora_B.weight"), "q_proj.lora_A.weight lacks its other half"),
-        (move, r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module"),
-        (
-            lambda w: w.update({"base_model.model.score.weight": torch.zeros(2, 8)}),
-            r"score.weight \(2, 8\) has no place",
-        ),
-        (
-            lambda w: w.update({f"{Q_PROJ}.lora_magnitude_vector": torch.zeros(8)}),
-            r"lora_magnitude_vector \(8,\) has no place",
-        ),
-        (
-            lambda w: w.update({"base_model.model.lm_head.weight": torch.zeros(2, 8)}),
-            r"lm_head.weight \(2, 8\) replaces a tensor of shape \(\d+, 64\)",
-        ),
-        (spoil, r"Merged, model.layers.*down_proj.weight holds NaN or inf"),
-    ],
-)
-def test_tensors_of_an_adapter_that_do_not_fit(
-    change: Any, match: str, folders: Path, tmp_path: Path
-) -> None:
-    adapter = changed_weights(folders, tmp_path / "adapter", change)
-    refuses(AdapterError, match, folders / "base", adapter, tmp_path / "out")
-
-
-def lose_experts(weights: dict[str, Tensor]) -> None:
-    for key in [key for key in weights if ".experts.3." in key and "layers.1" in key]:
-        del weights[key]
-
-
-def cast(weights: dict[str, Tensor]) -> None:
-    key = "model.layers.0.self_attn.q_proj.weight"
-    weights[key] = weights[key].to(torch.int8)
-
-
-@pytest.mark.parametrize(
-    ("change", "match"),
-    [
-        (lose_experts, r"layers.1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, "),
-        (cast, "q_proj.weight is torch.int8, which an adapter"),
-    ],
-)
-def test_tensors_of_a_base_that_do_not_fit(
-    change: Any, match: str, folders: Path, tmp_path: Path
-) -> None:
-    weights = tensors(folders / "base")
-    change(weights)
-    base = other_base(folders, tmp_path, weights)
-    refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
-
-
-def test_bases_of_stock_bitsandbytes_are_refused(folders: Path, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    config = json.loads((folders / "base" / "config.json").read_text())
+def of_bitsandbytes(folders: Path, tmp_path: Path) -> tuple[Path, Path]:
+    base = other_base(folders, tmp_path, {})
+    config = json.loads((base / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (base / "config.json").write_text(json.dumps(config))
-    match = r"is quantized \(bitsandbytes\); name the 16-bit checkpoint"
-    refuses(CheckpointError, match, base, folders / "adapter", tmp_path / "out")
+    return base, folders / "adapter"
+
+
+def widen(held: dict[str, Tensor]) -> None:
+    held |= {key: torch.cat([value] * 2, dim=1) for key, value in held.items()}
+
+
+def move(held: dict[str, Tensor]) -> None:
+    for key in [key for key in held if key.startswith(Q_PROJ)]:
+        held[key.replace("layers.0", "layers.9")] = held.pop(key)
+
+
+def spoil(held: dict[str, Tensor]) -> None:
+    held[next(key for key in held if "experts.lora_A" in key)][0, 0] = math.inf
+
+
+def lose_experts(held: dict[str, Tensor]) -> None:
+    for key in [key for key in held if ".experts.3." in key and "layers.1" in key]:
+        del held[key]
+
+
+def cast(held: dict[str, Tensor]) -> None:
+    key = "model.layers.0.self_attn.q_proj.weight"
+    held[key] = held[key].to(torch.int8)
+
+
+def also(name: str, *shape: int) -> Places:
+    """The adapter with one more tensor."""
+    return weights(lambda held: held.update({f"base_model.model.{name}": torch.zeros(shape)}))
+
+
+Q_NAME = Q_PROJ.removeprefix("base_model.model.")
+REFUSED: list[tuple[str, Places]] = [
+    ("is no adapter: it has no", lambda f, tmp: (f / "adapter", f / "out")),
+    ("holds an adapter and no model", lambda f, tmp: (f / "adapter", f / "adapter")),
+    ("is no adapter: it has no", lambda f, tmp: (f / "base", tmp)),
+    ("is no adapter", lambda f, tmp: (f / "base", tmp / "nothing")),
+    ("is no folder", lambda f, tmp: (tmp / "nothing", f / "adapter")),
+    ("without config.json", lambda f, tmp: (tmp, f / "adapter")),
+    ("holds a LOHA adapter", fields(peft_type="LOHA")),
+    ("use_dora=True.*norm", fields(use_dora=True)),
+    ("init_lora_weights=pissa", fields(init_lora_weights="pissa")),
+    ("layer_replication=set", fields(layer_replication=[[0, 2]])),
+    ("trainable_token_indices", fields(trainable_token_indices=[1, 2])),
+    ("alora_invocation_tokens", fields(alora_invocation_tokens=[1])),
+    (r"lora_A.weight \(.*\) and its lora_B .* needs .* at rank 4", fields(r=4)),
+    ("one of 2 LoRA layers on .*, of which", fields(target_parameters=["gate_up_proj"])),
+    ("gate.weight, for which the file", fields(target_parameters=[*EXPERTS, "mlp.gate.weight"])),
+    (DAMAGED, fields(rank_pattern={"(": 3})),
+    (DAMAGED, fields(alpha_pattern={"x": "y"})),
+    (DAMAGED, fields(rank_pattern=[1])),
+    (DAMAGED, fields(target_parameters=7)),
+    (DAMAGED, fields(target_parameters=[7])),
+    (
+        r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(.*and 5 more",
+        weights(widen),
+    ),
+    ("lora_A.weight lacks its other half", weights(lambda w: w.pop(f"{Q_PROJ}.lora_B.weight"))),
+    (r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module", weights(move)),
+    (r"score.weight \(2, 8\) has no place", also("score.weight", 2, 8)),
+    (r"_magnitude_vector \(8,\) has no place", also(f"{Q_NAME}.lora_magnitude_vector", 8)),
+    (r"head.weight \(2, 8\) replaces .* of shape \(\d+, 64\)", also("lm_head.weight", 2, 8)),
+    (r"Merged, model.layers.*down_proj.weight holds NaN or inf", weights(spoil)),
+    (r"1.mlp.experts.\w+ has the shape \(3, .*on disk .* and \(4, ", stored(lose_experts)),
+    ("q_proj.weight is torch.int8, which an adapter", stored(cast)),
+    (r"is quantized \(bitsandbytes\); name the 16-bit checkpoint", of_bitsandbytes),
+]
+
+
+@pytest.mark.parametrize(("match", "places"), REFUSED)
+def test_what_cannot_be_merged(match: str, places: Places, folders: Path, tmp_path: Path) -> None:
+    base, adapter = places(folders, tmp_path)
+    of_adapter = adapter == tmp_path / "adapter" and match != DAMAGED
+    refuses(AdapterError if of_adapter else CheckpointError, match, base, adapter, tmp_path / "out")
 
 
 def test_a_conversion_that_cannot_be_undone_is_not_trusted(
@@ -537,9 +511,12 @@ def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
         refuses(CheckpointError, match, base, note, out, like_training=True)
 
 
-def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["fp4", "int8"])
+def test_a_note_rounds_what_it_names_and_nothing_else(
+    kind: str, folders: Path, tmp_path: Path
+) -> None:
     v_proj = "model.layers.1.self_attn.v_proj.weight"
-    note = noted(folders, tmp_path / "noted", "fp4", v_proj)
+    note = noted(folders, tmp_path / "noted", kind, v_proj)
     out = tmp_path / "out"
     report = moe_qlora.merge_adapter(folders / "base", note, out, like_training=True)
     assert report.rounded == 2
@@ -548,22 +525,11 @@ def test_a_note_rounds_what_it_names_and_nothing_else(folders: Path, tmp_path: P
     assert other == {v_proj} | {
         key for key in exact if "layers.0.mlp.experts" in key and "down_proj" in key
     }
-    settings = CodecSettings("fp4", double_quant=True)
-    packed = codec.pack(tensors(folders / "base")[v_proj], settings)
-    assert torch.equal(rounded[v_proj], codec.unpack(packed))
-
-
-def test_int8_linear_layers_are_rounded_in_fp16_as_bitsandbytes_holds_them() -> None:
-    training = TrainingCodec(
-        CodecSettings("int8"), frozenset({"experts"}), frozenset({"v_proj.weight"})
-    )
-    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
-    for name, dtype in (("v_proj.weight", torch.float16), ("experts", torch.float32)):
-        packer, _ = training.packer(name, weight.shape, torch.float32)
-        packer.add(weight)
-        packed, expected = packer.finish(), codec.pack(weight.to(dtype), CodecSettings("int8"))
-        assert packed.dtype == dtype
-        assert torch.equal(codec.unpack(packed), codec.unpack(expected))
+    weight = tensors(folders / "base")[v_proj]
+    if kind == "int8":  # as bitsandbytes holds them
+        weight = weight.half()
+    packed = codec.pack(weight, CodecSettings(kind, double_quant=kind == "fp4"))
+    assert torch.equal(rounded[v_proj], codec.unpack(replace(packed, dtype=torch.bfloat16)))
 
 
 @pytest.mark.parametrize("trained", [torch.bfloat16, torch.float16])
@@ -571,46 +537,31 @@ def test_like_training_rounds_to_the_dtype_that_was_trained_in(
     trained: torch.dtype, tmp_path: Path
 ) -> None:
     """Of a base in fp32 on disk, whose weights a load has rounded before it packed them."""
-    model = testing.tiny_model("qwen3_moe", dtype=torch.float32)
-    save(model, tmp_path / "base")
-    four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=trained)
-    with moe_qlora.enabled():
-        packed = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", dtype=trained, quantization_config=four
-        )
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-    adapted: Any = moe_qlora.get_peft_model(packed, config, experts=True)
-    fill(adapted, 3, 0.1)
-    new = tmp_path / "adapter"
-    store(adapted, new)
-    note = json.loads((new / "moe_qlora_adapter.json").read_text())
-    assert note["dtype"] == str(trained).removeprefix("torch.")
-    old = shutil.copytree(new, tmp_path / "old")
-    without = {key: value for key, value in note.items() if key != "dtype"}
-    (old / "moe_qlora_adapter.json").write_text(json.dumps(without))
-    for adapter in (new, old):
-        out = tmp_path / f"merged-{adapter.name}"
-        moe_qlora.merge_adapter(tmp_path / "base", adapter, out, like_training=True)
+    save(testing.tiny_model("qwen3_moe", dtype=torch.float32), tmp_path / "base")
+    packed = loaded(tmp_path / "base", {"load_in_4bit": True}, dtype=trained)
+    adapted = fill(lora(packed, "q_proj"), 3, 0.1)
+    save(adapted, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "moe_qlora_adapter.json"
+    note = json.loads(file.read_text())
+    merged = merge(tmp_path, like_training=True)
+    file.write_text(json.dumps({key: value for key, value in note.items() if key != "dtype"}))
+    unrounded = merge(tmp_path, "old", like_training=True)
     save(adapted.merge_and_unload(dtype=torch.float32), tmp_path / "reference")
     reference = tensors(tmp_path / "reference")
-    merged, unrounded = tensors(tmp_path / "merged-adapter"), tensors(tmp_path / "merged-old")
     for key in (key for key in reference if "experts" in key or "q_proj" in key):
         assert torch.allclose(merged[key], reference[key], rtol=1e-5, atol=1e-6), key
         assert not torch.allclose(unrounded[key], reference[key], rtol=1e-5, atol=1e-6), key
-    (old / "moe_qlora_adapter.json").write_text(json.dumps(note | {"dtype": "int4"}))
-    arguments = (tmp_path / "base", old, tmp_path / "out")
-    refuses(CheckpointError, "dtype", *arguments, like_training=True)
+    file.write_text(json.dumps(note | {"dtype": "int4"}))
+    places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "none")
+    refuses(CheckpointError, "dtype", *places, like_training=True)
 
 
 def test_codes_of_another_tool_are_copied_and_never_rounded(folders: Path, tmp_path: Path) -> None:
     v_proj = "model.layers.1.self_attn.v_proj.weight"
     note = noted(folders, tmp_path / "noted", "nf4", v_proj)
-    base = shutil.copytree(folders / "base", tmp_path / "base")
-    for file in base.glob("model-*.safetensors"):
-        stored = load_file(file)
-        if v_proj in stored:
-            codes = stored[v_proj] = (stored[v_proj] * 100).to(torch.int8)
-            save_file(stored, file, metadata={"format": "pt"})
+    held = tensors(folders / "base")
+    codes = held[v_proj] = (held[v_proj] * 100).to(torch.int8)
+    base = other_base(folders, tmp_path, held)
     match = rf"{v_proj} is int8"
     refuses(UnsupportedWeightError, match, base, note, tmp_path / "out", like_training=True)
     moe_qlora.merge_adapter(base, note, tmp_path / "out")
@@ -684,26 +635,22 @@ def test_no_more_than_two_experts_at_a_time(
     stacks = [weight for name, weight in model.named_parameters() if name.endswith("gate_up_proj")]
     monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 2 * stacks[0][0].numel())
     sizes: list[int] = []
+    read, write = Checkpoint.read, ShardWriter.write
 
-    def spied(cls: Any, name: str) -> None:
-        stock = getattr(cls, name)
+    def spied_read(self: Any, key: str, *rows: Any) -> Tensor:
+        tensor = read(self, key, *rows)
+        sizes.extend([tensor.numel()] if ".experts." in key else [])
+        return tensor
 
-        def call(self: Any, key: str, *arguments: Any) -> Any:
-            found = stock(self, key, *arguments)
-            tensor = arguments[0] if found is None else found
-            sizes.extend([tensor.numel()] if ".experts." in key else [])
-            return found
+    def spied_write(self: Any, key: str, tensor: Tensor) -> None:
+        sizes.extend([tensor.numel()] if ".experts." in key else [])
+        write(self, key, tensor)
 
-        monkeypatch.setattr(cls, name, call)
-
-    spied(Checkpoint, "read")
-    spied(ShardWriter, "write")
-    settings = {"quantization_config": {"load_in_4bit": True}} if like_training else {}
-    moe_qlora.merge_adapter(
-        *(tmp_path / "base", tmp_path / "adapter", tmp_path / "out"),
-        like_training=like_training,
-        **settings,
-    )
+    monkeypatch.setattr(Checkpoint, "read", spied_read)
+    monkeypatch.setattr(ShardWriter, "write", spied_write)
+    config = {"load_in_4bit": True} if like_training else None
+    places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    moe_qlora.merge_adapter(*places, like_training=like_training, quantization_config=config)
     assert max(sizes) == 2 * stacks[0][0].numel()
     assert len(sizes) > 4 * len(stacks)
 
@@ -713,23 +660,15 @@ def test_no_more_than_two_experts_at_a_time(
 
 def test_the_command_takes_the_codec(folders: Path, tmp_path: Path) -> None:
     base, adapter = str(folders / "base"), str(folders / "adapter")
-    out = tmp_path / "out"
     asked = ["--like-training", "--quant", "nf4", "--double-quant", "--skip", "q_proj"]
     asked += ["--dtype", "float32", "--quiet"]
-    assert CliRunner().invoke(app, ["merge", base, adapter, str(out), *asked]).exit_code == 0
-    settings = {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "llm_int8_skip_modules": ["q_proj"],
-    }
-    moe_qlora.merge_adapter(
-        *(base, adapter, tmp_path / "same"),
-        like_training=True,
-        quantization_config=settings,
-        dtype=torch.float32,
-    )
-    same, found = tensors(tmp_path / "same"), tensors(out)
+    command = ["merge", base, adapter, str(tmp_path / "out"), *asked]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    settings |= {"bnb_4bit_use_double_quant": True, "llm_int8_skip_modules": ["q_proj"]}
+    how: dict[str, Any] = {"quantization_config": settings, "dtype": torch.float32}
+    moe_qlora.merge_adapter(base, adapter, tmp_path / "same", like_training=True, **how)
+    same, found = tensors(tmp_path / "same"), tensors(tmp_path / "out")
     assert all(torch.equal(value, found[key]) for key, value in same.items())
     k_proj = "model.layers.0.self_attn.k_proj.weight"
     assert not torch.equal(found[k_proj], tensors(folders / "base")[k_proj].float())

@@ -39,16 +39,18 @@ def some_tensors() -> dict[str, torch.Tensor]:
 def test_a_single_file_reads_as_safetensors_does(tmp_path):
     tensors = some_tensors()
     save_file(tensors, tmp_path / SINGLE)
+    raw = (tmp_path / SINGLE).read_bytes()
     with open_checkpoint(tmp_path) as checkpoint:
         assert set(checkpoint) == set(tensors)
         assert len(checkpoint) == len(tensors)
         for key, tensor in tensors.items():
             info = checkpoint.info(key)
             assert (info.dtype, info.shape) == (tensor.dtype, tuple(tensor.shape))
-            assert info.nbytes == tensor.nbytes
             assert same(checkpoint.read(key), tensor)
-            raw = (tmp_path / SINGLE).read_bytes()[info.offset : info.offset + info.nbytes]
-            assert raw == tensor.flatten().view(torch.uint8).numpy().tobytes()
+            content = tensor.flatten().view(torch.uint8).numpy().tobytes()
+            assert raw[info.offset : info.offset + info.nbytes] == content
+            middle = checkpoint.read_bytes(key, info.nbytes // 3, info.nbytes)
+            assert middle.numpy().tobytes() == content[info.nbytes // 3 :]
 
 
 def test_rows_are_slices_of_the_whole(tmp_path):
@@ -61,9 +63,8 @@ def test_rows_are_slices_of_the_whole(tmp_path):
 
 def test_an_index_joins_files_and_closing_keeps_what_was_read(tmp_path):
     tensors = two_shards(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    read = {key: checkpoint.fetch(key)() for key in checkpoint}
-    checkpoint.close()
+    with open_checkpoint(tmp_path) as checkpoint:
+        read = {key: checkpoint.fetch(key)() for key in checkpoint}
     assert read.keys() == tensors.keys()
     assert all(same(read[key], tensors[key]) for key in tensors)
     assert [file.name for file in checkpoint.files] == ["m-1.safetensors", "m-2.safetensors"]
@@ -83,19 +84,23 @@ def test_a_single_file_beside_an_index_is_refused_as_transformers_would_read_it(
     with pytest.raises(CheckpointError, match=r"model\.safetensors beside .*index\.json"):
         open_checkpoint(tmp_path)
     (tmp_path / INDEX).rename(tmp_path / f"consolidated{INDEX_SUFFIX}")  # of another layout
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert [file.name for file in checkpoint.files] == [SINGLE]
+    assert [file.name for file in open_checkpoint(tmp_path).files] == [SINGLE]
     index(tmp_path, dict.fromkeys(tensors, SINGLE))
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert same(checkpoint.read("a"), tensors["a"].flip(0))
+    assert same(open_checkpoint(tmp_path).read("a"), tensors["a"].flip(0))
 
 
-@pytest.mark.parametrize("files", [(), ("pytorch_model.bin",), ("weights.pth",)])
-def test_a_folder_without_safetensors_is_named(tmp_path, files):
-    for name in files:
-        (tmp_path / name).write_bytes(b"\x80")
-    pattern = f"{files[0]}, a pickle" if files else "no safetensors file"
-    with pytest.raises(CheckpointError, match=pattern):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("notes.txt", "no safetensors file:"),
+        ("pytorch_model.bin", "pytorch_model.bin, a pickle"),
+        ("weights.pth", "weights.pth, a pickle"),
+        ("model-Q4_K_M.gguf", "model-Q4_K_M.gguf, GGUF, which is never read"),
+    ],
+)
+def test_a_folder_without_safetensors_is_named(tmp_path, name, said):
+    (tmp_path / name).write_bytes(b"\x80")
+    with pytest.raises(CheckpointError, match=said):
         open_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="is no folder"):
         open_checkpoint(tmp_path / "missing")
@@ -126,14 +131,6 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, name):
     index(folder, {"a": "m-1.safetensors", "b": name})
     with pytest.raises(CheckpointError, match="only files of the folder"):
         open_checkpoint(folder)
-
-
-@pytest.mark.parametrize("value", [1, None, ["m-1.safetensors"], {"a": 1}, True])
-def test_an_index_names_files_by_text(tmp_path, value):
-    two_shards(tmp_path)
-    index(tmp_path, {"a": value})
-    with pytest.raises(CheckpointError, match=r"weight_map.a is .* a valid string"):
-        open_checkpoint(tmp_path)
 
 
 @settings(deadline=None, max_examples=100)
@@ -210,23 +207,21 @@ def test_names_too_long_for_the_system_are_refused(tmp_path):
 
 
 def test_links_may_stay_in_the_folder_or_lead_to_the_blobs_of_a_cache(tmp_path):
-    folder = tmp_path / "plain"
+    folder, elsewhere = tmp_path / "plain", tmp_path / "elsewhere.safetensors"
     two_shards(folder)
-    (folder / "m-2.safetensors").rename(folder / "real.safetensors")
-    (folder / "m-2.safetensors").symlink_to("real.safetensors")
+    link = (folder / "m-2.safetensors").rename(folder / "real.safetensors").with_stem("m-2")
+    link.symlink_to("real.safetensors")
     assert "b" in open_checkpoint(folder)
-
-    (folder / "real.safetensors").rename(tmp_path / "elsewhere.safetensors")
-    (folder / "m-2.safetensors").unlink()
-    (folder / "m-2.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    (folder / "real.safetensors").rename(elsewhere)
+    link.unlink()
+    link.symlink_to(elsewhere)
     with pytest.raises(CheckpointError, match="leads out of its folder"):
         open_checkpoint(folder)
 
-    cache = tmp_path / "models--a--b"
-    snapshot = cache / "snapshots" / "0123"
+    blobs, snapshot = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123"
     snapshot.mkdir(parents=True)
-    (cache / "blobs").mkdir()
-    (tmp_path / "elsewhere.safetensors").rename(cache / "blobs" / "abcd")
+    blobs.mkdir()
+    elsewhere.rename(blobs / "abcd")
     (snapshot / SINGLE).symlink_to("../../blobs/abcd")
     assert "b" in open_checkpoint(snapshot)
     (snapshot / SINGLE).unlink()
@@ -235,17 +230,19 @@ def test_links_may_stay_in_the_folder_or_lead_to_the_blobs_of_a_cache(tmp_path):
         open_checkpoint(snapshot)
 
 
+WEIGHT_MAPS = (b"1", b"null", b'["m-1.safetensors"]', b'{"a": 1}', b'{"a": "x", "a": "y"}', b"{}")
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        *(b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"weight_map": {}}', b'{"weight_map": []}'),
-        *(b'{"weight_map": {"a": "x", "a": "y"}}', b"[" * 100_000, b'{"a": ' * 100_000),
+        *(b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a": ' * 100_000),
+        *(b'{"weight_map": ' + value + b"}" for value in WEIGHT_MAPS),
     ],
 )
 def test_an_index_that_is_none_is_refused(tmp_path, text):
     two_shards(tmp_path)
-    file = tmp_path / f"model{INDEX_SUFFIX}"
-    file.write_bytes(text)
+    (tmp_path / INDEX).write_bytes(text)
     with pytest.raises(CheckpointError, match=r"index\.json"):
         open_checkpoint(tmp_path)
 
@@ -324,14 +321,6 @@ def test_json_that_is_no_object_or_not_there(tmp_path):
         read_json(tmp_path / "list.json")
 
 
-def test_names_that_are_files_of_the_folder_pass(tmp_path):
-    for name in ("model.safetensors", "..hidden", "a b", "model-1-of-2.safetensors"):
-        assert inside(tmp_path, name) == tmp_path / name
-    for name in (None, 3, b"x", ["x"], Path("x")):
-        with pytest.raises(CheckpointError):
-            inside(tmp_path, name)
-
-
 # --- writing ------------------------------------------------------------------------------------
 
 
@@ -363,16 +352,7 @@ def test_rows_come_in_pieces_and_from_views(tmp_path):
     assert same(load_file(tmp_path / "f")["w"], whole)
 
 
-def test_what_was_not_announced_is_not_written(tmp_path):
-    spec = {"w": (torch.float32, (4, 2))}
-    for number, tensor in enumerate((torch.ones(2, 4), torch.ones(4, 2).half(), torch.ones(5, 2))):
-        with pytest.raises(AssertionError), ShardWriter(tmp_path / f"f{number}", spec) as writer:
-            writer.write("w", tensor)
-    with (
-        pytest.raises(AssertionError, match="w was not written"),
-        ShardWriter(tmp_path / "g", spec) as writer,
-    ):
-        writer.write("w", torch.ones(3, 2))
+def test_what_the_format_has_no_name_for_is_not_written(tmp_path):
     with pytest.raises(CheckpointError, match="safetensors cannot store"):
         ShardWriter(tmp_path / "i", {"w": (torch.complex128, (1,))})
 

@@ -33,7 +33,7 @@ def _one_expert_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_slices(group: Group, disk: dict[str, Tensor], *rows: int) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {}
     for start, stop in group.slices(*rows):
-        read = {key: disk[key][first:last] for key, first, last in group.places(start, stop)}
+        read = {key: disk[key][first:last] for key, _, first, last in group.places(start, stop)}
         for name, part in convert(group, read, MODEL).items():
             parts.setdefault(name, []).append(part)
     return {name: torch.cat(some) for name, some in parts.items()}
@@ -88,7 +88,9 @@ def test_a_list_that_holds_the_experts_of_two_weights() -> None:
     assert torch.equal(found[names[0]], whole[:EXPERTS])
     assert torch.equal(found[names[1]], whole[EXPERTS:])
     # a slice is written back as its first experts: those of either weight in turn
-    assert list(group.part(3, 5).values())[:4] == [f"e.{n}.gate" for n in range(4)]
+    places = list(group.places(3, 5))[:4]
+    assert [first for _, first, *_ in places] == [f"e.{n}.gate" for n in range(4)]
+    assert [key for key, *_ in places] == [f"e.{n}.gate" for n in (3, 4, 8, 9)]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,10 @@ def test_what_is_not_known_to_keep_experts_apart_is_converted_as_a_whole() -> No
     across = WeightConverter(["a", "b"], ["w"], [Concatenate(dim=0)])
     assert make_group("w", within, sources, shapes, halves).unit == "row"
     assert make_group("w", across, sources, shapes, halves).unit == ""
+    turned = WeightConverter(["a"], ["w"], [Transpose(0, 1)])
+    square: dict[str, Any] = {"w": (EXPERTS, EXPERTS, IN)}
+    stored = {"w.a": (EXPERTS, EXPERTS, IN)}
+    assert make_group("w", turned, {"a": ("w.a",)}, square, stored).unit == ""
 
 
 CPU = torch.device("cpu")

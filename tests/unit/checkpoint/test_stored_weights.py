@@ -64,10 +64,6 @@ def store_changed(folder: Path, key: str, how: Any) -> str:
     return f"{re.escape(key)} .*{re.escape(str(wrong))}.*{re.escape(str(right))}"
 
 
-def load(folder: Path) -> Any:
-    return loaded(folder, NF4, dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize(
     ("family", "key", "change"), CHANGES, ids=lambda x: getattr(x, "__name__", str(x))
 )
@@ -81,7 +77,7 @@ def test_another_shape_is_refused_on_every_way_in(tmp_path, family, key, change)
         lambda: moe_qlora.quantize_checkpoint(source, tmp_path / "out", NF4),
         lambda: verify(packed, against=source),
         lambda: moe_qlora.merge_adapter(source, adapter, tmp_path / "out"),
-        *([lambda: load(source)] if key == KEY else []),
+        *([lambda: loaded(source, NF4, dtype="auto")] if key == KEY else []),
     ):
         with pytest.raises(CheckpointError, match=said):
             way()
@@ -90,16 +86,21 @@ def test_another_shape_is_refused_on_every_way_in(tmp_path, family, key, change)
     fault, said = (CheckpointError, key) if "proj" in key else (RuntimeError, "above report")
     if "proj" in key or TRANSFORMERS >= (5, 23):
         with pytest.raises(fault, match=re.escape(said)):
-            load(source)
+            loaded(source, NF4, dtype="auto")
 
 
 def poison(value: float) -> Any:
-    def put(weight: torch.Tensor) -> torch.Tensor:
-        weight = weight.clone()
-        weight[3, 5] = value
-        return weight
+    place = torch.tensor(3), torch.tensor(5)
+    return lambda weight: weight.index_put(place, torch.tensor(value).to(weight))
 
-    return put
+
+def assert_not_finite(source: Path, packed: Path, settings: Any) -> None:
+    for way in (
+        lambda: moe_qlora.quantize_checkpoint(source, packed, settings),
+        lambda: loaded(source, settings, dtype="auto"),
+    ):
+        with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
+            way()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -108,31 +109,22 @@ def test_a_linear_layer_that_is_not_finite_is_refused(tmp_path, value, settings)
     """bitsandbytes would spread one NaN over the whole weight, through the mean of its absmax."""
     source = write(tmp_path / "plain", "qwen3_moe")
     store_changed(source, KEY, poison(value))
-    with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
-        moe_qlora.quantize_checkpoint(source, tmp_path / "packed", settings)
-    with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
-        loaded(source, settings, dtype="auto")
+    assert_not_finite(source, tmp_path / "packed", settings)
 
 
-@pytest.mark.parametrize("fault", ["code", "nan_scale", "inf_scale"])
+@pytest.mark.parametrize("fault", ["code", "nan", "inf"])
 def test_a_makers_linear_layer_that_is_not_finite_is_refused(tmp_path, fault):
     source = write(tmp_path / "plain", "qwen3_moe")
     file = source / "model.safetensors"
     tensors = load_file(file)
-    weight = tensors[KEY].float()
-    codes = weight.to(torch.float8_e4m3fn).view(torch.uint8)
-    scale = torch.ones(1, 1)
+    codes = tensors[KEY] = tensors[KEY].to(torch.float8_e4m3fn)
+    tensors[f"{KEY}_scale_inv"] = torch.ones(1, 1)
     if fault == "code":
-        codes[1, 2] = 0x7F  # NaN
+        codes.view(torch.uint8)[1, 2] = 0x7F  # NaN
     else:
-        scale[0, 0] = float(fault[:3])
-    tensors[KEY] = codes.view(torch.float8_e4m3fn)
-    tensors[f"{KEY}_scale_inv"] = scale
+        tensors[f"{KEY}_scale_inv"][0, 0] = float(fault)
     save_file(tensors, file, metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
-        moe_qlora.quantize_checkpoint(source, tmp_path / "packed", NF4)
-    with pytest.raises(NonFiniteWeightError, match=re.escape(KEY)):
-        load(source)
+    assert_not_finite(source, tmp_path / "packed", NF4)

@@ -78,11 +78,9 @@ def test_only_the_rows_that_are_needed_are_read(folders, name, monkeypatch):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the largest fp32 tensor and the most bytes of tensors that operations made."""
+    """Notes the largest fp32 tensor that operations made."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.float32 = 0
+    float32 = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -117,35 +115,14 @@ def test_codes_travel_and_are_decoded_on_the_device(folders):
             assert same(checkpoint.read(key, 1, 3, device="cpu"), checkpoint.read(key, 1, 3))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_stored_is_known_by_its_plain_name(folders, name):
-    with open_plain(folders[name][0]) as checkpoint:
-        names = [checkpoint.plain_name(key) for key in checkpoint.stored]
-        plain = [key for key in names if key is not None]
-        assert sorted(plain) == sorted(checkpoint)
-        assert len(plain) == len(set(plain)) < len(names)
-        for key in checkpoint:
-            parts = checkpoint.parts(key)
-            assert checkpoint.plain_name(parts["codes"]) == key
-            others = [part for role, part in parts.items() if role != "codes"]
-            assert all(checkpoint.plain_name(part) is None for part in others)
-            assert bool(others) is checkpoint.is_dequantized(key)
-        assert checkpoint.plain_name("nothing") is None
-
-
 def test_parts_are_no_tensors(folders):
-    with open_plain(folders["deepseek_v3 fp8"][0]) as checkpoint:
-        key = "model.layers.0.self_attn.o_proj.weight"
-        for missing in ("model.nothing", f"{key}_scale_inv"):
-            with pytest.raises(CheckpointError, match=f"no tensor {missing}"):
-                checkpoint.read(missing)
-            assert missing not in checkpoint
-
-
-def test_it_is_a_mapping_and_closes(folders):
-    checkpoint = open_plain(folders["gpt_oss mxfp4"][0])
+    checkpoint = open_plain(folders["deepseek_v3 fp8"][0])
+    key = "model.layers.0.self_attn.o_proj.weight"
+    for missing in ("model.nothing", f"{key}_scale_inv"):
+        with pytest.raises(CheckpointError, match=f"no tensor {missing}"):
+            checkpoint.read(missing)
+        assert missing not in checkpoint
     assert len(checkpoint) == len(list(checkpoint))
-    assert checkpoint.method == "mxfp4"
     checkpoint.close()
     checkpoint.close()
 
