@@ -1,4 +1,4 @@
-"""Adapters on a model without values yet, initialized as on a whole one.
+"""Adapters on a model without values yet, or that is sharded already, as on a whole one.
 
 PEFT draws an adapter's factors on the CPU and moves them to its base layer's device. Where that is
 meta, this rank's share of their values is saved until the model is sharded and allocated. Every
@@ -25,56 +25,61 @@ from .filling import Ranks, put_local
 # transformers' Trainer, which averages gradients too, marks a parameter by this attribute.
 _SEEN = "_replicated_grad_hook_registered"
 
-_PLAIN_STARTS = (True, False, "gaussian")
-
 
 class BlankAdapters:
     """A model's adapters on meta, and this rank's share of what was drawn for them."""
 
     def __init__(self, base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) -> None:
         """Put adapters on a model on meta, in place: `get_peft_model` with these options."""
-        _check(config)
+        if not isinstance(config, LoraConfig):
+            raise ConfigError(
+                f"lora_config is a {type(config).__name__}: a model without values takes a "
+                "LoraConfig only."
+            )
+        start = config.init_lora_weights
+        if start not in (True, False, "gaussian") or config.use_dora:
+            asked = "use_dora=True" if config.use_dora else f"init_lora_weights={start!r}"
+            raise ConfigError(
+                f"{asked} computes with the base weights, which no rank has whole: set "
+                "init_lora_weights to True, False or 'gaussian', and use_dora to False."
+            )
         last = mesh.ndim - 1
         self._ranks = Ranks(mesh.get_local_rank(last), mesh.size(last))
         # (a factor's module, its name there) -> this rank's rows as they were drawn
         self._drawn: dict[tuple[nn.Module, str], Tensor] = {}
-        with _same_numbers(mesh), self._saving():
+        state = [torch.get_rng_state()]
+        _from_first(mesh, distributed.broadcast_object_list, state)
+        with torch.random.fork_rng(devices=[]), self._saving():
+            torch.set_rng_state(state[0])
             self.model: PeftModel = get_peft_model(base, config, **options)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        stock = {
-            cls: cls.__dict__["_move_adapter_to_device_of_base_layer"]
-            for cls in (BaseTunerLayer, StockParamWrapper)
-        }
-        save = self._save
+        name = "_move_adapter_to_device_of_base_layer"
+        stock = {cls: cls.__dict__[name] for cls in (BaseTunerLayer, StockParamWrapper)}
 
-        def replacing(move: Any) -> Any:
-            def _move_adapter_to_device_of_base_layer(layer: Any, name: str, *args: Any) -> None:
-                drawn = {place: place[0]._parameters[place[1]] for place in _factors(layer, name)}
-                move(layer, name, *args)
-                for (owner, leaf), values in drawn.items():
-                    save(owner, leaf, values)
+        def saving(move: Any) -> Any:
+            def replaced(layer: Any, adapter: str, *args: Any) -> None:
+                drawn = [(m, leaf, m._parameters[leaf]) for m, leaf in _factors(layer, adapter)]
+                move(layer, adapter, *args)
+                for owner, leaf, values in drawn:
+                    moved = owner._parameters[leaf]
+                    if values is not None and moved is not None and moved.device != values.device:
+                        share = values.detach()[slice(*self._ranks.span(len(values)))]
+                        # PEFT rounds factors to the base layer's dtype, and may widen them again.
+                        self._drawn[owner, leaf] = share.to(moved.dtype, copy=True)
 
-            return _move_adapter_to_device_of_base_layer
+            return replaced
 
         for cls, move in stock.items():
-            cls._move_adapter_to_device_of_base_layer = replacing(move)
+            setattr(cls, name, saving(move))
         try:
             yield
         finally:
             for cls, move in stock.items():
-                cls._move_adapter_to_device_of_base_layer = move
+                setattr(cls, name, move)
 
-    def _save(self, owner: nn.Module, leaf: str, values: Tensor | None) -> None:
-        moved = owner._parameters[leaf]
-        if values is None or moved is None or values.is_meta or not moved.is_meta:
-            return
-        first, last = self._ranks.span(len(values)) if values.dim() else (0, 1)
-        share = values.detach()[first:last] if values.dim() else values.detach()
-        # PEFT rounds factors to the base layer's dtype, and may widen them again.
-        self._drawn[owner, leaf] = share.to(moved.dtype, copy=True)
-
+    @torch.no_grad()
     def fill(self) -> None:
         """Fill the factors of the model, which must be sharded and allocated."""
         for (owner, leaf), share in self._drawn.items():
@@ -82,23 +87,11 @@ class BlankAdapters:
         self._drawn.clear()
         for module in self.model.modules():
             if isinstance(module, AuxiliaryTrainingWrapper) and hasattr(module, "modules_to_save"):
+                source: Any = module.original_module
                 for copied in module.modules_to_save.values():
-                    _copy_local(module.original_module, copied)
-
-
-def _check(config: Any) -> None:
-    if not isinstance(config, LoraConfig):
-        raise ConfigError(
-            f"lora_config is a {type(config).__name__}: a model without values takes a LoraConfig "
-            "only."
-        )
-    start = config.init_lora_weights
-    if start not in _PLAIN_STARTS or config.use_dora:
-        asked = "use_dora=True" if config.use_dora else f"init_lora_weights={start!r}"
-        raise ConfigError(
-            f"{asked} computes with the base weights, which no rank has whole: set "
-            "init_lora_weights to True, False or 'gaussian', and use_dora to False."
-        )
+                    own = dict((*copied.named_parameters(), *copied.named_buffers()))
+                    for name, tensor in (*source.named_parameters(), *source.named_buffers()):
+                        put_local(own[name], getattr(tensor, "_local_tensor", tensor))
 
 
 def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
@@ -112,28 +105,10 @@ def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
                     yield module, leaf
 
 
-@contextmanager
-def _same_numbers(mesh: Any) -> Iterator[None]:
-    """Draw the numbers of the first rank's CPU generator on every rank, within the block."""
-    state = [torch.get_rng_state()]
-    _from_first(mesh, distributed.broadcast_object_list, state)
-    with torch.random.fork_rng(devices=[]):
-        torch.set_rng_state(state[0])
-        yield
-
-
 def _from_first(mesh: Any, broadcast: Callable[..., Any], value: Any) -> None:
     """Broadcast a value of a mesh's first rank to all others."""
     for group in reversed([mesh.get_group(dimension) for dimension in range(mesh.ndim)]):
         broadcast(value, src=distributed.get_global_rank(group, 0), group=group)
-
-
-@torch.no_grad()
-def _copy_local(source: nn.Module, target: nn.Module) -> None:
-    held = (*source.named_parameters(), *source.named_buffers())
-    names = dict((*target.named_parameters(), *target.named_buffers()))
-    for name, tensor in held:
-        put_local(names[name], getattr(tensor, "_local_tensor", tensor))
 
 
 def replicate_adapters(model: nn.Module) -> None:
@@ -145,9 +120,26 @@ def replicate_adapters(model: nn.Module) -> None:
     mesh = _mesh(model)
     if mesh is None:
         return
-    hook = _Replicate(mesh)
-    model.register_forward_pre_hook(hook)
-    hook(model, ())
+
+    def average(parameter: Tensor) -> None:
+        # Right with several backwards a step too: earlier ones' gradients are equal on all ranks.
+        gradient = parameter.grad
+        if gradient is not None:
+            for dimension in range(mesh.ndim):
+                distributed.all_reduce(gradient, group=mesh.get_group(dimension))
+            gradient.div_(mesh.size())
+
+    @torch.no_grad()
+    def replicate(module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters():
+            trained = parameter.requires_grad and not hasattr(parameter, "device_mesh")
+            if trained and not getattr(parameter, _SEEN, False):
+                _from_first(mesh, distributed.broadcast, parameter.data)
+                parameter.register_post_accumulate_grad_hook(average)
+                setattr(parameter, _SEEN, True)
+
+    model.register_forward_pre_hook(replicate)
+    replicate(model, ())
 
 
 def check_copies(model: nn.Module, config: Any) -> None:
@@ -165,34 +157,4 @@ def _mesh(model: nn.Module) -> Any:
 
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
-    sharded: Any = next((p for p in model.parameters() if hasattr(p, "device_mesh")), None)
-    return None if sharded is None else sharded.device_mesh
-
-
-class _Replicate:
-    """Averages gradients of the trained parameters that are whole on each rank of a mesh."""
-
-    def __init__(self, mesh: Any) -> None:
-        self.mesh = mesh
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Replicate:
-        return self  # process groups cannot be copied
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        for parameter in module.parameters():
-            if not parameter.requires_grad or hasattr(parameter, "device_mesh"):
-                continue
-            if not getattr(parameter, _SEEN, False):
-                _from_first(self.mesh, distributed.broadcast, parameter.data)
-                parameter.register_post_accumulate_grad_hook(self._average)
-                setattr(parameter, _SEEN, True)
-
-    def _average(self, parameter: Tensor) -> None:
-        # Right with several backwards a step too: earlier ones' gradients are equal on all ranks.
-        gradient = parameter.grad
-        if gradient is None:
-            return
-        for dimension in range(self.mesh.ndim):
-            distributed.all_reduce(gradient, group=self.mesh.get_group(dimension))
-        gradient.div_(self.mesh.size())
+    return next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)

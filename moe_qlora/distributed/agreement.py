@@ -1,17 +1,16 @@
 """Checks that all ranks were given the same, before they read.
 
-Ranks exchange tensors by shape alone. Without the check a rank with another folder, codec or LoRA
-setting goes unnoticed: gathered codes are decoded with this rank's statistics, and sums mix two
-scalings.
+Ranks exchange tensors by shape alone: without the check, gathered codes are decoded with another
+folder's statistics, and sums mix two scalings.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
 from ..errors import ConfigError, MoeQloraError
 from ..packing.linear import linear_kind
@@ -27,27 +26,17 @@ Facts = Callable[[], Mapping[str, Any]]
 def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None) -> None:
     """Raise on every rank where one was given something other than the first.
 
-    All ranks of the mesh or group must call it; where no process group is initialized, it does
-    nothing.
-
-    Args:
-        what: Begins the sentence: "load_sharded".
-        facts: Returns the values that must be equal, by the caller's names for them; a
-            configuration is compared field by field. An error of it on one rank is raised on all.
-        mesh: A `DeviceMesh` of the ranks; None is those of the group.
-        group: A process group; None is all ranks.
-
-    Raises:
-        ConfigError: It names the rank, the setting and both values.
+    All ranks of the mesh or group (None: all) must call it; without a process group it does
+    nothing. `facts` returns what must be equal, by the caller's names for it, a configuration
+    compared field by field; its error on one rank is raised on all. `what` begins the sentence of
+    the `ConfigError`, which names the rank, the setting and both values.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return
     error: MoeQloraError | None = None
     known: dict[int, dict[str, str] | str] = {}
     try:
-        parts = [settings_facts(name, one) for name, one in facts().items()]
-        mine = {name: _text(one) for part in parts for name, one in part.items()}
-        known[distributed.get_rank()] = mine
+        known[distributed.get_rank()] = dict(_settings(facts()))
     except MoeQloraError as raised:
         error, known[distributed.get_rank()] = raised, str(raised)
     groups = [group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
@@ -73,19 +62,21 @@ def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None
                 )
 
 
-def settings_facts(name: str, value: Any) -> dict[str, Any]:
-    """Return a value under its name, for a configuration each field under its full name.
+def _settings(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield values by name as text; of a configuration, each field under its full name."""
+    for name, value in facts.items():
+        fields = value.to_dict() if hasattr(value, "to_dict") else value
+        if isinstance(fields, Mapping):
+            # Each rank may read a copy of the base of its own.
+            inner = {k: one for k, one in fields.items() if k != "base_model_name_or_path"}
+            yield from ((f"{name}.{field}", _text(one)) for field, one in inner.items())
+        else:
+            yield name, _text(value)
 
-    Paths are left out: each rank may read a copy of its own.
-    """
-    if not isinstance(value, Mapping) and not hasattr(value, "to_dict"):
-        return {name: value}
-    fields = value if isinstance(value, Mapping) else value.to_dict()
-    return {
-        f"{name}.{field}": one
-        for field, one in fields.items()
-        if field != "base_model_name_or_path"
-    }
+
+def _text(value: Any) -> str:
+    value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+    return f"{value!r:.200}"
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
@@ -104,7 +95,11 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     }
     for name, weight in packed[:: max(len(packed) // _WEIGHTS, 1)]:
         statistics = weight.absmax if weight.nested is None else weight.nested.absmax
-        facts[f"{name} of the content"] = _digest(weight.flat_codes, weight.absmax, statistics)
+        digest = hashlib.sha256()
+        for tensor in (weight.flat_codes, weight.absmax, statistics):
+            flat = tensor.detach().reshape(-1)
+            digest.update(flat[:: max(len(flat) // _SAMPLE, 1)].cpu().numpy().tobytes())
+        facts[f"{name} of the content"] = digest.hexdigest()[:12]
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         facts[f"lora_config of {name!r}"] = config
     for name, module in model.named_modules():
@@ -118,18 +113,3 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         if parameter.requires_grad:
             facts[f"requires_grad of {name}"] = True
     return facts
-
-
-def _digest(*tensors: Tensor) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        digest.update(flat[:: max(len(flat) // _SAMPLE, 1)].cpu().numpy().tobytes())
-    return digest.hexdigest()[:12]
-
-
-def _text(value: Any) -> str:
-    """Return a value as comparable text: sets in order, objects by their content."""
-    if isinstance(value, (set, frozenset)):
-        value = sorted(value, key=str)
-    return f"{value!r:.200}"

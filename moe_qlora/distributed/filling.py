@@ -5,13 +5,11 @@ A model on meta is packed with blank weights (`ShardedFill.pack`), adapted, shar
 
     checkpoint/rows   rows of a 16-bit checkpoint's parameters, which are packed here (`ShareSlot`)
     a packed folder   codes and statistics on disk are the bytes of the whole packed weight in order
-                      (FORMAT.md), so that a share of one is a range of bytes of the other, at any
-                      number of ranks; nothing is decoded
+                      (FORMAT.md), so that a share of one is a range of bytes of the other
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,15 +34,6 @@ from ..packing.settings import CodecSettings
 from .sharding import packed_places, prepare_sharding
 
 
-# Packs one rank's shares of a weight's codes and statistics, from the rows alone that they need.
-#
-# FSDP2 cuts codes and each statistic (decoders.py) as `torch.chunk` does over the parameter's
-# first dimension. A `ShareSlot` gives the shares that cutting the whole packed weight would give,
-# bit for bit, and takes only the rows that this rank's share of the codes lies in:
-#
-#     first level    each rank packs the blocks that its codes lie in; no block depends on another
-#     absmax         gathered from all ranks in fp32, one weight at a time (1/16 byte a weight)
-#     second level   double quantization of all absmax, on every rank; then each keeps its share
 @dataclass(frozen=True)
 class Ranks:
     """The ranks that hold one parameter together, and this one's number among them."""
@@ -53,13 +42,10 @@ class Ranks:
     count: int = 1
     group: Any = None  # their process group
 
-    def span(self, length: int, rank: int | None = None) -> tuple[int, int]:
-        """Return which rows of `length` a rank holds, this one by default, as `torch.chunk` has it.
-
-        Where there are fewer rows than ranks, the last ones hold none.
-        """
-        rank, step = self.rank if rank is None else rank, cdiv(length, self.count)
-        return min(rank * step, length), min((rank + 1) * step, length)
+    def span(self, length: int) -> tuple[int, int]:
+        """Return which rows of `length` this rank holds, as `torch.chunk` has it; maybe none."""
+        step = cdiv(length, self.count)
+        return min(self.rank * step, length), min((self.rank + 1) * step, length)
 
 
 def ranks_of(parameter: Any) -> Ranks:
@@ -79,7 +65,14 @@ def ranks_of(parameter: Any) -> Ranks:
 
 
 class ShareSlot(Slot):
-    """Packs this rank's shares of one weight, from the rows alone that they lie in."""
+    """Packs this rank's shares of one weight, from the rows alone that they lie in.
+
+    The shares are those of the whole packed weight, bit for bit: each rank packs the blocks that
+    its codes lie in, which depend on no others. All absmax are then gathered in fp32 (1/16 byte a
+    weight), quantized on every rank where that is asked for, and each keeps its share.
+    """
+
+    settings: CodecSettings
 
     def __init__(
         self, target: Target, name: str, device: torch.device, *, transposed: bool = False
@@ -88,39 +81,30 @@ class ShareSlot(Slot):
         codes, settings = target.tensor(), target.settings
         assert settings is not None
         super().__init__(name, target.shape, target.dtype, device, settings, transposed=transposed)
-        self.ranks = ranks = ranks_of(codes)
-        self._codes_shape = codes.shape
-        self._plain = replace(settings, double_quant=False, storage_dtype=torch.uint8)
-        codec = settings.codec
-        in_byte, unit = 8 // codec.bits, codec.unit(self.shape, settings)
-        weights, blocks = self.shape.numel(), cdiv(self.shape.numel(), unit)
-        row = self._codes_shape.numel() // self._codes_shape[0]  # bytes
-        spans = [ranks.span(self._codes_shape[0], rank) for rank in range(ranks.count)]
-        # Each block's absmax is told by the rank that has its first code.
-        starts = [
-            first * row * in_byte // unit if first < last else blocks for first, last in spans
+        self.ranks, self._row = ranks_of(codes), codes.shape[1:]  # of codes
+        weights, in_byte = self.shape.numel(), 8 // settings.codec.bits
+        unit = settings.codec.unit(self.shape, settings)
+        spans = [replace(self.ranks, rank=r).span(len(codes)) for r in range(self.ranks.count)]
+        codes_of = [[end * self._row.numel() for end in span] for span in spans]  # bytes
+        self._blocks = [
+            (start * in_byte // unit, cdiv(stop * in_byte, unit)) if start < stop else (0, 0)
+            for start, stop in codes_of
         ]
-        self._told = [*starts, blocks]
-        first, last = spans[ranks.rank]
-        self._begin = min(starts[ranks.rank] * unit, weights)
-        self._end = self._begin
-        if first < last:
-            self._end = min(cdiv(last * row * in_byte, unit) * unit, weights)
-        begin = self._begin // in_byte
-        self._bytes = first * row - begin, last * row - begin
-        width = weights // self.shape[0]
-        self.rows = self._begin // width, cdiv(self._end, width)
+        first, last = self._blocks[self.ranks.rank]
+        begin, end = self._weights = first * unit, min(last * unit, weights)
+        start, stop = codes_of[self.ranks.rank]
+        self._bytes = slice(start - begin // in_byte, stop - begin // in_byte)
+        self._width = weights // self.shape[0]
+        self.rows = begin // self._width, cdiv(end, self._width)
+        self._part = (end - begin,) if (end - begin) % unit else ((end - begin) // unit, unit)
+        self._plain = replace(settings, double_quant=False, storage_dtype=torch.uint8)
         self._error: MoeQloraError | None = None
-        count = self._end - self._begin
-        self._part = (count,) if count % unit else (count // unit, unit)
 
     def _pack(self, start: int, piece: Tensor) -> None:
-        first = start * (self.shape.numel() // self.shape[0])
-        flat = piece.reshape(-1)
-        begin, end = max(self._begin - first, 0), max(self._end - first, 0)
+        begin, end = (max(weight - start * self._width, 0) for weight in self._weights)
         if self._packer is None:
             self._packer = Packer(self._part, self.dtype, self.device, self._plain)
-        self._packer.add(flat[begin:end])
+        self._packer.add(piece.reshape(-1)[begin:end])
 
     def fail(self, error: MoeQloraError) -> None:
         """Note why this rank cannot pack its share; `finish` then raises on every rank."""
@@ -132,35 +116,37 @@ class ShareSlot(Slot):
         All ranks must call it.
         """
         codes = torch.empty(0, dtype=torch.uint8, device=self.device)
-        scales = torch.empty(0, dtype=torch.float32, device=self.device)
+        longest = max(last - first for first, last in self._blocks)
+        # The last number says whether this rank has failed.
+        mine = torch.zeros(longest + 1, device=self.device)
         try:
             if self._packer is not None and self._error is None:
                 packed = super().finish()
-                codes, scales = packed.codes.view(-1)[slice(*self._bytes)], packed.absmax
+                codes = packed.codes.view(-1)[self._bytes]
+                mine[: len(packed.absmax)] = packed.absmax
         except MoeQloraError as error:
             self._error = error
-        scales = self._gathered(scales)
-        settings = self.settings
-        assert settings is not None
-        codec, share = settings.codec, codes.view(-1, *self._codes_shape[1:])
-        if not codec.in_quant_state:
-            return share, {"scale_bits": self._share(as_bits(scales.to(codec.scale_dtype)))}
-        whole = bits_of(codec.finish(codes[:0], scales, self.shape, self.dtype, settings))
-        return share, {
-            name: value if name == "tables" else self._share(value) for name, value in whole.items()
-        }
-
-    def _gathered(self, scales: Tensor) -> Tensor:
-        """Return all ranks' scales; raise on every rank where one has failed."""
-        told = [last - first for first, last in itertools.pairwise(self._told)]
-        mine = torch.zeros(max(told) + 1, dtype=torch.float32, device=self.device)
-        if self._error is None:
-            mine[: told[self.ranks.rank]] = scales[: told[self.ranks.rank]]
+        mine[-1] = float(self._error is not None)
+        scales = mine.new_empty(max(last for _, last in self._blocks))
+        for (first, last), part in zip(self._blocks, self._gather(mine), strict=True):
+            scales[first:last] = part[: last - first]
+        codec, share = self.settings.codec, codes.view(-1, *self._row)
+        scales = scales.to(codec.scale_dtype)
+        if codec.in_quant_state:
+            empty = codes[:0]
+            whole = bits_of(codec.finish(empty, scales, self.shape, self.dtype, self.settings))
         else:
-            mine[-1] = 1.0
+            whole = {"scale_bits": as_bits(scales)}
+        for name, value in whole.items():
+            if name != "tables":
+                whole[name] = value[slice(*self.ranks.span(len(value)))].clone()
+        return share, whole
+
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        """Return all ranks' tensors; raise on every rank where one has failed."""
         parts = [mine]
         if self.ranks.count > 1:
-            parts = [torch.empty_like(mine) for _ in told]
+            parts = [torch.empty_like(mine) for _ in range(self.ranks.count)]
             try:
                 distributed.all_gather(parts, mine, group=self.ranks.group)
             except RuntimeError as error:
@@ -175,11 +161,7 @@ class ShareSlot(Slot):
             raise QuantizationError(
                 f"Another rank could not pack its share of {self.name}: see its error."
             )
-        return torch.cat([part[:count] for part, count in zip(parts, told, strict=True)])
-
-    def _share(self, whole: Tensor) -> Tensor:
-        first, last = self.ranks.span(len(whole))
-        return whole[first:last].clone()
+        return parts
 
 
 @dataclass
@@ -196,8 +178,8 @@ class Target:
 
     def tensor(self) -> Tensor:
         """Return the parameter or buffer as it is now."""
-        held = (self.owner._parameters.get(self.leaf), self.owner._buffers.get(self.leaf))
-        return next(tensor for tensor in held if tensor is not None)
+        held: Tensor = getattr(self.owner, self.leaf)
+        return held
 
     def tensors(self) -> list[Tensor]:
         """Return it, and the statistics of a packed weight."""
@@ -210,56 +192,20 @@ class Target:
             put_local(getattr(self.statistics, name), share)
 
 
-def _targets(
-    model: nn.Module, settings: CodecSettings, dtypes: Mapping[str, torch.dtype]
-) -> Iterator[Target]:
-    """Yield where the weights of a model sit that has blank packed weights, and no adapters.
-
-    A tied weight is yielded once.
-    """
-    seen: set[int] = set()
-    for name, owner, leaf, decoder, *_ in packed_places(model):
-        shape = tuple(decoder.weight_shape)
-        target = Target(name, shape, dtypes[name], owner, leaf, settings, decoder)
-        if id(target.tensor()) not in seen:
-            seen |= {*map(id, target.tensors())}
-            yield target
-    stored = set(model.state_dict())
-    for prefix, module in model.named_modules():
-        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-            name = f"{prefix}.{leaf}".lstrip(".")
-            computed = leaf in module._buffers and name not in stored
-            if tensor is None or id(tensor) in seen or computed:
-                continue
-            seen.add(id(tensor))
-            yield Target(name, tuple(tensor.shape), dtypes.get(name, tensor.dtype), module, leaf)
-
-
 class ShardedFill(Fill):
     """Fills this rank's shares of a model that is sharded between `pack` and `fill`."""
 
-    _layout: DiskLayout
+    files: Any
     targets: list[Target]
-
-    @property
-    def model(self) -> Any:
-        """The model."""
-        return self._model
-
-    @property
-    def opened(self) -> Any:
-        """The files that it is filled from."""
-        assert self.files is not None
-        return self.files
 
     def pack(self, layout: DiskLayout | None = None) -> None:
         """Give the model on meta its blank packed weights, in the layout that FSDP2 shards.
 
         `layout` is how a 16-bit checkpoint lies on disk, where `hide` has not found it.
         """
-        model, spec, dtypes = self._model, self.spec, dict(self._dtypes)
+        model, spec, dtypes = self.model, self.spec, dict(self.dtypes)
         if layout is not None:
-            self._layout = layout
+            self.layout = layout
         owners: dict[int, list[str]] = {}
         named = (
             *model.named_parameters(remove_duplicate=False),
@@ -276,14 +222,33 @@ class ShardedFill(Fill):
                 tensor.data = tensor.data.to(wanted)
         for param in {id(param): param for param in spec.params.values()}.values():
             parametrize.pack_blank(model, param, spec.settings)
-        for name in self._linears.keys() - spec.params.keys():
+        for name in self.linears.keys() - spec.params.keys():
             module = model.get_submodule(name.rpartition(".")[0])
             parametrize.pack_blank_linear(module, dtypes[name], spec.settings)
             dtypes[name] = spec.settings.codec.linear_dtype or dtypes[name]
-        model.config.quantization_config = self._config
-        finish_packing(model, spec.layout, self._config, spec.settings)
+        model.config.quantization_config = self.config
+        finish_packing(model, spec.layout, self.config, spec.settings)
         prepare_sharding(model)
-        self.targets = list(_targets(model, spec.settings, dtypes))
+        self.targets = list(self._find_targets(dtypes))
+
+    def _find_targets(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[Target]:
+        """Yield where the model's weights sit, a tied one once, before adapters come."""
+        seen: set[int] = set()
+        for name, owner, leaf, decoder, *_ in packed_places(self.model):
+            shape = tuple(decoder.weight_shape)
+            target = Target(name, shape, dtypes[name], owner, leaf, self.spec.settings, decoder)
+            if id(target.tensor()) not in seen:
+                seen |= {*map(id, target.tensors())}
+                yield target
+        stored = set(self.model.state_dict())
+        for prefix, module in self.model.named_modules():
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                name = f"{prefix}.{leaf}".lstrip(".")
+                computed = leaf in module._buffers and name not in stored
+                if tensor is not None and id(tensor) not in seen and not computed:
+                    seen.add(id(tensor))
+                    dtype = dtypes.get(name, tensor.dtype)
+                    yield Target(name, tuple(tensor.shape), dtype, module, leaf)
 
     @torch.no_grad()
     def fill(self, device: torch.device) -> None:
@@ -298,17 +263,16 @@ class ShardedFill(Fill):
         targets: dict[str, Target] = {}
         slots: dict[str, Slot] = {}
         for target in self.targets:
-            name = self._among(target, self._layout.by_name)
+            name, tensor = self._among(target, self.layout.by_name), target.tensor()
+            targets[name] = target
             if target.settings is not None:
-                turned = target.name in self._turned
+                turned = self.linears.get(target.name, False)
                 slots[name] = ShareSlot(target, name, device, transposed=turned)
             else:
-                tensor = target.tensor()
                 rows = ranks_of(tensor).span(len(tensor)) if tensor.dim() else None
                 slots[name] = Slot(name, tensor.shape, target.dtype, device, rows=rows)
-            targets[name] = target
-        groups = [group for group in self._layout.groups if slots.keys() & group.shapes]
-        for name, value in filled(self.opened, self._layout, groups, slots):
+        groups = [group for group in self.layout.groups if slots.keys() & group.shapes]
+        for name, value in filled(self.files, self.layout, groups, slots):
             targets[name].put(*(value if isinstance(value, tuple) else (value,)))
             del value  # before the next is packed
 
@@ -318,35 +282,35 @@ class ShardedFill(Fill):
                 return name
         raise CheckpointError(f"The checkpoint has no tensor for {target.name}.")
 
-    # folders that this package packed
-
     def _find_stored(self) -> dict[str, torch.dtype]:
-        """Note the keys of each weight by their ends; return what 4-bit weights are decoded to."""
-        model, files, manifest = self._model, self.opened, self.spec.manifest
+        """Note a packed folder's keys by weight and end; return what weights are decoded to."""
+        files, manifest = self.files, self.spec.manifest
         assert manifest is not None
-        keys = {canonical_name(model, key, self._aliases) or key: {CODES: key} for key in files}
+
+        def own(name: str) -> str:
+            return canonical_name(self.model, name, self._aliases) or name
+
+        self._keys = {own(key): {CODES: key} for key in files}
         dtypes: dict[str, torch.dtype] = {}
         for stored, parts in packed_names(manifest).items():
-            name = canonical_name(model, stored, self._aliases) or stored
-            keys[name] = ends = {
-                SCALES if key.endswith(SCALES) else key.removeprefix(stored): key for key in parts
-            }
+            name = own(stored)
+            ends = {SCALES if k.endswith(SCALES) else k.removeprefix(stored): k for k in parts}
+            self._keys[name] = ends
             if (record := RECORD + manifest.settings.kind) in ends and not self.spec.recasts:
                 dtype = getattr(torch, read_record(files.read(ends[record]))["dtype"])
                 dtypes |= dict.fromkeys((name, *self._aliases.get(name, ())), dtype)
-        self._keys: dict[str, dict[str, str]] = keys
         return dtypes
 
     def _stored_share(self, target: Target) -> tuple[Any, ...]:
         """Read this rank's share of one weight: the arguments of `Target.put`."""
-        files, keys = self.opened, self._keys[self._among(target, self._keys)]
-        values: Any = target.tensor()
+        files, keys = self.files, self._keys[self._among(target, self._keys)]
+        values, settings = target.tensor(), target.settings
         first, last = ranks_of(values).span(len(values)) if values.dim() else (0, None)
-        settings = target.settings
         if settings is None:
             if first == last:  # fewer rows than ranks
                 return (torch.empty((0, *values.shape[1:]), dtype=values.dtype),)
             return (files.read(keys[CODES], first, last),)
+        assert last is not None
         row, codec = values.shape[1:].numel(), settings.codec
         share = files.read_bytes(keys[CODES], first * row, last * row)
         large = CODES, codec.scales

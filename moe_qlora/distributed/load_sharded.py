@@ -1,19 +1,8 @@
 """Loads a model that no process holds whole: sharded by FSDP2 first, then filled share by share.
 
-load_sharded(folder, config, mesh)
-  |
-  v
-the model on meta, as its config.json says          models/named.py
-  |   packed with blank weights                     packing/parametrize.py
-  |   adapters, their values kept back              distributed/adapters.py
-  v
-fully_shard of each decoder layer and the rest      distributed/sharding.py
-  v
-empty shares on this rank's device
-  |   16-bit checkpoint: packs the rows it needs    filling.py, checkpoint/rows.py
-  |   packed folder: reads its bytes                filling.py
-  v
-the model, as if it had been packed whole and sharded then
+The model is built on meta (models/named.py), packed with blank weights, adapted (adapters.py),
+sharded (sharding.py), allocated empty on this rank's device, and filled with this rank's shares
+(filling.py): then it is as if it had been packed whole and sharded then.
 """
 
 from __future__ import annotations
@@ -126,7 +115,7 @@ def shard_and_fill(
 ) -> Any:
     """Adapt and shard a model that is packed with blank weights, and fill it; return it."""
     model, options, device = fill.model.eval(), dict(fsdp_options or {}), device_of(mesh)
-    with fill.opened:
+    with fill.files:
         adapters = None
         if lora_config is not None:
             adapters = BlankAdapters(model, lora_config, mesh, adapter_options or {})
@@ -197,40 +186,32 @@ def _open(
     trust_remote_code: bool,
 ) -> ShardedFill:
     """Return the fill of a model on meta, which has its blank packed weights."""
-    if is_packed(folder):
-        if config is not None:
-            raise ConfigError(
-                f"{folder} is packed already, by the settings in its config.json: leave "
-                "quantization_config out."
-            )
-        return _open_packed(folder, dtype, device, trust_remote_code)
-    if config is None:
-        raise ConfigError(f"{folder} is not packed: give a quantization_config.")
-    config = copy_config(config)
-    model = build_model(folder, dtype, trust_remote_code)
-    compute_buffers(model, device)
-    opened = open_to_pack(folder, model, config, device)
-    fill = ShardedFill(model, opened.plan, opened.base.checkpoint, opened.dtypes, config)
-    fill.pack(opened.base.layout)
-    return fill
-
-
-def _open_packed(
-    folder: Path, dtype: torch.dtype | None, device: torch.device, trust_remote_code: bool
-) -> ShardedFill:
-    """Open a packed folder; large tensors are not compared with their checksums."""
-    check = FolderCheck(folder, large=False)
+    if not is_packed(folder):
+        if config is None:
+            raise ConfigError(f"{folder} is not packed: give a quantization_config.")
+        config = copy_config(config)
+        model = build_model(folder, dtype, trust_remote_code)
+        compute_buffers(model, device)
+        opened = open_to_pack(folder, model, config, device)
+        fill = ShardedFill(model, opened.plan, opened.base.checkpoint, opened.dtypes, config)
+        fill.pack(opened.base.layout)
+        return fill
+    if config is not None:
+        raise ConfigError(
+            f"{folder} is packed already, by the settings in its config.json: leave "
+            "quantization_config out."
+        )
+    check = FolderCheck(folder, large=False)  # no rank reads all that a checksum is of
     check.finish()
-    manifest = check.manifest
-    warn_of_changes(folder, manifest)
+    warn_of_changes(folder, check.manifest)
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if dtype is not None:
         source.config.dtype = dtype
     with init.no_tie_weights():
-        model: Any = named.build(source, trust_remote_code=trust_remote_code)
+        model = named.build(source, trust_remote_code=trust_remote_code)
     compute_buffers(model, device)
     config = copy_config(source.config.quantization_config)
-    spec = reload_spec(model, config, model.dtype, manifest, folder)
+    spec = reload_spec(model, config, model.dtype, check.manifest, folder)
     refuse_to_shard(spec.kept, "load it whole and call fully_shard")
     from_config(model, config)
     check.check_model(model)

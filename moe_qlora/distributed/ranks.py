@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AdapterError, ConfigError
 from ..layout import unwrapped_name
-from ..packing.decoders import is_shardable, is_share
-from ..packing.packed_list import PackedList
+from ..packing.decoders import PackedList, is_shardable, is_share
 from ..packing.parametrize import decoder_of, is_hosted, iter_packed, original_of
 from ..world import CHECKED, World
 from . import gather
@@ -66,9 +65,12 @@ class ManyRanks(World):
 
     def before_forward(self, model: nn.Module) -> None:
         if distributed.is_initialized():
+            done: set[str] = model.__dict__.setdefault(CHECKED, set())
             _refuse_sharded_host(model)
-            _warn_of_whole_statistics(model)
-            _check_ddp_copies(model)
+            if "layout" not in done and _warn_of_whole_statistics(model):
+                done.add("layout")
+            if "copies" not in done and torch.is_grad_enabled() and _check_ddp_copies(model):
+                done.add("copies")
 
     def stock_class(self, module: nn.Module) -> type:
         return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
@@ -78,11 +80,6 @@ class ManyRanks(World):
     plain_tensor = staticmethod(gather.plain_tensor)
     whole_tensors = staticmethod(gather.whole_tensors)
     gather_to_first = staticmethod(gather.gather_to_first)
-
-
-def _checked(model: nn.Module) -> set[str]:
-    names: set[str] = model.__dict__.setdefault(CHECKED, set())
-    return names
 
 
 def _refuse_sharded_host(model: nn.Module) -> None:
@@ -106,12 +103,11 @@ def _refuse_sharded_host(model: nn.Module) -> None:
             )
 
 
-def _warn_of_whole_statistics(model: nn.Module) -> None:
-    if "layout" in _checked(model):
-        return
+def _warn_of_whole_statistics(model: nn.Module) -> bool:
+    """Return whether all packed weights are sharded by now."""
     for name, module, leaf in iter_packed(model):
         if not hasattr(original_of(module, leaf), "device_mesh"):
-            return  # not sharded yet
+            return False
         if not is_shardable(decoder_of(module, leaf)):
             warnings.warn(
                 f"{unwrapped_name(name)}.{leaf} was sharded with its statistics whole on every "
@@ -121,20 +117,17 @@ def _warn_of_whole_statistics(model: nn.Module) -> None:
                 stacklevel=2,
             )
             break
-    _checked(model).add("layout")
+    return True
 
 
-def _check_ddp_copies(model: nn.Module) -> None:
+def _check_ddp_copies(model: nn.Module) -> bool:
     """Raise before the first step where DDP's ranks were packed or adapted differently.
 
     DDP writes the first rank's parameters over all others', and leaves statistics and settings.
+    Within its forward with gradients all ranks take part; return whether this is one.
     """
-    if "copies" in _checked(model) or not torch.is_grad_enabled():
-        return
-    # within DDP's forward with gradients all ranks take part
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None:
-        return
-    group = ddp.process_group
-    check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
-    _checked(model).add("copies")
+    if ddp is not None:
+        group = ddp.process_group
+        check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
+    return ddp is not None

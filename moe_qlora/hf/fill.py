@@ -9,10 +9,9 @@
       v   postprocess_model                    `Fill.finish`: attaches what was packed
 
 What is filled: expert weights that are packed, bitsandbytes' Linear layers, and whatever a maker
-stores as codes. Where from: a 16-bit folder or a maker's (rows, through checkpoint/rows.py), MXFP4
-codes that are kept, or a packed folder's own bytes. Without safetensors files (a `state_dict`, .bin
-files) transformers loads experts in 16 bit, and they are packed then. Each weight goes to its
-device, or packed to host memory.
+stores as codes. Where from: rows of a 16-bit folder or a maker's (checkpoint/rows.py), MXFP4 codes
+that are kept, or a packed folder's own bytes. Without safetensors files (a `state_dict`, .bin
+files) transformers loads experts in 16 bit, and they are packed then.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ SLICE_BYTES = 8 << 20
 
 
 class Renamed(WeightRenaming):
-    """Gives keys on disk other names, ahead of the model's own renamings and converters."""
+    """Gives keys on disk other names, ahead of the model's own conversions."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         super().__init__("on disk", "elsewhere")
@@ -77,16 +76,16 @@ class Fill:
 
         `dtypes` are those that its parameters are loaded in, were they not packed.
         """
-        self._model, self.spec, self.files, self._dtypes = model, spec, files, dtypes
-        self._config, self._offloads, self._device_map = config, offloads, None
+        self.model, self.spec, self.files, self.dtypes = model, spec, files, dtypes
+        self.config, self._offloads, self._device_map = config, offloads, None
+        self.layout: Any = None  # `DiskLayout` of a folder that is not packed
         self.names: set[str] = set()  # of the weights that are filled
-        self._weights: Callable[[], Iterator[tuple[str, PackedWeight | Tensor]]] = lambda: iter(())
+        self._weights: Iterator[tuple[str, PackedWeight | Tensor]] = iter(())
         # what the model holds for packed experts until they are attached, and these
         self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
         self._hook: Any = None
         self.error: MoeQloraError | None = None
-        self._linears = packed_linears(model)
-        self._turned = {name for name, turned in self._linears.items() if turned}
+        self.linears = packed_linears(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fill:
         return self  # transformers copies its quantizer for every tensor
@@ -111,15 +110,12 @@ class Fill:
 
         `linears`: whether Linear layers lie in 16 bit on disk, and are packed.
         """
+        model, read = self.model, {}
         if self.spec.manifest is not None:
             read = self._from_packed_folder()
         elif self.files is not None:
             read = self._from_rows(conversions, linears)
-        else:
-            read = {}
-        if not self.names and not read:
-            return []
-        model = self._model
+        model.tie_weights = MethodType(self._tie_weights, model)
         for name in self.names:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True
 
@@ -130,25 +126,21 @@ class Fill:
         self._hook = model.register_state_dict_post_hook(leave_out)
         self._before = model.__dict__.get(_UNEXPECTED)
         setattr(model, _UNEXPECTED, {*(getattr(model, _UNEXPECTED) or ()), f"^{READ}$"})
-        return [Renamed(read)]
+        return [Renamed(read)] if read else []
 
-    def fill_before_tying(self) -> None:
+    def _tie_weights(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Fill once transformers has loaded the rest: it then ties weights that are missing."""
-
-        def tie_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("missing_keys") is not None:
-                del model.__dict__["tie_weights"]
-                try:
-                    self._fill(kwargs["missing_keys"])
-                except MoeQloraError as error:  # raised once transformers has left out its names
-                    self.error = error
-            return type(model).tie_weights(model, *args, **kwargs)
-
-        self._model.tie_weights = MethodType(tie_weights, self._model)
+        if kwargs.get("missing_keys") is not None:
+            del model.__dict__["tie_weights"]
+            try:
+                self._fill(kwargs["missing_keys"])
+            except MoeQloraError as error:  # raised once transformers has left out its names
+                self.error = error
+        return type(model).tie_weights(model, *args, **kwargs)
 
     @torch.no_grad()
     def _fill(self, missing: Collection[str]) -> None:
-        for name, weight in self._weights():
+        for name, weight in self._weights:
             self._put(name, weight)
             del weight  # before the next is packed
         for name, param in self.spec.params.items():
@@ -161,10 +153,17 @@ class Fill:
                 slot.take(0, plain.detach())
                 self._put(name, slot.finish())
 
+    def unhide(self) -> None:
+        """Give transformers back the model's state dict and names."""
+        self._hook.remove()
+        del self.model.__dict__[_UNEXPECTED]
+        if self._before is not None:
+            setattr(self.model, _UNEXPECTED, self._before)
+
     def finish(self) -> None:
         """Attach the packed experts, and mark the model quantized."""
-        model, lost = self._model, []
-        self._unhide()
+        model, lost = self.model, []
+        self.unhide()
         for name, param in self.spec.params.items():
             module, leaf = self._owner(name)
             if parametrize.is_packed(module, leaf):
@@ -187,24 +186,16 @@ class Fill:
             # Nothing was renamed on the way in; without a record, the model type's mapping is used.
             model.__dict__.pop("_weight_conversions", None)
         if self.spec.params:
-            finish_packing(model, self.spec.layout, self._config, self.spec.settings)
+            finish_packing(model, self.spec.layout, self.config, self.spec.settings)
             if self._offloads:
                 offload(model)
 
-    def _unhide(self) -> None:
-        if self._hook is None:
-            return
-        self._hook.remove()
-        del self._model.__dict__[_UNEXPECTED]
-        if self._before is not None:
-            setattr(self._model, _UNEXPECTED, self._before)
-
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        return parametrize.owner_of(self._model, name)
+        return parametrize.owner_of(self.model, name)
 
     def _slot(self, name: str) -> Slot:
-        known = self._model, self.spec, self._linears, name
-        return slot_for(*known, self._dtypes[name], self._device(name))
+        known = self.model, self.spec, self.linears, name
+        return slot_for(*known, self.dtypes[name], self._device(name))
 
     def _device(self, name: str) -> torch.device:
         from transformers.integrations.accelerate import get_device
@@ -237,14 +228,15 @@ class Fill:
     def _from_rows(self, conversions: list[Any], linears: bool) -> dict[str, str]:
         files, makers, kept = self.files, self._makers, self.spec.kept
         assert files is not None
-        wanted = {*self.spec.params, *(self._linears if linears else ())}
+        wanted = {*self.spec.params, *(self.linears if linears else ())}
 
         def takes(names: Collection[str], keys: Collection[str]) -> bool:
             decoded = makers is not None and any(map(makers.is_dequantized, keys))
             return decoded or bool(wanted.intersection(names))
 
         disk = {key: (files.info(key).shape, files.info(key).dtype) for key in files}
-        layout = self._layout = DiskLayout(self._model, disk, conversions, takes, self._turned)
+        turned = {name for name, is_turned in self.linears.items() if is_turned}
+        layout = self.layout = DiskLayout(self.model, disk, conversions, takes, turned)
         groups = [group for group in layout.groups if group.shapes]
         places = {id(group): files.info(group.keys[0]) for group in groups}
         groups.sort(key=lambda one: (places[id(one)].file, places[id(one)].offset))
@@ -258,7 +250,7 @@ class Fill:
             slots = {name: self._slot(name) for name in self.names - codes.keys()}
             yield from filled(files, layout, [g for g in groups if slots.keys() & g.shapes], slots)
 
-        self._weights = weights
+        self._weights = weights()
         if makers is None:
             return dict.fromkeys(keys, READ)
         plain = {key: makers.plain_name(key) or READ for key in makers.stored}
@@ -278,7 +270,7 @@ class Fill:
             return [files.disk.fetch(parts[role], *rows, device) for role in (CODES, SCALE)]
 
         try:
-            packer = KeptPacker(shape, self._dtypes[name], device, self.spec.settings_of(name))
+            packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
             for _, both in ahead(fetch, range(0, shape[0], step)):
                 packer.add(*(part() for part in both.result()))
             return packer.finish()
@@ -292,20 +284,20 @@ class Fill:
         assert files is not None and manifest is not None
         stored = {}
         for name, keys in packed_names(manifest).items():
-            known = params if name in manifest.experts else self._linears
-            own = canonical_name(self._model, name, known)
+            known = params if name in manifest.experts else self.linears
+            own = canonical_name(self.model, name, known)
             if own is not None:
                 stored[own] = name, keys
-        for name in self._linears.keys() - stored.keys():  # as they lie in 16 bit
-            key = canonical_name(self._model, name, files)
+        for name in self.linears.keys() - stored.keys():  # as they lie in 16 bit
+            key = canonical_name(self.model, name, files)
             if key is not None:
                 stored[name] = key, (key,)
         self.names = {*stored}
 
         plain = {
-            key: self._model.get_parameter(name).to(torch.float16)  # as int8 layers are decoded
+            key: self.model.get_parameter(name).to(torch.float16)  # as int8 layers are decoded
             for name, (key, _) in stored.items()
-            if name in self._linears
+            if name in self.linears
         }
         weights = PackedWeights(manifest, files, plain)
 
@@ -314,15 +306,13 @@ class Fill:
             device = None if self._offloads and name in params else self._device(name)
             if name not in params and len(keys) == 1:
                 plain = files.fetch(key, device=device)()
-                return plain.to(self._dtypes[name]) if self.spec.recasts else plain
+                return plain.to(self.dtypes[name]) if self.spec.recasts else plain
             packed = weights.read(key, device)
             if self.spec.recasts:
-                packed.dtype = self._dtypes[name]
+                packed.dtype = self.dtypes[name]
             return packed
 
-        self._weights = lambda: (
-            (item[0], one.result()) for item, one in ahead(read, stored.items())
-        )
+        self._weights = ((item[0], one.result()) for item, one in ahead(read, stored.items()))
         return dict.fromkeys((key for _, keys in stored.values() for key in keys), READ)
 
 

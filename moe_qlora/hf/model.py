@@ -26,9 +26,8 @@ from ..lora.inject import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import PackedScales, is_shardable
+from ..packing.decoders import PackedScales, cross_meta, is_shardable
 from ..packing.linear import has_codes, keep_layout, read_linear
-from ..packing.packed_list import cross_meta
 from ..packing.settings import CodecSettings
 from ..world import world
 

@@ -1,21 +1,19 @@
 """What transformers asks a quantizer while it loads a model, answered for expert weights too.
 
-The methods stand in the order of the calls; switch.py draws the path. The quantizer that a loaded
-model keeps is of the stock class: nothing of this file outlives a load.
+The methods stand in the order of the calls (switch.py). The quantizer that a loaded model keeps is
+of the stock class.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations.accelerate import get_max_memory
+from transformers.integrations.accelerate import compute_module_sizes, get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -44,8 +42,8 @@ from ..packing.linear import check_linears
 from ..world import many_ranks, world
 from .fill import Fill, refuse_to_shard, weights_to_keep
 
+# Attribute of a caller's config: the config of the folder's maker that it stands in for.
 MAKERS_CONFIG = "_makers_quantization_config"
-"""Attribute of a caller's config: the config of the folder's maker that it stands in for."""
 
 
 @cache
@@ -55,7 +53,7 @@ def packing_quantizer(stock: type, asked: Callable[[], Any]) -> type:
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
 
-class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can be assigned
+class _Packing:
     pre_quantized: bool
     quantization_config: Any
     _asked: Callable[[], Any]
@@ -63,8 +61,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _opened: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     _fill: Fill | None = None
     _device_map: Any = None
-    # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
-    _unit_nbytes: tuple[float, ...] = ()
     _checked: FolderCheck | None = None
     _mark: Mark | None = None
     _makers_config: Mapping[str, Any] | None = None
@@ -174,15 +170,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 return
             self._fill = Fill(*known, asked.offload)
             self._fill.place(self._device_map)
-        blocks = set(model._no_split_modules or ())
-        owners = [name for name, part in model.named_modules() if type(part).__name__ in blocks]
-        units: dict[str, float] = {}
-        for name, parameter in model.named_parameters():
-            above = (owner for owner in owners if name.startswith(f"{owner}."))
-            unit = next(above, name.rpartition(".")[0])
-            size = parameter.numel() * self.param_element_size(model, name, parameter)
-            units[unit] = units.get(unit, 0.0) + size
-        self._unit_nbytes = tuple(units.values())
 
     def _several(self, config: Any) -> Any:
         asked = getattr(config, "distributed_config", None)
@@ -241,7 +228,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         hidden = []
         if self._fill is not None:
             hidden = self._fill.hide(weight_conversions, linears=not self.pre_quantized)
-            self._fill.fill_before_tying()
             if self._mark is not None:  # a packed folder has the model's own names
                 return hidden
         return [*hidden, *super().update_weight_conversions(weight_conversions, *model)]  # type: ignore[misc]
@@ -272,27 +258,19 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             device: min(share, max(stock[device], 0.9 * free[device])) if device in free else share
             for device, share in max_memory.items()
         }
-        if self._device_map not in ("auto", "balanced"):
-            return shares
         places = [device for device, share in shares.items() if isinstance(device, int) and share]
-        if len(places) < 2:
+        if self._device_map not in ("auto", "balanced") or len(places) < 2 or self._fill is None:
             return shares
-        # Blocks of these bytes, in order, spread evenly.
-        units, count, done = self._unit_nbytes, len(places), 0.0
-        taken = [0.0] * count
-        for unit in units:
-            # to where its middle lies, were the model one line cut into equal parts
-            at = math.ceil((done + unit / 2) * count / sum(units)) - 1
-            taken[min(max(at, 0), count - 1)] += unit
-            done += unit
-        even = {
-            place: share + min(units, default=0.0) / 2
-            for place, share in zip(places, taken, strict=True)
-        }
-        # On the first device accelerate keeps room for the largest layer free.
-        even[places[0]] += max(units, default=0.0)
-        if all(shares[place] >= even[place] for place in places):
-            shares |= {place: even[place] for place in places[:-1]}
+        # An even share and half a block each, and the last one takes the rest. On the first device
+        # accelerate keeps room for the largest layer free.
+        model = self._fill.model
+        sizes, blocks = compute_module_sizes(model, self)[0], set(model._no_split_modules or ())
+        owned = (sizes[n] for n, part in model.named_modules() if type(part).__name__ in blocks)
+        largest = max(owned, default=0)
+        even = dict.fromkeys(places[:-1], sizes[""] / len(places) + largest / 2)
+        even[places[0]] += largest
+        if all(shares[place] >= share for place, share in even.items()):
+            shares |= even
         return shares
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

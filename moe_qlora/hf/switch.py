@@ -10,17 +10,12 @@ off puts back exactly what was there. The path of one load:
       |  AUTO_QUANTIZER_MAPPING[...]  ->  quantizer.packing_quantizer: the stock class, and on top
       v
     update_attn_implementation    is config.json that of a packed folder? then check the folder
-      v
     preprocess_model              the model is on meta: detect its expert weights, and decide what
-      |                           is packed (checkpoint/rows.py):
-      |                             16-bit checkpoint  packing_spec   by the user's config
-      |                             packed folder      reload_spec    by the folder's manifest
-      v
+                                  is packed (checkpoint/rows.py): by the user's config, or of a
+                                  packed folder by its manifest
     update_weight_conversions     hide from transformers what is packed, or made of a maker's codes;
-      |                           it loads the rest, stock
-      v
+                                  it loads the rest, stock
     tie_weights                   read, pack and put into place what was hidden (fill.py)
-      v
     postprocess_model             attach packed weights (packing/parametrize.py), select the experts
                                   forward, mark the model quantized (model.py), and leave the model
                                   with a quantizer of the stock class
@@ -193,13 +188,9 @@ def _restore() -> None:
     if _always or _blocks:
         return
     for method, (stock, packing) in _replaced.items():
-        # A class that somebody else has put there since then stays; what extends ours, wherever it
-        # is, extends the stock class from now on.
+        # A class that somebody else has put there since then stays.
         if AUTO_QUANTIZER_MAPPING.get(method) is packing:
             AUTO_QUANTIZER_MAPPING[method] = stock
-        heirs: list[type] = packing.__subclasses__()
-        for heir in heirs:
-            heir.__bases__ = tuple(stock if base is packing else base for base in heir.__bases__)
     _replaced.clear()
     # One that somebody else has put there since then stays; where it calls ours, ours calls stock.
     if _merge is not None and AutoHfQuantizer.__dict__.get(_MERGE) is _merge[1]:

@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,10 @@ from torch import Tensor
 from ..kernels.limits import cdiv
 from ..kernels.weights import TABLES, NestedAbsmax, PackedWeight
 from ..layout import dtype_name
-from .codecs import CODES, Codec, PackingFormat, Shape, Tensors, TensorSpec, bad_scales
+from .codecs import CODES, Codec, Shape, Tensors, TensorSpec, bad_scales
+
+if TYPE_CHECKING:
+    from .settings import CodecSettings
 
 ABSMAX = ".absmax"
 NESTED_ABSMAX = ".nested_absmax"
@@ -51,7 +54,7 @@ class Bnb4bit(Codec):
     def __init__(self, kind: str, *, is_default: bool = False) -> None:
         self.kind, self.table, self.is_default = kind, TABLES[kind], is_default
 
-    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+    def settle(self, settings: CodecSettings) -> Mapping[str, Any]:
         return {}
 
     def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
@@ -62,7 +65,7 @@ class Bnb4bit(Codec):
             "blocksize": packed.blocksize,
         }
 
-    def tensors(self, shape: Shape, settings: PackingFormat) -> dict[str, TensorSpec]:
+    def tensors(self, shape: Shape, settings: CodecSettings) -> dict[str, TensorSpec]:
         numel = math.prod(shape)
         blocks = cdiv(numel, settings.blocksize)
         storage, double = settings.storage_dtype, settings.double_quant
@@ -77,10 +80,10 @@ class Bnb4bit(Codec):
             tensors[NESTED_TABLE] = TensorSpec(torch.float32, (256,))
         return tensors
 
-    def constant_nbytes(self, settings: PackingFormat) -> int:
+    def constant_nbytes(self, settings: CodecSettings) -> int:
         return torch.float32.itemsize if settings.double_quant else 0  # the offset
 
-    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
+    def why_not(self, shape: Shape, settings: CodecSettings) -> str | None:
         numel, nbytes = math.prod(shape), cdiv(math.prod(shape), 2)
         if nbytes % settings.storage_dtype.itemsize:
             return (
@@ -91,12 +94,11 @@ class Bnb4bit(Codec):
         return None
 
     def value_problems(
-        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
+        self, tensors: Tensors, shape: Shape, settings: CodecSettings, dtype: torch.dtype | None
     ) -> Iterator[str]:
         for end, name in ((ABSMAX, "absmax"), (NESTED_ABSMAX, "nested absmax")):
             yield from bad_scales(tensors.get(end), name)
-        tables = (TABLE, torch.tensor(self.table)), (NESTED_TABLE, _dynamic())
-        for end, table in tables:
+        for end, table in ((TABLE, torch.tensor(self.table)), (NESTED_TABLE, _dynamic())):
             # Recomputed by each version and machine: the last bit may differ, without harm.
             if end in tensors and not torch.allclose(tensors[end].cpu(), table, rtol=0, atol=1e-6):
                 yield f"has values as its {end} that are not the code table of bitsandbytes"
@@ -130,7 +132,7 @@ class Bnb4bit(Codec):
 
     def finish(
         self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
-        settings: PackingFormat,
+        settings: CodecSettings,
     ) -> PackedWeight:  # fmt: skip
         import bitsandbytes.functional
 
@@ -147,7 +149,7 @@ class Bnb4bit(Codec):
         return packed
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: CodecSettings
     ) -> PackedWeight:
         codes, record, nested = tensors[CODES], tensors.get(RECORD + self.kind), None
         said = {} if record is None else read_record(record)

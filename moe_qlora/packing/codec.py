@@ -1,16 +1,11 @@
 """Packs weights into bitsandbytes' formats, and dequantizes any range of their experts.
 
-A weight of two or more dimensions, `(E, out, in)` or any other, is packed in row-major order as
-bitsandbytes packs one tensor (the formats: settings.py). Codes and statistics equal, bit for bit,
-those of `bitsandbytes.functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor.
-Weights with a checkpoint's native codes (mxfp4.py) are only decoded here, in plain torch. Unlike
-bitsandbytes, packing goes chunk by chunk: it needs little more memory than the packed form
-(bitsandbytes' own CPU path needs about 20 bytes a weight), and a tensor may have more than 2**31 -
-1 weights, where bitsandbytes' int32 counts overflow.
-
-Codes and statistics are flat and in the order of the weights, so any range of experts is a range of
-blocks. Only where a block straddles two experts does decoding a range touch a neighbour's block,
-and then only that block.
+A weight of two or more dimensions is packed in row-major order as bitsandbytes packs one tensor
+(the formats: settings.py): codes and statistics equal, bit for bit, those of its
+`functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor. Unlike bitsandbytes,
+packing goes chunk by chunk: it needs little more memory than the packed form (its own CPU path
+needs about 20 bytes a weight), and a tensor may have more than 2**31 - 1 weights, where its int32
+counts overflow. Any range of experts is a range of blocks, of which the outer two may straddle it.
 
 Decoding does not call `bitsandbytes.functional.dequantize_4bit` on the whole tensor on the CPU: its
 AVX-512 kernel (0.50.2) looks up the absmax by row, and is wrong wherever a row of the last
@@ -157,7 +152,7 @@ def restore(
 
 
 def unpack(packed: PackedWeight) -> Tensor:
-    """Dequantize a whole weight in its original shape and dtype."""
+    """Dequantize a whole weight."""
     return unpack_range(packed, 0, packed.shape[0])
 
 

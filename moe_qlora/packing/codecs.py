@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +22,9 @@ from torch import Tensor
 from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
 from ..kernels.weights import TABLES, PackedWeight
+
+if TYPE_CHECKING:
+    from .settings import CodecSettings
 
 Shape = Sequence[int]
 Tensors = Mapping[str, Tensor]
@@ -38,28 +40,14 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...] | None
 
     @property
-    def numel(self) -> int | None:
-        """Number of elements, None where it is open."""
-        return None if self.shape is None else math.prod(self.shape)
+    def numel(self) -> int:
+        """Number of elements; 0 for the record, which no packed weight in memory has."""
+        return 0 if self.shape is None else math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes; 0 for the record, which no packed weight in memory has."""
-        return self.dtype.itemsize * (self.numel or 0)
-
-
-@dataclass(frozen=True)
-class PackingFormat:
-    """How a weight is packed."""
-
-    kind: str
-    double_quant: bool = False  # 4-bit statistics are quantized as well
-    storage_dtype: torch.dtype = torch.uint8  # that 4-bit codes are viewed in; int8 for int8
-    compute_dtype: torch.dtype | None = None  # None: the activations'; never a decoded tensor's
-    blocksize: int = 64  # weights in a first-level block
-    # of native codes of a checkpoint: codes and blocks run along the decoded weight's columns,
-    # whose last two dimensions are swapped in storage
-    stored_transposed: bool = field(default=False, kw_only=True)
+        """Bytes."""
+        return self.dtype.itemsize * self.numel
 
 
 class Codec:
@@ -67,8 +55,7 @@ class Codec:
 
     The methods here serve any codec that packs a weight in row-major order, unit by unit, into
     `bits` a weight and one scale a unit. It must define `kind`, `quantize` and `decode`.
-    Shapes are `(..., rows, columns)` of the whole decoded weight, `(E, rows, columns)` for experts;
-    `settings` are a weight's, as `settle` has left them.
+    Shapes are `(..., rows, columns)` of the whole decoded weight, `(E, rows, columns)` for experts.
     """
 
     kind: str  # its name in `bnb_4bit_quant_type`, manifests, reports and messages
@@ -96,16 +83,15 @@ class Codec:
         """The ends of all keys but the codes' and a record's."""
         return (self.scales,)
 
-    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+    def settle(self, settings: CodecSettings) -> Mapping[str, Any]:
         """Return the fields of settings that this codec fixes."""
-        fixed = {"double_quant": False, "storage_dtype": torch.uint8}
-        return fixed | {"blocksize": self.blocksize}
+        return {"double_quant": False, "storage_dtype": torch.uint8, "blocksize": self.blocksize}
 
     def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
         """Return the fields of the settings that a weight was packed with, except the kind."""
         return {"compute_dtype": packed.compute_dtype}
 
-    def unit(self, shape: Shape, settings: PackingFormat) -> int:
+    def unit(self, shape: Shape, settings: CodecSettings) -> int:
         """Return how many consecutive weights share a scale."""
         return settings.blocksize
 
@@ -113,7 +99,7 @@ class Codec:
         """Return the shape of a weight's codes."""
         return (cdiv(math.prod(shape) * self.bits, 8), 1)
 
-    def tensors(self, shape: Shape, settings: PackingFormat) -> dict[str, TensorSpec]:
+    def tensors(self, shape: Shape, settings: CodecSettings) -> dict[str, TensorSpec]:
         """Return the tensors of a packed weight in a state dict, by the end of their key."""
         units = cdiv(math.prod(shape), self.unit(shape, settings))
         return {
@@ -121,16 +107,16 @@ class Codec:
             self.scales: TensorSpec(self.scale_dtype, (units,)),
         }
 
-    def constant_nbytes(self, settings: PackingFormat) -> int:
+    def constant_nbytes(self, settings: CodecSettings) -> int:
         """Return the bytes of a weight in memory besides these tensors."""
         return 0
 
-    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
+    def why_not(self, shape: Shape, settings: CodecSettings) -> str | None:
         """Return why no weight of this shape can be packed, to follow its name; None if it can."""
         return None
 
     def value_problems(
-        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
+        self, tensors: Tensors, shape: Shape, settings: CodecSettings, dtype: torch.dtype | None
     ) -> Iterator[str]:
         """Yield faults in the values of these tensors, some of which may be absent."""
         yield from bad_scales(tensors.get(self.scales), "scale")
@@ -146,17 +132,14 @@ class Codec:
 
     def finish(
         self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
-        settings: PackingFormat,
+        settings: CodecSettings,
     ) -> PackedWeight:  # fmt: skip
         """Return the weight of all of `quantize`'s codes, `(bytes,)`, and scales `(units,)`."""
-        tensors = {
-            CODES: codes.view(settings.storage_dtype).view(self.codes_shape(shape)),
-            self.scales: scales,
-        }
-        return self.assemble(tensors, shape, dtype, settings)
+        codes = codes.view(settings.storage_dtype).view(self.codes_shape(shape))
+        return self.assemble({CODES: codes, self.scales: scales}, shape, dtype, settings)
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: CodecSettings
     ) -> PackedWeight:
         """Return the weight of a state dict's tensors, which passed `problems`; copy nothing.
 
@@ -202,7 +185,7 @@ def register(codec: Codec) -> None:
 
 
 def unregister(kind: str) -> None:
-    """Remove a codec that `register` added; weights packed by it cannot be read any more."""
+    """Remove a codec that `register` added."""
     del _codecs[kind]
     TABLES.pop(kind, None)
 

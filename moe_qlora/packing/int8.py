@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import UnsupportedWeightError
 from ..kernels.weights import PackedWeight
-from .codecs import Codec, PackingFormat, Shape, Tensors
+from .codecs import Codec, Shape, Tensors
+
+if TYPE_CHECKING:
+    from .settings import CodecSettings
 
 SCALES = ".SCB"
 
@@ -32,10 +35,10 @@ class Int8(Codec):
     loads_in_8bit = packs_linears = True
     linear_dtype = torch.float16
 
-    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+    def settle(self, settings: CodecSettings) -> Mapping[str, Any]:
         return {"double_quant": False, "storage_dtype": torch.int8}
 
-    def unit(self, shape: Shape, settings: PackingFormat) -> int:
+    def unit(self, shape: Shape, settings: CodecSettings) -> int:
         return shape[-1]
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
@@ -53,7 +56,7 @@ class Int8(Codec):
 
     def finish(
         self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
-        settings: PackingFormat,
+        settings: CodecSettings,
     ) -> PackedWeight:  # fmt: skip
         if dtype != torch.float16 and not bool(scales.isfinite().all()):
             row = int(torch.nonzero(~scales.isfinite())[0])
@@ -64,9 +67,9 @@ class Int8(Codec):
         return super().finish(codes, scales, shape, dtype, settings)
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: CodecSettings
     ) -> PackedWeight:
-        """Return the weight; block size 0 tells kernels that each row has one scale."""
+        # Block size 0 tells kernels that each row has one scale.
         return replace(super().assemble(tensors, shape, dtype, settings), blocksize=0)
 
     def decode(self, packed: PackedWeight, first: int, last: int) -> Tensor:

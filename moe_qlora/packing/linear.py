@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -50,13 +50,13 @@ def has_codes(layer: Any) -> bool:
 
 def check_linears(model: nn.Module, settings: CodecSettings) -> None:
     """Raise where bitsandbytes would pack a model's Linear layers by a codec it does not know."""
-    for name, module in model.named_modules():
-        if not settings.codec.packs_linears and isinstance(module, bnb.Linear4bit):
-            raise ConfigError(
-                f"{name} would be packed by bitsandbytes, which does not know "
-                f"bnb_4bit_quant_type={settings.kind!r}: name it, and all other Linear layers, in "
-                "llm_int8_skip_modules."
-            )
+    layers = (name for name, one in model.named_modules() if isinstance(one, bnb.Linear4bit))
+    if not settings.codec.packs_linears and (name := next(layers, None)) is not None:
+        raise ConfigError(
+            f"{name} would be packed by bitsandbytes, which does not know "
+            f"bnb_4bit_quant_type={settings.kind!r}: name it, and all other Linear layers, in "
+            "llm_int8_skip_modules."
+        )
 
 
 def linear_kind(layer: Any) -> str:
@@ -72,9 +72,8 @@ def linear_kind(layer: Any) -> str:
 def keep_layout(model: nn.Module) -> None:
     """Stop bitsandbytes' 4-bit Linear layers from converting their codes on CPUs, in place.
 
-    In evaluation on CPUs with AVX512-BF16, bitsandbytes 0.50 converts them to another layout, in
-    which the layer computes in bf16 and passes no gradient, also in later training. Decoding it
-    gives other weights: the absmax are rounded to bf16 and reordered.
+    bitsandbytes 0.50 does so in evaluation with AVX512-BF16; such a layer computes in bf16, passes
+    no gradient, also in later training, and has its absmax rounded to bf16 and reordered.
     """
     for module in model.modules():
         if isinstance(module, bnb.Linear4bit):
@@ -101,10 +100,6 @@ def write_linear(layer: Any, packed: PackedWeight) -> None:
 
 
 def restore_linear(module: nn.Module) -> None:
-    """Make a Linear layer that engines can shard bitsandbytes' own again, for PEFT to merge.
-
-    Its tensors must be gathered. Any other module is unchanged.
-    """
-    restore = getattr(type(module), "restore_stock", None)
-    if restore is not None:
-        restore(module)
+    """Make a gathered Linear layer that engines can shard bitsandbytes' own again, for PEFT."""
+    if hasattr(type(module), "restore_stock"):
+        cast(Any, module).restore_stock()

@@ -1,8 +1,7 @@
 """Which expert weights of a model are packed, and why the others are not.
 
-A weight that is packed already stays as it is. Then the caller's config decides: its own
-`target_parameters`, which bitsandbytes packs, and `llm_int8_skip_modules`, which match as in
-transformers' `should_convert_module` (5.23), which is not imported.
+A weight that is packed already stays. Then the config decides: `target_parameters`, which
+bitsandbytes packs itself, and `llm_int8_skip_modules`, as in transformers' `should_convert_module`.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def select_weights(
     # Imports bitsandbytes, which prints to stderr; the matching rule alone does not need it.
     from . import parametrize
 
-    names = [name for name, _ in model.named_modules() if name]
-    names += [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
     names += [f"{name}.{parameter}" for name, _, parameter in parametrize.iter_packed(model)]
     for pattern in settings.skip_modules:
         if not any(is_skipped(name, [pattern]) for name in names):
@@ -57,7 +55,7 @@ def select_weights(
     # Parameters that the config asks bitsandbytes to pack itself.
     asked = config if isinstance(config, Mapping) else {}
     left = asked.get("target_parameters", getattr(config, "target_parameters", None))
-    left_to_config = (left,) if isinstance(left, str) else tuple(left or ())
+    left = (left,) if isinstance(left, str) else tuple(left or ())
 
     def select(param: ExpertParam) -> WeightSelection:
         module = model.get_submodule(param.module_name)
@@ -65,7 +63,7 @@ def select_weights(
             foreign = parametrize.is_foreign(module, param.parameter_name)
             reason = "packed by bitsandbytes' own helper" if foreign else ""
             return WeightSelection(param, ALREADY_QUANTIZED, reason)
-        if any(_covers(pattern, param) for pattern in left_to_config):
+        if any(_covers(pattern, param) for pattern in left):
             return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
         skipping = skipping_pattern(param, settings.skip_modules)
         if skipping is not None:

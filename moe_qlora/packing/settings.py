@@ -1,12 +1,10 @@
 """How weights are packed: the fields of a `BitsAndBytesConfig`, and the tensors that result.
 
-The config is read by its attributes or keys, so that nothing here needs transformers. Each codec
-defines its own tensors (codecs.py), with the keys that a packed Linear layer of bitsandbytes has.
-The first of the two 4-bit codes in a byte is in its high half; divisions round up. That is 0.5625
-bytes a weight in 4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
+Nothing here needs transformers. Each codec defines its own tensors (codecs.py), with the keys that
+a packed Linear layer of bitsandbytes has; divisions round up. That is 0.5625 bytes a weight in
+4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
 
-Packing, blank weights on meta, key names, checks of folders and byte counts all follow from
-`packed_tensors`. Decoding trusts tensors: tensors from outside pass `problems` first.
+All follows from `packed_tensors`. Decoding trusts tensors: those from outside pass `problems`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -23,7 +21,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
-from .codecs import Codec, PackingFormat, TensorSpec, codec_of, codecs, kinds
+from .codecs import Codec, TensorSpec, codec_of, codecs, kinds
 
 BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -31,13 +29,18 @@ STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class CodecSettings(PackingFormat):
-    """How weights are packed, and which are skipped, from a `BitsAndBytesConfig`.
+class CodecSettings:
+    """How weights are packed, from a `BitsAndBytesConfig`; what the codec fixes overrides it."""
 
-    `skip_modules` are its `llm_int8_skip_modules`. Fields that the codec fixes override arguments.
-    """
-
-    skip_modules: tuple[str, ...] = ()
+    kind: str
+    double_quant: bool = False  # 4-bit statistics are quantized as well
+    storage_dtype: torch.dtype = torch.uint8  # that 4-bit codes are viewed in; int8 for int8
+    compute_dtype: torch.dtype | None = None  # None: the activations'; never a decoded tensor's
+    blocksize: int = 64  # weights in a first-level block
+    # of native codes of a checkpoint: codes and blocks run along the decoded weight's columns,
+    # whose last two dimensions are swapped in storage
+    stored_transposed: bool = field(default=False, kw_only=True)
+    skip_modules: tuple[str, ...] = ()  # `llm_int8_skip_modules`
 
     def __post_init__(self) -> None:
         if self.kind not in kinds():
@@ -124,7 +127,7 @@ class CodecSettings(PackingFormat):
         """Return the arguments of the `BitsAndBytesConfig` that asks for this."""
         skips = {"llm_int8_skip_modules": list(self.skip_modules)} if self.skip_modules else {}
         if self.codec.loads_in_8bit:
-            return {"load_in_8bit": True, **skips}
+            return skips | {"load_in_8bit": True}
         return skips | {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": self.kind,
@@ -147,35 +150,27 @@ class CodecSettings(PackingFormat):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
-        """Read the result of `to_dict`, or raise ValueError; the two dtypes may be left out."""
+        """Read the result of `to_dict`, or raise ValueError; dtypes may be left out."""
         options: dict[str, tuple[Any, ...]] = {
             "kind": kinds(),
             "double_quant": (False, True),
+            "blocksize": BLOCKSIZES,
             "storage_dtype": tuple(map(dtype_name, (torch.int8, *STORAGE_DTYPES))),
             "compute_dtype": (None, *map(dtype_name, FLOAT_DTYPES)),
             "stored_transposed": (False, True),
         }
         absent = {"storage_dtype": "uint8", "compute_dtype": None, "stored_transposed": False}
         values = {**absent, **values}
-        for key in ("blocksize", *options):
+        for key, allowed in options.items():
             if key not in values:
                 raise ValueError(f"{key} is missing")
-        for key, allowed in options.items():
             value = values[key]
             if not any(value == one and type(value) is type(one) for one in allowed):
                 shown = ", ".join(map(repr, allowed))
                 raise ValueError(f"{key} is {value!r:.80}; expected one of {shown}")
-        blocksize, compute = values["blocksize"], values["compute_dtype"]
-        if type(blocksize) is not int or blocksize not in BLOCKSIZES:
-            raise ValueError(
-                f"blocksize is {blocksize!r:.80}; expected a power of two from 32 to 4096"
-            )
-        compute = None if compute is None else getattr(torch, compute)
-        storage = getattr(torch, values["storage_dtype"])
-        return cls(
-            values["kind"], values["double_quant"], storage, compute, blocksize,
-            stored_transposed=values["stored_transposed"],
-        )  # fmt: skip
+        for key in ("storage_dtype", "compute_dtype"):
+            values[key] = None if values[key] is None else getattr(torch, values[key])
+        return cls(**{key: values[key] for key in options})
 
 
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:

@@ -32,8 +32,7 @@ from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
-from ..packing.decoders import is_share, read
-from ..packing.packed_list import PackedList, fetched
+from ..packing.decoders import PackedList, fetched, is_share, read
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from .fitted import decoder_layers
 from .slots import Block, Copier, CudaCopier, Slot, Slots
