@@ -36,9 +36,9 @@ from ..layout import dtype_name, listed
 from ..models import named
 from ..models.files import read_json
 from ..packing import parametrize
+from ..packing.bnb4bit import SCALES
 from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
-from ..packing.int8 import SCALES
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings, key_ends, packed_nbytes
 from ..progress import Progress, reporting

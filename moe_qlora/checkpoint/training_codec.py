@@ -38,7 +38,7 @@ from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codec import Packer
-from ..packing.linear import check_linears, linear_kind
+from ..packing.decoders import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..versions import installed_version

@@ -1,24 +1,43 @@
-"""The implementation of world.py's interface for several ranks."""
+"""The implementation of world.py's interface for several ranks, and what ranks must agree on.
+
+Ranks exchange tensors by shape alone: without `check_agreement`, gathered codes are decoded with
+another folder's statistics, and sums mix two scalings.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import AdapterError, ConfigError
+from ..errors import AdapterError, ConfigError, MoeQloraError
 from ..layout import unwrapped_name
-from ..packing.decoders import PackedList, is_shardable, is_share
-from ..packing.parametrize import decoder_of, is_hosted, iter_packed, original_of
+from ..packing.decoders import PackedList, is_shardable, is_share, linear_kind
+from ..packing.parametrize import (
+    decoder_of,
+    is_hosted,
+    is_packed_linear,
+    iter_packed,
+    original_of,
+    read_packed,
+)
+from ..packing.settings import CodecSettings
 from ..world import CHECKED, World
 from . import gather
-from .adapters import check_copies, replicate_adapters
-from .agreement import check_agreement, model_facts
 from .sharding import lay_out
+
+# transformers' Trainer, which averages gradients too, marks a parameter by this attribute.
+_SEEN = "_replicated_grad_hook_registered"
+_SAMPLE = 512  # values of a tensor that are compared
+_WEIGHTS = 8  # packed weights whose codes and statistics are sampled
+
+Facts = Callable[[], Mapping[str, Any]]
 
 
 class ManyRanks(World):
@@ -34,8 +53,7 @@ class ManyRanks(World):
         lay_out(model)
 
     def load(self, distributed_config: Any) -> Any:
-        """Return the `RankLoad` of a `DistributedConfig`."""
-        from .distributed_config import RankLoad
+        from .load_sharded import RankLoad
 
         return RankLoad(distributed_config)
 
@@ -131,3 +149,150 @@ def _check_ddp_copies(model: nn.Module) -> bool:
         group = ddp.process_group
         check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
     return ddp is not None
+
+
+def replicate_adapters(model: nn.Module) -> None:
+    """Keep the trained parameters that FSDP2 does not manage equal on all ranks, from now on.
+
+    All ranks call it. Parameters that are replaced or added later are included at the next forward.
+    A model that is not sharded is not changed.
+    """
+    mesh = _mesh(model)
+    if mesh is None:
+        return
+
+    def average(parameter: Tensor) -> None:
+        # Right with several backwards a step too: earlier ones' gradients are equal on all ranks.
+        gradient = parameter.grad
+        if gradient is not None:
+            for dimension in range(mesh.ndim):
+                distributed.all_reduce(gradient, group=mesh.get_group(dimension))
+            gradient.div_(mesh.size())
+
+    @torch.no_grad()
+    def replicate(module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters():
+            trained = parameter.requires_grad and not hasattr(parameter, "device_mesh")
+            if trained and not getattr(parameter, _SEEN, False):
+                from_first(mesh, distributed.broadcast, parameter.data)
+                parameter.register_post_accumulate_grad_hook(average)
+                setattr(parameter, _SEEN, True)
+
+    model.register_forward_pre_hook(replicate)
+    replicate(model, ())
+
+
+def check_copies(model: nn.Module, config: Any) -> None:
+    """Raise where a LoRA config asks for copies of modules that FSDP2 has sharded."""
+    names = getattr(config, "modules_to_save", None)
+    if names and _mesh(model) is not None:
+        raise ConfigError(
+            f"modules_to_save={names!r} copies modules, and FSDP2 has sharded them already: give "
+            "the config to moe_qlora.load_sharded, which shards the copies too."
+        )
+
+
+def _mesh(model: nn.Module) -> Any:
+    from torch.distributed.fsdp import FSDPModule
+
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return None
+    return next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
+
+
+def from_first(mesh: Any, broadcast: Callable[..., Any], value: Any) -> None:
+    """Broadcast a value of a mesh's first rank to all others."""
+    for group in reversed([mesh.get_group(dimension) for dimension in range(mesh.ndim)]):
+        broadcast(value, src=distributed.get_global_rank(group, 0), group=group)
+
+
+def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None) -> None:
+    """Raise on every rank where one was given something other than the first.
+
+    All ranks of the mesh or group (None: all) must call it; without a process group it does
+    nothing. `facts` returns what must be equal, by the caller's names for it, a configuration
+    compared field by field; its error on one rank is raised on all. `what` begins the sentence of
+    the `ConfigError`, which names the rank, the setting and both values.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    error: MoeQloraError | None = None
+    known: dict[int, dict[str, str] | str] = {}
+    try:
+        known[distributed.get_rank()] = dict(_settings(facts()))
+    except MoeQloraError as raised:
+        error, known[distributed.get_rank()] = raised, str(raised)
+    groups = [group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    for group in groups:  # after the last, each rank has the facts of all
+        everyone: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(everyone, known, group=group)
+        known = {rank: given for one in everyone for rank, given in one.items()}
+    if error is not None:
+        raise error
+    told: dict[int, dict[str, str]] = {}
+    for rank, given in sorted(known.items()):
+        if isinstance(given, str):
+            raise ConfigError(f"{what}: rank {rank} failed: {given}")
+        told[rank] = given
+    first, expected = min(told.items())
+    for rank, given in told.items():
+        for name in {**expected, **given}:
+            here, there = given.get(name, "nothing"), expected.get(name, "nothing")
+            if here != there:
+                raise ConfigError(
+                    f"{what}: rank {rank} has {name} {here}, and rank {first} has {there}: give "
+                    "all ranks the same."
+                )
+
+
+def _settings(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield values by name as text; of a configuration, each field under its full name."""
+    for name, value in facts.items():
+        fields = value.to_dict() if hasattr(value, "to_dict") else value
+        if isinstance(fields, Mapping):
+            # Each rank may read a copy of the base of its own.
+            inner = {k: one for k, one in fields.items() if k != "base_model_name_or_path"}
+            yield from ((f"{name}.{field}", _text(one)) for field, one in inner.items())
+        else:
+            yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+    return f"{value!r:.200}"
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return how a model is packed, samples of its packed weights, and its adapters' state."""
+    packed = [
+        (f"{owner}.{leaf}", read_packed(module, leaf)) for owner, module, leaf in iter_packed(model)
+    ]
+    linears: list[Any] = [module for module in model.modules() if is_packed_linear(module)]
+    facts: dict[str, Any] = {
+        "the codec of experts": {str(CodecSettings.of(weight).to_dict()) for _, weight in packed},
+        "the codec of Linear layers": {
+            f"{linear_kind(layer)}, nested {getattr(layer.weight, 'compress_statistics', None)}, "
+            f"computed in {getattr(layer, 'compute_dtype', None)}"
+            for layer in linears
+        },
+    }
+    for name, weight in packed[:: max(len(packed) // _WEIGHTS, 1)]:
+        statistics = weight.absmax if weight.nested is None else weight.nested.absmax
+        digest = hashlib.sha256()
+        for tensor in (weight.flat_codes, weight.absmax, statistics):
+            flat = tensor.detach().reshape(-1)
+            digest.update(flat[:: max(len(flat) // _SAMPLE, 1)].cpu().numpy().tobytes())
+        facts[f"{name} of the content"] = digest.hexdigest()[:12]
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        facts[f"lora_config of {name!r}"] = config
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "scaling", None), dict):  # an adapter's layer
+            layer: Any = module
+            off = getattr(layer, "disable_adapters", False)
+            facts[f"the active adapters of {name}"] = [] if off else list(layer.active_adapters)
+            facts[f"the merged adapters of {name}"] = list(layer.merged_adapters)
+            facts[f"the scaling of {name}"] = dict(layer.scaling)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            facts[f"requires_grad of {name}"] = True
+    return facts

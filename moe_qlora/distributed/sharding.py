@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -28,13 +28,15 @@ from ..packing.decoders import (
     PackedScales,
     Params4bit,
     bnb,
+    has_codes,
     is_shardable,
     is_share,
     params4bit,
     read,
+    read_linear,
     to_quant_state,
+    write_linear,
 )
-from ..packing.linear import has_codes, read_linear, write_linear
 
 Wrap = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are sharded by themselves: names of classes, or a predicate of a module."""
@@ -45,11 +47,9 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
 
     A distributed run does this by itself when it packs or loads a model, and in `get_peft_model`.
     Call it for a model that was packed before, with or without adapters or values, ahead of
-    `fully_shard`. Calling it twice changes nothing.
-
-    Returns the model. It saves the same packed folder as before; its `state_dict` has torch's keys,
-    which engines look up as parameters (parametrize.py). A `ConfigError` where experts lie in host
-    memory.
+    `fully_shard`; twice changes nothing. It saves the same packed folder as before; its
+    `state_dict` has torch's keys, which engines look up as parameters (parametrize.py). A
+    `ConfigError` where experts lie in host memory.
     """
     parametrize.check_resident(model)
     return lay_out(model)
@@ -142,7 +142,6 @@ class PackedCodes(Params4bit):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move to another device; ignore a dtype, since codes are no numbers."""
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self.detach().to(device=device, non_blocking=non_blocking)
 
@@ -160,7 +159,6 @@ class _ShardableLinear(nn.Module):
     product: Any  # by bitsandbytes, whose gradient function references the codes
 
     def restore_stock(self) -> None:
-        """Become bitsandbytes' own layer again."""
         layer: Any = self
         packed = read(layer.weight, layer.statistics)
         require_whole(packed)
@@ -169,7 +167,6 @@ class _ShardableLinear(nn.Module):
         write_linear(layer, packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
         _require_gathered(self)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if hasattr(self.weight, "ds_id"):  # nothing gathered may outlive the product
@@ -190,7 +187,6 @@ class ShardableLinear4bit(_ShardableLinear, bnb.Linear4bit):
     set_compute_type: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute in the layer's compute dtype."""
         if not self.compute_type_is_set:
             self.set_compute_type(x)
             self.compute_type_is_set = True
@@ -257,50 +253,52 @@ def _require_gathered(module: _ShardableLinear) -> None:
 def shards_integers() -> Iterator[None]:
     """Let `fully_shard` shard integer parameters on every torch, within the block.
 
-        with moe_qlora.shards_integers():
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-
     torch before 2.13 requires gradients of each shard, and "only Tensors of floating point dtype
     can require gradients"; and a mixed precision policy casts codes as it gathers them, which
-    destroys them. Parameters sharded in the block are gathered uncast, afterwards too. Where torch
-    is right, nothing is changed.
+    destroys them. Parameters sharded in the block are gathered uncast, afterwards too.
     """
     import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 
+    module: Any = fsdp_param
     if _takes_integers():
         yield
         return
-    parameter: Any = nn.Parameter
-    sharded: Any = fsdp_param.FSDPParam
-    stock, build = parameter.__dict__["__new__"], sharded.__init__
+    stock, sharded = module.nn, module.FSDPParam
+    build = sharded.__init__
 
-    def new(cls: Any, data: Any = None, requires_grad: bool | None = None) -> Any:
-        if requires_grad is None:
-            requires_grad = data is None or bool(data.is_floating_point() or data.is_complex())
-        return stock.__func__(cls, data, requires_grad)
+    def keep_dtype(self: Any, mp_policy: Any) -> None:
+        self.orig_dtype = self.sharded_param.dtype
+        self.param_dtype = self.reduce_dtype = None
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if not self.sharded_param.is_floating_point():
-            self.init_dtype_attrs = MethodType(_keep_dtype, self)
+            self.init_dtype_attrs = MethodType(keep_dtype, self)
 
-    parameter.__new__, sharded.__init__ = staticmethod(new), init
+    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _Parameter}), init
     try:
         yield
     finally:
-        parameter.__new__, sharded.__init__ = stock, build
-
-
-def _keep_dtype(self: Any, mp_policy: Any) -> None:
-    """Set what `FSDPParam.init_dtype_attrs` sets, for a parameter that no policy casts."""
-    self.orig_dtype = self.sharded_param.dtype
-    self.param_dtype = self.reduce_dtype = None
+        module.nn, sharded.__init__ = stock, build
 
 
 def _takes_integers() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+class _AnyParameter(type(nn.Parameter)):  # type: ignore[misc]
+    """`nn.Parameter`, which by default requires gradients of floating-point tensors only."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, nn.Parameter)
+
+    def __call__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
+        if requires_grad is None:
+            requires_grad = data is None or data.is_floating_point()
+        return nn.Parameter(data, requires_grad=requires_grad)
+
+
+class _Parameter(nn.Parameter, metaclass=_AnyParameter): ...
 
 
 def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any) -> None:

@@ -34,8 +34,7 @@ from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWei
 from ..kernels.weights import MX_BLOCK, PackedWeight
 from ..layout import listed
 from ..packing import parametrize
-from ..packing.decoders import hold
-from ..packing.linear import write_linear
+from ..packing.decoders import write_linear
 from ..packing.mxfp4 import KeptPacker, kept_settings
 from ..packing.settings import CodecSettings
 from ..world import offload
@@ -56,7 +55,6 @@ class Renamed(WeightRenaming):
         self.names = names
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Return the name of a key."""
         return self.names.get(source_key, source_key), None
 
 
@@ -81,7 +79,7 @@ class Fill:
         self.layout: Any = None  # `DiskLayout` of a folder that is not packed
         self.names: set[str] = set()  # of the weights that are filled
         self._weights: Iterator[tuple[str, PackedWeight | Tensor]] = iter(())
-        # what the model holds for packed experts until they are attached, and these
+        # empty parameters, for packed experts that are attached last, and these
         self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
         self._hook: Any = None
         self.error: MoeQloraError | None = None
@@ -95,7 +93,6 @@ class Fill:
         return self.files if isinstance(self.files, PrequantizedCheckpoint) else None
 
     def place(self, device_map: Any) -> None:
-        """Note the device map, as far as it is settled."""
         if isinstance(device_map, Mapping) and "disk" in device_map.values() and self._makers:
             raise ConfigError(
                 f"The device_map sends {next(k for k, v in device_map.items() if v == 'disk')} to "
@@ -146,35 +143,27 @@ class Fill:
         for name, param in self.spec.params.items():
             module, leaf = self._owner(name)
             plain = module._parameters.get(leaf)
-            if name in self.names or {*param.names} & {*missing} or id(plain) in self._pending:
-                continue
-            if plain is not None and not plain.is_meta:  # transformers has loaded it
+            known = name in self.names or {*param.names} & {*missing} or id(plain) in self._pending
+            if not known and plain is not None and not plain.is_meta:  # transformers has loaded it
                 slot = self._slot(name)
                 slot.take(0, plain.detach())
                 self._put(name, slot.finish())
 
     def unhide(self) -> None:
-        """Give transformers back the model's state dict and names."""
         self._hook.remove()
         del self.model.__dict__[_UNEXPECTED]
         if self._before is not None:
             setattr(self.model, _UNEXPECTED, self._before)
 
     def finish(self) -> None:
-        """Attach the packed experts, and mark the model quantized."""
         model, lost = self.model, []
         self.unhide()
-        for name, param in self.spec.params.items():
+        for name in self.spec.params:  # a tied one under each of its names
             module, leaf = self._owner(name)
-            if parametrize.is_packed(module, leaf):
-                continue  # by another name of it
-            weight = module._parameters.get(leaf)
-            if id(weight) not in self._pending:
+            if (known := self._pending.get(id(module._parameters.get(leaf)))) is not None:
+                parametrize.attach(module, leaf, known[1])
+            elif not parametrize.is_packed(module, leaf):
                 lost.append(name)
-                continue
-            for module, leaf in map(self._owner, param.names):
-                if module._parameters.get(leaf) is weight:
-                    parametrize.attach(module, leaf, self._pending[id(weight)][1])
         self._pending.clear()
         if lost:
             raise CheckpointError(
@@ -214,12 +203,9 @@ class Fill:
         elif name not in self.spec.params:
             write_linear(module, weight)
         else:
-            if self._offloads:  # an empty one, which is on the device already
-                empty = torch.empty(0, dtype=weight.codes.dtype, device=self._device(name))
-                parameter, weight = nn.Parameter(empty, requires_grad=False), weight.to("cpu")
-            else:
-                parameter = hold(weight)
-            self._pending[id(parameter)] = parameter, weight
+            empty = torch.empty(0, dtype=weight.codes.dtype, device=self._device(name))
+            parameter = nn.Parameter(empty, requires_grad=False)
+            self._pending[id(parameter)] = parameter, weight.to("cpu") if self._offloads else weight
             for owner, leaf in map(self._owner, self.spec.params[name].names):
                 owner._parameters[leaf] = parameter
 
@@ -285,20 +271,14 @@ class Fill:
         stored = {}
         for name, keys in packed_names(manifest).items():
             known = params if name in manifest.experts else self.linears
-            own = canonical_name(self.model, name, known)
-            if own is not None:
+            if (own := canonical_name(self.model, name, known)) is not None:
                 stored[own] = name, keys
         for name in self.linears.keys() - stored.keys():  # as they lie in 16 bit
-            key = canonical_name(self.model, name, files)
-            if key is not None:
+            if (key := canonical_name(self.model, name, files)) is not None:
                 stored[name] = key, (key,)
-        self.names = {*stored}
-
-        plain = {
-            key: self.model.get_parameter(name).to(torch.float16)  # as int8 layers are decoded
-            for name, (key, _) in stored.items()
-            if name in self.linears
-        }
+        self.names, plain = {*stored}, {}
+        for name in self.linears.keys() & stored.keys():  # int8 layers are decoded to float16
+            plain[stored[name][0]] = self.model.get_parameter(name).to(torch.float16)
         weights = PackedWeights(manifest, files, plain)
 
         def read(item: tuple[str, tuple[str, tuple[str, ...]]]) -> PackedWeight | Tensor:

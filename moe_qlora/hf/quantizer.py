@@ -38,7 +38,7 @@ from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spe
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
-from ..packing.linear import check_linears
+from ..packing.decoders import check_linears
 from ..world import many_ranks, world
 from .fill import Fill, refuse_to_shard, weights_to_keep
 
@@ -64,17 +64,18 @@ class _Packing:
     _checked: FolderCheck | None = None
     _mark: Mark | None = None
     _makers_config: Mapping[str, Any] | None = None
+    _ranks: Any = None  # this load in each rank, of one that is divided over ranks
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        own = getattr(quantization_config, "__dict__", {})
-        self._makers_config = own.pop(MAKERS_CONFIG, None)
+        self._makers_config = getattr(quantization_config, "__dict__", {}).pop(MAKERS_CONFIG, None)
         if self._makers_config is not None:
             kwargs["pre_quantized"] = False  # what is read is 16 bit
         super().__init__(quantization_config, **kwargs)  # type: ignore[call-arg]
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Recognise a packed folder by its config, and make transformers find its files."""
         config = super().update_attn_implementation(config)  # type: ignore[misc]
+        if getattr(config, "distributed_config", None) is not None:
+            self._ranks = many_ranks().load(config.distributed_config)
         if self._makers_config is not None:
             describe_plain(config)
         if CONFIG_KEY not in config.__dict__:
@@ -85,13 +86,13 @@ class _Packing:
         folder = Path(getattr(config, "_name_or_path", None) or "")
         if str(folder) != "." and (folder / "config.json").is_file():
             # Before transformers looks for files, so that what is missing is named by us.
-            ranks = self._several(config)
-            self._check(folder, self._mark, large=ranks is None or not ranks.shards)
+            self._check(folder, self._mark)
         return config
 
-    def _check(self, folder: Path, mark: Mark, *, large: bool = True) -> Manifest:
+    def _check(self, folder: Path, mark: Mark) -> Manifest:
         if self._checked is None or self._checked.folder != folder:
-            self._checked = FolderCheck(folder, mark, large=large)
+            shards = self._ranks is not None and self._ranks.shards
+            self._checked = FolderCheck(folder, mark, large=not shards)
             warn_of_changes(folder, self._checked.manifest)
         return self._checked.manifest
 
@@ -103,17 +104,14 @@ class _Packing:
         return self._device_map
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Note the settled device map, which transformers shows here last."""
         super().validate_environment(*args, **kwargs)  # type: ignore[misc]
         self._device_map = kwargs.get("device_map")
         if self._fill is not None:
             self._fill.place(self._device_map)
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
-        """Decide what is packed, while the model is still as it was built."""
         files = kwargs.get("checkpoint_files")
-        ranks = self._several(model.config)
-        asked = self._asked()
+        ranks, asked = self._ranks, self._asked()
         if asked.offload and (ranks is not None or is_deepspeed_zero3_enabled()):
             raise ConfigError(
                 "enabled(offload=True): this load shards the model over ranks "
@@ -132,8 +130,8 @@ class _Packing:
                 own = get_keys_to_not_convert(model)
             bnb.llm_int8_skip_modules = list(dict.fromkeys([*own, *asked.skip_modules]))
             self.quantization_config = bnb
-        spec, opened = self._examine(model, dtype, files, kwargs.get("device_map"))
-        self._spec, self._opened = spec, opened
+        self._spec, self._opened = self._examine(model, dtype, files, kwargs.get("device_map"))
+        spec, opened = self._spec, self._opened
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -149,13 +147,11 @@ class _Packing:
         if spec.params or prequantized or spec.manifest is not None:
             # that transformers casts tensors to as it reads them
             kept, quantizes = kept_dtypes(model, dtype), super().param_needs_quantization  # type: ignore[misc]
-            tensors = (
-                *model.named_parameters(remove_duplicate=False),
-                *model.named_buffers(remove_duplicate=False),
-            )
+            named = model.named_parameters, model.named_buffers
             dtypes = {
                 n: kept(n) or (dtype if dtype and quantizes(model, n) else tensor.dtype)
-                for n, tensor in tensors
+                for tensors in named
+                for n, tensor in tensors(remove_duplicate=False)
             }
             known = model, spec, opened, dtypes | spec.dtypes, self.quantization_config
             if ranks is not None and ranks.shards:
@@ -170,10 +166,6 @@ class _Packing:
                 return
             self._fill = Fill(*known, asked.offload)
             self._fill.place(self._device_map)
-
-    def _several(self, config: Any) -> Any:
-        asked = getattr(config, "distributed_config", None)
-        return None if asked is None else many_ranks().load(asked)
 
     def _examine(
         self, model: Any, dtype: Any, files: list[str] | None, place: Any
@@ -216,15 +208,13 @@ class _Packing:
     def _convert_model_for_quantization(self, model: Any) -> None:
         """Leave fused experts alone, unless the checkpoint holds them as single layers."""
         # Llama 4: stock swaps its experts for a list of Linear layers, as such folders once were.
-        spec = self._spec
-        if spec is not None and self._opened is not None:
-            names = [param.module_name for param in spec.layout.experts]
+        if self._spec is not None and self._opened is not None:
+            names = [param.module_name for param in self._spec.layout.experts]
             if not any(f"{name}.0." in key for key in self._opened for name in names):
                 return
         super()._convert_model_for_quantization(model)  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
-        """Hide from transformers what it does not read."""
         hidden = []
         if self._fill is not None:
             hidden = self._fill.hide(weight_conversions, linears=not self.pre_quantized)
@@ -233,23 +223,19 @@ class _Packing:
         return [*hidden, *super().update_weight_conversions(weight_conversions, *model)]  # type: ignore[misc]
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter ends up packed, and so has another shape than the model's."""
         if self._fill is not None and param_name in self._fill.names:
             return True
         return bool(super().param_needs_quantization(model, param_name, **kwargs))  # type: ignore[misc]
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
-        """Return the bytes of an element once loaded, a packed weight's statistics included."""
         if self._spec is not None and param_name in self._spec.params:
-            if self._asked().offload:  # transformers reserves and divides memory of devices by it
-                return 0.0
-            return self._spec.nbytes(param_name) / param.numel()
+            # of devices, whose memory transformers reserves and divides by it
+            offload = self._asked().offload
+            return 0.0 if offload else self._spec.nbytes(param_name) / param.numel()
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
-        """Return what each device may take, so that "auto" and "balanced" spread evenly."""
-        # The stock answer takes a tenth off even shares of the model, and what all lack falls to
-        # the last device. Here only of a device's free memory a tenth stays free.
+        # Stock takes a tenth off even shares; here only of a device's free memory a tenth stays.
         stock = super().adjust_max_memory(max_memory)  # type: ignore[misc]
         if self._spec is None or not self._spec.params:
             return dict(stock)

@@ -54,10 +54,8 @@ def enable() -> None:
     """Pack experts in every `from_pretrained(..., quantization_config=BitsAndBytesConfig(...))`.
 
     Such a config wins over the `quantization_config` of a folder that its maker quantized, which
-    is dequantized as it is read. Holds for the whole process, whoever calls `from_pretrained`,
-    until `disable`. It is a switch and counts no calls: however often it was called, one `disable`
-    turns it off. Use `enabled` for parts that nest. Models that were loaded meanwhile go on working
-    after `disable`.
+    is dequantized as it is read. Holds for the whole process until `disable`, and counts no calls:
+    use `enabled` for parts that nest. Models that were loaded meanwhile go on working after it.
     """
     global _always
     with _lock:
@@ -91,19 +89,15 @@ def enabled(
 
     Args:
         skip_modules: Patterns, as in `llm_int8_skip_modules`, of what loads within the block leave
-            in 16 bit, on top of their own config's. For loaders that make the `BitsAndBytesConfig`
-            where the caller does not reach it.
+            in 16 bit, on top of their own config's, where the caller does not reach that.
         expert_mesh: Expert parallelism is gone: anything but None is a `ConfigError`.
         keep_codes: Let experts keep the 4-bit codes that their checkpoint holds, where the package
             computes with these: gpt-oss's MXFP4, with 4.25 bits a weight and no error beside the
-            maker's. All else is dequantized and packed by the caller's config, Linear layers and
-            experts in another form.
-        offload: Load packed experts into host memory, as `offload_experts(model)` would move them
-            there. Weights are packed on the device, which never holds more than one of them; of a
-            packed folder they are read to the host. `offload_experts(model)` returns the `Offload`.
-            `quantize_experts` within the block does the same with a built model.
-            Each rank of DDP has its own; with a `DistributedConfig` it is a
-            `ConfigError`.
+            maker's. All else is dequantized and packed by the caller's config.
+        offload: Load packed experts into host memory, as `offload_experts(model)`, which then
+            returns the `Offload`, would move them there; the device never holds more than one of
+            them. `quantize_experts` within the block does the same with a built model. Each rank
+            of DDP has its own; with a `DistributedConfig` it is a `ConfigError`.
     """
     if offload == "disk":
         warnings.warn(

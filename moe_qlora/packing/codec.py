@@ -114,7 +114,6 @@ class Packer:
 
     @torch.no_grad()
     def finish(self) -> PackedWeight:
-        """Return the packed weight; raise where weights are missing, or too large for float16."""
         self._take(self._rest)
         if self._done != math.prod(self.shape):
             raise ValueError(f"{self._done} weights came for a weight of shape {tuple(self.shape)}")

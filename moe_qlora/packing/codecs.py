@@ -1,8 +1,7 @@
 """Codecs: everything that differs between the ways of packing a weight, one object each.
 
-    bnb4bit.py   nf4, fp4   as bitsandbytes packs them
-    int8.py      int8       as bitsandbytes packs it
-    mxfp4.py     mxfp4      codes and scales of the checkpoint that a weight came from
+    bnb4bit.py   nf4, fp4, int8   as bitsandbytes packs them
+    mxfp4.py     mxfp4            codes and scales of the checkpoint that a weight came from
 
 A codec of your own is a class that derives from `Codec`, added by `register(YourCodec())`.
 `bnb_4bit_quant_type` of a `BitsAndBytesConfig` then selects it for expert weights. They are decoded
@@ -46,7 +45,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
         return self.dtype.itemsize * self.numel
 
 
@@ -87,16 +85,10 @@ class Codec:
         """Return the fields of settings that this codec fixes."""
         return {"double_quant": False, "storage_dtype": torch.uint8, "blocksize": self.blocksize}
 
-    def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
-        """Return the fields of the settings that a weight was packed with, except the kind."""
-        return {"compute_dtype": packed.compute_dtype}
-
     def unit(self, shape: Shape, settings: CodecSettings) -> int:
-        """Return how many consecutive weights share a scale."""
         return settings.blocksize
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
-        """Return the shape of a weight's codes."""
         return (cdiv(math.prod(shape) * self.bits, 8), 1)
 
     def tensors(self, shape: Shape, settings: CodecSettings) -> dict[str, TensorSpec]:

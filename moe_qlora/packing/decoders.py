@@ -23,6 +23,7 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -33,11 +34,12 @@ import torch.nn.utils.parametrize as P
 from bitsandbytes.nn import parametrize as bnb_parametrize
 from torch import Tensor, nn
 
-from ..errors import QuantizationError
+from ..errors import ConfigError, QuantizationError
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from ..layout import human_bytes
+from .bnb4bit import INT8, SCALES
 from .codec import unpack
-from .codecs import codec_of
+from .codecs import CODES, codec_of
 from .settings import CodecSettings
 
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
@@ -83,7 +85,6 @@ class Decoder(nn.Module):
         self.put(packed)
 
     def put(self, packed: PackedWeight) -> None:
-        """Have the statistics of this weight, which differs in nothing else."""
         for part, tensor in bits_of(packed).items():
             self.register_buffer(part, tensor, persistent=False)
 
@@ -114,7 +115,6 @@ class Decoder(nn.Module):
         self.__dict__.pop("_views", None)
 
     def is_divided(self, codes: Tensor) -> bool:
-        """Whether an engine has sharded the codes or a statistic, and not gathered it."""
         held = self._parameters.values()
         return is_share(codes) or any(is_share(cast(Tensor, each)) for each in held)
 
@@ -272,26 +272,23 @@ def params4bit(codes: Tensor, state: Any, kind: Any = Params4bit) -> nn.Paramete
     return cast(nn.Parameter, kind(codes, False, state, *settings, bnb_quantized=True))
 
 
-def hold(packed: PackedWeight) -> nn.Parameter:
-    """Return the parameter of this weight's codes, which has its decoder; made on first use."""
+def hold(packed: PackedWeight) -> tuple[nn.Parameter, Decoder]:
+    """Return the parameter of this weight's codes and its decoder; made on first use."""
     owner: Any = packed.owner
-    if decoder_held(owner) is None:
+    state = getattr(owner, "quant_state", None)
+    known = state._decoder if isinstance(state, _Statistics) else getattr(owner, _HELD, None)
+    if known is None:
         if codec_of(packed.kind).in_quant_state:
-            state = Packed4bit(packed).quant_state
-            owner = params4bit(packed.codes, state) if owner is None else owner
-            owner.quant_state = state
+            known = Packed4bit(packed)
+            owner = params4bit(packed.codes, known.quant_state) if owner is None else owner
+            owner.quant_state = known.quant_state
         else:
+            known = PackedScales(packed)
             owner = nn.Parameter(packed.codes, requires_grad=False) if owner is None else owner
-            setattr(owner, _HELD, PackedScales(packed))
+            setattr(owner, _HELD, known)
         if packed.owner is None:
             packed.owner, packed.codes = owner, owner.data
-    return cast(nn.Parameter, owner)
-
-
-def decoder_held(codes: Any) -> Any:
-    """Return the decoder that codes have; None where they are no weight's yet."""
-    state = getattr(codes, "quant_state", None)
-    return state._decoder if isinstance(state, _Statistics) else getattr(codes, _HELD, None)
+    return cast(nn.Parameter, owner), cast(Decoder, known)
 
 
 def from_quant_state(codes: Tensor, state: Any) -> PackedWeight:
@@ -364,11 +361,9 @@ class PackedList(P.ParametrizationList):
         return new
 
     def forward(self) -> Tensor:
-        """Return the dequantized weight, on the device that computes."""
         return super().forward() if self.host is None else _unpacked(self)
 
     def __repr__(self) -> str:
-        """Return one line for `print(model)`: codec, shape and dtype of the weight, its bytes."""
         try:
             packed = read(self.original, self._modules["0"])
         except QuantizationError:  # codes that were cast
@@ -435,3 +430,91 @@ def _empty(state: Any, device: torch.device) -> None:
             setattr(state, part, torch.empty_like(value, device=device))
     if state.nested:
         _empty(state.state2, device)
+
+
+def read_linear(layer: Any) -> PackedWeight:
+    """Return the packed weight of one of bitsandbytes' Linear layers; copies no codes."""
+    if "statistics" in layer._modules:  # as engines shard it, perhaps sharded
+        return read(layer.weight, layer.statistics)
+    if isinstance(layer, bnb.Linear8bitLt):
+        weight, state = layer.weight, layer.state
+        codes = state.CB if weight.CB is None else weight.CB
+        scales = state.SCB if weight.SCB is None else weight.SCB
+        tensors, shape = {CODES: codes, SCALES: scales}, tuple(codes.shape)
+        packed = INT8.assemble(tensors, shape, torch.float16, CodecSettings(INT8.kind))
+        return replace(packed, owner=weight)
+    codes, state = layer.weight.data, layer.weight.quant_state
+    if _is_converted(layer):
+        import bitsandbytes.nn.modules as bnb_modules
+
+        absmax, state = state.absmax, copy.copy(state)  # the inverse changes it in place
+        codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
+        if not state.nested:  # and leaves absmax in the columns' order
+            state.absmax = absmax.T.reshape(-1).float()
+    return replace(from_quant_state(codes, state), owner=layer.weight)
+
+
+def has_codes(layer: Any) -> bool:
+    """Whether one of bitsandbytes' Linear layers is packed by now."""
+    if "statistics" in layer._modules:
+        return True
+    if isinstance(layer, bnb.Linear4bit):
+        return getattr(layer.weight, "quant_state", None) is not None
+    return not getattr(layer.weight, "CB", None) is layer.state.CB is None
+
+
+def check_linears(model: nn.Module, settings: CodecSettings) -> None:
+    """Raise where bitsandbytes would pack a model's Linear layers by a codec it does not know."""
+    layers = (name for name, one in model.named_modules() if isinstance(one, bnb.Linear4bit))
+    if not settings.codec.packs_linears and (name := next(layers, None)) is not None:
+        raise ConfigError(
+            f"{name} would be packed by bitsandbytes, which does not know "
+            f"bnb_4bit_quant_type={settings.kind!r}: name it, and all other Linear layers, in "
+            "llm_int8_skip_modules."
+        )
+
+
+def linear_kind(layer: Any) -> str:
+    """Return the packed type of a bitsandbytes Linear layer, also before it is packed."""
+    if isinstance(layer, bnb.Linear8bitLt):
+        return INT8.kind
+    if "statistics" in layer._modules:
+        return str(layer.statistics.kind)
+    state = getattr(layer.weight, "quant_state", None)
+    return str((layer.weight if state is None else state).quant_type)
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Stop bitsandbytes' 4-bit Linear layers from converting their codes on CPUs, in place.
+
+    bitsandbytes 0.50 does so in evaluation with AVX512-BF16; such a layer computes in bf16, passes
+    no gradient, also in later training, and has its absmax rounded to bf16 and reordered.
+    """
+    for module in model.modules():
+        if isinstance(module, bnb.Linear4bit):
+            layer: Any = module
+            if _is_converted(layer):
+                write_linear(layer, read_linear(layer))
+            layer.support_avx512bf16_for_cpu = False
+
+
+def _is_converted(layer: Any) -> bool:
+    state = getattr(layer.weight, "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def write_linear(layer: Any, packed: PackedWeight) -> None:
+    """Set the packed weight of a stock bitsandbytes Linear layer, as a load does."""
+    if isinstance(layer, bnb.Linear8bitLt):
+        codes, scales = packed.codes, packed.absmax
+        layer.weight = bnb.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
+        layer.state.CB = layer.state.SCB = None
+        return
+    layer.weight = params4bit(packed.codes, to_quant_state(packed))
+    layer.weight.module, layer.quant_state = layer, layer.weight.quant_state
+
+
+def restore_linear(module: nn.Module) -> None:
+    """Make a gathered Linear layer that engines can shard bitsandbytes' own again, for PEFT."""
+    if hasattr(type(module), "restore_stock"):
+        cast(Any, module).restore_stock()

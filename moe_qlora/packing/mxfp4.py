@@ -18,9 +18,9 @@ columns of the decoded weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -46,10 +46,6 @@ class Mxfp4(Codec):
     table = TABLES[kind]
     is_kept = True
     in_quant_state = True
-
-    def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
-        transposed = packed.stored_transposed
-        return {"compute_dtype": packed.compute_dtype, "stored_transposed": transposed}
 
     def constant_nbytes(self, settings: CodecSettings) -> int:
         # both tables, the second level's scale and its offset

@@ -53,14 +53,15 @@ from .decoders import (
     Params4bit,
     bits_of,
     bnb,
-    decoder_held,
     fetched,
+    has_codes,
     hold,
     is_shardable,
     params4bit,
     read,
+    read_linear,
+    write_linear,
 )
-from .linear import has_codes, read_linear, write_linear
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
@@ -81,8 +82,8 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         raise QuantizationError(
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
-    owner = hold(packed)
-    chain = PackedList([decoder_held(owner)], owner, unsafe=True)
+    owner, decoder = hold(packed)
+    chain = PackedList([decoder], owner, unsafe=True)
     host: Any = module
     if _RECORD not in module.__dict__:
         hooks = (
@@ -110,7 +111,7 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     if weight is None:
         weight = unpack(read_packed(module, name))
     parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
-    lists = cast(nn.Module, module._modules["parametrizations"])._modules
+    lists: Any = _chains(module)
     del lists[name]
     module._parameters[name] = parameter
     for known in _in_order(module, module._parameters):
@@ -141,7 +142,7 @@ def restore_class(module: nn.Module) -> None:
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
-    """Return whether this parameter is packed, by this package or by bitsandbytes' own helper."""
+    """Whether this parameter is packed, by this package or by bitsandbytes' own helper."""
     return decoder_of(module, name) is not None
 
 
@@ -153,10 +154,13 @@ def is_foreign(module: nn.Module, name: str) -> bool:
 
 def packed_names(module: nn.Module) -> tuple[str, ...]:
     """Return the packed parameters of this module itself, in registration order."""
+    return tuple(_in_order(module, (name for name in _chains(module) if is_packed(module, name))))
+
+
+def _chains(module: nn.Module) -> Mapping[str, Any]:
+    """Return the `ParametrizationList`s of a module; nn.ModuleDict refuses some of their names."""
     lists = module._modules.get("parametrizations")
-    if lists is None:
-        return ()
-    return tuple(_in_order(module, (n for n in lists._modules if is_packed(module, n))))
+    return {} if lists is None else lists._modules
 
 
 def _in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
@@ -167,8 +171,7 @@ def _in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
 
 def holds_packed(module: nn.Module) -> bool:
     """Return whether a parameter of this module itself is packed; quicker than `packed_names`."""
-    lists = module._modules.get("parametrizations")
-    return lists is not None and any(is_packed(module, name) for name in lists._modules)
+    return any(is_packed(module, name) for name in _chains(module))
 
 
 def is_packed_linear(module: nn.Module | None) -> bool:
@@ -209,9 +212,7 @@ def device_of(module: nn.Module, name: str) -> torch.device:
 
 def is_hosted(module: Any) -> bool:
     """Whether packed parameters of this module lie in host memory."""
-    lists = module._modules.get("parametrizations")
-    every = () if lists is None else lists._modules.values()
-    return any(getattr(each, "host", None) is not None for each in every)
+    return any(getattr(each, "host", None) is not None for each in _chains(module).values())
 
 
 def check_resident(model: nn.Module) -> None:
@@ -235,13 +236,12 @@ def original_of(module: nn.Module, name: str) -> nn.Parameter:
 
 def parametrization_list(module: nn.Module, name: str) -> nn.Module:
     """Return torch's `ParametrizationList` of a packed parameter: its codes and its decoder."""
-    return cast(nn.Module, cast(Any, module._modules["parametrizations"])[name])
+    return cast(nn.Module, _chains(module)[name])
 
 
 def decoder_of(module: nn.Module, name: str) -> Any:
     """Return the module that decodes this parameter (decoders.py); None where it is not packed."""
-    lists = module._modules.get("parametrizations")
-    chain = None if lists is None else lists._modules.get(name)
+    chain = _chains(module).get(name)
     first = None if chain is None else chain._modules.get("0")
     known = (bnb_parametrize.Bnb4bitParametrization, PackedScales)
     return first if isinstance(first, known) else None
@@ -318,8 +318,7 @@ def _set_class(module: nn.Module) -> None:
     module.__dict__.pop(_INPUT_DTYPE, None)
     if not P.is_parametrized(module) or "__getstate__" not in vars(own):
         return  # plain, or an engine derived the class
-    lists = cast(nn.Module, module._modules["parametrizations"])._modules
-    members = module.__dict__.get(_MEMBERS)
+    lists, members = _chains(module), module.__dict__.get(_MEMBERS)
     key = own.__bases__, frozenset(lists), members
     shared = _shared_classes.get(key) if len(lists) == len(names) else None
     if shared is None:
@@ -374,7 +373,6 @@ def _refuse_pickling(module: nn.Module) -> Any:
 
 
 def _decoding_property(name: str) -> property:
-    """Return a property that reads as torch's, which references the module it was made for."""
     torch_parametrize: Any = P
 
     def read(self: Any) -> Tensor:
@@ -412,7 +410,6 @@ def _load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
     missing: list[str], unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
-    """Load from bitsandbytes' keys, or from torch's (load hook)."""
     assign = bool(metadata.get("assign_to_params_buffers"))
     for name in packed_names(module):
         if is_foreign(module, name):

@@ -57,7 +57,6 @@ class CodecSettings:
 
     @property
     def codec(self) -> Codec:
-        """The codec that packs and decodes."""
         return codec_of(self.kind)
 
     @classmethod
@@ -114,8 +113,10 @@ class CodecSettings:
 
     @classmethod
     def of(cls, packed: PackedWeight) -> CodecSettings:
-        """Return how this weight was packed, so that another can be packed the same way."""
-        return cls(packed.kind, **codec_of(packed.kind).fields_of(packed))
+        form = packed.nested is not None, packed.codes.dtype, packed.compute_dtype
+        return cls(
+            packed.kind, *form, packed.blocksize or 64, stored_transposed=packed.stored_transposed
+        )
 
     def describe(self) -> str:
         """Return the codec in words, such as "nf4 with double quantization"."""
@@ -124,7 +125,6 @@ class CodecSettings:
         return self.kind + (" with double quantization" if self.double_quant else "") + stored
 
     def bnb_fields(self) -> dict[str, Any]:
-        """Return the arguments of the `BitsAndBytesConfig` that asks for this."""
         skips = {"llm_int8_skip_modules": list(self.skip_modules)} if self.skip_modules else {}
         if self.codec.loads_in_8bit:
             return skips | {"load_in_8bit": True}
@@ -138,15 +138,10 @@ class CodecSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return how a weight is packed as JSON values, under the keys of a folder's manifest."""
-        compute = self.compute_dtype
-        return {
-            "kind": self.kind,
-            "double_quant": self.double_quant,
-            "blocksize": self.blocksize,
-            "storage_dtype": dtype_name(self.storage_dtype),
-            "compute_dtype": None if compute is None else dtype_name(compute),
-            **({"stored_transposed": self.stored_transposed} if self.codec.is_kept else {}),
-        }
+        keys = ["kind", "double_quant", "blocksize", "storage_dtype", "compute_dtype"]
+        keys += ["stored_transposed"] * self.codec.is_kept
+        values = {key: getattr(self, key) for key in keys}
+        return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
@@ -166,15 +161,15 @@ class CodecSettings:
                 raise ValueError(f"{key} is missing")
             value = values[key]
             if not any(value == one and type(value) is type(one) for one in allowed):
-                shown = ", ".join(map(repr, allowed))
-                raise ValueError(f"{key} is {value!r:.80}; expected one of {shown}")
+                shown = f"one of {', '.join(map(repr, allowed))}"
+                shown = "a power of two from 32 to 4096" if key == "blocksize" else shown
+                raise ValueError(f"{key} is {value!r:.80}; expected {shown}")
         for key in ("storage_dtype", "compute_dtype"):
             values[key] = None if values[key] is None else getattr(torch, values[key])
         return cls(**{key: values[key] for key in options})
 
 
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
-    """Read a dtype; the first one allowed is the default."""
     value = get(field, allowed[0])
     dtype = getattr(torch, value.removeprefix("torch."), 0) if isinstance(value, str) else value
     if dtype not in allowed:
