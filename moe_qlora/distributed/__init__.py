@@ -5,6 +5,6 @@ torch.distributed's and transformers' own. Open load_sharded.py first.
 
 load_sharded.py  fills each rank's shares of a model, also for transformers' `DistributedConfig`
 sharding.py      makes every tensor of a packed weight a parameter, which engines shard
-gather.py        a model's whole state dict, gathered from all ranks
-ranks.py         implements world.py's interface, and checks that all ranks were given the same
+gather.py        a whole state dict from all ranks; checks that these were given the same
+ranks.py         implements world.py's interface
 """

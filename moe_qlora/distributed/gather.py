@@ -1,12 +1,14 @@
-"""A model's state dict as in a single process, gathered from the ranks' shares.
+"""What ranks exchange: a model's state dict as in a single process, and what they were given.
 
 A share is a DTensor of FSDP2, or a parameter that ZeRO-3 has partitioned. Each gathered tensor is
-freed before the next one: no rank has more than one whole tensor.
+freed before the next one: no rank has more than one whole tensor. Ranks exchange tensors by shape
+alone: without `check_agreement`, gathered codes are decoded with another folder's statistics, and
+sums mix two scalings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import CheckpointError, MoeQloraError, first_line
+from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import PackedScales, read
@@ -216,3 +218,68 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     gathered = gather_to_first(tensors, collect, "full_state_dict")
     first = not distributed.is_initialized() or distributed.get_rank() == 0
     return gathered if first and gathered is not None else {}
+
+
+Facts = Callable[[], Mapping[str, Any]]
+
+
+def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None) -> None:
+    """Raise on every rank where one was given something other than the first.
+
+    All ranks of the mesh or group (None: all) must call it; without a process group it does
+    nothing. `facts` returns what must be equal, by the caller's names for it, a configuration
+    compared field by field; its error on one rank is raised on all. `what` begins the sentence of
+    the `ConfigError`, which names the rank, the setting and both values.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    error: MoeQloraError | None = None
+    known: dict[int, dict[str, str] | str] = {}
+    try:
+        known[distributed.get_rank()] = dict(_settings(facts()))
+    except MoeQloraError as raised:
+        error, known[distributed.get_rank()] = raised, str(raised)
+    groups = [group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    for group in groups:  # after the last, each rank has the facts of all
+        everyone: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(everyone, known, group=group)
+        known = {rank: given for one in everyone for rank, given in one.items()}
+    if error is not None:
+        raise error
+    told: dict[int, dict[str, str]] = {}
+    for rank, given in sorted(known.items()):
+        if isinstance(given, str):
+            raise ConfigError(f"{what}: rank {rank} failed: {given}")
+        told[rank] = given
+    first, expected = min(told.items())
+    for rank, given in told.items():
+        for name in {**expected, **given}:
+            here, there = given.get(name, "nothing"), expected.get(name, "nothing")
+            if here != there:
+                raise ConfigError(
+                    f"{what}: rank {rank} has {name} {here}, and rank {first} has {there}: give "
+                    "all ranks the same."
+                )
+
+
+def _settings(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield values by name as text; of a configuration, each field under its full name."""
+    for name, value in facts.items():
+        fields = value.to_dict() if hasattr(value, "to_dict") else value
+        if isinstance(fields, Mapping):
+            # Each rank may read a copy of the base of its own.
+            inner = {k: one for k, one in fields.items() if k != "base_model_name_or_path"}
+            yield from ((f"{name}.{field}", _text(one)) for field, one in inner.items())
+        else:
+            yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+    return f"{value!r:.200}"
+
+
+def from_first(mesh: Any, broadcast: Callable[..., Any], value: Any) -> None:
+    """Broadcast a value of a mesh's first rank to all others."""
+    for group in reversed([mesh.get_group(dimension) for dimension in range(mesh.ndim)]):
+        broadcast(value, src=distributed.get_global_rank(group, 0), group=group)

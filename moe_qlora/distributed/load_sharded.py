@@ -56,7 +56,7 @@ from ..packing.codec import Packer
 from ..packing.codecs import CODES
 from ..packing.decoders import as_bits, bits_of
 from ..packing.settings import CodecSettings
-from .ranks import Facts, check_agreement, from_first
+from .gather import Facts, check_agreement, from_first
 from .sharding import (
     Wrap,
     allocate,
@@ -133,13 +133,10 @@ def load_sharded(
 
 
 def shard_and_fill(
-    fill: ShardedFill,
-    mesh: DeviceMesh,
-    lora_config: Any = None,
-    wrap: Wrap | None = None,
+    fill: ShardedFill, mesh: DeviceMesh, lora_config: Any = None, wrap: Wrap | None = None,
     fsdp_options: Mapping[str, Any] | None = None,
     adapter_options: Mapping[str, Any] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Adapt and shard a model that is packed with blank weights, and fill it; return it."""
     model, options, device = fill.model.eval(), dict(fsdp_options or {}), device_of(mesh)
     with fill.files:
@@ -204,12 +201,9 @@ def _local_folder(source: str | Path, download: Mapping[str, Any]) -> Path:
 
 
 def _open(
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype | None,
-    device: torch.device,
+    folder: Path, config: Any, dtype: torch.dtype | None, device: torch.device,
     trust_remote_code: bool,
-) -> ShardedFill:
+) -> ShardedFill:  # fmt: skip
     if not is_packed(folder):
         if config is None:
             raise ConfigError(f"{folder} is not packed: give a quantization_config.")
@@ -328,7 +322,7 @@ class ShareSlot(Slot):
         codes = torch.empty(0, dtype=torch.uint8, device=self.device)
         longest = max(last - first for first, last in self._blocks)
         # The last number says whether this rank has failed.
-        mine = torch.zeros(longest + 1, device=self.device)
+        mine = torch.zeros(longest + 1, dtype=torch.float32, device=self.device)
         try:
             if self._packer is not None and self._error is None:
                 packed = super().finish()
@@ -340,17 +334,14 @@ class ShareSlot(Slot):
         scales = mine.new_empty(max(last for _, last in self._blocks))
         for (first, last), part in zip(self._blocks, self._gather(mine), strict=True):
             scales[first:last] = part[: last - first]
-        codec, share = self.settings.codec, codes.view(-1, *self._row)
-        scales = scales.to(codec.scale_dtype)
+        codec, scales = self.settings.codec, scales.to(self.settings.codec.scale_dtype)
+        whole = {"scale_bits": as_bits(scales)}
         if codec.in_quant_state:
             empty = codes[:0]
             whole = bits_of(codec.finish(empty, scales, self.shape, self.dtype, self.settings))
-        else:
-            whole = {"scale_bits": as_bits(scales)}
-        for name, value in whole.items():
-            if name != "tables":
-                whole[name] = value[slice(*self.ranks.span(len(value)))].clone()
-        return share, whole
+        for name in whole.keys() - {"tables"}:
+            whole[name] = whole[name][slice(*self.ranks.span(len(whole[name])))].clone()
+        return codes.view(-1, *self._row), whole
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         parts = [mine]

@@ -1,14 +1,9 @@
-"""The implementation of world.py's interface for several ranks, and what ranks must agree on.
-
-Ranks exchange tensors by shape alone: without `check_agreement`, gathered codes are decoded with
-another folder's statistics, and sums mix two scalings.
-"""
+"""The implementation of world.py's interface for several ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import AdapterError, ConfigError, MoeQloraError
+from ..errors import AdapterError, ConfigError
 from ..layout import unwrapped_name
 from ..packing.decoders import PackedList, is_shardable, is_share, linear_kind
 from ..packing.parametrize import (
@@ -30,14 +25,13 @@ from ..packing.parametrize import (
 from ..packing.settings import CodecSettings
 from ..world import CHECKED, World
 from . import gather
+from .gather import check_agreement, from_first
 from .sharding import lay_out
 
 # transformers' Trainer, which averages gradients too, marks a parameter by this attribute.
 _SEEN = "_replicated_grad_hook_registered"
 _SAMPLE = 512  # values of a tensor that are compared
 _WEIGHTS = 8  # packed weights whose codes and statistics are sampled
-
-Facts = Callable[[], Mapping[str, Any]]
 
 
 class ManyRanks(World):
@@ -67,7 +61,12 @@ class ManyRanks(World):
 
     def prepare_adapters(self, model: nn.Module, config: Any) -> None:
         lay_out(model)
-        check_copies(model, config)
+        names = getattr(config, "modules_to_save", None)
+        if names and _mesh(model) is not None:
+            raise ConfigError(
+                f"modules_to_save={names!r} copies modules, and FSDP2 has sharded them already: "
+                "give the config to moe_qlora.load_sharded, which shards the copies too."
+            )
 
     def follow_adapters(self, model: nn.Module) -> None:
         replicate_adapters(model)
@@ -101,10 +100,7 @@ class ManyRanks(World):
 
 
 def _refuse_sharded_host(model: nn.Module) -> None:
-    """Raise where an engine has sharded a model whose experts lie in host memory.
-
-    Both may come after steps without the other, so each forward looks.
-    """
+    """Raise where an engine has sharded a model whose experts lie in host memory, at any step."""
     lists = (module for module in model.modules() if isinstance(module, PackedList))
     if all(each.host is None for each in lists):
         return
@@ -182,84 +178,10 @@ def replicate_adapters(model: nn.Module) -> None:
     replicate(model, ())
 
 
-def check_copies(model: nn.Module, config: Any) -> None:
-    """Raise where a LoRA config asks for copies of modules that FSDP2 has sharded."""
-    names = getattr(config, "modules_to_save", None)
-    if names and _mesh(model) is not None:
-        raise ConfigError(
-            f"modules_to_save={names!r} copies modules, and FSDP2 has sharded them already: give "
-            "the config to moe_qlora.load_sharded, which shards the copies too."
-        )
-
-
 def _mesh(model: nn.Module) -> Any:
-    from torch.distributed.fsdp import FSDPModule
-
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
     return next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
-
-
-def from_first(mesh: Any, broadcast: Callable[..., Any], value: Any) -> None:
-    """Broadcast a value of a mesh's first rank to all others."""
-    for group in reversed([mesh.get_group(dimension) for dimension in range(mesh.ndim)]):
-        broadcast(value, src=distributed.get_global_rank(group, 0), group=group)
-
-
-def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None) -> None:
-    """Raise on every rank where one was given something other than the first.
-
-    All ranks of the mesh or group (None: all) must call it; without a process group it does
-    nothing. `facts` returns what must be equal, by the caller's names for it, a configuration
-    compared field by field; its error on one rank is raised on all. `what` begins the sentence of
-    the `ConfigError`, which names the rank, the setting and both values.
-    """
-    if not distributed.is_available() or not distributed.is_initialized():
-        return
-    error: MoeQloraError | None = None
-    known: dict[int, dict[str, str] | str] = {}
-    try:
-        known[distributed.get_rank()] = dict(_settings(facts()))
-    except MoeQloraError as raised:
-        error, known[distributed.get_rank()] = raised, str(raised)
-    groups = [group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    for group in groups:  # after the last, each rank has the facts of all
-        everyone: list[Any] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(everyone, known, group=group)
-        known = {rank: given for one in everyone for rank, given in one.items()}
-    if error is not None:
-        raise error
-    told: dict[int, dict[str, str]] = {}
-    for rank, given in sorted(known.items()):
-        if isinstance(given, str):
-            raise ConfigError(f"{what}: rank {rank} failed: {given}")
-        told[rank] = given
-    first, expected = min(told.items())
-    for rank, given in told.items():
-        for name in {**expected, **given}:
-            here, there = given.get(name, "nothing"), expected.get(name, "nothing")
-            if here != there:
-                raise ConfigError(
-                    f"{what}: rank {rank} has {name} {here}, and rank {first} has {there}: give "
-                    "all ranks the same."
-                )
-
-
-def _settings(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield values by name as text; of a configuration, each field under its full name."""
-    for name, value in facts.items():
-        fields = value.to_dict() if hasattr(value, "to_dict") else value
-        if isinstance(fields, Mapping):
-            # Each rank may read a copy of the base of its own.
-            inner = {k: one for k, one in fields.items() if k != "base_model_name_or_path"}
-            yield from ((f"{name}.{field}", _text(one)) for field, one in inner.items())
-        else:
-            yield name, _text(value)
-
-
-def _text(value: Any) -> str:
-    value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
-    return f"{value!r:.200}"
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """The weights of a load that transformers does not read: they are hidden from it, and filled here.
 
-    from_pretrained
-      |   the model on meta, its conversions   `Fill.hide`: which keys on disk make which weights;
-      |                                        these leave the state dict, and the keys get
-      |                                        a name that no model has
-      |   transformers loads the rest, stock
-      |   tie_weights                          `Fill._fill`: reads rows, packs, puts into place
-      v   postprocess_model                    `Fill.finish`: attaches what was packed
+    the model on meta, its conversions   `Fill.hide`: which keys on disk make which weights; these
+                                         leave the state dict, the keys get a name no model has
+    transformers loads the rest, stock
+    tie_weights                          `Fill._fill`: reads rows, packs, puts into place
+    postprocess_model                    `Fill.finish`: attaches what was packed
 
 What is filled: expert weights that are packed, bitsandbytes' Linear layers, and whatever a maker
 stores as codes. Where from: rows of a 16-bit folder or a maker's (checkpoint/rows.py), MXFP4 codes
@@ -62,14 +60,9 @@ class Fill:
     """The weights of one load that this package reads."""
 
     def __init__(
-        self,
-        model: Any,
-        spec: PackingPlan,
-        files: Checkpoint | None,
-        dtypes: Mapping[str, torch.dtype],
-        config: Any,
-        offloads: bool = False,
-    ) -> None:
+        self, model: Any, spec: PackingPlan, files: Checkpoint | None,
+        dtypes: Mapping[str, torch.dtype], config: Any, offloads: bool = False,
+    ) -> None:  # fmt: skip
         """Take a model on meta with bitsandbytes' Linear layers.
 
         `dtypes` are those that its parameters are loaded in, were they not packed.

@@ -100,12 +100,9 @@ def enabled(
             of DDP has its own; with a `DistributedConfig` it is a `ConfigError`.
     """
     if offload == "disk":
-        warnings.warn(
-            "enabled(offload='disk') is gone since version 0.3: experts are loaded into host "
-            "memory, as offload=True asks for.",
-            DeprecationWarning,
-            stacklevel=3,  # contextlib is between
-        )
+        said = "enabled(offload='disk') is gone since version 0.3: experts are loaded into host "
+        said += "memory, as offload=True asks for."
+        warnings.warn(said, DeprecationWarning, stacklevel=3)  # contextlib is between
     elif offload not in (False, True):
         raise ConfigError(f"offload is {offload!r}; give True or False.")
     if expert_mesh is not None:
@@ -151,8 +148,7 @@ def _install() -> None:
 
 
 def _preferring_bitsandbytes(stock: Any) -> Any:
-    # A copy of the caller's bitsandbytes config, where one is given for a folder that its maker
-    # quantized, wins; all else is left to `stock`, the class's attribute as it was.
+    # A copy of the caller's config wins for a folder that its maker quantized; else stock decides.
     from transformers import BitsAndBytesConfig
 
     from ..checkpoint.prequantized import MakerConfig, maker_method

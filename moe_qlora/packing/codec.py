@@ -77,20 +77,16 @@ def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
 
 
 class Packer:
-    """Packs a weight that arrives in pieces, so that it need never be whole in memory.
+    """Packs a weight that arrives in pieces as `pack` does the whole, wherever it was cut.
 
-    The result equals `pack` of the whole weight bit for bit, wherever it was cut: blocks that
-    straddle two pieces wait until they are full. Memory: the packed form and, with double
-    quantization, the fp32 absmax until `finish`. Pieces on other devices are moved.
+    Blocks that straddle two pieces wait until they are full. Memory: the packed form and, with
+    double quantization, the fp32 absmax until `finish`.
     """
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device,
         settings: CodecSettings,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
         self.settings = settings
         self._codec = settings.codec
@@ -132,11 +128,9 @@ class Packer:
 
 
 def restore(
-    tensors: Mapping[str, Tensor],
-    shape: Sequence[int],
-    dtype: torch.dtype | None,
+    tensors: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype | None,
     settings: CodecSettings,
-) -> PackedWeight:
+) -> PackedWeight:  # fmt: skip
     """Return the packed weight of a state dict's tensors, by their key's end; copy nothing.
 
     `dtype` is the decoded weight's, and a record must agree with it; None: the record's. A
@@ -160,9 +154,8 @@ def unpack_range(
 ) -> Tensor:
     """Dequantize the rows `[start, stop)` of the first dimension: `(stop - start, ...)`.
 
-    The result equals, bit for bit, the same slice of the whole dequantized weight, then cast to
-    `dtype` (None: the packed weight's own), also where blocks straddle the ends. It never waits for
-    the device. For a weight stored transposed it is a transposed view.
+    The result equals, bit for bit, that slice of the whole weight, then cast to `dtype` (None: its
+    own). It never waits for the device. For a weight stored transposed it is a transposed view.
     """
     if not 0 <= start <= stop <= packed.shape[0]:
         raise IndexError(f"rows [{start}, {stop}) are not within the shape {tuple(packed.shape)}")

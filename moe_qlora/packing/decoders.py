@@ -6,12 +6,11 @@ A `PackedList`, torch's `ParametrizationList`, has the codes and the decoder:
     4-bit: bnb.nn.Params4bit            Packed4bit         absmax, nested, tables
     others: nn.Parameter                PackedScales       scale_bits
 
-"4-bit" are codecs with `in_quant_state`; the others are int8 and users' codecs. Statistics are
-integers, as bits of what they stand for: trainers and mixed precision cast floating-point
-parameters, and fp32 buffers. They are buffers that are not saved, so that torch moves and copies
-them; for engines of many GPUs, which shard parameters only, sharding.py makes parameters of all but
-the tables, and `(bytes, 1)` of the codes. bitsandbytes' own code finds a `QuantState` on decoder
-and codes, which reads the decoder; for a kind that bitsandbytes does not know it only carries them.
+"4-bit" are codecs with `in_quant_state`; the others are int8, whose codes have the weight's shape,
+and users' codecs. Statistics are integers, as bits of what they stand for: trainers cast
+floating-point parameters and buffers. They are buffers that are not saved; for engines, which shard
+parameters only, sharding.py makes parameters of all but the tables, and `(bytes, 1)` of the codes.
+bitsandbytes' own code finds a `QuantState` on decoder and codes, which reads the decoder.
 
 Where a list has a `host`, the module's own tensors are views of host memory, for all that saves,
 merges or copies. A forward or backward reads by `host.fetch`, compiled code by a handle.
@@ -37,7 +36,6 @@ from torch import Tensor, nn
 from ..errors import ConfigError, QuantizationError
 from ..kernels.weights import NestedAbsmax, PackedWeight
 from ..layout import human_bytes
-from .bnb4bit import INT8, SCALES
 from .codec import unpack
 from .codecs import CODES, codec_of
 from .settings import CodecSettings
@@ -250,10 +248,7 @@ def is_shardable(decoder: Any) -> bool:
 
 
 def read(codes: Tensor, decoder: Any) -> PackedWeight:
-    """Return the packed weight of these codes and their decoder; nothing is dequantized or copied.
-
-    Codes that were cast to another dtype, which destroys them, are an error.
-    """
+    """Return the packed weight of these codes and their decoder; copies nothing."""
     if isinstance(decoder, Decoder):
         packed = decoder.packed(codes)
         packed.serial, packed.name = decoder._serial, decoder.name
@@ -380,10 +375,7 @@ def fetch_by(handle: Tensor) -> PackedWeight:
 
 
 def fetched(chain: Any) -> PackedWeight:
-    """Return the weight on the device that computes, wherever it lies by now.
-
-    One that lies in host memory is fetched: nobody may save its tensors for a backward.
-    """
+    """Return the weight on the device that computes; no backward may save its tensors."""
     host = getattr(chain, "host", None)
     if host is not None:
         return cast(PackedWeight, host.fetch(chain))
@@ -404,10 +396,7 @@ def _unpacked(chain: PackedList) -> Tensor:
 
 
 def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
-    """Replace a `Params4bit` that `fn` would move to or from meta, which torch cannot do.
-
-    Codes and statistics have no values afterwards.
-    """
+    """Replace a `Params4bit` by an empty one where `fn` moves it to or from meta."""
     old: Any = module._parameters.get(name)
     if not isinstance(old, Params4bit) or old.quant_state is None:
         return
@@ -440,8 +429,9 @@ def read_linear(layer: Any) -> PackedWeight:
         weight, state = layer.weight, layer.state
         codes = state.CB if weight.CB is None else weight.CB
         scales = state.SCB if weight.SCB is None else weight.SCB
-        tensors, shape = {CODES: codes, SCALES: scales}, tuple(codes.shape)
-        packed = INT8.assemble(tensors, shape, torch.float16, CodecSettings(INT8.kind))
+        settings, shape = CodecSettings("int8"), tuple(codes.shape)
+        tensors = {CODES: codes, settings.codec.scales: scales}
+        packed = settings.codec.assemble(tensors, shape, torch.float16, settings)
         return replace(packed, owner=weight)
     codes, state = layer.weight.data, layer.weight.quant_state
     if _is_converted(layer):
@@ -477,7 +467,7 @@ def check_linears(model: nn.Module, settings: CodecSettings) -> None:
 def linear_kind(layer: Any) -> str:
     """Return the packed type of a bitsandbytes Linear layer, also before it is packed."""
     if isinstance(layer, bnb.Linear8bitLt):
-        return INT8.kind
+        return "int8"
     if "statistics" in layer._modules:
         return str(layer.statistics.kind)
     state = getattr(layer.weight, "quant_state", None)

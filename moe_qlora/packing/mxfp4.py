@@ -29,7 +29,7 @@ from ..errors import UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, TABLES, NestedAbsmax, PackedWeight, power_scales
 from ..layout import dtype_name
 from .codec import Packer
-from .codecs import CODES, Codec, Shape, Tensors
+from .codecs import CODES, Codec, PackingFormat, Shape, Tensors
 from .settings import CodecSettings
 
 EXPONENTS = ".exponents"
@@ -47,18 +47,18 @@ class Mxfp4(Codec):
     is_kept = True
     in_quant_state = True
 
-    def constant_nbytes(self, settings: CodecSettings) -> int:
+    def constant_nbytes(self, settings: PackingFormat) -> int:
         # both tables, the second level's scale and its offset
         return (16 + 256 + 2) * torch.float32.itemsize
 
-    def why_not(self, shape: Shape, settings: CodecSettings) -> str | None:
+    def why_not(self, shape: Shape, settings: PackingFormat) -> str | None:
         row = shape[-2] if settings.stored_transposed else shape[-1]
         if row % MX_BLOCK:
             return f"has stored rows of {row} weights, which are no whole blocks of {MX_BLOCK}"
         return None
 
     def value_problems(
-        self, tensors: Tensors, shape: Shape, settings: CodecSettings, dtype: torch.dtype | None
+        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
     ) -> Iterator[str]:
         if EXPONENTS in tensors and (
             bad := overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
@@ -67,7 +67,7 @@ class Mxfp4(Codec):
             yield f"has the exponent {exponent}, which decodes to {value}, at {block}"
 
     def assemble(
-        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: CodecSettings
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
     ) -> PackedWeight:
         packed = super().assemble(tensors, shape, dtype, settings)
         device = packed.codes.device

@@ -1,23 +1,15 @@
 """Attaches packed weights to modules.
 
 A packed parameter becomes a torch parametrization, as in `bitsandbytes.nn.parametrize`, so that any
-code that reads `module.<name>` gets the dequantized weight:
-
-    module.parametrizations.<name>            torch's ParametrizationList
-        .original    4-bit: bnb.nn.Params4bit, the codes
-                     int8:  nn.Parameter of int8 codes, in the weight's own shape
-        [0]          the decoder, with the statistics (decoders.py); of 4 bit a
-                     Bnb4bitParametrization
-
-The codes are a `Params4bit`, where bitsandbytes' own helper has a plain Parameter: PEFT's k-bit
-preparation and transformers' counts know it. Weights packed by that helper are read as well.
+code that reads `module.<name>` gets the dequantized weight (the list: decoders.py). The codes are a
+`Params4bit`, where bitsandbytes' own helper has a plain Parameter: PEFT's k-bit preparation and
+transformers' counts know it. Weights packed by that helper are read as well.
 
 In a call of the module, or of one around it whose code reads its weights, these are read in the
 dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
 
-Keys of a state dict; those of a model that engines can shard (sharding.py) are torch's, since
-engines look each key up as a parameter. Either model loads the other's; files of a packed folder
-have the first:
+Keys of a state dict, of which either is loaded; a packed folder has the first, a model that engines
+can shard (sharding.py) the second, since engines look each key up as a parameter:
 
     of a weight <module>.<name>                                             of a Linear layer's
     <module>.<name>, and the ends of its codec's tensors                    the same
@@ -75,8 +67,7 @@ _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDicti
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """Replace a plain parameter, or nothing, by a packed weight.
 
-    The parameter's memory is freed with its last reference. A weight that is already attached to
-    another module is shared with it: one parameter, one set of statistics (tied experts).
+    One that is attached to another module is shared with it: one parameter, one set of statistics.
     """
     if is_packed(module, name):
         raise QuantizationError(
@@ -101,10 +92,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
 
 
 def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Parameter:
-    """Make a packed parameter plain again: `weight`, or by default the dequantized one.
-
-    The parameter gets its old place in registration order and does not require gradients.
-    """
+    """Make a packed parameter plain again: `weight`, or by default the dequantized one."""
     if not is_packed(module, name):
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
     _refuse_hosted(module, name, type(module).__name__)
@@ -391,10 +379,7 @@ def _decoding_property(name: str) -> property:
 
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Write bitsandbytes' keys instead of torch's parametrization keys (state-dict hook).
-
-    Where statistics are parameters, the keys are torch's: engines look each up as a parameter.
-    """
+    """Write bitsandbytes' keys unless statistics are parameters (state-dict hook)."""
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
         shardable = is_shardable(decoder_of(module, name))
@@ -489,10 +474,7 @@ def _like(whole: Tensor, own: Any) -> Tensor:
 def load_linears(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
 ) -> None:
-    """Load bitsandbytes' Linear layers from either keys, which torch does not know.
-
-    torch would cast codes that are stored in another dtype, which destroys them.
-    """
+    """Load bitsandbytes' Linear layers from either keys; torch would cast their codes."""
     for name, module in model.named_modules():
         at = f"{prefix}{name}."
         decoder: Any = module._modules.get("statistics")

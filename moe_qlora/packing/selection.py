@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,13 +58,20 @@ def select_weights(
     left = asked.get("target_parameters", getattr(config, "target_parameters", None))
     left = (left,) if isinstance(left, str) else tuple(left or ())
 
+    def covers(pattern: str, name: str) -> bool:
+        with suppress(re.error):
+            return f".{name}".endswith(f".{pattern}") or bool(re.fullmatch(pattern, name))
+        return False
+
     def select(param: ExpertParam) -> WeightSelection:
         module = model.get_submodule(param.module_name)
         if parametrize.is_packed(module, param.parameter_name):
             foreign = parametrize.is_foreign(module, param.parameter_name)
             reason = "packed by bitsandbytes' own helper" if foreign else ""
             return WeightSelection(param, ALREADY_QUANTIZED, reason)
-        if any(_covers(pattern, param) for pattern in left):
+        if any(
+            f".{name}".endswith(f".{p}") or covers(p, name) for p in left for name in param.names
+        ):
             return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
         skipping = skipping_pattern(param, settings.skip_modules)
         if skipping is not None:
@@ -98,12 +106,3 @@ def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that names the expert weight or its module; None if none does."""
     names = [path for name in param.names for path in (name, name.rpartition(".")[0])]
     return next((p for p in patterns if any(is_skipped(name, [p]) for name in names)), None)
-
-
-def _covers(pattern: str, param: ExpertParam) -> bool:
-    if any(f".{name}".endswith(f".{pattern}") for name in param.names):
-        return True
-    try:
-        return any(re.fullmatch(pattern, name) for name in param.names)
-    except re.error:
-        return False

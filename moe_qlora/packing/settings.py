@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
-from .codecs import Codec, TensorSpec, codec_of, codecs, kinds
+from .codecs import Codec, PackingFormat, TensorSpec, codec_of, codecs, kinds
 
 BLOCKSIZES = tuple(2**power for power in range(5, 13))  # those of bitsandbytes' kernels
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,17 +29,9 @@ STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
-class CodecSettings:
-    """How weights are packed, from a `BitsAndBytesConfig`; what the codec fixes overrides it."""
+class CodecSettings(PackingFormat):
+    """A format, whose fields that the codec fixes override arguments; and what is not packed."""
 
-    kind: str
-    double_quant: bool = False  # 4-bit statistics are quantized as well
-    storage_dtype: torch.dtype = torch.uint8  # that 4-bit codes are viewed in; int8 for int8
-    compute_dtype: torch.dtype | None = None  # None: the activations'; never a decoded tensor's
-    blocksize: int = 64  # weights in a first-level block
-    # of native codes of a checkpoint: codes and blocks run along the decoded weight's columns,
-    # whose last two dimensions are swapped in storage
-    stored_transposed: bool = field(default=False, kw_only=True)
     skip_modules: tuple[str, ...] = ()  # `llm_int8_skip_modules`
 
     def __post_init__(self) -> None:
@@ -227,11 +219,9 @@ def why_not_packed(
 
 
 def problems(
-    tensors: Mapping[str, Tensor],
-    shape: Sequence[int],
-    settings: CodecSettings,
+    tensors: Mapping[str, Tensor], shape: Sequence[int], settings: CodecSettings,
     dtype: torch.dtype | None = None,
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Yield faults of a packed weight's tensors, by the end of their key, to follow its name.
 
     `shape` and `dtype` are those of the decoded weight; None: any that a record may say. Values are
