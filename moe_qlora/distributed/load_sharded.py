@@ -2,7 +2,7 @@
 
 The model is built on meta, packed with blank weights (`ShardedFill.pack`), adapted
 (`BlankAdapters`), sharded (sharding.py), allocated empty on this rank's device, and filled: then it
-is as if it had been packed whole and sharded then. `Target` has noted where each weight sits,
+is as if it had been packed whole and sharded then. `Place` has noted where each weight sits,
 whatever wraps its module since. Values come from
 
     checkpoint/rows   rows of a 16-bit checkpoint's parameters, which are packed here (`ShareSlot`)
@@ -58,6 +58,7 @@ from ..packing.decoders import as_bits, bits_of
 from ..packing.settings import CodecSettings
 from .gather import Facts, check_agreement, from_first
 from .sharding import (
+    Place,
     Wrap,
     allocate,
     device_of,
@@ -208,7 +209,7 @@ def _open(
         if config is None:
             raise ConfigError(f"{folder} is not packed: give a quantization_config.")
         config = copy_config(config)
-        model = build_model(folder, dtype, trust_remote_code)
+        model: Any = build_model(folder, dtype, trust_remote_code)
         compute_buffers(model, device)
         opened = open_to_pack(folder, model, config, device)
         fill = ShardedFill(model, opened.plan, opened.base.checkpoint, opened.dtypes, config)
@@ -280,12 +281,9 @@ class ShareSlot(Slot):
 
     settings: CodecSettings
 
-    def __init__(
-        self, target: Target, name: str, device: torch.device, *, transposed: bool = False
-    ) -> None:
-        codes, settings = target.tensor(), target.settings
-        assert settings is not None
-        super().__init__(name, target.shape, target.dtype, device, settings, transposed=transposed)
+    def __init__(self, codes: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = self.settings
         self.ranks, self._row = ranks_of(codes), codes.shape[1:]  # of codes
         weights, in_byte = self.shape.numel(), 8 // settings.codec.bits
         unit = settings.codec.unit(self.shape, settings)
@@ -364,44 +362,19 @@ class ShareSlot(Slot):
         return parts
 
 
-@dataclass
-class Target:
-    """A parameter or buffer to fill, and where it sits; of a packed weight, that of the codes."""
-
-    name: str
-    shape: tuple[int, ...]  # of the weight
-    dtype: torch.dtype  # in which it is read, and packed
-    owner: nn.Module
-    leaf: str
-    settings: CodecSettings | None = None  # of a packed weight
-    statistics: Any = None  # the module with a packed weight's
-
-    def tensor(self) -> Tensor:
-        held: Tensor = getattr(self.owner, self.leaf)
-        return held
-
-    def tensors(self) -> list[Tensor]:
-        """Return it, and the statistics of a packed weight."""
-        return [self.tensor(), *(() if self.statistics is None else self.statistics.parameters())]
-
-    def put(self, values: Tensor, statistics: Mapping[str, Tensor] | None = None) -> None:
-        put_local(self.tensor(), values)
-        for name, share in (statistics or {}).items():
-            put_local(getattr(self.statistics, name), share)
-
-
 class ShardedFill(Fill):
     """Fills this rank's shares of a model that is sharded between `pack` and `fill`."""
 
     files: Any
-    targets: list[Target]
+    targets: list[Place]
 
     def pack(self, layout: DiskLayout | None = None) -> None:
         """Give the model on meta its blank packed weights, in the layout that FSDP2 shards.
 
         `layout` is how a 16-bit checkpoint lies on disk, where `hide` has not found it.
         """
-        model, spec, dtypes = self.model, self.spec, dict(self.dtypes)
+        model, spec = self.model, self.spec
+        self.dtypes = dtypes = dict(self.dtypes)
         if layout is not None:
             self.layout = layout
         owners: dict[int, list[str]] = {}
@@ -427,17 +400,15 @@ class ShardedFill(Fill):
         model.config.quantization_config = self.config
         finish_packing(model, spec.layout, self.config, spec.settings)
         prepare_sharding(model)
-        self.targets = list(self._find_targets(dtypes))
+        self.targets = list(self._find_targets())
 
-    def _find_targets(self, dtypes: Mapping[str, torch.dtype]) -> Iterator[Target]:
+    def _find_targets(self) -> Iterator[Place]:
         """Yield where the model's weights sit, a tied one once, before adapters come."""
         seen: set[int] = set()
-        for name, owner, leaf, decoder, *_ in packed_places(self.model):
-            shape = tuple(decoder.weight_shape)
-            target = Target(name, shape, dtypes[name], owner, leaf, self.spec.settings, decoder)
-            if id(target.tensor()) not in seen:
-                seen |= {*map(id, target.tensors())}
-                yield target
+        for place in packed_places(self.model):
+            if not seen.issuperset(tensors := set(map(id, place.tensors()))):
+                seen |= tensors
+                yield place
         stored = set(self.model.state_dict())
         for prefix, module in self.model.named_modules():
             for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -445,8 +416,7 @@ class ShardedFill(Fill):
                 computed = leaf in module._buffers and name not in stored
                 if tensor is not None and id(tensor) not in seen and not computed:
                     seen.add(id(tensor))
-                    dtype = dtypes.get(name, tensor.dtype)
-                    yield Target(name, tuple(tensor.shape), dtype, module, leaf)
+                    yield Place(name, module, leaf)
 
     @torch.no_grad()
     def fill(self, device: torch.device) -> None:
@@ -455,30 +425,31 @@ class ShardedFill(Fill):
         All ranks must call it, and raise together where one cannot.
         """
         if self.spec.manifest is not None:
-            for target in self.targets:
-                target.put(*self._stored_share(target))
+            for place in self.targets:
+                _put(place, *self._stored_share(place))
             return
-        targets: dict[str, Target] = {}
+        places: dict[str, Place] = {}
         slots: dict[str, Slot] = {}
-        for target in self.targets:
-            name, tensor = self._among(target, self.layout.by_name), target.tensor()
-            targets[name] = target
-            if target.settings is not None:
-                turned = self.linears.get(target.name, False)
-                slots[name] = ShareSlot(target, name, device, transposed=turned)
-            else:
+        for place in self.targets:
+            name, tensor = self._among(place.name, self.layout.by_name), place.tensors()[0]
+            places[name], dtype = place, self.dtypes.get(place.name, tensor.dtype)
+            if place.decoder is None:
                 rows = ranks_of(tensor).span(len(tensor)) if tensor.dim() else None
-                slots[name] = Slot(name, tensor.shape, target.dtype, device, rows=rows)
+                slots[name] = Slot(name, tensor.shape, dtype, device, rows=rows)
+            else:
+                form = name, place.decoder.weight_shape, dtype, device, self.spec.settings
+                turned = self.linears.get(place.name, False)
+                slots[name] = ShareSlot(tensor, *form, transposed=turned)
         groups = [group for group in self.layout.groups if slots.keys() & group.shapes]
         for name, value in filled(self.files, self.layout, groups, slots):
-            targets[name].put(*(value if isinstance(value, tuple) else (value,)))
+            _put(places[name], *(value if isinstance(value, tuple) else (value,)))
             del value  # before the next is packed
 
-    def _among(self, target: Target, names: Mapping[str, Any]) -> str:
-        for name in (target.name, *self._aliases.get(target.name, ())):
+    def _among(self, target: str, names: Mapping[str, Any]) -> str:
+        for name in (target, *self._aliases.get(target, ())):
             if name in names:
                 return name
-        raise CheckpointError(f"The checkpoint has no tensor for {target.name}.")
+        raise CheckpointError(f"The checkpoint has no tensor for {target}.")
 
     def _find_stored(self) -> dict[str, torch.dtype]:
         """Note a packed folder's keys by weight and end; return what weights are decoded to."""
@@ -498,12 +469,12 @@ class ShardedFill(Fill):
                 dtypes |= dict.fromkeys((name, *self._aliases.get(name, ())), dtype)
         return dtypes
 
-    def _stored_share(self, target: Target) -> tuple[Any, ...]:
-        """Read this rank's share of one weight: the arguments of `Target.put`."""
-        files, keys = self.files, self._keys[self._among(target, self._keys)]
-        values, settings = target.tensor(), target.settings
+    def _stored_share(self, place: Place) -> tuple[Any, ...]:
+        """Read this rank's share of one weight: values, and of a packed one statistics."""
+        files, keys = self.files, self._keys[self._among(place.name, self._keys)]
+        values, settings, decoder = place.tensors()[0], self.spec.settings, place.decoder
         first, last = ranks_of(values).span(len(values)) if values.dim() else (0, None)
-        if settings is None:
+        if decoder is None:
             if first == last:  # fewer rows than ranks
                 return (torch.empty((0, *values.shape[1:]), dtype=values.dtype),)
             return (files.read(keys[CODES], first, last),)
@@ -512,15 +483,15 @@ class ShardedFill(Fill):
         share = files.read_bytes(keys[CODES], first * row, last * row)
         large = CODES, codec.scales
         small = {end: files.read(key) for end, key in keys.items() if end not in large}
-        problem = next(codec.value_problems(small, target.shape, settings, None), None)
+        problem = next(codec.value_problems(small, decoder.weight_shape, settings, None), None)
         if problem is not None:
-            raise CheckpointError(f"{target.name} {problem}.")
+            raise CheckpointError(f"{place.name} {problem}.")
         statistics = {}
         if codec.in_quant_state:
             blank = dict.fromkeys(large, torch.empty(0, dtype=torch.uint8))
-            packed = codec.assemble({**small, **blank}, target.shape, None, settings)
+            packed = codec.assemble({**small, **blank}, decoder.weight_shape, None, settings)
             statistics = bits_of(packed)
-        for name, parameter in target.statistics.named_parameters():
+        for name, parameter in decoder.named_parameters():
             first, last = ranks_of(parameter).span(len(parameter))
             if name == "nested":
                 statistics[name] = statistics[name][first:last]
@@ -528,6 +499,12 @@ class ShardedFill(Fill):
                 span = first * parameter.itemsize, last * parameter.itemsize
                 statistics[name] = files.read_bytes(keys[codec.scales], *span).view(parameter.dtype)
         return share.view(values.dtype).view(-1, *values.shape[1:]), statistics
+
+
+def _put(place: Place, values: Tensor, statistics: Mapping[str, Tensor] | None = None) -> None:
+    put_local(place.tensors()[0], values)
+    for name, share in (statistics or {}).items():
+        put_local(getattr(place.decoder, name), share)
 
 
 @torch.no_grad()
@@ -627,13 +604,13 @@ class ConfiguredFill(ShardedFill):
         self.pack()
         # transformers loads what is neither packed nor dequantized
         self.targets = [
-            target
-            for target in self.targets
-            if target.settings or not self.names.isdisjoint(self._aliases[target.name])
+            place
+            for place in self.targets
+            if place.decoder or not self.names.isdisjoint(self._aliases[place.name])
         ]
         for name in {*self.names, *self.linears}:
             model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
-        own = {id(tensor) for target in self.targets for tensor in target.tensors()}
+        own = {id(tensor) for place in self.targets for tensor in place.tensors()}
         self.names |= {name for name, tensor in model.named_parameters() if id(tensor) in own}
         # transformers shards next; a load that fails undoes this when it drops the fill
         self._sharding = ExitStack()
@@ -646,7 +623,7 @@ class ConfiguredFill(ShardedFill):
     def finish(self) -> None:
         self._sharding.close()
         self.unhide()
-        sharded: Any = next(target.tensor() for target in self.targets if target.settings)
+        sharded = next(place.tensors()[0] for place in self.targets if place.decoder)
         device = device_of(sharded.device_mesh)
         offloaded = self.model.config.distributed_config.fsdp_cpu_offload
         allocate(self.model, device, torch.device("cpu") if offloaded else None)

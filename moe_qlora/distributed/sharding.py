@@ -108,14 +108,19 @@ def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
 
 
 class Place(NamedTuple):
-    """Where a packed weight sits whose statistics are parameters."""
+    """Where a packed weight sits whose statistics are parameters; or a plain one."""
 
     name: str  # of the weight
     owner: nn.Module  # with the codes as its parameter `leaf`
     leaf: str
-    decoder: Any  # with the statistics
-    codes: str  # key of the codes in a state dict
-    statistics: str  # begin of the keys of the statistics
+    decoder: Any = None  # with the statistics
+    codes: str = ""  # key of the codes in a state dict
+    statistics: str = ""  # begin of the keys of the statistics
+
+    def tensors(self) -> list[Any]:
+        """Return the codes or plain tensor as it is now, and the statistics."""
+        statistics = () if self.decoder is None else self.decoder.parameters()
+        return [getattr(self.owner, self.leaf), *statistics]
 
 
 def packed_places(model: nn.Module) -> Iterator[Place]:

@@ -22,15 +22,8 @@ from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
-from tests.helpers.training import (
-    NF4,
-    adamw,
-    loaded,
-    logged_losses,
-    lora,
-    take_fsdp_on_cpus,
-    whole,
-)  # fmt: skip
+from tests.helpers import training
+from tests.helpers.training import NF4, loaded, logged_losses, whole
 
 STEPS, ROWS = 3, 4
 FSDP2 = {
@@ -64,7 +57,7 @@ def join_as_torchrun(rank: int, world: int) -> None:
 
 def adapted(folder: str) -> Any:
     torch.manual_seed(1)
-    return lora(loaded(folder), "q_proj", "v_proj")
+    return training.lora(loaded(folder), "q_proj", "v_proj")
 
 
 def rows() -> list[Tensor]:
@@ -136,7 +129,7 @@ def run_accelerate(folder: str, world: int, plugin: Any = None) -> dict[str, Any
     """Train in a loop of one's own, with what `accelerate launch` has."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = adapted(folder)
-    optimizer = adamw(model)
+    optimizer = training.adamw(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses, norms = [], []
     for batch in torch.stack(rows()).chunk(STEPS):
@@ -173,7 +166,7 @@ def tokenizer() -> Any:
 
 def run_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     join_as_torchrun(rank, world)
-    take_fsdp_on_cpus()
+    training.take_fsdp_on_cpus()
     results = {"accelerate, ddp": run_accelerate(folder, world)}
     AcceleratorState._reset_state(reset_partial_state=True)
     for case in CASES:

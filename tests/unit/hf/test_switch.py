@@ -268,6 +268,16 @@ def test_wrong_shapes_and_missing_halves_are_named(
         load(bad, ignore_mismatched_sizes=True)
 
 
+def test_experts_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    some = {key: t for key, t in tensors.items() if ".0.mlp" not in key or "down" not in key}
+    save_file(some, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    seen = r"layers\.0\.mlp\.experts\.down_proj was not loaded"
+    with pytest.raises(CheckpointError, match=seen), moe_qlora.enabled():
+        load(tmp_path)
+
+
 def test_one_tensor_of_a_weight_that_another_tool_packed_is_refused(
     folder: Path, tmp_path: Path
 ) -> None:

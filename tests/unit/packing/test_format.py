@@ -87,6 +87,8 @@ def test_settings_as_json_and_back() -> None:
         "compute_dtype": "float16",
     }
     assert CodecSettings("int8").to_dict()["storage_dtype"] == "int8"
+    coarse = CodecSettings("nf4", blocksize=128)
+    assert CodecSettings.of(pack(torch.randn(4, 256), coarse)) == coarse
 
 
 @pytest.mark.parametrize(
