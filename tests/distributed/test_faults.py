@@ -181,29 +181,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize(("victim", "count"), [(1, 2), (0, 9)])
-def test_a_rank_killed_while_a_model_is_saved(
-    ranks: Ranks, tmp_path: Path, victim: int, count: int
+@pytest.mark.parametrize(
+    ("victim", "count", "adapter"), [(1, 2, False), (0, 9, False), (2, 5, True)]
+)
+def test_a_rank_killed_while_a_model_or_an_adapter_is_saved(
+    ranks: Ranks, tmp_path: Path, victim: int, count: int, adapter: bool
 ) -> None:
-    folder = tmp_path / "model"
-    ranks.model.save_pretrained(folder)
+    folder, what = tmp_path / "model", "the adapter to" if adapter else "to"
+    assert ranks.run(save_model, folder, None, 0, adapter)[1] == ["saved"] * WORLD
     # so that a save that went through would show
-    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    config = folder / ("adapter_config.json" if adapter else "config.json")
+    config.write_text(config.read_text() + "\n")
     before = content(folder)
-    codes, texts, seconds = ranks.run(save_model, folder, victim, count)
+    codes, texts, seconds = ranks.run(save_model, folder, victim, count, adapter)
     assert codes == [KILLED if rank == victim else 1 for rank in range(WORLD)]
     for rank in {0, 1, 2} - {victim}:
-        assert texts[rank].startswith(f"CheckpointError: Saving to {folder} failed on rank {rank}")
+        assert f"CheckpointError: Saving {what} {folder} failed on rank {rank}" in texts[rank]
         assert "every rank must take part to the end" in texts[rank]
         assert len(texts[rank].splitlines()) == 1
     assert seconds < 4 * TIMEOUT
-    assert content(folder) == before
-    check_folder(folder)
-    codes, texts, _ = ranks.run(save_model, folder, None, 0)
-    assert texts == ["saved"] * WORLD
-    check_folder(folder)
-    assert content(folder) != before
-    assert left_behind(folder) == []
+    assert content(folder) == before and left_behind(folder) == []
+    if not adapter:
+        check_folder(folder)
+    assert ranks.run(save_model, folder, None, 0, adapter)[1] == ["saved"] * WORLD
+    assert content(folder) != before and left_behind(folder) == []
 
 
 def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
@@ -220,19 +221,6 @@ def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> 
     assert codes == [0] * WORLD, texts
     assert texts[0].startswith("loaded, loss 5.")
     assert len(set(texts)) == 1
-
-
-def test_a_rank_killed_while_an_adapter_is_saved(ranks: Ranks, tmp_path: Path) -> None:
-    folder = tmp_path / "adapter"
-    codes, texts, _ = ranks.run(save_model, folder, None, 0, True)
-    assert texts == ["saved"] * WORLD
-    before = content(folder)
-    codes, texts, _ = ranks.run(save_model, folder, 2, 5, True)
-    assert codes == [1, 1, KILLED]
-    for rank in (0, 1):
-        assert f"Saving the adapter to {folder} failed on rank {rank}" in texts[rank]
-    assert content(folder) == before
-    assert left_behind(folder) == []
 
 
 def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(
