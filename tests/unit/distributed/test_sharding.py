@@ -142,11 +142,12 @@ def test_either_layout_loads_the_state_dict_of_the_other(settings: str, assign: 
             assert torch.equal(logits(target), before)
 
 
+# compute dtype, double quantization, kind, storage dtype
 LINEARS = {
-    "uint8": (False, "nf4", torch.uint8),
-    "bf16": (False, "nf4", torch.bfloat16),
-    "double, uint8": (True, "nf4", torch.uint8),
-    "double, bf16": (True, "nf4", torch.bfloat16),
+    "uint8": (torch.float32, False, "nf4", torch.uint8),
+    "bf16": (torch.float32, False, "nf4", torch.bfloat16),
+    "double, uint8": (torch.float32, True, "nf4", torch.uint8),
+    "double, bf16": (torch.bfloat16, True, "nf4", torch.bfloat16),
     "int8": None,
 }
 
@@ -155,7 +156,7 @@ LINEARS = {
 def test_linear_layers(kind: str) -> None:
     torch.manual_seed(0)
     form: Any = LINEARS[kind]
-    layer = Linear4bit(96, 80, True, torch.float32, *form) if form else None
+    layer = Linear4bit(96, 80, True, *form) if form else None
     stock: Any = nn.Sequential(layer or Linear8bitLt(96, 80, has_fp16_weights=False))
     stock.load_state_dict({"0.weight": torch.randn(80, 96), "0.bias": torch.randn(80)})
     stock.to("cpu")
@@ -167,7 +168,7 @@ def test_linear_layers(kind: str) -> None:
     assert type(model[0]) is (ShardableLinear8bit if is_int8 else ShardableLinear4bit)
     for again in (model, copy.deepcopy(model)):
         out = again(x)
-        assert torch.equal(out, expected)
+        assert out.dtype == expected.dtype and torch.equal(out, expected)
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], gradient)
         assert [n for n, p in again.named_parameters() if p.is_floating_point()] == ["0.bias"]
     for state_dict in () if is_int8 else (compact, model.state_dict()):
