@@ -69,9 +69,7 @@ def select_weights(
             foreign = parametrize.is_foreign(module, param.parameter_name)
             reason = "packed by bitsandbytes' own helper" if foreign else ""
             return WeightSelection(param, ALREADY_QUANTIZED, reason)
-        if any(
-            f".{name}".endswith(f".{p}") or covers(p, name) for p in left for name in param.names
-        ):
+        if any(covers(pattern, name) for pattern in left for name in param.names):
             return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
         skipping = skipping_pattern(param, settings.skip_modules)
         if skipping is not None:
