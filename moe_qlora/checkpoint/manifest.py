@@ -33,10 +33,9 @@ from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
-from ..packing.bnb4bit import RECORD, read_record
+from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import restore
 from ..packing.codecs import CODES, codecs
-from ..packing.int8 import SCALES
 from ..packing.settings import CodecSettings, problems
 from ..versions import installed_version
 from .reader import (

@@ -36,10 +36,9 @@ from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, listed
 from ..models import named
 from ..packing import parametrize
-from ..packing.bnb4bit import RECORD
+from ..packing.bnb4bit import RECORD, SCALES
 from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
-from ..packing.int8 import SCALES
 from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting

@@ -35,7 +35,7 @@ from ..layout import dtype_name, name_pattern, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
-from ..packing.linear import check_linears, linear_kind
+from ..packing.decoders import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..versions import installed_version

@@ -1,17 +1,14 @@
-"""A model's state dict as in a single process, gathered from the ranks' shares.
-
-    whole_tensors       bitsandbytes' keys, each with a function that gathers its tensor
-    gather_to_first     runs a function on the first rank, which reads such tensors one at a time
-                        while all other ranks take part
-    full_state_dict     all of them, on the first rank's CPU
+"""What ranks exchange: a model's state dict as in a single process, and what they were given.
 
 A share is a DTensor of FSDP2, or a parameter that ZeRO-3 has partitioned. Each gathered tensor is
-freed before the next one: no rank has more than one whole tensor.
+freed before the next one: no rank has more than one whole tensor. Ranks exchange tensors by shape
+alone: without `check_agreement`, gathered codes are decoded with another folder's statistics, and
+sums mix two scalings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -19,7 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import CheckpointError, MoeQloraError, first_line
+from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import PackedScales, read
@@ -36,13 +33,10 @@ def is_divided(model: nn.Module, state_dict: Mapping[str, Any]) -> bool:
 
 
 def state_dict_to_save(model: nn.Module, given: Any) -> Mapping[str, Any] | None:
-    """Return the state dict that a save writes: the one that it was given, or the model's own.
+    """Return the state dict that a save writes: the one given, or the model's own.
 
     None means that this rank does not take part. Under ZeRO-3, accelerate, Trainer and DeepSpeed
     gather a state dict for the first rank, and all others save with `state_dict=None`.
-
-    Raises:
-        CheckpointError: The first rank of a model under ZeRO-3 was given None as well.
     """
     if given is None and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         if distributed.get_rank() != 0:
@@ -56,14 +50,10 @@ def state_dict_to_save(model: nn.Module, given: Any) -> Mapping[str, Any] | None
 
 
 def local_state_dict(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state dict, with ZeRO-3's parameters still partitioned.
-
-    Under ZeRO-3 the tensors of `state_dict` are empty.
-    """
-    state_dict: dict[str, Any] = model.state_dict()
+    """Return the model's state dict, with ZeRO-3's parameters, empty in `state_dict`, as shares."""
     parameters = model.named_parameters(remove_duplicate=False)
     partitioned = {name: value for name, value in parameters if hasattr(value, "ds_id")}
-    return {key: partitioned.get(key, value) for key, value in state_dict.items()}
+    return {key: partitioned.get(key, value) for key, value in model.state_dict().items()}
 
 
 def _is_sharded(tensor: Any) -> bool:
@@ -75,30 +65,24 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a share's whole tensor on its process group's device; return any other as it is.
-
-    All ranks must call it.
-    """
+    """Gather a share's whole tensor on its group's device, with all ranks; return others as is."""
     if not _is_sharded(tensor):
         return tensor
     if hasattr(tensor, "ds_id"):
         import deepspeed  # type: ignore[import-not-found]
 
         with deepspeed.zero.GatheredParameters([tensor]):
-            copied: Tensor = tensor.detach().as_subclass(Tensor).clone()
-            return copied
+            return tensor.detach().as_subclass(Tensor).clone()
     sharded: Any = tensor.detach()
-    if sharded.device.type != sharded.device_mesh.device_type:  # offloaded
-        sharded = sharded.to(sharded.device_mesh.device_type)
-    gathered: Tensor = sharded.full_tensor()
-    return gathered
+    sharded = sharded.to(sharded.device_mesh.device_type)  # it may be offloaded
+    return cast(Tensor, sharded.full_tensor())
 
 
 def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, WholeTensor]:
     """Return the entries of a single process's state dict, in its order.
 
-    `state_dict` is the model's own, or has whole tensors under its keys; these may be the keys of
-    one process or of many (parametrize.py).
+    `state_dict` is the model's own, or has whole tensors under its keys, of either form
+    (parametrize.py).
     """
     replaced: dict[str, dict[str, WholeTensor]] = {}
     for place in packed_places(model):
@@ -169,16 +153,9 @@ def gather_to_first(
 ) -> _Result | None:
     """Return `use(read)` of the first rank, where `read(key)` returns a tensor whole; else None.
 
-    All ranks must call it, and return or raise together: an error of `use` is raised on all.
-    Where no tensor is divided, `use` runs on every rank that calls.
-
-    Args:
-        tensors: The result of `whole_tensors`.
-        use: Called on the first rank; may read the tensors in any order, and not all of them.
-        what: Begins the message where a rank was lost.
-
-    Raises:
-        CheckpointError: A rank ended or does not take part.
+    All ranks must call it, and return or raise together: an error of `use` is raised on all; where
+    a rank is lost, a `CheckpointError` that `what` begins. `use` may read the tensors in any order,
+    and not all of them. Where none is divided, it runs on every rank that calls.
     """
     if not any(tensor.divided for tensor in tensors.values()):
         return use(lambda key: tensors[key].gather())
@@ -204,9 +181,9 @@ def gather_to_first(
     if distributed.get_rank() != 0:
         while isinstance(call := exchanged(), str):
             guarded(tensors[call].gather)
-        if call is not None:
-            raise call
-        return None
+        if call is None:
+            return None
+        raise call
 
     def read(key: str) -> Tensor:
         exchanged(key)
@@ -227,25 +204,82 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Return the model's whole state dict on the first rank, on the CPU; all others get `{}`.
 
     It has bitsandbytes' keys, as in a single process, however the model is sharded. Tensors are
-    gathered one at a time: no device has two of them whole.
-
-    All ranks must call it. Where nothing is sharded, and without a process group, it is the state
-    dict itself. A `DistributedDataParallel` model's keys are those of the model in it.
-
-    Raises:
-        CheckpointError: Another rank was lost meanwhile.
+    gathered one at a time: no device has two of them whole. All ranks must call it. A
+    `DistributedDataParallel` model's keys are those of the model in it. A `CheckpointError` where
+    another rank was lost meanwhile.
     """
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     tensors = whole_tensors(inner, local_state_dict(inner))
 
-    def collect(read: Callable[[str], Tensor]) -> dict[str, Any]:
-        return {key: _on_cpu(read(key)) for key in tensors}
+    def collect(read: Callable[[str], Any]) -> dict[str, Any]:
+        values = ((key, read(key)) for key in tensors)  # extra state of a module may be anything
+        return {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in values}
 
     gathered = gather_to_first(tensors, collect, "full_state_dict")
     first = not distributed.is_initialized() or distributed.get_rank() == 0
     return gathered if first and gathered is not None else {}
 
 
-def _on_cpu(value: Any) -> Any:
-    """Return a tensor on the CPU; a module's extra state may be anything else."""
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+Facts = Callable[[], Mapping[str, Any]]
+
+
+def check_agreement(what: str, facts: Facts, mesh: Any = None, group: Any = None) -> None:
+    """Raise on every rank where one was given something other than the first.
+
+    All ranks of the mesh or group (None: all) must call it; without a process group it does
+    nothing. `facts` returns what must be equal, by the caller's names for it, a configuration
+    compared field by field; its error on one rank is raised on all. `what` begins the sentence of
+    the `ConfigError`, which names the rank, the setting and both values.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    error: MoeQloraError | None = None
+    known: dict[int, dict[str, str] | str] = {}
+    try:
+        known[distributed.get_rank()] = dict(_settings(facts()))
+    except MoeQloraError as raised:
+        error, known[distributed.get_rank()] = raised, str(raised)
+    groups = [group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    for group in groups:  # after the last, each rank has the facts of all
+        everyone: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(everyone, known, group=group)
+        known = {rank: given for one in everyone for rank, given in one.items()}
+    if error is not None:
+        raise error
+    told: dict[int, dict[str, str]] = {}
+    for rank, given in sorted(known.items()):
+        if isinstance(given, str):
+            raise ConfigError(f"{what}: rank {rank} failed: {given}")
+        told[rank] = given
+    first, expected = min(told.items())
+    for rank, given in told.items():
+        for name in {**expected, **given}:
+            here, there = given.get(name, "nothing"), expected.get(name, "nothing")
+            if here != there:
+                raise ConfigError(
+                    f"{what}: rank {rank} has {name} {here}, and rank {first} has {there}: give "
+                    "all ranks the same."
+                )
+
+
+def _settings(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield values by name as text; of a configuration, each field under its full name."""
+    for name, value in facts.items():
+        fields = value.to_dict() if hasattr(value, "to_dict") else value
+        if isinstance(fields, Mapping):
+            # Each rank may read a copy of the base of its own.
+            inner = {k: one for k, one in fields.items() if k != "base_model_name_or_path"}
+            yield from ((f"{name}.{field}", _text(one)) for field, one in inner.items())
+        else:
+            yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    value = sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+    return f"{value!r:.200}"
+
+
+def from_first(mesh: Any, broadcast: Callable[..., Any], value: Any) -> None:
+    """Broadcast a value of a mesh's first rank to all others."""
+    for group in reversed([mesh.get_group(dimension) for dimension in range(mesh.ndim)]):
+        broadcast(value, src=distributed.get_global_rank(group, 0), group=group)

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import AdapterError, ConfigError
 from ..layout import unwrapped_name
-from ..packing.decoders import is_shardable, is_share
-from ..packing.packed_list import PackedList
-from ..packing.parametrize import decoder_of, is_hosted, iter_packed, original_of
+from ..packing.decoders import PackedList, is_shardable, is_share, linear_kind
+from ..packing.parametrize import (
+    decoder_of,
+    is_hosted,
+    is_packed_linear,
+    iter_packed,
+    original_of,
+    read_packed,
+)
+from ..packing.settings import CodecSettings
 from ..world import CHECKED, World
 from . import gather
-from .adapters import check_copies, replicate_adapters
-from .agreement import check_agreement, model_facts
+from .gather import check_agreement, from_first
 from .sharding import lay_out
+
+# transformers' Trainer, which averages gradients too, marks a parameter by this attribute.
+_SEEN = "_replicated_grad_hook_registered"
+_SAMPLE = 512  # values of a tensor that are compared
+_WEIGHTS = 8  # packed weights whose codes and statistics are sampled
 
 
 class ManyRanks(World):
@@ -35,8 +47,7 @@ class ManyRanks(World):
         lay_out(model)
 
     def load(self, distributed_config: Any) -> Any:
-        """Return the `RankLoad` of a `DistributedConfig`."""
-        from .distributed_config import RankLoad
+        from .load_sharded import RankLoad
 
         return RankLoad(distributed_config)
 
@@ -50,7 +61,12 @@ class ManyRanks(World):
 
     def prepare_adapters(self, model: nn.Module, config: Any) -> None:
         lay_out(model)
-        check_copies(model, config)
+        names = getattr(config, "modules_to_save", None)
+        if names and _mesh(model) is not None:
+            raise ConfigError(
+                f"modules_to_save={names!r} copies modules, and FSDP2 has sharded them already: "
+                "give the config to moe_qlora.load_sharded, which shards the copies too."
+            )
 
     def follow_adapters(self, model: nn.Module) -> None:
         replicate_adapters(model)
@@ -66,9 +82,12 @@ class ManyRanks(World):
 
     def before_forward(self, model: nn.Module) -> None:
         if distributed.is_initialized():
+            done: set[str] = model.__dict__.setdefault(CHECKED, set())
             _refuse_sharded_host(model)
-            _warn_of_whole_statistics(model)
-            _check_ddp_copies(model)
+            if "layout" not in done and _warn_of_whole_statistics(model):
+                done.add("layout")
+            if "copies" not in done and torch.is_grad_enabled() and _check_ddp_copies(model):
+                done.add("copies")
 
     def stock_class(self, module: nn.Module) -> type:
         return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
@@ -80,16 +99,8 @@ class ManyRanks(World):
     gather_to_first = staticmethod(gather.gather_to_first)
 
 
-def _checked(model: nn.Module) -> set[str]:
-    names: set[str] = model.__dict__.setdefault(CHECKED, set())
-    return names
-
-
 def _refuse_sharded_host(model: nn.Module) -> None:
-    """Raise where an engine has sharded a model whose experts lie in host memory.
-
-    Both may come after steps without the other, so each forward looks.
-    """
+    """Raise where an engine has sharded a model whose experts lie in host memory, at any step."""
     lists = (module for module in model.modules() if isinstance(module, PackedList))
     if all(each.host is None for each in lists):
         return
@@ -106,12 +117,11 @@ def _refuse_sharded_host(model: nn.Module) -> None:
             )
 
 
-def _warn_of_whole_statistics(model: nn.Module) -> None:
-    if "layout" in _checked(model):
-        return
+def _warn_of_whole_statistics(model: nn.Module) -> bool:
+    """Return whether all packed weights are sharded by now."""
     for name, module, leaf in iter_packed(model):
         if not hasattr(original_of(module, leaf), "device_mesh"):
-            return  # not sharded yet
+            return False
         if not is_shardable(decoder_of(module, leaf)):
             warnings.warn(
                 f"{unwrapped_name(name)}.{leaf} was sharded with its statistics whole on every "
@@ -121,20 +131,90 @@ def _warn_of_whole_statistics(model: nn.Module) -> None:
                 stacklevel=2,
             )
             break
-    _checked(model).add("layout")
+    return True
 
 
-def _check_ddp_copies(model: nn.Module) -> None:
+def _check_ddp_copies(model: nn.Module) -> bool:
     """Raise before the first step where DDP's ranks were packed or adapted differently.
 
     DDP writes the first rank's parameters over all others', and leaves statistics and settings.
+    Within its forward with gradients all ranks take part; return whether this is one.
     """
-    if "copies" in _checked(model) or not torch.is_grad_enabled():
-        return
-    # within DDP's forward with gradients all ranks take part
     ddp: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if ddp is None:
+    if ddp is not None:
+        group = ddp.process_group
+        check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
+    return ddp is not None
+
+
+def replicate_adapters(model: nn.Module) -> None:
+    """Keep the trained parameters that FSDP2 does not manage equal on all ranks, from now on.
+
+    All ranks call it. Parameters that are replaced or added later are included at the next forward.
+    A model that is not sharded is not changed.
+    """
+    mesh = _mesh(model)
+    if mesh is None:
         return
-    group = ddp.process_group
-    check_agreement("DistributedDataParallel", lambda: model_facts(model), group=group)
-    _checked(model).add("copies")
+
+    def average(parameter: Tensor) -> None:
+        # Right with several backwards a step too: earlier ones' gradients are equal on all ranks.
+        gradient = parameter.grad
+        if gradient is not None:
+            for dimension in range(mesh.ndim):
+                distributed.all_reduce(gradient, group=mesh.get_group(dimension))
+            gradient.div_(mesh.size())
+
+    @torch.no_grad()
+    def replicate(module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters():
+            trained = parameter.requires_grad and not hasattr(parameter, "device_mesh")
+            if trained and not getattr(parameter, _SEEN, False):
+                from_first(mesh, distributed.broadcast, parameter.data)
+                parameter.register_post_accumulate_grad_hook(average)
+                setattr(parameter, _SEEN, True)
+
+    model.register_forward_pre_hook(replicate)
+    replicate(model, ())
+
+
+def _mesh(model: nn.Module) -> Any:
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return None
+    return next((p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")), None)
+
+
+def model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return how a model is packed, samples of its packed weights, and its adapters' state."""
+    packed = [
+        (f"{owner}.{leaf}", read_packed(module, leaf)) for owner, module, leaf in iter_packed(model)
+    ]
+    linears: list[Any] = [module for module in model.modules() if is_packed_linear(module)]
+    facts: dict[str, Any] = {
+        "the codec of experts": {str(CodecSettings.of(weight).to_dict()) for _, weight in packed},
+        "the codec of Linear layers": {
+            f"{linear_kind(layer)}, nested {getattr(layer.weight, 'compress_statistics', None)}, "
+            f"computed in {getattr(layer, 'compute_dtype', None)}"
+            for layer in linears
+        },
+    }
+    for name, weight in packed[:: max(len(packed) // _WEIGHTS, 1)]:
+        statistics = weight.absmax if weight.nested is None else weight.nested.absmax
+        digest = hashlib.sha256()
+        for tensor in (weight.flat_codes, weight.absmax, statistics):
+            flat = tensor.detach().reshape(-1)
+            digest.update(flat[:: max(len(flat) // _SAMPLE, 1)].cpu().numpy().tobytes())
+        facts[f"{name} of the content"] = digest.hexdigest()[:12]
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        facts[f"lora_config of {name!r}"] = config
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "scaling", None), dict):  # an adapter's layer
+            layer: Any = module
+            off = getattr(layer, "disable_adapters", False)
+            facts[f"the active adapters of {name}"] = [] if off else list(layer.active_adapters)
+            facts[f"the merged adapters of {name}"] = list(layer.merged_adapters)
+            facts[f"the scaling of {name}"] = dict(layer.scaling)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            facts[f"requires_grad of {name}"] = True
+    return facts

@@ -1,9 +1,7 @@
 """FSDP2 and other engines that shard over packed models.
 
 `prepare_sharding` makes parameters of packed weights' statistics, as codes are: engines shard and
-gather both alike, and cast neither. `shard_model` says which modules
-FSDP2 shards by themselves; `shards_integers` lets torch before 2.13 shard uint8 parameters, which
-have no gradients.
+gather both alike, and cast neither. `shards_integers` lets torch before 2.13 shard uint8.
 """
 
 from __future__ import annotations
@@ -30,13 +28,15 @@ from ..packing.decoders import (
     PackedScales,
     Params4bit,
     bnb,
+    has_codes,
     is_shardable,
     is_share,
     params4bit,
     read,
+    read_linear,
     to_quant_state,
+    write_linear,
 )
-from ..packing.linear import has_codes, read_linear, write_linear
 
 Wrap = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are sharded by themselves: names of classes, or a predicate of a module."""
@@ -46,12 +46,10 @@ def prepare_sharding(model: nn.Module) -> nn.Module:
     """Make the statistics of every packed weight parameters, so that engines shard them; in place.
 
     A distributed run does this by itself when it packs or loads a model, and in `get_peft_model`.
-    Call it for a model that was packed before, ahead of `fully_shard`. Calling it twice changes
-    nothing. Adapters may be on the model already. The model may be on meta.
-
-    Returns the model. It saves the same packed folder as before; its `state_dict` has torch's keys,
-    `<module>.parametrizations.<name>.original` and `.0.absmax`, which engines look up as
-    parameters (parametrize.py). A `ConfigError` where experts lie in host memory.
+    Call it for a model that was packed before, with or without adapters or values, ahead of
+    `fully_shard`; twice changes nothing. It saves the same packed folder as before; its
+    `state_dict` has torch's keys, which engines look up as parameters (parametrize.py). A
+    `ConfigError` where experts lie in host memory.
     """
     parametrize.check_resident(model)
     return lay_out(model)
@@ -110,14 +108,19 @@ def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
 
 
 class Place(NamedTuple):
-    """Where a packed weight sits whose statistics are parameters."""
+    """Where a packed weight sits whose statistics are parameters; or a plain one."""
 
     name: str  # of the weight
     owner: nn.Module  # with the codes as its parameter `leaf`
     leaf: str
-    decoder: Any  # with the statistics
-    codes: str  # key of the codes in a state dict
-    statistics: str  # begin of the keys of the statistics
+    decoder: Any = None  # with the statistics
+    codes: str = ""  # key of the codes in a state dict
+    statistics: str = ""  # begin of the keys of the statistics
+
+    def tensors(self) -> list[Any]:
+        """Return the codes or plain tensor as it is now, and the statistics."""
+        statistics = () if self.decoder is None else self.decoder.parameters()
+        return [getattr(self.owner, self.leaf), *statistics]
 
 
 def packed_places(model: nn.Module) -> Iterator[Place]:
@@ -136,17 +139,14 @@ def packed_places(model: nn.Module) -> Iterator[Place]:
 
 
 class PackedCodes(Params4bit):
-    """Codes that engines shard: uint8, for any storage dtype.
+    """Codes that engines shard: uint8, for any storage dtype."""
 
-    Counted as `Params4bit` by isinstance. Not of that name: accelerate (1.15, fsdp2_prepare_model)
-    leaves uint8 parameters of a class called "Params4bit" out of the sharding.
-    """
+    # Not called Params4bit: accelerate (1.15, fsdp2_prepare_model) leaves those out of the sharding
 
     # Chunks and copies are plain tensors, as those of any nn.Parameter.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move to another device; ignore a dtype, since codes are no numbers."""
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self.detach().to(device=device, non_blocking=non_blocking)
 
@@ -161,11 +161,9 @@ class _ShardableLinear(nn.Module):
     weight: Tensor
     bias: Tensor | None
     statistics: Any
-    state: Any  # of an 8-bit layer
-    set_compute_type: Any
+    product: Any  # by bitsandbytes, whose gradient function references the codes
 
     def restore_stock(self) -> None:
-        """Become bitsandbytes' own layer again."""
         layer: Any = self
         packed = read(layer.weight, layer.statistics)
         require_whole(packed)
@@ -173,13 +171,12 @@ class _ShardableLinear(nn.Module):
         layer.__class__ = self.stock
         write_linear(layer, packed)
 
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the product, so that nothing gathered outlives it under ZeRO-3."""
-        layer: Any = self
-        _require_gathered(layer)
-        if hasattr(layer.weight, "ds_id"):
-            return cast(Tensor, _ReadAgain.apply(x, bias, layer))
-        return cast(Tensor, layer.product(x, bias))
+    def forward(self, x: Tensor) -> Tensor:
+        _require_gathered(self)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if hasattr(self.weight, "ds_id"):  # nothing gathered may outlive the product
+            return cast(Tensor, _ReadAgain.apply(x, bias, self))
+        return cast(Tensor, self.product(x, bias))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         # No bitsandbytes keys, which engines do not find as parameters: statistics save themselves.
@@ -192,20 +189,15 @@ class ShardableLinear4bit(_ShardableLinear, bnb.Linear4bit):
     stock = bnb.Linear4bit
     compute_type_is_set: bool
     compute_dtype: torch.dtype | None
+    set_compute_type: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
         if not self.compute_type_is_set:
             self.set_compute_type(x)
             self.compute_type_is_set = True
-        dtype = x.dtype
-        if self.compute_dtype is not None:
-            x = x.to(self.compute_dtype)
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return self._product(x, bias).to(dtype)
+        return super().forward(x.to(self.compute_dtype or x.dtype)).to(x.dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute by bitsandbytes, whose gradient function references the codes."""
         state = to_quant_state(read(self.weight, self.statistics))
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
         return out
@@ -215,13 +207,9 @@ class ShardableLinear8bit(_ShardableLinear, bnb.Linear8bitLt):
     """A shardable 8-bit Linear layer."""
 
     stock = bnb.Linear8bitLt
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute `x` `(..., in)` times the dequantized weight, plus the bias."""
-        return self._product(x, None if self.bias is None else self.bias.to(x.dtype))
+    state: Any
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute by bitsandbytes, whose gradient function references the codes."""
         state = MatmulLtState()
         state.threshold, state.has_fp16_weights = self.state.threshold, False
         state.is_training = self.training
@@ -261,7 +249,7 @@ class _ReadAgain(torch.autograd.Function):
         return grad_x, grad_bias, None
 
 
-def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None:
+def _require_gathered(module: _ShardableLinear) -> None:
     if not torch.compiler.is_compiling() and is_share(module.weight):
         require_whole(read(module.weight, module.statistics))
 
@@ -270,15 +258,9 @@ def _require_gathered(module: ShardableLinear4bit | ShardableLinear8bit) -> None
 def shards_integers() -> Iterator[None]:
     """Let `fully_shard` shard integer parameters on every torch, within the block.
 
-        with moe_qlora.shards_integers():
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-
     torch before 2.13 requires gradients of each shard, and "only Tensors of floating point dtype
     can require gradients"; and a mixed precision policy casts codes as it gathers them, which
-    destroys them. Parameters sharded in the block are gathered uncast, afterwards too. Where torch
-    is right, nothing is changed.
+    destroys them. Parameters sharded in the block are gathered uncast, afterwards too.
     """
     import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 
@@ -289,10 +271,14 @@ def shards_integers() -> Iterator[None]:
     stock, sharded = module.nn, module.FSDPParam
     build = sharded.__init__
 
+    def keep_dtype(self: Any, mp_policy: Any) -> None:
+        self.orig_dtype = self.sharded_param.dtype
+        self.param_dtype = self.reduce_dtype = None
+
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         if not self.sharded_param.is_floating_point():
-            self.init_dtype_attrs = MethodType(_keep_dtype, self)
+            self.init_dtype_attrs = MethodType(keep_dtype, self)
 
     module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _Parameter}), init
     try:
@@ -301,47 +287,30 @@ def shards_integers() -> Iterator[None]:
         module.nn, sharded.__init__ = stock, build
 
 
-def _keep_dtype(self: Any, mp_policy: Any) -> None:
-    """Set what `FSDPParam.init_dtype_attrs` sets, for a parameter that no policy casts."""
-    self.orig_dtype = self.sharded_param.dtype
-    self.param_dtype = self.reduce_dtype = None
-
-
 def _takes_integers() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
 class _AnyParameter(type(nn.Parameter)):  # type: ignore[misc]
+    """`nn.Parameter`, which by default requires gradients of floating-point tensors only."""
+
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, nn.Parameter)
 
-
-class _Parameter(nn.Parameter, metaclass=_AnyParameter):
-    """`nn.Parameter`, which by default requires gradients of floating-point tensors only."""
-
-    def __new__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
+    def __call__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
         if requires_grad is None:
-            requires_grad = data is None or bool(data.is_floating_point())
+            requires_grad = data is None or data.is_floating_point()
         return nn.Parameter(data, requires_grad=requires_grad)
 
 
-def shard_model(
-    model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any
-) -> list[nn.Module]:
+class _Parameter(nn.Parameter, metaclass=_AnyParameter): ...
+
+
+def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any) -> None:
     """Apply `fully_shard` to a model's decoder layers and then to the rest of it; in place.
 
-    Args:
-        model: The model, with or without adapters, after `prepare_sharding`; it may be on meta.
-        mesh: A `DeviceMesh` of one dimension, or of two, (copies, shards).
-        wrap: The modules that are gathered and freed by themselves; by default those of the
-            model's own `_no_split_modules`.
-        **options: Passed on to `fully_shard` (reshard_after_forward, mp_policy, offload_policy).
-
-    Returns:
-        The modules that are sharded by themselves.
-
-    Raises:
-        ConfigError: No module is chosen, or the model is wrapped already.
+    The model, which may be on meta, has gone through `prepare_sharding`. `wrap` chooses the modules
+    that are gathered and freed by themselves, by default those of `_no_split_modules`.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
@@ -352,37 +321,24 @@ def shard_model(
                 f"{name or 'The model'} is sharded by {kind} already: give the model as it was "
                 "loaded."
             )
-    blocks = _blocks(model, wrap)
-    with shards_integers():
-        for block in blocks:
-            fully_shard(block, mesh=mesh, **options)
-        fully_shard(model, mesh=mesh, **options)
-    return blocks
-
-
-def _blocks(model: nn.Module, wrap: Wrap | None) -> list[nn.Module]:
     if wrap is None:
-        classes = {name for part in model.modules() for name in _unsplit_classes(part)}
-        wrap = classes
-    if callable(wrap):
-        chosen = [module for module in model.modules() if wrap(module)]
-    else:
-        names = set(wrap)
-        chosen = [module for module in model.modules() if type(module).__name__ in names]
-    blocks = [module for module in chosen if module is not model]
+        wrap, field = set(), "_no_split_modules"
+        for part in model.modules():  # PEFT's wrappers forward getattr to the module inside
+            wrap.update(vars(part).get(field, getattr(type(part), field, None)) or ())
+    blocks = [
+        part
+        for part in model.modules()
+        if part is not model and (wrap(part) if callable(wrap) else type(part).__name__ in wrap)
+    ]
     if not blocks:
         raise ConfigError(
             f"No module of the model is chosen by wrap={wrap!r:.80}: name the class of its decoder "
             "layers, so that one layer is gathered at a time."
         )
-    return blocks[::-1]
-
-
-def _unsplit_classes(module: nn.Module) -> Collection[str]:
-    # Not by getattr, which PEFT's wrappers forward to the module inside.
-    names = getattr(type(module), "_no_split_modules", None)
-    names = module.__dict__.get("_no_split_modules", names)
-    return names if isinstance(names, (list, tuple, set, frozenset)) else ()
+    with shards_integers():
+        for block in blocks[::-1]:
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
 
 
 def allocate(

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
 from ..packing.codecs import codec_of, kinds
-from ..packing.decoders import Decoder, Packed4bit, state_tensors
-from ..packing.packed_list import fetch_by
+from ..packing.decoders import Decoder, Packed4bit, fetch_by, state_tensors
 
 _SOURCE = "_moe_qlora_lora"
 

@@ -15,7 +15,7 @@ AUTO_QUANTIZER_MAPPING (two classes),               switch.py  when no block is 
     AutoHfQuantizer.merge_quantization_configs                 was called: exactly what was there
 a hook of the model's state dict, its `tie_weights` fill.py    when the load has filled its weights;
     and `_keys_to_ignore_on_load_unexpected`                   a load that fails drops the model
-its `_resolve_parallel_plans`, the class of its     distributed/distributed_config.py
-    `DistributedConfig`                                        once the model is sharded
+torch before 2.13 shards integers                   distributed/load_sharded.py
+                                                               when the load has filled its weights
 methods in its `__dict__` (`_METHODS`)              model.py   by `dequantize`, which gives it back
 """

@@ -1,18 +1,15 @@
 """The weights of a load that transformers does not read: they are hidden from it, and filled here.
 
-    from_pretrained
-      |   the model on meta, its conversions   `Fill.hide`: which keys on disk make which weights;
-      |                                        these leave the state dict, and the keys get
-      |                                        a name that no model has
-      |   transformers loads the rest, stock
-      |   tie_weights                          `Fill._fill`: reads rows, packs, puts into place
-      v   postprocess_model                    `Fill.finish`: attaches what was packed
+    the model on meta, its conversions   `Fill.hide`: which keys on disk make which weights; these
+                                         leave the state dict, the keys get a name no model has
+    transformers loads the rest, stock
+    tie_weights                          `Fill._fill`: reads rows, packs, puts into place
+    postprocess_model                    `Fill.finish`: attaches what was packed
 
 What is filled: expert weights that are packed, bitsandbytes' Linear layers, and whatever a maker
-stores as codes. Where from: a 16-bit folder or a maker's (rows, through checkpoint/rows.py), MXFP4
-codes that are kept, or a packed folder's own bytes. Without safetensors files (a `state_dict`, .bin
-files) transformers loads experts in 16 bit, and they are packed then. Each weight goes to its
-device, or packed to host memory.
+stores as codes. Where from: rows of a 16-bit folder or a maker's (checkpoint/rows.py), MXFP4 codes
+that are kept, or a packed folder's own bytes. Without safetensors files (a `state_dict`, .bin
+files) transformers loads experts in 16 bit, and they are packed then.
 """
 
 from __future__ import annotations
@@ -35,8 +32,7 @@ from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWei
 from ..kernels.weights import MX_BLOCK, PackedWeight
 from ..layout import listed
 from ..packing import parametrize
-from ..packing.decoders import hold
-from ..packing.linear import write_linear
+from ..packing.decoders import write_linear
 from ..packing.mxfp4 import KeptPacker, kept_settings
 from ..packing.settings import CodecSettings
 from ..world import offload
@@ -50,14 +46,13 @@ SLICE_BYTES = 8 << 20
 
 
 class Renamed(WeightRenaming):
-    """Gives keys on disk other names, ahead of the model's own renamings and converters."""
+    """Gives keys on disk other names, ahead of the model's own conversions."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         super().__init__("on disk", "elsewhere")
         self.names = names
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Return the name of a key."""
         return self.names.get(source_key, source_key), None
 
 
@@ -65,28 +60,23 @@ class Fill:
     """The weights of one load that this package reads."""
 
     def __init__(
-        self,
-        model: Any,
-        spec: PackingPlan,
-        files: Checkpoint | None,
-        dtypes: Mapping[str, torch.dtype],
-        config: Any,
-        offloads: bool = False,
-    ) -> None:
+        self, model: Any, spec: PackingPlan, files: Checkpoint | None,
+        dtypes: Mapping[str, torch.dtype], config: Any, offloads: bool = False,
+    ) -> None:  # fmt: skip
         """Take a model on meta with bitsandbytes' Linear layers.
 
         `dtypes` are those that its parameters are loaded in, were they not packed.
         """
-        self._model, self.spec, self.files, self._dtypes = model, spec, files, dtypes
-        self._config, self._offloads, self._device_map = config, offloads, None
+        self.model, self.spec, self.files, self.dtypes = model, spec, files, dtypes
+        self.config, self._offloads, self._device_map = config, offloads, None
+        self.layout: Any = None  # `DiskLayout` of a folder that is not packed
         self.names: set[str] = set()  # of the weights that are filled
-        self._weights: Callable[[], Iterator[tuple[str, PackedWeight | Tensor]]] = lambda: iter(())
-        # what the model holds for packed experts until they are attached, and these
+        self._weights: Iterator[tuple[str, PackedWeight | Tensor]] = iter(())
+        # empty parameters, for packed experts that are attached last, and these
         self._pending: dict[int, tuple[nn.Parameter, PackedWeight]] = {}
         self._hook: Any = None
         self.error: MoeQloraError | None = None
-        self._linears = packed_linears(model)
-        self._turned = {name for name, turned in self._linears.items() if turned}
+        self.linears = packed_linears(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fill:
         return self  # transformers copies its quantizer for every tensor
@@ -96,7 +86,6 @@ class Fill:
         return self.files if isinstance(self.files, PrequantizedCheckpoint) else None
 
     def place(self, device_map: Any) -> None:
-        """Note the device map, as far as it is settled."""
         if isinstance(device_map, Mapping) and "disk" in device_map.values() and self._makers:
             raise ConfigError(
                 f"The device_map sends {next(k for k, v in device_map.items() if v == 'disk')} to "
@@ -111,15 +100,12 @@ class Fill:
 
         `linears`: whether Linear layers lie in 16 bit on disk, and are packed.
         """
+        model, read = self.model, {}
         if self.spec.manifest is not None:
             read = self._from_packed_folder()
         elif self.files is not None:
             read = self._from_rows(conversions, linears)
-        else:
-            read = {}
-        if not self.names and not read:
-            return []
-        model = self._model
+        model.tie_weights = MethodType(self._tie_weights, model)
         for name in self.names:
             model.get_parameter_or_buffer(name)._is_hf_initialized = True
 
@@ -130,52 +116,47 @@ class Fill:
         self._hook = model.register_state_dict_post_hook(leave_out)
         self._before = model.__dict__.get(_UNEXPECTED)
         setattr(model, _UNEXPECTED, {*(getattr(model, _UNEXPECTED) or ()), f"^{READ}$"})
-        return [Renamed(read)]
+        return [Renamed(read)] if read else []
 
-    def fill_before_tying(self) -> None:
+    def _tie_weights(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Fill once transformers has loaded the rest: it then ties weights that are missing."""
-
-        def tie_weights(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("missing_keys") is not None:
-                del model.__dict__["tie_weights"]
-                try:
-                    self._fill(kwargs["missing_keys"])
-                except MoeQloraError as error:  # raised once transformers has left out its names
-                    self.error = error
-            return type(model).tie_weights(model, *args, **kwargs)
-
-        self._model.tie_weights = MethodType(tie_weights, self._model)
+        if kwargs.get("missing_keys") is not None:
+            del model.__dict__["tie_weights"]
+            try:
+                self._fill(kwargs["missing_keys"])
+            except MoeQloraError as error:  # raised once transformers has left out its names
+                self.error = error
+        return type(model).tie_weights(model, *args, **kwargs)
 
     @torch.no_grad()
     def _fill(self, missing: Collection[str]) -> None:
-        for name, weight in self._weights():
+        for name, weight in self._weights:
             self._put(name, weight)
             del weight  # before the next is packed
         for name, param in self.spec.params.items():
             module, leaf = self._owner(name)
             plain = module._parameters.get(leaf)
-            if name in self.names or {*param.names} & {*missing} or id(plain) in self._pending:
-                continue
-            if plain is not None and not plain.is_meta:  # transformers has loaded it
+            known = name in self.names or {*param.names} & {*missing} or id(plain) in self._pending
+            if not known and plain is not None and not plain.is_meta:  # transformers has loaded it
                 slot = self._slot(name)
                 slot.take(0, plain.detach())
                 self._put(name, slot.finish())
 
+    def unhide(self) -> None:
+        self._hook.remove()
+        del self.model.__dict__[_UNEXPECTED]
+        if self._before is not None:
+            setattr(self.model, _UNEXPECTED, self._before)
+
     def finish(self) -> None:
-        """Attach the packed experts, and mark the model quantized."""
-        model, lost = self._model, []
-        self._unhide()
-        for name, param in self.spec.params.items():
+        model, lost = self.model, []
+        self.unhide()
+        for name in self.spec.params:  # a tied one under each of its names
             module, leaf = self._owner(name)
-            if parametrize.is_packed(module, leaf):
-                continue  # by another name of it
-            weight = module._parameters.get(leaf)
-            if id(weight) not in self._pending:
+            if (known := self._pending.get(id(module._parameters.get(leaf)))) is not None:
+                parametrize.attach(module, leaf, known[1])
+            elif not parametrize.is_packed(module, leaf):
                 lost.append(name)
-                continue
-            for module, leaf in map(self._owner, param.names):
-                if module._parameters.get(leaf) is weight:
-                    parametrize.attach(module, leaf, self._pending[id(weight)][1])
         self._pending.clear()
         if lost:
             raise CheckpointError(
@@ -187,24 +168,16 @@ class Fill:
             # Nothing was renamed on the way in; without a record, the model type's mapping is used.
             model.__dict__.pop("_weight_conversions", None)
         if self.spec.params:
-            finish_packing(model, self.spec.layout, self._config, self.spec.settings)
+            finish_packing(model, self.spec.layout, self.config, self.spec.settings)
             if self._offloads:
                 offload(model)
 
-    def _unhide(self) -> None:
-        if self._hook is None:
-            return
-        self._hook.remove()
-        del self._model.__dict__[_UNEXPECTED]
-        if self._before is not None:
-            setattr(self._model, _UNEXPECTED, self._before)
-
     def _owner(self, name: str) -> tuple[nn.Module, str]:
-        return parametrize.owner_of(self._model, name)
+        return parametrize.owner_of(self.model, name)
 
     def _slot(self, name: str) -> Slot:
-        known = self._model, self.spec, self._linears, name
-        return slot_for(*known, self._dtypes[name], self._device(name))
+        known = self.model, self.spec, self.linears, name
+        return slot_for(*known, self.dtypes[name], self._device(name))
 
     def _device(self, name: str) -> torch.device:
         from transformers.integrations.accelerate import get_device
@@ -223,12 +196,9 @@ class Fill:
         elif name not in self.spec.params:
             write_linear(module, weight)
         else:
-            if self._offloads:  # an empty one, which is on the device already
-                empty = torch.empty(0, dtype=weight.codes.dtype, device=self._device(name))
-                parameter, weight = nn.Parameter(empty, requires_grad=False), weight.to("cpu")
-            else:
-                parameter = hold(weight)
-            self._pending[id(parameter)] = parameter, weight
+            empty = torch.empty(0, dtype=weight.codes.dtype, device=self._device(name))
+            parameter = nn.Parameter(empty, requires_grad=False)
+            self._pending[id(parameter)] = parameter, weight.to("cpu") if self._offloads else weight
             for owner, leaf in map(self._owner, self.spec.params[name].names):
                 owner._parameters[leaf] = parameter
 
@@ -237,14 +207,15 @@ class Fill:
     def _from_rows(self, conversions: list[Any], linears: bool) -> dict[str, str]:
         files, makers, kept = self.files, self._makers, self.spec.kept
         assert files is not None
-        wanted = {*self.spec.params, *(self._linears if linears else ())}
+        wanted = {*self.spec.params, *(self.linears if linears else ())}
 
         def takes(names: Collection[str], keys: Collection[str]) -> bool:
             decoded = makers is not None and any(map(makers.is_dequantized, keys))
             return decoded or bool(wanted.intersection(names))
 
         disk = {key: (files.info(key).shape, files.info(key).dtype) for key in files}
-        layout = self._layout = DiskLayout(self._model, disk, conversions, takes, self._turned)
+        turned = {name for name, is_turned in self.linears.items() if is_turned}
+        layout = self.layout = DiskLayout(self.model, disk, conversions, takes, turned)
         groups = [group for group in layout.groups if group.shapes]
         places = {id(group): files.info(group.keys[0]) for group in groups}
         groups.sort(key=lambda one: (places[id(one)].file, places[id(one)].offset))
@@ -258,7 +229,7 @@ class Fill:
             slots = {name: self._slot(name) for name in self.names - codes.keys()}
             yield from filled(files, layout, [g for g in groups if slots.keys() & g.shapes], slots)
 
-        self._weights = weights
+        self._weights = weights()
         if makers is None:
             return dict.fromkeys(keys, READ)
         plain = {key: makers.plain_name(key) or READ for key in makers.stored}
@@ -278,7 +249,7 @@ class Fill:
             return [files.disk.fetch(parts[role], *rows, device) for role in (CODES, SCALE)]
 
         try:
-            packer = KeptPacker(shape, self._dtypes[name], device, self.spec.settings_of(name))
+            packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
             for _, both in ahead(fetch, range(0, shape[0], step)):
                 packer.add(*(part() for part in both.result()))
             return packer.finish()
@@ -292,21 +263,15 @@ class Fill:
         assert files is not None and manifest is not None
         stored = {}
         for name, keys in packed_names(manifest).items():
-            known = params if name in manifest.experts else self._linears
-            own = canonical_name(self._model, name, known)
-            if own is not None:
+            known = params if name in manifest.experts else self.linears
+            if (own := canonical_name(self.model, name, known)) is not None:
                 stored[own] = name, keys
-        for name in self._linears.keys() - stored.keys():  # as they lie in 16 bit
-            key = canonical_name(self._model, name, files)
-            if key is not None:
+        for name in self.linears.keys() - stored.keys():  # as they lie in 16 bit
+            if (key := canonical_name(self.model, name, files)) is not None:
                 stored[name] = key, (key,)
-        self.names = {*stored}
-
-        plain = {
-            key: self._model.get_parameter(name).to(torch.float16)  # as int8 layers are decoded
-            for name, (key, _) in stored.items()
-            if name in self._linears
-        }
+        self.names, plain = {*stored}, {}
+        for name in self.linears.keys() & stored.keys():  # int8 layers are decoded to float16
+            plain[stored[name][0]] = self.model.get_parameter(name).to(torch.float16)
         weights = PackedWeights(manifest, files, plain)
 
         def read(item: tuple[str, tuple[str, tuple[str, ...]]]) -> PackedWeight | Tensor:
@@ -314,15 +279,13 @@ class Fill:
             device = None if self._offloads and name in params else self._device(name)
             if name not in params and len(keys) == 1:
                 plain = files.fetch(key, device=device)()
-                return plain.to(self._dtypes[name]) if self.spec.recasts else plain
+                return plain.to(self.dtypes[name]) if self.spec.recasts else plain
             packed = weights.read(key, device)
             if self.spec.recasts:
-                packed.dtype = self._dtypes[name]
+                packed.dtype = self.dtypes[name]
             return packed
 
-        self._weights = lambda: (
-            (item[0], one.result()) for item, one in ahead(read, stored.items())
-        )
+        self._weights = ((item[0], one.result()) for item, one in ahead(read, stored.items()))
         return dict.fromkeys((key for _, keys in stored.values() for key in keys), READ)
 
 

@@ -26,9 +26,14 @@ from ..lora.inject import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import PackedScales, is_shardable
-from ..packing.linear import has_codes, keep_layout, read_linear
-from ..packing.packed_list import cross_meta
+from ..packing.decoders import (
+    PackedScales,
+    cross_meta,
+    has_codes,
+    is_shardable,
+    keep_layout,
+    read_linear,
+)
 from ..packing.settings import CodecSettings
 from ..world import world
 
@@ -36,25 +41,24 @@ from ..world import world
 def finish_packing(
     model: nn.Module, layout: ModelLayout, config: Any, settings: CodecSettings
 ) -> set[str]:
-    """Give a model whose experts are packed the package's experts forward, and mark it quantized.
+    """Give a model whose experts are packed all that a bitsandbytes model has, and its forward.
 
-    It gets the attributes and methods of a bitsandbytes model, and a copy of `config`. Return the
-    names of the experts modules that the package's forward serves.
+    Return the names of the experts modules that the package's forward serves.
     """
     from transformers import BitsAndBytesConfig, PreTrainedModel
     from transformers.quantizers.auto import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
 
-    names = []
-    for entry in layout.modules:
-        module = model.get_submodule(entry.name)
-        packed = parametrize.packed_names(module)
-        if any(not parametrize.is_foreign(module, name) for name in packed):
-            names.append(entry.name)
+    modules = {entry.name: model.get_submodule(entry.name) for entry in layout.modules}
+    packed = {name: {*parametrize.packed_names(module)} for name, module in modules.items()}
+    names = [
+        name
+        for name, weights in packed.items()
+        if any(not parametrize.is_foreign(modules[name], weight) for weight in weights)
+    ]
     left = forward.activate(model, names)
     for name in names:
-        weights = {*parametrize.packed_names(model.get_submodule(name))}
-        parts = name.split(".")
+        weights, parts = packed[name], name.split(".")
         for end in range(1, len(parts)):
             owner = model.get_submodule(".".join(parts[:end]))
             if any(weights & {*function.__code__.co_names} for function in functions_run(owner)):
@@ -112,19 +116,17 @@ def num_parameters(
         return count
     statistics = {
         id(parameter): parameter.numel()
-        for module in self.modules()
-        if is_shardable(module)
+        for module in filter(is_shardable, self.modules())
         for parameter in module._parameters.values()
     }
-    # Stock counts 4-bit codes twice, which are `Params4bit`, and others once.
-    decoders = {
-        id(parametrize.original_of(module, name)): parametrize.decoder_of(module, name)
+    scaled = {  # 4-bit codes, which are `Params4bit`, stock counts twice, and others once
+        id(parametrize.original_of(module, name)): decoder
         for _, module, name in parametrize.iter_packed(self)
+        if isinstance(decoder := parametrize.decoder_of(module, name), PackedScales)
     }
-    for decoder in decoders.values():
-        if isinstance(decoder, PackedScales):
-            shape = decoder.weight_shape
-            count += math.prod(shape) - math.prod(codec_of(decoder.kind).codes_shape(shape))
+    for decoder in scaled.values():
+        shape = decoder.weight_shape
+        count += math.prod(shape) - math.prod(codec_of(decoder.kind).codes_shape(shape))
     return count - sum(statistics.values())
 
 

@@ -1,21 +1,19 @@
 """What transformers asks a quantizer while it loads a model, answered for expert weights too.
 
-The methods stand in the order of the calls; switch.py draws the path. The quantizer that a loaded
-model keeps is of the stock class: nothing of this file outlives a load.
+The methods stand in the order of the calls (switch.py). The quantizer that a loaded model keeps is
+of the stock class.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations.accelerate import get_max_memory
+from transformers.integrations.accelerate import compute_module_sizes, get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -39,12 +37,12 @@ from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spe
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
-from ..packing.linear import check_linears
+from ..packing.decoders import check_linears
 from ..world import many_ranks, world
 from .fill import Fill, refuse_to_shard, weights_to_keep
 
+# Attribute of a caller's config: the config of the folder's maker that it stands in for.
 MAKERS_CONFIG = "_makers_quantization_config"
-"""Attribute of a caller's config: the config of the folder's maker that it stands in for."""
 
 
 @cache
@@ -54,7 +52,7 @@ def packing_quantizer(stock: type, asked: Callable[[], Any]) -> type:
     return type(f"Packing{stock.__name__}", (_Packing, stock), members)
 
 
-class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can be assigned
+class _Packing:
     pre_quantized: bool
     quantization_config: Any
     _asked: Callable[[], Any]
@@ -62,22 +60,21 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     _opened: Checkpoint | None = None  # None where tensors are given, or files are not safetensors
     _fill: Fill | None = None
     _device_map: Any = None
-    # bytes, once loaded, of each of the model's blocks and of the layers outside them, in order
-    _unit_nbytes: tuple[float, ...] = ()
     _checked: FolderCheck | None = None
     _mark: Mark | None = None
     _makers_config: Mapping[str, Any] | None = None
+    _ranks: Any = None  # this load in each rank, of one that is divided over ranks
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-        own = getattr(quantization_config, "__dict__", {})
-        self._makers_config = own.pop(MAKERS_CONFIG, None)
+        self._makers_config = getattr(quantization_config, "__dict__", {}).pop(MAKERS_CONFIG, None)
         if self._makers_config is not None:
             kwargs["pre_quantized"] = False  # what is read is 16 bit
         super().__init__(quantization_config, **kwargs)  # type: ignore[call-arg]
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Recognise a packed folder by its config, and make transformers find its files."""
         config = super().update_attn_implementation(config)  # type: ignore[misc]
+        if getattr(config, "distributed_config", None) is not None:
+            self._ranks = many_ranks().load(config.distributed_config)
         if self._makers_config is not None:
             describe_plain(config)
         if CONFIG_KEY not in config.__dict__:
@@ -88,13 +85,13 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         folder = Path(getattr(config, "_name_or_path", None) or "")
         if str(folder) != "." and (folder / "config.json").is_file():
             # Before transformers looks for files, so that what is missing is named by us.
-            ranks = self._several(config)
-            self._check(folder, self._mark, large=ranks is None or not ranks.shards)
+            self._check(folder, self._mark)
         return config
 
-    def _check(self, folder: Path, mark: Mark, *, large: bool = True) -> Manifest:
+    def _check(self, folder: Path, mark: Mark) -> Manifest:
         if self._checked is None or self._checked.folder != folder:
-            self._checked = FolderCheck(folder, mark, large=large)
+            shards = self._ranks is not None and self._ranks.shards
+            self._checked = FolderCheck(folder, mark, large=not shards)
         return self._checked.manifest
 
     def update_device_map(self, device_map: Any) -> Any:
@@ -105,17 +102,14 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         return self._device_map
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Note the settled device map, which transformers shows here last."""
         super().validate_environment(*args, **kwargs)  # type: ignore[misc]
         self._device_map = kwargs.get("device_map")
         if self._fill is not None:
             self._fill.place(self._device_map)
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
-        """Decide what is packed, while the model is still as it was built."""
         files = kwargs.get("checkpoint_files")
-        ranks = self._several(model.config)
-        asked = self._asked()
+        ranks, asked = self._ranks, self._asked()
         if asked.offload and (ranks is not None or is_deepspeed_zero3_enabled()):
             raise ConfigError(
                 "enabled(offload=True): this load shards the model over ranks "
@@ -134,8 +128,8 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 own = get_keys_to_not_convert(model)
             bnb.llm_int8_skip_modules = list(dict.fromkeys([*own, *asked.skip_modules]))
             self.quantization_config = bnb
-        spec, opened = self._examine(model, dtype, files, kwargs.get("device_map"))
-        self._spec, self._opened = spec, opened
+        self._spec, self._opened = self._examine(model, dtype, files, kwargs.get("device_map"))
+        spec, opened = self._spec, self._opened
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
         # The stock method may have put lists of Linear layers in place of fused weights.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -151,13 +145,11 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
         if spec.params or prequantized or spec.manifest is not None:
             # that transformers casts tensors to as it reads them
             kept, quantizes = kept_dtypes(model, dtype), super().param_needs_quantization  # type: ignore[misc]
-            tensors = (
-                *model.named_parameters(remove_duplicate=False),
-                *model.named_buffers(remove_duplicate=False),
-            )
+            named = model.named_parameters, model.named_buffers
             dtypes = {
                 n: kept(n) or (dtype if dtype and quantizes(model, n) else tensor.dtype)
-                for n, tensor in tensors
+                for tensors in named
+                for n, tensor in tensors(remove_duplicate=False)
             }
             known = model, spec, opened, dtypes | spec.dtypes, self.quantization_config
             if ranks is not None and ranks.shards:
@@ -172,19 +164,6 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
                 return
             self._fill = Fill(*known, asked.offload)
             self._fill.place(self._device_map)
-        blocks = set(model._no_split_modules or ())
-        owners = [name for name, part in model.named_modules() if type(part).__name__ in blocks]
-        units: dict[str, float] = {}
-        for name, parameter in model.named_parameters():
-            above = (owner for owner in owners if name.startswith(f"{owner}."))
-            unit = next(above, name.rpartition(".")[0])
-            size = parameter.numel() * self.param_element_size(model, name, parameter)
-            units[unit] = units.get(unit, 0.0) + size
-        self._unit_nbytes = tuple(units.values())
-
-    def _several(self, config: Any) -> Any:
-        asked = getattr(config, "distributed_config", None)
-        return None if asked is None else many_ranks().load(asked)
 
     def _examine(
         self, model: Any, dtype: Any, files: list[str] | None, place: Any
@@ -227,41 +206,34 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
     def _convert_model_for_quantization(self, model: Any) -> None:
         """Leave fused experts alone, unless the checkpoint holds them as single layers."""
         # Llama 4: stock swaps its experts for a list of Linear layers, as such folders once were.
-        spec = self._spec
-        if spec is not None and self._opened is not None:
-            names = [param.module_name for param in spec.layout.experts]
+        if self._spec is not None and self._opened is not None:
+            names = [param.module_name for param in self._spec.layout.experts]
             if not any(f"{name}.0." in key for key in self._opened for name in names):
                 return
         super()._convert_model_for_quantization(model)  # type: ignore[misc]
 
     def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
-        """Hide from transformers what it does not read."""
         hidden = []
         if self._fill is not None:
             hidden = self._fill.hide(weight_conversions, linears=not self.pre_quantized)
-            self._fill.fill_before_tying()
             if self._mark is not None:  # a packed folder has the model's own names
                 return hidden
         return [*hidden, *super().update_weight_conversions(weight_conversions, *model)]  # type: ignore[misc]
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter ends up packed, and so has another shape than the model's."""
         if self._fill is not None and param_name in self._fill.names:
             return True
         return bool(super().param_needs_quantization(model, param_name, **kwargs))  # type: ignore[misc]
 
     def param_element_size(self, model: Any, param_name: str, param: Any) -> float:
-        """Return the bytes of an element once loaded, a packed weight's statistics included."""
         if self._spec is not None and param_name in self._spec.params:
-            if self._asked().offload:  # transformers reserves and divides memory of devices by it
-                return 0.0
-            return self._spec.nbytes(param_name) / param.numel()
+            # of devices, whose memory transformers reserves and divides by it
+            offload = self._asked().offload
+            return 0.0 if offload else self._spec.nbytes(param_name) / param.numel()
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
-        """Return what each device may take, so that "auto" and "balanced" spread evenly."""
-        # The stock answer takes a tenth off even shares of the model, and what all lack falls to
-        # the last device. Here only of a device's free memory a tenth stays free.
+        # Stock takes a tenth off even shares; here only of a device's free memory a tenth stays.
         stock = super().adjust_max_memory(max_memory)  # type: ignore[misc]
         if self._spec is None or not self._spec.params:
             return dict(stock)
@@ -270,27 +242,19 @@ class _Packing(ABC):  # as transformers' quantizers are, so that `__bases__` can
             device: min(share, max(stock[device], 0.9 * free[device])) if device in free else share
             for device, share in max_memory.items()
         }
-        if self._device_map not in ("auto", "balanced"):
-            return shares
         places = [device for device, share in shares.items() if isinstance(device, int) and share]
-        if len(places) < 2:
+        if self._device_map not in ("auto", "balanced") or len(places) < 2 or self._fill is None:
             return shares
-        # Blocks of these bytes, in order, spread evenly.
-        units, count, done = self._unit_nbytes, len(places), 0.0
-        taken = [0.0] * count
-        for unit in units:
-            # to where its middle lies, were the model one line cut into equal parts
-            at = math.ceil((done + unit / 2) * count / sum(units)) - 1
-            taken[min(max(at, 0), count - 1)] += unit
-            done += unit
-        even = {
-            place: share + min(units, default=0.0) / 2
-            for place, share in zip(places, taken, strict=True)
-        }
-        # On the first device accelerate keeps room for the largest layer free.
-        even[places[0]] += max(units, default=0.0)
-        if all(shares[place] >= even[place] for place in places):
-            shares |= {place: even[place] for place in places[:-1]}
+        # An even share and half a block each, and the last one takes the rest. On the first device
+        # accelerate keeps room for the largest layer free.
+        model = self._fill.model
+        sizes, blocks = compute_module_sizes(model, self)[0], set(model._no_split_modules or ())
+        owned = (sizes[n] for n, part in model.named_modules() if type(part).__name__ in blocks)
+        largest = max(owned, default=0)
+        even = dict.fromkeys(places[:-1], sizes[""] / len(places) + largest / 2)
+        even[places[0]] += largest
+        if all(shares[place] >= share for place, share in even.items()):
+            shares |= even
         return shares
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

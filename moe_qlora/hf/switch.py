@@ -10,17 +10,12 @@ off puts back exactly what was there. The path of one load:
       |  AUTO_QUANTIZER_MAPPING[...]  ->  quantizer.packing_quantizer: the stock class, and on top
       v
     update_attn_implementation    is config.json that of a packed folder? then check the folder
-      v
     preprocess_model              the model is on meta: detect its expert weights, and decide what
-      |                           is packed (checkpoint/rows.py):
-      |                             16-bit checkpoint  packing_spec   by the user's config
-      |                             packed folder      reload_spec    by the folder's manifest
-      v
+                                  is packed (checkpoint/rows.py): by the user's config, or of a
+                                  packed folder by its manifest
     update_weight_conversions     hide from transformers what is packed, or made of a maker's codes;
-      |                           it loads the rest, stock
-      v
+                                  it loads the rest, stock
     tie_weights                   read, pack and put into place what was hidden (fill.py)
-      v
     postprocess_model             attach packed weights (packing/parametrize.py), select the experts
                                   forward, mark the model quantized (model.py), and leave the model
                                   with a quantizer of the stock class
@@ -59,10 +54,8 @@ def enable() -> None:
     """Pack experts in every `from_pretrained(..., quantization_config=BitsAndBytesConfig(...))`.
 
     Such a config wins over the `quantization_config` of a folder that its maker quantized, which
-    is dequantized as it is read. Holds for the whole process, whoever calls `from_pretrained`,
-    until `disable`. It is a switch and counts no calls: however often it was called, one `disable`
-    turns it off. Use `enabled` for parts that nest. Models that were loaded meanwhile go on working
-    after `disable`.
+    is dequantized as it is read. Holds for the whole process until `disable`, and counts no calls:
+    use `enabled` for parts that nest. Models that were loaded meanwhile go on working after it.
     """
     global _always
     with _lock:
@@ -96,27 +89,20 @@ def enabled(
 
     Args:
         skip_modules: Patterns, as in `llm_int8_skip_modules`, of what loads within the block leave
-            in 16 bit, on top of their own config's. For loaders that make the `BitsAndBytesConfig`
-            where the caller does not reach it.
+            in 16 bit, on top of their own config's, where the caller does not reach that.
         expert_mesh: Expert parallelism is gone: anything but None is a `ConfigError`.
         keep_codes: Let experts keep the 4-bit codes that their checkpoint holds, where the package
             computes with these: gpt-oss's MXFP4, with 4.25 bits a weight and no error beside the
-            maker's. All else is dequantized and packed by the caller's config, Linear layers and
-            experts in another form.
-        offload: Load packed experts into host memory, as `offload_experts(model)` would move them
-            there. Weights are packed on the device, which never holds more than one of them; of a
-            packed folder they are read to the host. `offload_experts(model)` returns the `Offload`.
-            `quantize_experts` within the block does the same with a built model.
-            Each rank of DDP has its own; with a `DistributedConfig` it is a
-            `ConfigError`.
+            maker's. All else is dequantized and packed by the caller's config.
+        offload: Load packed experts into host memory, as `offload_experts(model)`, which then
+            returns the `Offload`, would move them there; the device never holds more than one of
+            them. `quantize_experts` within the block does the same with a built model. Each rank
+            of DDP has its own; with a `DistributedConfig` it is a `ConfigError`.
     """
     if offload == "disk":
-        warnings.warn(
-            "enabled(offload='disk') is gone since version 0.3: experts are loaded into host "
-            "memory, as offload=True asks for.",
-            DeprecationWarning,
-            stacklevel=3,  # contextlib is between
-        )
+        said = "enabled(offload='disk') is gone since version 0.3: experts are loaded into host "
+        said += "memory, as offload=True asks for."
+        warnings.warn(said, DeprecationWarning, stacklevel=3)  # contextlib is between
     elif offload not in (False, True):
         raise ConfigError(f"offload is {offload!r}; give True or False.")
     if expert_mesh is not None:
@@ -162,8 +148,7 @@ def _install() -> None:
 
 
 def _preferring_bitsandbytes(stock: Any) -> Any:
-    # A copy of the caller's bitsandbytes config, where one is given for a folder that its maker
-    # quantized, wins; all else is left to `stock`, the class's attribute as it was.
+    # A copy of the caller's config wins for a folder that its maker quantized; else stock decides.
     from transformers import BitsAndBytesConfig
 
     from ..checkpoint.prequantized import MakerConfig, maker_method
@@ -193,13 +178,9 @@ def _restore() -> None:
     if _always or _blocks:
         return
     for method, (stock, packing) in _replaced.items():
-        # A class that somebody else has put there since then stays; what extends ours, wherever it
-        # is, extends the stock class from now on.
+        # A class that somebody else has put there since then stays.
         if AUTO_QUANTIZER_MAPPING.get(method) is packing:
             AUTO_QUANTIZER_MAPPING[method] = stock
-        heirs: list[type] = packing.__subclasses__()
-        for heir in heirs:
-            heir.__bases__ = tuple(stock if base is packing else base for base in heir.__bases__)
     _replaced.clear()
     # One that somebody else has put there since then stays; where it calls ours, ours calls stock.
     if _merge is not None and AutoHfQuantizer.__dict__.get(_MERGE) is _merge[1]:

@@ -28,7 +28,7 @@ from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
 from ..packing.codec import unpack
 from ..packing.codecs import codec_of
-from ..packing.linear import read_linear, restore_linear, write_linear
+from ..packing.decoders import read_linear, restore_linear, write_linear
 from .layer import ParamWrapper
 
 _SCOPE = ("exclude_modules", "layers_to_transform", "layers_pattern")

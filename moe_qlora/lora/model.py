@@ -25,7 +25,7 @@ from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import forward
 from ..layout import unwrapped, unwrapped_name
-from ..packing.linear import restore_linear
+from ..packing.decoders import restore_linear
 from ..packing.parametrize import check_resident
 from ..versions import REQUIRED, installed_version
 from ..world import world

@@ -18,8 +18,7 @@ from ..kernels.weights import PackedWeight
 from ..lora.config import top_k_of
 from ..packing import parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import bits_of
-from ..packing.linear import has_codes, linear_kind, read_linear
+from ..packing.decoders import bits_of, has_codes, linear_kind, read_linear
 from .budget import Block, BlockTensor
 from .hosting import ALIGNMENT
 

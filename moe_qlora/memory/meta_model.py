@@ -49,8 +49,7 @@ from ..models import named
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codecs import codec_of
-from ..packing.decoders import params4bit, to_quant_state
-from ..packing.linear import check_linears
+from ..packing.decoders import check_linears, params4bit, to_quant_state
 from ..packing.mxfp4 import kept_settings
 from ..packing.parametrize import pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack

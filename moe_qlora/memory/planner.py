@@ -377,9 +377,7 @@ def load_extra_nbytes(
     extra = itemsize * max(prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
     extra *= 3 if dequantizes else 1
     if settings.double_quant:
-        blocks = (
-            packed_tensors(shape, settings)[settings.codec.scales].numel or 0 for shape in shapes
-        )
+        blocks = (packed_tensors(shape, settings)[settings.codec.scales].numel for shape in shapes)
         extra += torch.float32.itemsize * sum(blocks)
     return extra
 

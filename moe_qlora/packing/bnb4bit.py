@@ -1,6 +1,7 @@
-"""nf4 and fp4, as bitsandbytes packs them: two codes in a byte, one absmax a block.
+"""nf4, fp4 and int8, as bitsandbytes packs them.
 
-For n weights under the key `<name>`, where a block is 64 weights:
+4 bit is two codes in a byte and one absmax a block. For n weights under the key `<name>`, where a
+block is 64 weights:
 
     <name>              storage dtype (n / 2 / itemsize, 1)   two codes in a byte
     .absmax             float32   (n / 64,)                   one a block
@@ -12,7 +13,12 @@ For n weights under the key `<name>`, where a block is 64 weights:
     .nested_quant_map   float32   (256,)
     and in the record, the offset (float32) that was subtracted from the absmax
 
-The value of a weight is table[code] * absmax.
+The value of a weight is table[code] * absmax. int8 is one code a weight and one scale a row:
+
+    <name>              int8      as the weight
+    .SCB                float32   (rows,)
+
+The value of a weight is code * scale / 127.
 """
 
 from __future__ import annotations
@@ -20,17 +26,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
 from ..kernels.weights import TABLES, NestedAbsmax, PackedWeight
 from ..layout import dtype_name
 from .codecs import CODES, Codec, PackingFormat, Shape, Tensors, TensorSpec, bad_scales
 
+SCALES = ".SCB"
 ABSMAX = ".absmax"
 NESTED_ABSMAX = ".nested_absmax"
 TABLE = ".quant_map"
@@ -53,14 +62,6 @@ class Bnb4bit(Codec):
 
     def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
         return {}
-
-    def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
-        return {
-            "double_quant": packed.nested is not None,
-            "storage_dtype": packed.codes.dtype,
-            "compute_dtype": packed.compute_dtype,
-            "blocksize": packed.blocksize,
-        }
 
     def tensors(self, shape: Shape, settings: PackingFormat) -> dict[str, TensorSpec]:
         numel = math.prod(shape)
@@ -95,8 +96,7 @@ class Bnb4bit(Codec):
     ) -> Iterator[str]:
         for end, name in ((ABSMAX, "absmax"), (NESTED_ABSMAX, "nested absmax")):
             yield from bad_scales(tensors.get(end), name)
-        tables = (TABLE, torch.tensor(self.table)), (NESTED_TABLE, _dynamic())
-        for end, table in tables:
+        for end, table in ((TABLE, torch.tensor(self.table)), (NESTED_TABLE, _dynamic())):
             # Recomputed by each version and machine: the last bit may differ, without harm.
             if end in tensors and not torch.allclose(tensors[end].cpu(), table, rtol=0, atol=1e-6):
                 yield f"has values as its {end} that are not the code table of bitsandbytes"
@@ -230,3 +230,62 @@ def _dynamic() -> Tensor:
     from bitsandbytes.functional import create_dynamic_map
 
     return torch.as_tensor(create_dynamic_map(), dtype=torch.float32)
+
+
+class Int8(Codec):
+    """bitsandbytes' int8, whose units are rows."""
+
+    kind = "int8"
+    scales = SCALES
+    loads_in_8bit = packs_linears = True
+    linear_dtype = torch.float16
+
+    def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
+        return {"double_quant": False, "storage_dtype": torch.int8}
+
+    def unit(self, shape: Shape, settings: PackingFormat) -> int:
+        return shape[-1]
+
+    def codes_shape(self, shape: Shape) -> tuple[int, ...]:
+        return tuple(shape)
+
+    def quantize(self, weights: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+        """Pack rows; cast to float16 for bitsandbytes' CUDA kernel, which supports nothing else."""
+        import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
+
+        rows = weights.view(-1, unit)
+        if rows.device.type == "cuda":
+            rows = rows.half()
+        codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(rows, 0.0)
+        return codes, scales
+
+    def finish(
+        self, codes: Tensor, scales: Tensor, shape: Shape, dtype: torch.dtype,
+        settings: PackingFormat,
+    ) -> PackedWeight:  # fmt: skip
+        if dtype != torch.float16 and not bool(scales.isfinite().all()):
+            row = int(torch.nonzero(~scales.isfinite())[0])
+            raise UnsupportedWeightError(
+                f"Row {row} of the weight holds values that float16 cannot, which bitsandbytes' "
+                "int8 kernel takes on this device: pack it to 4 bit, or on the CPU."
+            )
+        return super().finish(codes, scales, shape, dtype, settings)
+
+    def assemble(
+        self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
+    ) -> PackedWeight:
+        # Block size 0 tells kernels that each row has one scale.
+        return replace(super().assemble(tensors, shape, dtype, settings), blocksize=0)
+
+    def decode(self, packed: PackedWeight, first: int, last: int) -> Tensor:
+        """Decode the weights [first, last) of the flattened weight; both are whole rows."""
+        import bitsandbytes  # noqa: F401 - defines torch.ops.bitsandbytes
+
+        columns = packed.shape[-1]
+        rows = packed.codes.detach().view(-1, columns)[first // columns : last // columns]
+        scales = packed.absmax[first // columns : last // columns]
+        decoded = torch.ops.bitsandbytes.int8_vectorwise_dequant.default(rows, scales)
+        return cast(Tensor, decoded.to(packed.dtype)).view(-1)
+
+
+INT8 = Int8()

@@ -1,16 +1,11 @@
 """Packs weights into bitsandbytes' formats, and dequantizes any range of their experts.
 
-A weight of two or more dimensions, `(E, out, in)` or any other, is packed in row-major order as
-bitsandbytes packs one tensor (the formats: settings.py). Codes and statistics equal, bit for bit,
-those of `bitsandbytes.functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor.
-Weights with a checkpoint's native codes (mxfp4.py) are only decoded here, in plain torch. Unlike
-bitsandbytes, packing goes chunk by chunk: it needs little more memory than the packed form
-(bitsandbytes' own CPU path needs about 20 bytes a weight), and a tensor may have more than 2**31 -
-1 weights, where bitsandbytes' int32 counts overflow.
-
-Codes and statistics are flat and in the order of the weights, so any range of experts is a range of
-blocks. Only where a block straddles two experts does decoding a range touch a neighbour's block,
-and then only that block.
+A weight of two or more dimensions is packed in row-major order as bitsandbytes packs one tensor
+(the formats: settings.py): codes and statistics equal, bit for bit, those of its
+`functional.quantize_4bit` and `int8_vectorwise_quant` of the whole tensor. Unlike bitsandbytes,
+packing goes chunk by chunk: it needs little more memory than the packed form (its own CPU path
+needs about 20 bytes a weight), and a tensor may have more than 2**31 - 1 weights, where its int32
+counts overflow. Any range of experts is a range of blocks, of which the outer two may straddle it.
 
 Decoding does not call `bitsandbytes.functional.dequantize_4bit` on the whole tensor on the CPU: its
 AVX-512 kernel (0.50.2) looks up the absmax by row, and is wrong wherever a row of the last
@@ -82,20 +77,16 @@ def pack(weight: Tensor, settings: CodecSettings) -> PackedWeight:
 
 
 class Packer:
-    """Packs a weight that arrives in pieces, so that it need never be whole in memory.
+    """Packs a weight that arrives in pieces as `pack` does the whole, wherever it was cut.
 
-    The result equals `pack` of the whole weight bit for bit, wherever it was cut: blocks that
-    straddle two pieces wait until they are full. Memory: the packed form and, with double
-    quantization, the fp32 absmax until `finish`. Pieces on other devices are moved.
+    Blocks that straddle two pieces wait until they are full. Memory: the packed form and, with
+    double quantization, the fp32 absmax until `finish`.
     """
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device,
         settings: CodecSettings,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device(device)
         self.settings = settings
         self._codec = settings.codec
@@ -119,7 +110,6 @@ class Packer:
 
     @torch.no_grad()
     def finish(self) -> PackedWeight:
-        """Return the packed weight; raise where weights are missing, or too large for float16."""
         self._take(self._rest)
         if self._done != math.prod(self.shape):
             raise ValueError(f"{self._done} weights came for a weight of shape {tuple(self.shape)}")
@@ -138,11 +128,9 @@ class Packer:
 
 
 def restore(
-    tensors: Mapping[str, Tensor],
-    shape: Sequence[int],
-    dtype: torch.dtype | None,
+    tensors: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype | None,
     settings: CodecSettings,
-) -> PackedWeight:
+) -> PackedWeight:  # fmt: skip
     """Return the packed weight of a state dict's tensors, by their key's end; copy nothing.
 
     `dtype` is the decoded weight's, and a record must agree with it; None: the record's. A
@@ -157,7 +145,7 @@ def restore(
 
 
 def unpack(packed: PackedWeight) -> Tensor:
-    """Dequantize a whole weight in its original shape and dtype."""
+    """Dequantize a whole weight."""
     return unpack_range(packed, 0, packed.shape[0])
 
 
@@ -166,9 +154,8 @@ def unpack_range(
 ) -> Tensor:
     """Dequantize the rows `[start, stop)` of the first dimension: `(stop - start, ...)`.
 
-    The result equals, bit for bit, the same slice of the whole dequantized weight, then cast to
-    `dtype` (None: the packed weight's own), also where blocks straddle the ends. It never waits for
-    the device. For a weight stored transposed it is a transposed view.
+    The result equals, bit for bit, that slice of the whole weight, then cast to `dtype` (None: its
+    own). It never waits for the device. For a weight stored transposed it is a transposed view.
     """
     if not 0 <= start <= stop <= packed.shape[0]:
         raise IndexError(f"rows [{start}, {stop}) are not within the shape {tuple(packed.shape)}")

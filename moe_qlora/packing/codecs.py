@@ -1,8 +1,7 @@
 """Codecs: everything that differs between the ways of packing a weight, one object each.
 
-    bnb4bit.py   nf4, fp4   as bitsandbytes packs them
-    int8.py      int8       as bitsandbytes packs it
-    mxfp4.py     mxfp4      codes and scales of the checkpoint that a weight came from
+    bnb4bit.py   nf4, fp4, int8   as bitsandbytes packs them
+    mxfp4.py     mxfp4            codes and scales of the checkpoint that a weight came from
 
 A codec of your own is a class that derives from `Codec`, added by `register(YourCodec())`.
 `bnb_4bit_quant_type` of a `BitsAndBytesConfig` then selects it for expert weights. They are decoded
@@ -38,19 +37,18 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...] | None
 
     @property
-    def numel(self) -> int | None:
-        """Number of elements, None where it is open."""
-        return None if self.shape is None else math.prod(self.shape)
+    def numel(self) -> int:
+        """Number of elements; 0 for the record, which no packed weight in memory has."""
+        return 0 if self.shape is None else math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes; 0 for the record, which no packed weight in memory has."""
-        return self.dtype.itemsize * (self.numel or 0)
+        return self.dtype.itemsize * self.numel
 
 
 @dataclass(frozen=True)
 class PackingFormat:
-    """How a weight is packed."""
+    """How a weight is packed, from a `BitsAndBytesConfig`."""
 
     kind: str
     double_quant: bool = False  # 4-bit statistics are quantized as well
@@ -67,8 +65,7 @@ class Codec:
 
     The methods here serve any codec that packs a weight in row-major order, unit by unit, into
     `bits` a weight and one scale a unit. It must define `kind`, `quantize` and `decode`.
-    Shapes are `(..., rows, columns)` of the whole decoded weight, `(E, rows, columns)` for experts;
-    `settings` are a weight's, as `settle` has left them.
+    Shapes are `(..., rows, columns)` of the whole decoded weight, `(E, rows, columns)` for experts.
     """
 
     kind: str  # its name in `bnb_4bit_quant_type`, manifests, reports and messages
@@ -98,19 +95,12 @@ class Codec:
 
     def settle(self, settings: PackingFormat) -> Mapping[str, Any]:
         """Return the fields of settings that this codec fixes."""
-        fixed = {"double_quant": False, "storage_dtype": torch.uint8}
-        return fixed | {"blocksize": self.blocksize}
-
-    def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
-        """Return the fields of the settings that a weight was packed with, except the kind."""
-        return {"compute_dtype": packed.compute_dtype}
+        return {"double_quant": False, "storage_dtype": torch.uint8, "blocksize": self.blocksize}
 
     def unit(self, shape: Shape, settings: PackingFormat) -> int:
-        """Return how many consecutive weights share a scale."""
         return settings.blocksize
 
     def codes_shape(self, shape: Shape) -> tuple[int, ...]:
-        """Return the shape of a weight's codes."""
         return (cdiv(math.prod(shape) * self.bits, 8), 1)
 
     def tensors(self, shape: Shape, settings: PackingFormat) -> dict[str, TensorSpec]:
@@ -149,11 +139,8 @@ class Codec:
         settings: PackingFormat,
     ) -> PackedWeight:  # fmt: skip
         """Return the weight of all of `quantize`'s codes, `(bytes,)`, and scales `(units,)`."""
-        tensors = {
-            CODES: codes.view(settings.storage_dtype).view(self.codes_shape(shape)),
-            self.scales: scales,
-        }
-        return self.assemble(tensors, shape, dtype, settings)
+        codes = codes.view(settings.storage_dtype).view(self.codes_shape(shape))
+        return self.assemble({CODES: codes, self.scales: scales}, shape, dtype, settings)
 
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
@@ -202,7 +189,7 @@ def register(codec: Codec) -> None:
 
 
 def unregister(kind: str) -> None:
-    """Remove a codec that `register` added; weights packed by it cannot be read any more."""
+    """Remove a codec that `register` added."""
     del _codecs[kind]
     TABLES.pop(kind, None)
 

@@ -1,15 +1,19 @@
 """The modules that own a packed weight's statistics and dequantize its codes.
 
+A `PackedList`, torch's `ParametrizationList`, has the codes and the decoder:
+
     codes (`.original`)                 decoder (`[0]`)    its statistics
     4-bit: bnb.nn.Params4bit            Packed4bit         absmax, nested, tables
     others: nn.Parameter                PackedScales       scale_bits
 
-"4-bit" are codecs with `in_quant_state`; the others are int8 and users' codecs. Statistics are
-integers, as bits of what they stand for: trainers and mixed precision cast floating-point
-parameters, and fp32 buffers. They are buffers that are not saved, so that torch moves and copies
-them; for engines of many GPUs, which shard parameters only, sharding.py makes parameters of all but
-the tables, and `(bytes, 1)` of the codes. bitsandbytes' own code finds a `QuantState` on decoder
-and codes, which reads the decoder; for a kind that bitsandbytes does not know it only carries them.
+"4-bit" are codecs with `in_quant_state`; the others are int8, whose codes have the weight's shape,
+and users' codecs. Statistics are integers, as bits of what they stand for: trainers cast
+floating-point parameters and buffers. They are buffers that are not saved; for engines, which shard
+parameters only, sharding.py makes parameters of all but the tables, and `(bytes, 1)` of the codes.
+bitsandbytes' own code finds a `QuantState` on decoder and codes, which reads the decoder.
+
+Where a list has a `host`, the module's own tensors are views of host memory, for all that saves,
+merges or copies. A forward or backward reads by `host.fetch`, compiled code by a handle.
 """
 
 from __future__ import annotations
@@ -18,18 +22,23 @@ import copy
 import itertools
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import bitsandbytes.functional
 import bitsandbytes.nn
 import torch
+import torch.nn.utils.parametrize as P
 from bitsandbytes.nn import parametrize as bnb_parametrize
 from torch import Tensor, nn
 
-from ..errors import QuantizationError
+from ..errors import ConfigError, QuantizationError
 from ..kernels.weights import NestedAbsmax, PackedWeight
+from ..layout import human_bytes
 from .codec import unpack
-from .codecs import codec_of
+from .codecs import CODES, codec_of
+from .settings import CodecSettings
 
 bnb: Any = bitsandbytes.nn  # no type annotations to check against
 Params4bit = bnb.Params4bit
@@ -37,6 +46,9 @@ Params4bit = bnb.Params4bit
 _serials = itertools.count(1)
 QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
 _HELD = "_moe_qlora_decoder"  # of codes that are no `Params4bit`
+_MOVED = "_moe_qlora_moved"
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDictionary()
 
 
 def bits_of(packed: PackedWeight) -> dict[str, Tensor]:
@@ -71,12 +83,11 @@ class Decoder(nn.Module):
         self.put(packed)
 
     def put(self, packed: PackedWeight) -> None:
-        """Have the statistics of this weight, which differs in nothing else."""
         for part, tensor in bits_of(packed).items():
             self.register_buffer(part, tensor, persistent=False)
 
     def packed(self, codes: Tensor) -> PackedWeight:
-        """Return the packed weight of these codes; of a local shard, valid but for its tensors."""
+        """Return the packed weight of these codes; of a share, valid but for its tensors."""
         raise NotImplementedError
 
     @property
@@ -98,11 +109,10 @@ class Decoder(nn.Module):
         return {k: value for k, value in self.__dict__.items() if k not in ("_views", "_state")}
 
     def forget(self) -> None:
-        """Free what the last read has kept of statistics that are no longer these."""
+        """Free the views of statistics that are no longer these."""
         self.__dict__.pop("_views", None)
 
     def is_divided(self, codes: Tensor) -> bool:
-        """Whether an engine has sharded the codes or a statistic, and not gathered it."""
         held = self._parameters.values()
         return is_share(codes) or any(is_share(cast(Tensor, each)) for each in held)
 
@@ -160,20 +170,19 @@ class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return views: absmax, its table and, if nested, offset, nested absmax and their table."""
-        absmax = self._buffers.get("absmax")
-        if absmax is None or torch.compiler.is_compiling():  # gathered anew at each read; traced
-            return self._parts()
-        held: Any = self.__dict__.get("_views")
-        if held is None or held[0] is not absmax:  # eager calls are short of time
-            held = self.__dict__["_views"] = absmax, self._parts()
-        return cast("tuple[Tensor, ...]", held[1])
-
-    def _parts(self) -> tuple[Tensor, ...]:
+        owned, known = self._buffers.get("absmax"), None
+        keeps = owned is not None and not torch.compiler.is_compiling()  # else gathered, or traced
+        if keeps and (known := self.__dict__.get("_views")) is not None and known[0] is owned:
+            return cast("tuple[Tensor, ...]", known[1])  # eager calls are short of time
         absmax, tables = self.absmax.detach(), self.tables.view(torch.float32)
-        if not self.nested_blocksize:
-            return absmax.view(torch.float32), tables
-        floats = self.nested.detach().view(torch.float32)
-        return absmax, tables[:16], floats[0], floats[4:], tables[16:]
+        if self.nested_blocksize:
+            floats = self.nested.detach().view(torch.float32)
+            views: Any = absmax, tables[:16], floats[0], floats[4:], tables[16:]
+        else:
+            views = absmax.view(torch.float32), tables
+        if keeps:
+            self.__dict__["_views"] = owned, views
+        return cast("tuple[Tensor, ...]", views)
 
     def packed(self, codes: Tensor) -> PackedWeight:
         known = (torch.uint8,) if self._parameters else (torch.uint8, self.storage_dtype)
@@ -229,7 +238,7 @@ class _Statistics(QuantState):
 
 
 def is_share(tensor: Tensor) -> bool:
-    """Whether an engine has sharded this parameter: FSDP2's DTensor, or ZeRO-3's."""
+    """Whether FSDP2 or ZeRO-3 has sharded this parameter."""
     return hasattr(tensor, "device_mesh") or (hasattr(tensor, "ds_id") and tensor.numel() == 0)
 
 
@@ -239,10 +248,7 @@ def is_shardable(decoder: Any) -> bool:
 
 
 def read(codes: Tensor, decoder: Any) -> PackedWeight:
-    """Return the packed weight of these codes and their decoder; nothing is dequantized or copied.
-
-    Codes that were cast to another dtype, which destroys them, are an error.
-    """
+    """Return the packed weight of these codes and their decoder; copies nothing."""
     if isinstance(decoder, Decoder):
         packed = decoder.packed(codes)
         packed.serial, packed.name = decoder._serial, decoder.name
@@ -257,39 +263,27 @@ def read(codes: Tensor, decoder: Any) -> PackedWeight:
 
 def params4bit(codes: Tensor, state: Any, kind: Any = Params4bit) -> nn.Parameter:
     """Return packed 4-bit codes as bitsandbytes' parameter class, with their `QuantState`."""
-    parameter = kind(
-        codes,
-        requires_grad=False,
-        quant_state=state,
-        blocksize=state.blocksize,
-        compress_statistics=state.nested,
-        quant_type=state.quant_type,
-        quant_storage=codes.dtype,
-        bnb_quantized=True,
-    )
-    return cast(nn.Parameter, parameter)
+    settings = state.blocksize, state.nested, state.quant_type, codes.dtype
+    return cast(nn.Parameter, kind(codes, False, state, *settings, bnb_quantized=True))
 
 
-def hold(packed: PackedWeight) -> nn.Parameter:
-    """Return the parameter of this weight's codes, which has its decoder; made on first use."""
+def hold(packed: PackedWeight) -> tuple[nn.Parameter, Decoder]:
+    """Return the parameter of this weight's codes and its decoder; made on first use."""
     owner: Any = packed.owner
-    if decoder_held(owner) is None:
+    state = getattr(owner, "quant_state", None)
+    known = state._decoder if isinstance(state, _Statistics) else getattr(owner, _HELD, None)
+    if known is None:
         if codec_of(packed.kind).in_quant_state:
-            state = Packed4bit(packed).quant_state
-            owner = params4bit(packed.codes, state) if owner is None else owner
-            owner.quant_state = state
+            known = Packed4bit(packed)
+            owner = params4bit(packed.codes, known.quant_state) if owner is None else owner
+            owner.quant_state = known.quant_state
         else:
+            known = PackedScales(packed)
             owner = nn.Parameter(packed.codes, requires_grad=False) if owner is None else owner
-            setattr(owner, _HELD, PackedScales(packed))
+            setattr(owner, _HELD, known)
         if packed.owner is None:
             packed.owner, packed.codes = owner, owner.data
-    return cast(nn.Parameter, owner)
-
-
-def decoder_held(codes: Any) -> Any:
-    """Return the decoder that codes have; None where they are no weight's yet."""
-    state = getattr(codes, "quant_state", None)
-    return state._decoder if isinstance(state, _Statistics) else getattr(codes, _HELD, None)
+    return cast(nn.Parameter, owner), cast(Decoder, known)
 
 
 def from_quant_state(codes: Tensor, state: Any) -> PackedWeight:
@@ -311,20 +305,206 @@ def to_quant_state(packed: PackedWeight) -> Any:
         table, absmax, offset, blocksize = packed.nested
         inner = QuantState(absmax=absmax, code=table, blocksize=blocksize, dtype=torch.float32)
     return QuantState(
-        absmax=packed.absmax,
-        shape=torch.Size(packed.shape),
-        code=packed.table,
-        blocksize=packed.blocksize,
-        quant_type=packed.kind,
-        dtype=packed.dtype,
-        offset=offset,
-        state2=inner,
-    )
+        packed.absmax, torch.Size(packed.shape), packed.table, packed.blocksize, packed.kind,
+        packed.dtype, offset, inner,
+    )  # fmt: skip
 
 
 def state_tensors(state: Any) -> list[Tensor]:
     """Return every tensor of a `QuantState`, nested ones included."""
-    tensors = [state.absmax, state.code]
+    inner = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
+    return [state.absmax, state.code, *inner]
+
+
+class PackedList(P.ParametrizationList):
+    """A ParametrizationList whose codes can go to the meta device and come back empty."""
+
+    # Where the weight lies that is not on the device that computes with it (speed/offload.py)
+    host: Any = None
+    offload: object | None = None  # What had it in host memory first, and may again
+    moves: int = 0  # How often it went to host memory, or came back
+    handle: Tensor  # `()` int64 on the CPU, of `fetch_by`, while it is in host memory
+
+    def settle(self, host: Any) -> None:
+        """Note where the weight lies now: None for the module's own device."""
+        self.host, self.moves = host, self.moves + 1
+        if host is None:
+            del self.host
+            return
+        number = next(_numbers)
+        _by_number[number] = self
+        with torch.inference_mode(False):
+            self.handle = torch.tensor(number, device="cpu")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        if self.host is not None:
+            self.host.move(fn(torch.empty(0, dtype=torch.uint8, device=self.host.device)).device)
+            return self
+        cross_meta(self, "original", fn)
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedList:
+        """Return a copy, of what lies in host memory one on the device that computes."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        own = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
+        new.__dict__.update(copy.deepcopy(own, memo))
+        if isinstance(new.original, Params4bit) and isinstance(new[0], Packed4bit):
+            new.original.quant_state = new[0].quant_state
+        if self.host is not None and not new.original.is_meta:  # as a copy to meta has them
+            new.to(self.host.device)
+        return new
+
+    def forward(self) -> Tensor:
+        return super().forward() if self.host is None else _unpacked(self)
+
+    def __repr__(self) -> str:
+        try:
+            packed = read(self.original, self._modules["0"])
+        except QuantizationError:  # codes that were cast
+            return super().__repr__()
+        dtype = str(packed.dtype).removeprefix("torch.")
+        codec, where = CodecSettings.of(packed).describe(), "" if self.host is None else ", on host"
+        nbytes = human_bytes(packed.nbytes)
+        return f"Packed({codec}, {tuple(packed.shape)} {dtype}, {nbytes}{where})"
+
+
+def fetch_by(handle: Tensor) -> PackedWeight:
+    """Return the weight on the device that computes, by the handle that compiled code has of it."""
+    return fetched(_by_number[int(handle)])
+
+
+def fetched(chain: Any) -> PackedWeight:
+    """Return the weight on the device that computes; no backward may save its tensors."""
+    host = getattr(chain, "host", None)
+    if host is not None:
+        return cast(PackedWeight, host.fetch(chain))
+    packed = read(chain.original, chain[0])
+    if hasattr(chain.original, "ds_id"):
+        packed.again = partial(fetched, chain)
+    return packed
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def _unpacked(chain: PackedList) -> Tensor:
+    """Return what `ParametrizationList.forward` does of a weight in host memory."""
+    with torch.no_grad():
+        weight = unpack(fetched(chain))
+    for key in range(1, len(chain)):
+        weight = chain[key](weight)
+    return weight
+
+
+def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+    """Replace a `Params4bit` by an empty one where `fn` moves it to or from meta."""
+    old: Any = module._parameters.get(name)
+    if not isinstance(old, Params4bit) or old.quant_state is None:
+        return
+    device = fn(torch.empty(0, dtype=old.dtype, device=old.device)).device
+    if old.is_meta == (device.type == "meta"):
+        return
+    moved = old.__dict__.get(_MOVED)  # by another module with the same parameter
+    if moved is None or moved.device != device:
+        state = old.quant_state
+        if type(state) is QuantState:  # of a Linear layer; a decoder's moves by itself
+            _empty(state, device)
+        moved = params4bit(torch.empty_like(old.data, device=device), state, type(old))
+        old.__dict__[_MOVED] = moved
+    module._parameters[name] = moved
+
+
+def _empty(state: Any, device: torch.device) -> None:
+    for part, value in vars(state).items():
+        if isinstance(value, Tensor):
+            setattr(state, part, torch.empty_like(value, device=device))
     if state.nested:
-        tensors += [state.offset, state.state2.absmax, state.state2.code]
-    return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        _empty(state.state2, device)
+
+
+def read_linear(layer: Any) -> PackedWeight:
+    """Return the packed weight of one of bitsandbytes' Linear layers; copies no codes."""
+    if "statistics" in layer._modules:  # as engines shard it, perhaps sharded
+        return read(layer.weight, layer.statistics)
+    if isinstance(layer, bnb.Linear8bitLt):
+        weight, state = layer.weight, layer.state
+        codes = state.CB if weight.CB is None else weight.CB
+        scales = state.SCB if weight.SCB is None else weight.SCB
+        settings, shape = CodecSettings("int8"), tuple(codes.shape)
+        tensors = {CODES: codes, settings.codec.scales: scales}
+        packed = settings.codec.assemble(tensors, shape, torch.float16, settings)
+        return replace(packed, owner=weight)
+    codes, state = layer.weight.data, layer.weight.quant_state
+    if _is_converted(layer):
+        import bitsandbytes.nn.modules as bnb_modules
+
+        absmax, state = state.absmax, copy.copy(state)  # the inverse changes it in place
+        codes, state = bnb_modules._convert_weight_packed_for_cpu_inverse(codes, state)
+        if not state.nested:  # and leaves absmax in the columns' order
+            state.absmax = absmax.T.reshape(-1).float()
+    return replace(from_quant_state(codes, state), owner=layer.weight)
+
+
+def has_codes(layer: Any) -> bool:
+    """Whether one of bitsandbytes' Linear layers is packed by now."""
+    if "statistics" in layer._modules:
+        return True
+    if isinstance(layer, bnb.Linear4bit):
+        return getattr(layer.weight, "quant_state", None) is not None
+    return not getattr(layer.weight, "CB", None) is layer.state.CB is None
+
+
+def check_linears(model: nn.Module, settings: CodecSettings) -> None:
+    """Raise where bitsandbytes would pack a model's Linear layers by a codec it does not know."""
+    layers = (name for name, one in model.named_modules() if isinstance(one, bnb.Linear4bit))
+    if not settings.codec.packs_linears and (name := next(layers, None)) is not None:
+        raise ConfigError(
+            f"{name} would be packed by bitsandbytes, which does not know "
+            f"bnb_4bit_quant_type={settings.kind!r}: name it, and all other Linear layers, in "
+            "llm_int8_skip_modules."
+        )
+
+
+def linear_kind(layer: Any) -> str:
+    """Return the packed type of a bitsandbytes Linear layer, also before it is packed."""
+    if isinstance(layer, bnb.Linear8bitLt):
+        return "int8"
+    if "statistics" in layer._modules:
+        return str(layer.statistics.kind)
+    state = getattr(layer.weight, "quant_state", None)
+    return str((layer.weight if state is None else state).quant_type)
+
+
+def keep_layout(model: nn.Module) -> None:
+    """Stop bitsandbytes' 4-bit Linear layers from converting their codes on CPUs, in place.
+
+    bitsandbytes 0.50 does so in evaluation with AVX512-BF16; such a layer computes in bf16, passes
+    no gradient, also in later training, and has its absmax rounded to bf16 and reordered.
+    """
+    for module in model.modules():
+        if isinstance(module, bnb.Linear4bit):
+            layer: Any = module
+            if _is_converted(layer):
+                write_linear(layer, read_linear(layer))
+            layer.support_avx512bf16_for_cpu = False
+
+
+def _is_converted(layer: Any) -> bool:
+    state = getattr(layer.weight, "quant_state", None)
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def write_linear(layer: Any, packed: PackedWeight) -> None:
+    """Set the packed weight of a stock bitsandbytes Linear layer, as a load does."""
+    if isinstance(layer, bnb.Linear8bitLt):
+        codes, scales = packed.codes, packed.absmax
+        layer.weight = bnb.Int8Params(codes, requires_grad=False, CB=codes, SCB=scales)
+        layer.state.CB = layer.state.SCB = None
+        return
+    layer.weight = params4bit(packed.codes, to_quant_state(packed))
+    layer.weight.module, layer.quant_state = layer, layer.weight.quant_state
+
+
+def restore_linear(module: nn.Module) -> None:
+    """Make a gathered Linear layer that engines can shard bitsandbytes' own again, for PEFT."""
+    if hasattr(type(module), "restore_stock"):
+        cast(Any, module).restore_stock()

@@ -1,16 +1,15 @@
 """MXFP4, as gpt-oss is published: a checkpoint's native codes.
 
-They are never dequantized and packed again, so nothing is rounded. On disk in the checkpoint, for a
-matrix of `rows` output and `cols` input features:
+They are never dequantized and packed again. On disk in the checkpoint, for `rows` output and
+`cols` input features:
 
     blocks   `(..., rows, cols / 32, 16)` uint8   two E2M1 codes a byte, the first in the low half
-    scales   `(..., rows, cols / 32)` uint8       e8m0: byte i stands for 2**(i - 127)
+    scales   `(..., rows, cols / 32)` uint8       e8m0: byte i stands for 2**(i - 127); 255 is NaN
 
-A packed weight of n weights has the halves of each byte swapped, the order of bitsandbytes and all
-kernels here. Under the key `<name>`:
+A packed weight of n weights has the halves of each byte swapped, as bitsandbytes. Under `<name>`:
 
     <name>       uint8   (n / 2, 1)   two codes in a byte
-    .exponents   uint8   (n / 32,)    one a block of 32 of a row: e8m0
+    .exponents   uint8   (n / 32,)    one a block of 32 of a row
 
 The value of a weight is table[code] * 2**(exponent - 127). Stored transposed, blocks lie along the
 columns of the decoded weight.
@@ -19,9 +18,9 @@ columns of the decoded weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,10 +28,11 @@ from torch import Tensor
 from ..errors import UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, TABLES, NestedAbsmax, PackedWeight, power_scales
 from ..layout import dtype_name
+from .codec import Packer
 from .codecs import CODES, Codec, PackingFormat, Shape, Tensors
-from .settings import CodecSettings, why_not_packed
+from .settings import CodecSettings
 
-EXPONENTS = ".exponents"  # e8m0: byte i stands for 2**(i - 127), and 255 is NaN
+EXPONENTS = ".exponents"
 
 
 class Mxfp4(Codec):
@@ -47,10 +47,6 @@ class Mxfp4(Codec):
     is_kept = True
     in_quant_state = True
 
-    def fields_of(self, packed: PackedWeight) -> Mapping[str, Any]:
-        transposed = packed.stored_transposed
-        return {"compute_dtype": packed.compute_dtype, "stored_transposed": transposed}
-
     def constant_nbytes(self, settings: PackingFormat) -> int:
         # both tables, the second level's scale and its offset
         return (16 + 256 + 2) * torch.float32.itemsize
@@ -64,11 +60,11 @@ class Mxfp4(Codec):
     def value_problems(
         self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
     ) -> Iterator[str]:
-        if EXPONENTS in tensors:
-            bad = overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
-            if bad is not None:
-                block, exponent, value = bad
-                yield f"has the exponent {exponent}, which decodes to {value}, at {block}"
+        if EXPONENTS in tensors and (
+            bad := overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
+        ):
+            block, exponent, value = bad
+            yield f"has the exponent {exponent}, which decodes to {value}, at {block}"
 
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
@@ -102,10 +98,7 @@ MXFP4 = Mxfp4()
 def overflowing_block(
     codes: Tensor, exponents: Tensor, dtype: torch.dtype
 ) -> tuple[int, int, str] | None:
-    """Return the first block that decodes to NaN, or to inf in `dtype`.
-
-    It is its number, its exponent and its value; codes are 16 bytes a block.
-    """
+    """Return number, exponent and value of the first block that is NaN, or inf in `dtype`."""
     largest = torch.finfo(dtype).max
     safe = 127 + math.floor(math.log2(largest / max(TABLES[MXFP4.kind])))
     suspects = (exponents > safe).nonzero().flatten()  # blocks of small codes may be finite still
@@ -126,26 +119,10 @@ def kept_settings(settings: CodecSettings) -> CodecSettings:
     return replace(settings, kind=MXFP4.kind, skip_modules=(), stored_transposed=True)
 
 
-class KeptPacker:
-    """Assembles a weight from the native codes and scales of its experts, added in order.
+class KeptPacker(Packer):
+    """Assembles a weight from the native codes and scales of its experts, added in order."""
 
-    An `UnsupportedWeightError` where rows are no whole blocks, tensors of another dtype or shape
-    come, experts are missing, or a block decodes to NaN or inf.
-    """
-
-    def __init__(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device | str, settings: CodecSettings
-    ) -> None:
-        reason = why_not_packed(shape, dtype, settings)
-        if reason is not None:
-            raise UnsupportedWeightError(f"The weight {reason}.")
-        self.shape, self.dtype, self.settings = torch.Size(shape), dtype, settings
-        count, weights = self.shape[0], math.prod(self.shape[1:])
-        self._codes = torch.empty(count, weights // 2, dtype=torch.uint8, device=device)
-        self._exponents = torch.empty(count, weights // MX_BLOCK, dtype=torch.uint8, device=device)
-        self._experts = 0
-
-    def add(self, blocks: Tensor, scales: Tensor) -> None:
+    def add(self, blocks: Tensor, scales: Tensor) -> None:  # type: ignore[override]
         """Add the next experts: codes `(n, rows, cols / 32, 16)`, scales `(n, rows, cols / 32)`."""
         *_, rows, cols = self.shape
         rows, cols = (cols, rows) if self.settings.stored_transposed else (rows, cols)
@@ -157,25 +134,19 @@ class KeptPacker:
                     f"MXFP4 {name} are {tensor.dtype} of shape {tuple(tensor.shape)}; a weight of "
                     f"shape {tuple(self.shape)} has bytes of shape {shape} there."
                 )
-        at = self._experts
-        self._experts = end = at + len(scales)
-        blocks = blocks.detach().view(torch.uint8).to(self._codes.device).flatten(1)
-        self._codes[at:end] = (blocks << 4) | (blocks >> 4)
-        self._exponents[at:end] = scales.detach().view(torch.uint8).flatten(1)
+        codes, first = blocks.detach().view(torch.uint8).to(self.device).flatten(), self._done
+        self._done += scales.numel() * MX_BLOCK
+        self._codes[first // 2 : self._done // 2] = (codes << 4) | (codes >> 4)
+        exponents = scales.detach().view(torch.uint8).flatten()
+        self._scales[first // MX_BLOCK : self._done // MX_BLOCK] = exponents
 
     def finish(self) -> PackedWeight:
-        """Return the packed weight."""
-        if self._experts != self.shape[0]:
-            raise UnsupportedWeightError(
-                f"MXFP4 blocks came for {self._experts} experts; a weight of shape "
-                f"{tuple(self.shape)} has {self.shape[0]}."
-            )
-        codes, exponents = self._codes.view(-1), self._exponents.view(-1)
-        bad = overflowing_block(codes, exponents, self.dtype)
+        """Return the packed weight; raise where a block decodes to NaN or inf."""
+        bad = overflowing_block(self._codes, self._scales, self.dtype)
         if bad is not None:
             block, exponent, value = bad
             expert = block * MX_BLOCK // math.prod(self.shape[1:])
             raise UnsupportedWeightError(
                 f"Expert {expert} has an MXFP4 scale, {exponent}, that decodes to {value}."
             )
-        return MXFP4.finish(codes, exponents, self.shape, self.dtype, self.settings)
+        return super().finish()

@@ -1,24 +1,15 @@
 """Attaches packed weights to modules.
 
 A packed parameter becomes a torch parametrization, as in `bitsandbytes.nn.parametrize`, so that any
-code that reads `module.<name>` gets the dequantized weight:
-
-    module.parametrizations.<name>            torch's ParametrizationList
-        .original    4-bit: bnb.nn.Params4bit, the codes
-                     int8:  nn.Parameter of int8 codes, in the weight's own shape
-        [0]          the decoder, with the statistics (decoders.py); of 4 bit a
-                     Bnb4bitParametrization
-
-The codes are a `Params4bit`, where bitsandbytes' own helper has a plain Parameter: PEFT's k-bit
-preparation skips it by its class name, and transformers counts its weights right. Weights packed by
-that helper are read here as well.
+code that reads `module.<name>` gets the dequantized weight (the list: decoders.py). The codes are a
+`Params4bit`, where bitsandbytes' own helper has a plain Parameter: PEFT's k-bit preparation and
+transformers' counts know it. Weights packed by that helper are read as well.
 
 In a call of the module, or of one around it whose code reads its weights, these are read in the
 dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
 
-Keys of a state dict; those of a model that engines can shard (sharding.py) are torch's, since
-engines look each key up as a parameter. Either model loads the other's; files of a packed folder
-have the first:
+Keys of a state dict, of which either is loaded; a packed folder has the first, a model that engines
+can shard (sharding.py) the second, since engines look each key up as a parameter:
 
     of a weight <module>.<name>                                             of a Linear layer's
     <module>.<name>, and the ends of its codec's tensors                    the same
@@ -29,7 +20,7 @@ have the first:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,7 +31,7 @@ import torch.nn.utils.parametrize as P
 from bitsandbytes.nn import parametrize as bnb_parametrize
 from torch import Tensor, nn
 
-from ..errors import QuantizationError
+from ..errors import ConfigError, QuantizationError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, unwrapped
 from .bnb4bit import NESTED_ABSMAX, RECORD
@@ -49,18 +40,20 @@ from .codecs import CODES, codec_of, kinds
 from .decoders import (
     Decoder,
     Packed4bit,
+    PackedList,
     PackedScales,
     Params4bit,
     bits_of,
     bnb,
-    decoder_held,
+    fetched,
+    has_codes,
     hold,
     is_shardable,
     params4bit,
     read,
+    read_linear,
+    write_linear,
 )
-from .linear import has_codes, read_linear, write_linear
-from .packed_list import PackedList, fetched, refuse_hosted
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
@@ -74,15 +67,14 @@ _shared_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDicti
 def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     """Replace a plain parameter, or nothing, by a packed weight.
 
-    The parameter's memory is freed with its last reference. A weight that is already attached to
-    another module is shared with it: one parameter, one set of statistics (tied experts).
+    One that is attached to another module is shared with it: one parameter, one set of statistics.
     """
     if is_packed(module, name):
         raise QuantizationError(
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
-    owner = hold(packed)
-    chain = PackedList([decoder_held(owner)], owner, unsafe=True)
+    owner, decoder = hold(packed)
+    chain = PackedList([decoder], owner, unsafe=True)
     host: Any = module
     if _RECORD not in module.__dict__:
         hooks = (
@@ -100,27 +92,21 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
 
 
 def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Parameter:
-    """Make a packed parameter plain again: `weight`, or by default the dequantized one.
-
-    The parameter gets its old place in registration order and does not require gradients.
-    """
+    """Make a packed parameter plain again: `weight`, or by default the dequantized one."""
     if not is_packed(module, name):
         raise QuantizationError(f"{type(module).__name__}.{name} is not packed.")
-    refuse_hosted(parametrization_list(module, name), f"{type(module).__name__}.{name}")
+    _refuse_hosted(module, name, type(module).__name__)
     if weight is None:
         weight = unpack(read_packed(module, name))
     parameter = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, False)
-    lists = cast(nn.Module, module._modules["parametrizations"])._modules
+    lists: Any = _chains(module)
     del lists[name]
     module._parameters[name] = parameter
-    order, hooks = module.__dict__.get(_RECORD, ((), ()))
-    place = {known: index for index, known in enumerate(order)}
-    for known in sorted(module._parameters, key=lambda known: place.get(known, len(place))):
+    for known in _in_order(module, module._parameters):
         module._parameters[known] = module._parameters.pop(known)
     if all(is_foreign(module, known) for known in packed_names(module)):
-        for hook in hooks:
+        for hook in module.__dict__.pop(_RECORD, ((), ()))[1]:
             hook.remove()
-        module.__dict__.pop(_RECORD, None)
     if not lists:
         del module.parametrizations
         module.__class__ = type(module).__bases__[0]
@@ -144,7 +130,7 @@ def restore_class(module: nn.Module) -> None:
 
 
 def is_packed(module: nn.Module, name: str) -> bool:
-    """Return whether this parameter is packed, by this package or by bitsandbytes' own helper."""
+    """Whether this parameter is packed, by this package or by bitsandbytes' own helper."""
     return decoder_of(module, name) is not None
 
 
@@ -156,20 +142,24 @@ def is_foreign(module: nn.Module, name: str) -> bool:
 
 def packed_names(module: nn.Module) -> tuple[str, ...]:
     """Return the packed parameters of this module itself, in registration order."""
+    return tuple(_in_order(module, (name for name in _chains(module) if is_packed(module, name))))
+
+
+def _chains(module: nn.Module) -> Mapping[str, Any]:
+    """Return the `ParametrizationList`s of a module; nn.ModuleDict refuses some of their names."""
     lists = module._modules.get("parametrizations")
-    if lists is None:
-        return ()
-    names = [name for name in cast(nn.ModuleDict, lists) if is_packed(module, name)]
+    return {} if lists is None else lists._modules
+
+
+def _in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
     order, _ = module.__dict__.get(_RECORD, ((), ()))
     place = {name: index for index, name in enumerate(order)}
-    names.sort(key=lambda name: place.get(name, len(place)))
-    return tuple(names)
+    return sorted(names, key=lambda name: place.get(name, len(place)))
 
 
 def holds_packed(module: nn.Module) -> bool:
     """Return whether a parameter of this module itself is packed; quicker than `packed_names`."""
-    lists = module._modules.get("parametrizations")
-    return lists is not None and any(is_packed(module, name) for name in lists._modules)
+    return any(is_packed(module, name) for name in _chains(module))
 
 
 def is_packed_linear(module: nn.Module | None) -> bool:
@@ -186,8 +176,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def iter_packed(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every packed parameter as `(module's dotted name, module, parameter's name)`."""
     for module_name, module in model.named_modules():
-        for name in packed_names(module):
-            yield module_name, module, name
+        yield from ((module_name, module, name) for name in packed_names(module))
 
 
 def read_packed(module: nn.Module, name: str) -> PackedWeight:
@@ -199,7 +188,7 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
 
 
 def read_for_compute(module: nn.Module, name: str) -> PackedWeight:
-    """Return the packed weight on the device that computes with it, for one forward or backward."""
+    """Return the packed weight on the device that computes, for one forward or backward."""
     return fetched(parametrization_list(module, name))
 
 
@@ -211,15 +200,21 @@ def device_of(module: nn.Module, name: str) -> torch.device:
 
 def is_hosted(module: Any) -> bool:
     """Whether packed parameters of this module lie in host memory."""
-    lists = module._modules.get("parametrizations")
-    every = () if lists is None else lists._modules.values()
-    return any(getattr(each, "host", None) is not None for each in every)
+    return any(getattr(each, "host", None) is not None for each in _chains(module).values())
 
 
 def check_resident(model: nn.Module) -> None:
-    """Raise a `ConfigError` where packed weights lie in host memory, by `offload_experts`."""
+    """Raise where packed weights lie in host memory, by `offload_experts`."""
     for owner, module, name in iter_packed(model):
-        refuse_hosted(parametrization_list(module, name), f"{owner}.{name}")
+        _refuse_hosted(module, name, owner)
+
+
+def _refuse_hosted(module: nn.Module, name: str, owner: str) -> None:
+    if getattr(parametrization_list(module, name), "host", None) is not None:
+        raise ConfigError(
+            f"{owner}.{name} lies in host memory, by offload_experts, and cannot be replaced, "
+            "merged or sharded there: call remove() on what offload_experts returned first."
+        )
 
 
 def original_of(module: nn.Module, name: str) -> nn.Parameter:
@@ -229,13 +224,12 @@ def original_of(module: nn.Module, name: str) -> nn.Parameter:
 
 def parametrization_list(module: nn.Module, name: str) -> nn.Module:
     """Return torch's `ParametrizationList` of a packed parameter: its codes and its decoder."""
-    return cast(nn.Module, cast(Any, module._modules["parametrizations"])[name])
+    return cast(nn.Module, _chains(module)[name])
 
 
 def decoder_of(module: nn.Module, name: str) -> Any:
     """Return the module that decodes this parameter (decoders.py); None where it is not packed."""
-    lists = module._modules.get("parametrizations")
-    chain = None if lists is None else lists._modules.get(name)
+    chain = _chains(module).get(name)
     first = None if chain is None else chain._modules.get("0")
     known = (bnb_parametrize.Bnb4bitParametrization, PackedScales)
     return first if isinstance(first, known) else None
@@ -267,8 +261,8 @@ def follow_no_calls(owner: nn.Module) -> None:
 
 
 def _note_input(path: str, begins: bool, owner: nn.Module, args: Any, last: Any) -> None:
-    dtype = _input_dtype(args, last) if begins else None
-    setattr(unwrapped(owner.get_submodule(path)), _INPUT_DTYPE, dtype)
+    module = unwrapped(owner.get_submodule(path))
+    setattr(module, _INPUT_DTYPE, _input_dtype(args, last) if begins else None)
 
 
 def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
@@ -312,8 +306,7 @@ def _set_class(module: nn.Module) -> None:
     module.__dict__.pop(_INPUT_DTYPE, None)
     if not P.is_parametrized(module) or "__getstate__" not in vars(own):
         return  # plain, or an engine derived the class
-    lists = cast(nn.Module, module._modules["parametrizations"])._modules
-    members = module.__dict__.get(_MEMBERS)
+    lists, members = _chains(module), module.__dict__.get(_MEMBERS)
     key = own.__bases__, frozenset(lists), members
     shared = _shared_classes.get(key) if len(lists) == len(names) else None
     if shared is None:
@@ -368,7 +361,6 @@ def _refuse_pickling(module: nn.Module) -> Any:
 
 
 def _decoding_property(name: str) -> property:
-    """Return a property that reads as torch's, which references the module it was made for."""
     torch_parametrize: Any = P
 
     def read(self: Any) -> Tensor:
@@ -387,10 +379,7 @@ def _decoding_property(name: str) -> property:
 
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Write bitsandbytes' keys instead of torch's parametrization keys (state-dict hook).
-
-    Where statistics are parameters, the keys are torch's: engines look each up as a parameter.
-    """
+    """Write bitsandbytes' keys unless statistics are parameters (state-dict hook)."""
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
         shardable = is_shardable(decoder_of(module, name))
@@ -403,16 +392,9 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
 
 
 def _load(
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """Load from bitsandbytes' keys, or from torch's (load hook)."""
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+    missing: list[str], unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
     assign = bool(metadata.get("assign_to_params_buffers"))
     for name in packed_names(module):
         if is_foreign(module, name):
@@ -420,27 +402,121 @@ def _load(
         decoder, original = decoder_of(module, name), original_of(module, name)
         key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}."
         packed = read_packed(module, name)
-        loaded = None
-        if state_dict.get(key) is not None:
-            settings = CodecSettings.of(packed)
-            loaded = _taken(state_dict, key, packed.shape, settings, packed.dtype, errors)
-            if loaded is None:
-                state_dict[f"{own}original"] = original
-            elif is_shardable(decoder):
-                _give(state_dict, f"{own}original", f"{own}0.", loaded, original, decoder)
-        elif not is_shardable(decoder):
-            loaded = _taken_parts(state_dict, f"{own}original", f"{own}0.", decoder)
-        if loaded is None or is_shardable(decoder):
+        form = packed.shape, packed.dtype, CodecSettings.of(packed), original, decoder
+        loaded = _taken(state_dict, key, f"{own}original", f"{own}0.", *form, errors)
+        if loaded is None:
             continue
         codes: Tensor = loaded.codes
         if assign or not original.is_meta:  # else torch's own message names meta
-            loaded = loaded if assign else loaded.to(original.device)
-            decoder.put(loaded)
+            decoder.put(loaded if assign else loaded.to(original.device))
         if assign and isinstance(decoder, Packed4bit):
             codes = params4bit(codes, decoder.quant_state)
         elif assign:
             codes = nn.Parameter(codes, requires_grad=False)
         state_dict[f"{own}original"] = codes
+
+
+def _taken(
+    state_dict: dict[str, Any], key: str, codes: str, at: str, shape: Sequence[int],
+    dtype: torch.dtype | None, settings: CodecSettings, own: Any, decoder: Any, errors: list[str],
+) -> PackedWeight | None:  # fmt: skip
+    """Take a weight's entries for a decoder that is not sharded; None where torch loads the rest.
+
+    bitsandbytes' keys begin with `key`; torch's are `codes`, and begin with `at`. torch loads what
+    becomes parameters, or after an error the `own` codes.
+    """
+    if key == codes:
+        has_key = any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds())
+    else:
+        has_key = state_dict.get(key) is not None
+    if has_key:
+        taken, storage = state_dict.pop(key).contiguous(), settings.storage_dtype
+        if taken.dtype in STORAGE_DTYPES and taken.dtype.itemsize == storage.itemsize:
+            taken = taken.view(storage)  # the same bytes
+        ends = [other for other in state_dict if other.startswith(f"{key}.")]
+        tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in ends}
+        settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
+        dtype = None if settings.codec.has_record else dtype
+        try:
+            loaded = restore({CODES: taken, **tensors}, shape, dtype, settings)
+        except ValueError as error:
+            errors.append(
+                f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
+                "weights into an unpacked model."
+            )
+            state_dict[codes] = own
+            return None
+        if not is_shardable(decoder):
+            return loaded
+        state_dict[codes] = _like(loaded.flat_codes.unsqueeze(1), own)
+        for part, tensor in bits_of(loaded).items():
+            if part in decoder._parameters:
+                state_dict[at + part] = _like(tensor, decoder._parameters[part])
+    elif isinstance(decoder, Decoder) and not is_shardable(decoder):
+        parts = {part: at + part for part in decoder.shardable}
+        if all(one in state_dict for one in parts.values()):
+            statistics = {part: state_dict.pop(one).clone() for part, one in parts.items()}
+            return cast(Decoder, decoder.replaced(statistics)).packed(state_dict.pop(codes))
+    return None
+
+
+def _like(whole: Tensor, own: Any) -> Tensor:
+    """Return this rank's share of a tensor where the module's own is sharded."""
+    if not hasattr(own, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    device = own.to_local().device
+    moved = whole if device.type == "meta" else whole.to(device)
+    return distribute_tensor(moved, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def load_linears(
+    model: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
+) -> None:
+    """Load bitsandbytes' Linear layers from either keys; torch would cast their codes."""
+    for name, module in model.named_modules():
+        at = f"{prefix}{name}."
+        decoder: Any = module._modules.get("statistics")
+        if isinstance(module, bnb.Linear4bit):
+            if decoder is not None or isinstance(module._parameters.get("weight"), Params4bit):
+                _load_4bit(module, state_dict, at, assign, errors)
+        elif isinstance(module, bnb.Linear8bitLt):
+            scales, bits, weight = f"{at}SCB", f"{at}statistics.scale_bits", f"{at}weight"
+            if decoder is not None and scales in state_dict:
+                state_dict.pop(f"{at}weight_format", None)
+                scale_bits = state_dict.pop(scales).view(torch.int32)
+                state_dict[bits] = _like(scale_bits, decoder.scale_bits)
+                state_dict[weight] = _like(state_dict[weight], module.weight)
+            elif decoder is None and bits in state_dict:
+                state_dict[scales] = state_dict.pop(bits).view(torch.float32)
+                state_dict[f"{at}weight_format"] = torch.tensor(0, dtype=torch.uint8)
+
+
+def _load_4bit(
+    module: Any, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
+) -> None:
+    weight, decoder = module.weight, module._modules.get("statistics")
+    key, at = f"{prefix}weight", f"{prefix}statistics."
+    like = read_linear(module) if has_codes(module) else None
+    if decoder is None and like is not None and f"{at}absmax" in state_dict:
+        decoder = Packed4bit(like)
+    if like is None:
+        plain = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
+        settings = CodecSettings(*plain)
+    else:
+        settings = CodecSettings.of(like)
+    form = (int(module.out_features), int(module.in_features)), None, settings, weight, decoder
+    loaded = _taken(state_dict, key, key, at, *form, errors)
+    if loaded is None:
+        return
+    state_dict[key] = loaded.codes
+    if weight.is_meta and not assign:
+        return  # torch's own message names meta
+    if not assign:
+        loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
+    write_linear(module, loaded)
+    state_dict[key] = module.weight
 
 
 def blank_weight(
@@ -469,122 +545,3 @@ def pack_blank_linear(module: Any, dtype: torch.dtype, settings: CodecSettings) 
     """Give one of bitsandbytes' Linear layers on meta a blank packed weight, decoded to `dtype`."""
     shape = module.out_features, module.in_features
     write_linear(module, blank_weight(shape, dtype, settings))
-
-
-def _taken(
-    state_dict: dict[str, Any],
-    key: str,
-    shape: Sequence[int],
-    settings: CodecSettings,
-    dtype: torch.dtype | None,
-    errors: list[str],
-) -> PackedWeight | None:
-    """Take a weight's entries under bitsandbytes' keys; None where they do not fit, an error."""
-    codes, storage = state_dict.pop(key).contiguous(), settings.storage_dtype
-    if codes.dtype in STORAGE_DTYPES and codes.dtype.itemsize == storage.itemsize:
-        codes = codes.view(storage)  # the same bytes
-    ends = [other for other in state_dict if other.startswith(f"{key}.")]
-    tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in ends}
-    settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
-    dtype = None if settings.codec.has_record else dtype
-    try:
-        return restore({CODES: codes, **tensors}, shape, dtype, settings)
-    except ValueError as error:
-        errors.append(
-            f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
-            "weights into an unpacked model."
-        )
-        return None
-
-
-def _taken_parts(
-    state_dict: dict[str, Any], codes: str, at: str, decoder: Decoder
-) -> PackedWeight | None:
-    """Take a weight's entries under torch's keys; None where there are none."""
-    parts = decoder.shardable
-    if not all(at + part in state_dict for part in parts):
-        return None
-    statistics = {part: state_dict.pop(at + part).clone() for part in parts}
-    return cast(Decoder, decoder.replaced(statistics)).packed(state_dict.pop(codes))
-
-
-def _give(
-    state_dict: dict[str, Any],
-    key: str,
-    at: str,
-    packed: PackedWeight,
-    codes: Tensor,
-    decoder: Decoder,
-) -> None:
-    """Enter a whole weight under torch's keys, for these codes and this decoder."""
-    statistics = bits_of(packed)
-    state_dict[key] = _like(packed.flat_codes.unsqueeze(1), codes)
-    for part, own in decoder._parameters.items():
-        state_dict[at + part] = _like(statistics[part], own)
-
-
-def _like(whole: Tensor, own: Any) -> Tensor:
-    """Return this rank's share of a tensor where the module's own is sharded."""
-    if not hasattr(own, "device_mesh"):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    device = own.to_local().device
-    moved = whole if device.type == "meta" else whole.to(device)
-    return distribute_tensor(moved, own.device_mesh, own.placements, src_data_rank=None)
-
-
-def load_linears(
-    model: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
-) -> None:
-    """Load bitsandbytes' Linear layers from either keys, which torch does not know.
-
-    torch would cast codes that are stored in another dtype, which destroys them.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, bnb.Linear4bit):
-            _load_4bit(module, state_dict, f"{prefix}{name}.", assign, errors)
-        elif isinstance(module, bnb.Linear8bitLt):
-            _load_8bit(module, state_dict, f"{prefix}{name}.")
-
-
-def _load_4bit(
-    module: Any, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
-) -> None:
-    weight, decoder = module._parameters.get("weight"), module._modules.get("statistics")
-    key, shape = f"{prefix}weight", (int(module.out_features), int(module.in_features))
-    if decoder is None and not isinstance(weight, Params4bit):
-        return
-    like, loaded = read_linear(module) if has_codes(module) else None, None
-    if any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds()):
-        form = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
-        settings = CodecSettings(*form) if like is None else CodecSettings.of(like)
-        loaded = _taken(state_dict, key, shape, settings, None, errors)
-        if loaded is None:
-            state_dict[key] = weight
-        elif decoder is not None:
-            _give(state_dict, key, f"{prefix}statistics.", loaded, weight, decoder)
-    elif decoder is None and like is not None and f"{prefix}statistics.absmax" in state_dict:
-        loaded = _taken_parts(state_dict, key, f"{prefix}statistics.", Packed4bit(like))
-    if loaded is None or decoder is not None:
-        return
-    state_dict[key] = loaded.codes
-    if weight.is_meta and not assign:
-        return  # torch's own message names meta
-    if not assign:
-        loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
-    write_linear(module, loaded)
-    state_dict[key] = module.weight
-
-
-def _load_8bit(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    scales, bits = f"{prefix}SCB", f"{prefix}statistics.scale_bits"
-    decoder: Any = module._modules.get("statistics")
-    if decoder is not None and scales in state_dict:
-        state_dict.pop(f"{prefix}weight_format", None)
-        state_dict[bits] = _like(state_dict.pop(scales).view(torch.int32), decoder.scale_bits)
-        weight = f"{prefix}weight"
-        state_dict[weight] = _like(state_dict[weight], module.weight)
-    elif decoder is None and bits in state_dict:
-        state_dict[scales] = state_dict.pop(bits).view(torch.float32)
-        state_dict[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)

@@ -1,8 +1,7 @@
 """Which expert weights of a model are packed, and why the others are not.
 
-A weight that is packed already stays as it is. Then the caller's config decides: its own
-`target_parameters`, which bitsandbytes packs, and `llm_int8_skip_modules`, which match as in
-transformers' `should_convert_module` (5.23), which is not imported.
+A weight that is packed already stays. Then the config decides: `target_parameters`, which
+bitsandbytes packs itself, and `llm_int8_skip_modules`, as in transformers' `should_convert_module`.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,7 @@ def select_weights(
     # Imports bitsandbytes, which prints to stderr; the matching rule alone does not need it.
     from . import parametrize
 
-    names = [name for name, _ in model.named_modules() if name]
-    names += [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
     names += [f"{name}.{parameter}" for name, _, parameter in parametrize.iter_packed(model)]
     for pattern in settings.skip_modules:
         if not any(is_skipped(name, [pattern]) for name in names):
@@ -57,7 +56,12 @@ def select_weights(
     # Parameters that the config asks bitsandbytes to pack itself.
     asked = config if isinstance(config, Mapping) else {}
     left = asked.get("target_parameters", getattr(config, "target_parameters", None))
-    left_to_config = (left,) if isinstance(left, str) else tuple(left or ())
+    left = (left,) if isinstance(left, str) else tuple(left or ())
+
+    def covers(pattern: str, name: str) -> bool:
+        with suppress(re.error):
+            return f".{name}".endswith(f".{pattern}") or bool(re.fullmatch(pattern, name))
+        return False
 
     def select(param: ExpertParam) -> WeightSelection:
         module = model.get_submodule(param.module_name)
@@ -65,7 +69,7 @@ def select_weights(
             foreign = parametrize.is_foreign(module, param.parameter_name)
             reason = "packed by bitsandbytes' own helper" if foreign else ""
             return WeightSelection(param, ALREADY_QUANTIZED, reason)
-        if any(_covers(pattern, param) for pattern in left_to_config):
+        if any(covers(pattern, name) for pattern in left for name in param.names):
             return WeightSelection(param, SKIPPED, "left to the config's own target_parameters")
         skipping = skipping_pattern(param, settings.skip_modules)
         if skipping is not None:
@@ -100,12 +104,3 @@ def skipping_pattern(param: ExpertParam, patterns: Iterable[str]) -> str | None:
     """Return the first pattern that names the expert weight or its module; None if none does."""
     names = [path for name in param.names for path in (name, name.rpartition(".")[0])]
     return next((p for p in patterns if any(is_skipped(name, [p]) for name in names)), None)
-
-
-def _covers(pattern: str, param: ExpertParam) -> bool:
-    if any(f".{name}".endswith(f".{pattern}") for name in param.names):
-        return True
-    try:
-        return any(re.fullmatch(pattern, name) for name in param.names)
-    except re.error:
-        return False

@@ -1,12 +1,10 @@
 """How weights are packed: the fields of a `BitsAndBytesConfig`, and the tensors that result.
 
-The config is read by its attributes or keys, so that nothing here needs transformers. Each codec
-defines its own tensors (codecs.py), with the keys that a packed Linear layer of bitsandbytes has.
-The first of the two 4-bit codes in a byte is in its high half; divisions round up. That is 0.5625
-bytes a weight in 4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
+Nothing here needs transformers. Each codec defines its own tensors (codecs.py), with the keys that
+a packed Linear layer of bitsandbytes has; divisions round up. That is 0.5625 bytes a weight in
+4 bit, 0.5159 with double quantization, and 0.53125 for mxfp4.
 
-Packing, blank weights on meta, key names, checks of folders and byte counts all follow from
-`packed_tensors`. Decoding trusts tensors: tensors from outside pass `problems` first.
+All follows from `packed_tensors`. Decoding trusts tensors: those from outside pass `problems`.
 """
 
 from __future__ import annotations
@@ -32,12 +30,9 @@ STORAGE_DTYPES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class CodecSettings(PackingFormat):
-    """How weights are packed, and which are skipped, from a `BitsAndBytesConfig`.
+    """A format, whose fields that the codec fixes override arguments; and what is not packed."""
 
-    `skip_modules` are its `llm_int8_skip_modules`. Fields that the codec fixes override arguments.
-    """
-
-    skip_modules: tuple[str, ...] = ()
+    skip_modules: tuple[str, ...] = ()  # `llm_int8_skip_modules`
 
     def __post_init__(self) -> None:
         if self.kind not in kinds():
@@ -54,7 +49,6 @@ class CodecSettings(PackingFormat):
 
     @property
     def codec(self) -> Codec:
-        """The codec that packs and decodes."""
         return codec_of(self.kind)
 
     @classmethod
@@ -111,8 +105,10 @@ class CodecSettings(PackingFormat):
 
     @classmethod
     def of(cls, packed: PackedWeight) -> CodecSettings:
-        """Return how this weight was packed, so that another can be packed the same way."""
-        return cls(packed.kind, **codec_of(packed.kind).fields_of(packed))
+        form = packed.nested is not None, packed.codes.dtype, packed.compute_dtype
+        return cls(
+            packed.kind, *form, packed.blocksize or 64, stored_transposed=packed.stored_transposed
+        )
 
     def describe(self) -> str:
         """Return the codec in words, such as "nf4 with double quantization"."""
@@ -121,10 +117,9 @@ class CodecSettings(PackingFormat):
         return self.kind + (" with double quantization" if self.double_quant else "") + stored
 
     def bnb_fields(self) -> dict[str, Any]:
-        """Return the arguments of the `BitsAndBytesConfig` that asks for this."""
         skips = {"llm_int8_skip_modules": list(self.skip_modules)} if self.skip_modules else {}
         if self.codec.loads_in_8bit:
-            return {"load_in_8bit": True, **skips}
+            return skips | {"load_in_8bit": True}
         return skips | {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": self.kind,
@@ -135,51 +130,38 @@ class CodecSettings(PackingFormat):
 
     def to_dict(self) -> dict[str, Any]:
         """Return how a weight is packed as JSON values, under the keys of a folder's manifest."""
-        compute = self.compute_dtype
-        return {
-            "kind": self.kind,
-            "double_quant": self.double_quant,
-            "blocksize": self.blocksize,
-            "storage_dtype": dtype_name(self.storage_dtype),
-            "compute_dtype": None if compute is None else dtype_name(compute),
-            **({"stored_transposed": self.stored_transposed} if self.codec.is_kept else {}),
-        }
+        keys = ["kind", "double_quant", "blocksize", "storage_dtype", "compute_dtype"]
+        keys += ["stored_transposed"] * self.codec.is_kept
+        values = {key: getattr(self, key) for key in keys}
+        return {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
-        """Read the result of `to_dict`, or raise ValueError; the two dtypes may be left out."""
+        """Read the result of `to_dict`, or raise ValueError; dtypes may be left out."""
         options: dict[str, tuple[Any, ...]] = {
             "kind": kinds(),
             "double_quant": (False, True),
+            "blocksize": BLOCKSIZES,
             "storage_dtype": tuple(map(dtype_name, (torch.int8, *STORAGE_DTYPES))),
             "compute_dtype": (None, *map(dtype_name, FLOAT_DTYPES)),
             "stored_transposed": (False, True),
         }
         absent = {"storage_dtype": "uint8", "compute_dtype": None, "stored_transposed": False}
         values = {**absent, **values}
-        for key in ("blocksize", *options):
+        for key, allowed in options.items():
             if key not in values:
                 raise ValueError(f"{key} is missing")
-        for key, allowed in options.items():
             value = values[key]
             if not any(value == one and type(value) is type(one) for one in allowed):
-                shown = ", ".join(map(repr, allowed))
-                raise ValueError(f"{key} is {value!r:.80}; expected one of {shown}")
-        blocksize, compute = values["blocksize"], values["compute_dtype"]
-        if type(blocksize) is not int or blocksize not in BLOCKSIZES:
-            raise ValueError(
-                f"blocksize is {blocksize!r:.80}; expected a power of two from 32 to 4096"
-            )
-        compute = None if compute is None else getattr(torch, compute)
-        storage = getattr(torch, values["storage_dtype"])
-        return cls(
-            values["kind"], values["double_quant"], storage, compute, blocksize,
-            stored_transposed=values["stored_transposed"],
-        )  # fmt: skip
+                shown = f"one of {', '.join(map(repr, allowed))}"
+                shown = "a power of two from 32 to 4096" if key == "blocksize" else shown
+                raise ValueError(f"{key} is {value!r:.80}; expected {shown}")
+        for key in ("storage_dtype", "compute_dtype"):
+            values[key] = None if values[key] is None else getattr(torch, values[key])
+        return cls(**{key: values[key] for key in options})
 
 
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
-    """Read a dtype; the first one allowed is the default."""
     value = get(field, allowed[0])
     dtype = getattr(torch, value.removeprefix("torch."), 0) if isinstance(value, str) else value
     if dtype not in allowed:
@@ -237,11 +219,9 @@ def why_not_packed(
 
 
 def problems(
-    tensors: Mapping[str, Tensor],
-    shape: Sequence[int],
-    settings: CodecSettings,
+    tensors: Mapping[str, Tensor], shape: Sequence[int], settings: CodecSettings,
     dtype: torch.dtype | None = None,
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Yield faults of a packed weight's tensors, by the end of their key, to follow its name.
 
     `shape` and `dtype` are those of the decoded weight; None: any that a record may say. Values are

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..packing.packed_list import PackedList
+from ..packing.decoders import PackedList
 from . import gathered
 from .fitted import FittedLayer
 from .recording import ObstacleError

@@ -10,7 +10,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..layout import parse_bytes
 from ..lora.names import base_model
-from ..packing.packed_list import PackedList
+from ..packing.decoders import PackedList
 from .fitted import decoder_layers
 
 _PAIRS_ON_CPU = 1 << 29

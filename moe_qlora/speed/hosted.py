@@ -14,7 +14,7 @@ from ..memory.blocks import slot_nbytes
 from ..memory.budget import Block
 from ..memory.devices import gpu_of_device, pace_of
 from ..memory.hosting import ExpertLayer, Hosting, Pace, operations
-from ..packing.packed_list import PackedList
+from ..packing.decoders import PackedList
 from .offload import Offload, expert_groups, held_tensors, offload_of, tied_lists
 
 _COPIED = 64 << 20  # Bytes of a measured copy: about a millisecond

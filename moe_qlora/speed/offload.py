@@ -3,7 +3,7 @@
     offload_experts     moves the experts of decoder layers to host memory, and back
       HostMemory        one decoder layer's codes and statistics
       Slots             slots.py: two slots on the device, a copy stream, events
-      _Hosted           one packed weight, as `packing/packed_list.py` asks for it
+      _Hosted           one packed weight, as `packing/decoders.py` asks for it
 
 The modules' own tensors are views of the host memory, so that saving, copying and exporting read
 it. A forward, a recomputation and a backward each fetch the weight that they read, and nothing of a
@@ -32,8 +32,7 @@ from ..kernels.weights import PackedWeight
 from ..kernels.workspace import in_backward
 from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
-from ..packing.decoders import is_share, read
-from ..packing.packed_list import PackedList, fetched
+from ..packing.decoders import PackedList, fetched, is_share, read
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
 from .fitted import decoder_layers
 from .slots import Block, Copier, CudaCopier, Slot, Slots

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,8 @@ from transformers import Trainer
 
 import moe_qlora
 from moe_qlora.distributed.gather import whole
-from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import run_distributed, tiny_model
+from tests.helpers.ranks import assert_same_adapter, content, said
 from tests.helpers.training import (
     NF4,
     SETTINGS,
@@ -43,12 +42,9 @@ pytestmark = pytest.mark.skipif(
 
 STEPS = 10
 SIZES = {
-    "hidden_size": 64,
-    "moe_intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_experts": 3,
+    "hidden_size": 64, "moe_intermediate_size": 40, "num_hidden_layers": 2, "num_experts": 3,
     "vocab_size": 256,
-}
+}  # fmt: skip
 # ZeRO-3 keeps parameters below this size whole, by default nearly all of a model as small as this.
 ALL = {
     "stage3_param_persistence_threshold": 0,
@@ -152,10 +148,8 @@ def trainer(folder: Path, name: str, world: int, zero: dict[str, Any]) -> Traine
         auto = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
         options = {"deepspeed": {**auto, "zero_optimization": zero}}
     arguments = four_steps(folder / name, world, train_sampling_strategy="sequential", **options)
-    model = adapted(
-        loaded(folder / "plain", NF4)
-    )  # after the arguments, which tell transformers of ZeRO-3
-    return trainer_of(model, arguments)
+    # after the arguments, which tell transformers of ZeRO-3
+    return trainer_of(adapted(loaded(folder / "plain", NF4)), arguments)
 
 
 def run_trainer(folder: Path, name: str, world: int, zero: dict[str, Any]) -> dict[str, Any]:
@@ -166,14 +160,6 @@ def run_trainer(folder: Path, name: str, world: int, zero: dict[str, Any]) -> di
     again = trainer(folder, f"{name}, again", world, zero)
     again.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
     return {"losses": logged_losses(first), "resumed": logged_losses(again)}
-
-
-def said(call: Any, *args: Any, **kwargs: Any) -> str:
-    try:
-        call(*args, **kwargs)
-    except MoeQloraError as error:
-        return str(error)
-    return ""
 
 
 def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +199,9 @@ def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
     }
     results["refusals"] = {key: said(call, *args) for key, (call, *args) in calls.items()}
     return results
+
+
+CALLS = ("merge_adapter", "merge_and_unload", "unmerge_adapter", "add_weighted_adapter")
 
 
 def take_deepspeed_on_cpus() -> None:
@@ -281,10 +270,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> list[dict[str, Any]]:
     return run_distributed(all_cases, 2, folder)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
@@ -362,13 +347,7 @@ def test_adapters_are_saved_as_one_process_does(
     model = adapted(loaded(folder / "plain", NF4))
     expected = folder / "expected" / name / how
     model.save_pretrained(expected)
-    single, several = content(expected), content(folder / f"{name}, saves" / how)
-    configs = [json.loads(files.pop("adapter_config.json")) for files in (single, several)]
-    for config in configs:
-        config["target_modules"].sort()  # a set, in any order
-    assert configs[0] == configs[1]
-    assert "adapter_model.safetensors" in single
-    assert several == single
+    assert_same_adapter(folder / f"{name}, saves" / how, expected)
     assert_equal(torch.load(folder / f"{name}, saves" / "full.pt"), model.state_dict())
     assert [result[f"{name}, saves"]["full"] > 0 for result in results] == [True, False]
 
@@ -376,12 +355,7 @@ def test_adapters_are_saved_as_one_process_does(
 def test_what_zero3_cannot_do_is_refused(results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
         refusals = result["zero3, saves"]["refusals"]
-        for call in (
-            "merge_adapter",
-            "merge_and_unload",
-            "unmerge_adapter",
-            "add_weighted_adapter",
-        ):
+        for call in CALLS:
             assert "model.embed_tokens.weight is sharded over ranks" in refusals[call]
             assert "moe-qlora merge" in refusals[call]
         for call in ("add_adapter", "load_adapter"):

@@ -7,40 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import moe_qlora
 from moe_qlora.packing import parametrize
+from tests.helpers.training import NF4, adapted, loaded
 
 pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-SETTINGS = {
-    "load_in_4bit": True,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "bnb_4bit_compute_dtype": torch.bfloat16,
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("devices") / "model"
     config = Qwen3MoeConfig(
-        num_hidden_layers=16,
-        num_experts=32,
-        num_experts_per_tok=4,
-        hidden_size=512,
-        moe_intermediate_size=256,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
+        num_hidden_layers=16, num_experts=32, num_experts_per_tok=4, hidden_size=512,
+        moe_intermediate_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
         vocab_size=4096,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("cuda:0"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -48,16 +35,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def load(folder: Path, device_map: Any, **settings: Any) -> Any:
-    config = BitsAndBytesConfig(**(settings or SETTINGS))
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, device_map=device_map, dtype=torch.bfloat16
-        )
+def load(folder: Path, device_map: Any, settings: dict[str, Any] | None = None) -> Any:
+    given = settings or NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16}
+    return loaded(folder, given, device_map=device_map, dtype=torch.bfloat16)
 
 
-def held(model: nn.Module) -> dict[int, int]:
-    """Bytes by device, statistics included."""
+def assert_even(model: nn.Module) -> None:
+    """Bytes by device, statistics included; and everything of a layer is on one device."""
     total = {0: 0, 1: 0}
     tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
     for _, module, name in parametrize.iter_packed(model):
@@ -66,7 +50,8 @@ def held(model: nn.Module) -> dict[int, int]:
     for tensor in tensors.values():
         assert tensor.device.type == "cuda"
         total[tensor.device.index] += tensor.nbytes
-    return total
+    assert max(total.values()) < 1.15 * sum(total.values()) / 2
+    assert_together(model)
 
 
 def assert_together(model: Any) -> None:
@@ -80,19 +65,7 @@ def assert_together(model: Any) -> None:
 
 
 def train(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    config = LoraConfig(
-        r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    )
-    torch.manual_seed(1)
-    tuned = moe_qlora.get_peft_model(model, config)
-    for name, parameter in tuned.named_parameters():
-        if "lora_B" in name:
-            generator = torch.Generator().manual_seed(len(name))
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.01)
-        elif "lora_A" in name:
-            generator = torch.Generator().manual_seed(len(name))
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    tuned.train()
+    tuned = adapted(model).train()
     loss = tuned(ids, labels=ids).loss
     loss.backward()
     grads = [p.grad.cpu() for p in tuned.parameters() if p.grad is not None]
@@ -101,17 +74,14 @@ def train(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tenso
 
 @pytest.mark.parametrize("kind", ["auto", "balanced"])
 def test_loading_spreads_the_model_evenly(folder: Path, kind: str) -> None:
-    model = load(folder, kind)
-    total = held(model)
-    assert max(total.values()) < 1.15 * sum(total.values()) / 2
-    assert_together(model)
+    assert_even(load(folder, kind))
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, {"load_in_8bit": True}], ids=["nf4", "int8"])
-def test_two_devices_compute_what_one_does(folder: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [None, {"load_in_8bit": True}], ids=["nf4", "int8"])
+def test_two_devices_compute_what_one_does(folder: Path, settings: Any) -> None:
     ids = torch.randint(0, 4096, (2, 64), generator=torch.Generator().manual_seed(0)).cuda(0)
-    loss, grads = train(load(folder, {"": 0}, **settings), ids)
-    other, others = train(load(folder, "auto", **settings), ids)
+    loss, grads = train(load(folder, {"": 0}, settings), ids)
+    other, others = train(load(folder, "auto", settings), ids)
     torch.testing.assert_close(loss, other, rtol=1e-3, atol=1e-3)
     assert len(grads) == len(others) > 0
     for one, two in zip(grads, others, strict=True):
@@ -122,14 +92,11 @@ def test_two_devices_compute_what_one_does(folder: Path, settings: dict[str, Any
 def test_save_and_reload_over_devices(folder: Path, tmp_path: Path) -> None:
     model = load(folder, "auto")
     model.save_pretrained(tmp_path / "packed")
-    with moe_qlora.enabled():
-        again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map="auto")
+    again = loaded(tmp_path / "packed", None, device_map="auto", dtype="auto")
     ours, theirs = model.state_dict(), again.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[key].cpu(), theirs[key].cpu()) for key in ours)
-    total = held(again)
-    assert max(total.values()) < 1.15 * sum(total.values()) / 2
-    assert_together(again)
+    assert_even(again)
 
 
 def test_a_packed_model_is_planned_and_dispatched_evenly(folder: Path) -> None:
@@ -140,7 +107,5 @@ def test_a_packed_model_is_planned_and_dispatched_evenly(folder: Path) -> None:
     before = model(ids).logits
     plan = moe_qlora.plan(model, gpus="2x24GiB", seq=64)
     model = dispatch_model(model, plan.device_map)
-    total = held(model)
-    assert max(total.values()) < 1.15 * sum(total.values()) / 2
-    assert_together(model)
+    assert_even(model)
     torch.testing.assert_close(model(ids).logits.to(before.device), before, rtol=0.02, atol=0.05)

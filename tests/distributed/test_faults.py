@@ -37,12 +37,9 @@ from tests.helpers.training import adamw, adapted, train
 
 WORLD, TIMEOUT = 3, 5.0
 SIZES = {
-    "hidden_size": 64,
-    "moe_intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_experts": 6,
+    "hidden_size": 64, "moe_intermediate_size": 48, "num_hidden_layers": 2, "num_experts": 6,
     "vocab_size": 256,
-}
+}  # fmt: skip
 KILLED = -signal.SIGKILL
 
 
@@ -103,16 +100,10 @@ def die_at(count: int) -> None:
     gather.whole = counted
 
 
-def save_model(model: Any, rank: int, folder: Path, victim: int | None, count: int) -> str:
-    sharded(moe_qlora.prepare_sharding(model))
-    if rank == victim:
-        die_at(count)
-    model.save_pretrained(folder)
-    return "saved"
-
-
-def save_adapter(model: Any, rank: int, folder: Path, victim: int | None, count: int) -> str:
-    model = sharded(adapted(model))
+def save_model(
+    model: Any, rank: int, folder: Path, victim: int | None, count: int, adapter: bool = False
+) -> str:
+    model = sharded(adapted(model) if adapter else moe_qlora.prepare_sharding(model))
     if rank == victim:
         die_at(count)
     model.save_pretrained(folder)
@@ -152,15 +143,16 @@ def batches(first: int, last: int) -> list[torch.Tensor]:
     return [torch.randint(5, 248, (6, 8), generator=generator) for generator in generators]
 
 
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    state = get_optimizer_state_dict(model, optimizer)
+    return {"model": get_model_state_dict(model), "optimizer": state}
+
+
 def train_and_die(model: Any, rank: int, folder: Path) -> str:
     model = sharded(adapted(model))
     optimizer = adamw(model, foreach=False)
     train(model, batches(0, 2), rank, WORLD, optimizer=optimizer)
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    checkpoint.save(state, checkpoint_id=folder)
+    checkpoint.save(state_of(model, optimizer), checkpoint_id=folder)
     if rank == 1:
         model.get_base_model().model.layers[1].register_forward_pre_hook(
             lambda *args: os.kill(os.getpid(), signal.SIGKILL)
@@ -172,10 +164,7 @@ def train_and_die(model: Any, rank: int, folder: Path) -> str:
 def resume(model: Any, rank: int, folder: Path) -> list[float]:
     model = sharded(adapted(model))
     optimizer = adamw(model, foreach=False)
-    state = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
+    state = state_of(model, optimizer)
     checkpoint.load(state, checkpoint_id=folder)
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -192,29 +181,30 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize(("victim", "count"), [(1, 2), (0, 9)])
-def test_a_rank_killed_while_a_model_is_saved(
-    ranks: Ranks, tmp_path: Path, victim: int, count: int
+@pytest.mark.parametrize(
+    ("victim", "count", "adapter"), [(1, 2, False), (0, 9, False), (2, 5, True)]
+)
+def test_a_rank_killed_while_a_model_or_an_adapter_is_saved(
+    ranks: Ranks, tmp_path: Path, victim: int, count: int, adapter: bool
 ) -> None:
-    folder = tmp_path / "model"
-    ranks.model.save_pretrained(folder)
+    folder, what = tmp_path / "model", "the adapter to" if adapter else "to"
+    assert ranks.run(save_model, folder, None, 0, adapter)[1] == ["saved"] * WORLD
     # so that a save that went through would show
-    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    config = folder / ("adapter_config.json" if adapter else "config.json")
+    config.write_text(config.read_text() + "\n")
     before = content(folder)
-    codes, texts, seconds = ranks.run(save_model, folder, victim, count)
+    codes, texts, seconds = ranks.run(save_model, folder, victim, count, adapter)
     assert codes == [KILLED if rank == victim else 1 for rank in range(WORLD)]
     for rank in {0, 1, 2} - {victim}:
-        assert texts[rank].startswith(f"CheckpointError: Saving to {folder} failed on rank {rank}")
+        assert f"CheckpointError: Saving {what} {folder} failed on rank {rank}" in texts[rank]
         assert "every rank must take part to the end" in texts[rank]
         assert len(texts[rank].splitlines()) == 1
     assert seconds < 4 * TIMEOUT
     assert content(folder) == before
-    check_folder(folder)
-    codes, texts, _ = ranks.run(save_model, folder, None, 0)
-    assert texts == ["saved"] * WORLD
-    check_folder(folder)
-    assert content(folder) != before
-    assert left_behind(folder) == []
+    if not adapter:
+        check_folder(folder)
+    assert ranks.run(save_model, folder, None, 0, adapter)[1] == ["saved"] * WORLD
+    assert content(folder) != before and left_behind(folder) == []
 
 
 def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
@@ -231,19 +221,6 @@ def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> 
     assert codes == [0] * WORLD, texts
     assert texts[0].startswith("loaded, loss 5.")
     assert len(set(texts)) == 1
-
-
-def test_a_rank_killed_while_an_adapter_is_saved(ranks: Ranks, tmp_path: Path) -> None:
-    folder = tmp_path / "adapter"
-    codes, texts, _ = ranks.run(save_adapter, folder, None, 0)
-    assert texts == ["saved"] * WORLD
-    before = content(folder)
-    codes, texts, _ = ranks.run(save_adapter, folder, 2, 5)
-    assert codes == [1, 1, KILLED]
-    for rank in (0, 1):
-        assert f"Saving the adapter to {folder} failed on rank {rank}" in texts[rank]
-    assert content(folder) == before
-    assert left_behind(folder) == []
 
 
 def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(

@@ -11,7 +11,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
@@ -34,12 +33,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def load(folder: str, case: dict[str, Any], sharding: Any = None, **block: Any) -> Any:
-    name = case.get("folder", "plain")
-    settings = BitsAndBytesConfig(**training.SETTINGS[case.get("settings", "nf4")])
-    given = {"quantization_config": settings} if name == "plain" else {}
+    name, settings = case.get("folder", "plain"), training.SETTINGS[case.get("settings", "nf4")]
     with moe_qlora.enabled(**block):
-        return AutoModelForCausalLM.from_pretrained(
-            Path(folder) / name, **given, dtype=torch.float32, distributed_config=sharding
+        return training.loaded(
+            Path(folder) / name, settings if name == "plain" else None, distributed_config=sharding
         )
 
 

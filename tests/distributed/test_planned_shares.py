@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers.ranks import sharded
+from tests.helpers.training import NF4, adapted
 
 RANKS = 2
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 PACKINGS = {
-    "nf4 double": {**NF4, "bnb_4bit_use_double_quant": True},
-    "nf4": NF4,
+    "nf4 double": NF4,
+    "nf4": NF4 | {"bnb_4bit_use_double_quant": False},
     "int8": {"load_in_8bit": True},
 }
 ODD = {"hidden_size": 72, "moe_intermediate_size": 40, "num_experts": 6, "num_hidden_layers": 2}
 
 
-def packed(packing: str, sizes: dict[str, int]) -> nn.Module:
-    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes)
+def packed(packing: str) -> nn.Module:
+    model: nn.Module = tiny_model("qwen3_moe", dtype=torch.bfloat16, **ODD)
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(**PACKINGS[packing]))
     return model
-
-
-def adapted(model: nn.Module) -> nn.Module:
-    config = LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    return moe_qlora.get_peft_model(model, config, experts=True)
 
 
 def held(model: nn.Module) -> dict[str, int]:
@@ -43,7 +37,8 @@ def held(model: nn.Module) -> dict[str, int]:
 
 
 def one_rank(rank: int, world: int) -> dict[str, dict[str, int]]:
-    return {packing: held(sharded(adapted(packed(packing, ODD)))) for packing in PACKINGS}
+    attention = "q_proj", "k_proj", "v_proj", "o_proj"
+    return {packing: held(sharded(adapted(packed(packing), attention))) for packing in PACKINGS}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +49,7 @@ def ranks():
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_fsdp_shares(ranks, packing):
     """The first rank's; FSDP2 pads the last one's to the same size."""
-    made = moe_qlora.plan(packed(packing, ODD), fsdp=RANKS, seq=8, rank=3,
+    made = moe_qlora.plan(packed(packing), fsdp=RANKS, seq=8, rank=3,
                           targets="attention,experts")  # fmt: skip
     adapters = made.peak.parts["adapters"]
     assert ranks[0][packing] == {"weights": made.resident, "trained": adapters}

@@ -18,7 +18,7 @@ import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.testing import run_distributed
 from tests.helpers.prequantized import write_both
-from tests.helpers.ranks import CountedReads, tensors_of
+from tests.helpers.ranks import CountedReads, said, sharded, tensors_of
 from tests.helpers.training import NF4
 
 FP8, MXFP4, NVFP4 = "deepseek_v3 fp8", "gpt_oss mxfp4", "qwen3_moe modelopt nvfp4"
@@ -58,8 +58,24 @@ def load(folder: Path, way: str, kind: str, ranks: int) -> dict[str, Any]:
     }
 
 
+def kept(root: Path, **named: Any) -> Any:
+    """The model whose experts keep their MXFP4 codes."""
+    folder = root / MXFP4 / "maker"
+    with moe_qlora.enabled(keep_codes=True):
+        config = BitsAndBytesConfig(**NF4)
+        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **named)
+
+
+def logits(model: Any) -> torch.Tensor:
+    result: torch.Tensor = model(input_ids=torch.arange(8)[None]).logits
+    return result.detach()
+
+
 def run_cases(rank: int, world: int, root: Path) -> dict[Any, Any]:
-    return {
+    asked = DistributedConfig(fsdp_size=world)
+    results: dict[Any, Any] = {"kept": logits(sharded(kept(root)))}
+    results["refused"] = said(kept, root, distributed_config=asked)
+    return results | {
         (*case, name): load(root / case[0] / name, *case[1:], world)
         for case in CASES
         for name in ("maker", "plain")
@@ -103,3 +119,12 @@ def test_a_rank_reads_its_share_of_codes_alone(
         stored = sum(files.info(key).nbytes for key in keys)
     for rank in ranks:
         assert rank[*case, "maker"]["read"] < 0.65 * stored
+
+
+def test_kept_codes_are_sharded_after_the_load_alone(ranks: Any, root: Path) -> None:
+    expected = logits(kept(root))
+    for rank in ranks:
+        assert torch.equal(rank["kept"], expected)
+        assert rank["refused"].startswith("CheckpointError: ")
+        assert "keeps the MXFP4 codes of its checkpoint" in rank["refused"]
+        assert "fully_shard the model after it is loaded" in rank["refused"]

@@ -20,26 +20,21 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
-from moe_qlora.distributed import sharding
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers.ranks import CountedReads, said, tensors_of
-from tests.helpers.training import NF4, train
+from tests.helpers.training import NF4, loaded, train
 
 # No power of two: shares end within experts, within blocks of Linear layers, and within the absmax.
 SIZES = {
-    "hidden_size": 64,
-    "moe_intermediate_size": 48,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 258,
-}
+    "hidden_size": 64, "moe_intermediate_size": 48, "num_experts": 6, "num_experts_per_tok": 2,
+    "num_hidden_layers": 2, "vocab_size": 258,
+}  # fmt: skip
 FP32 = {**NF4, "bnb_4bit_compute_dtype": torch.float32}
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": FP32,
@@ -70,13 +65,9 @@ SHARDS = {"all": 4, "copies": 2, "three": 3, None: 4}
 _MMAP_THRESHOLD = -3  # of malloc.h
 # What memory is measured with: 100 MB of packed experts, in bytes of which much else is small.
 LARGE = {
-    "hidden_size": 256,
-    "moe_intermediate_size": 512,
-    "num_experts": 32,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 16,
-    "vocab_size": 256,
-}
+    "hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 16, "vocab_size": 256,
+}  # fmt: skip
 
 
 def settings(kind: str) -> BitsAndBytesConfig:
@@ -121,10 +112,8 @@ def load_whole(
     folder: Path, kind: str | None, dtype: torch.dtype = torch.bfloat16, ranks: int = 1
 ) -> Any:
     """Load by transformers; where there are several ranks, a share on each."""
-    given: dict[str, Any] = {} if kind is None else {"quantization_config": settings(kind)}
-    given |= {"distributed_config": DistributedConfig(fsdp_size=ranks)} if ranks > 1 else {}
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **given)
+    more = {"distributed_config": DistributedConfig(fsdp_size=ranks)} if ranks > 1 else {}
+    return loaded(folder, None if kind is None else KINDS[kind], dtype=dtype, **more)
 
 
 def adapted(model: Any, seed: int = 7) -> Any:
@@ -157,9 +146,7 @@ class Peak:
     def __enter__(self) -> Peak:
         gc.collect()
         libc = ctypes.CDLL(None)
-        libc.mallopt(
-            _MMAP_THRESHOLD, 1 << 16
-        )  # what is freed goes back at once, and is not counted
+        libc.mallopt(_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back at once, uncounted
         libc.malloc_trim(0)
         self.start = self.highest = self._now()
         self._done = threading.Event()
@@ -266,24 +253,17 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_shares_are_those_of_the_whole_model(
+def test_a_rank_holds_and_reads_its_share_of_the_whole_model_alone(
     ranks: Any, folders: dict[str, Path], case: str
 ) -> None:
     folder, kind, mesh = CASES[case]
     model = load_whole(folders[folder], kind)
     moe_qlora.prepare_sharding(model)
-    assert_equal(ranks[0][case]["tensors"], tensors_of(model if mesh is None else adapted(model)))
-    assert all(rank[case]["is_sharded"] for rank in ranks if case in rank)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_rank_holds_and_reads_its_share_alone(
-    ranks: Any, folders: dict[str, Path], case: str
-) -> None:
-    folder, kind, mesh = CASES[case]
-    shards, loaded = SHARDS[mesh], [rank[case] for rank in ranks if case in rank]
-    tensors = loaded[0]["tensors"]
-    held = [sum(one["bytes"].values()) for one in loaded]
+    shards, loads = SHARDS[mesh], [rank[case] for rank in ranks if case in rank]
+    tensors = loads[0]["tensors"]
+    assert_equal(tensors, tensors_of(model if mesh is None else adapted(model)))
+    assert all(one["is_sharded"] for one in loads)
+    held = [sum(one["bytes"].values()) for one in loads]
     stored = sum(t.nbytes for n, t in tensors.items() if "tables" not in n and "inv_freq" not in n)
     assert sum(held[:shards]) == stored
     assert max(held) < 1.1 * stored / shards
@@ -293,7 +273,7 @@ def test_a_rank_holds_and_reads_its_share_alone(
     weights = {key.rpartition(".experts.")[0] for key in experts}
     # Packed: tables and records of each weight. Else: the experts in which a share begins and ends.
     slack = 2 * len(weights) * (2048 if kind is None else 2 * 96 * 64 * 2)
-    assert all(one["read"] <= stored / shards + slack for one in loaded)
+    assert all(one["read"] <= stored / shards + slack for one in loads)
 
 
 def test_a_packed_folder_is_loaded_in_another_dtype(ranks: Any, folders: dict[str, Path]) -> None:
@@ -350,25 +330,3 @@ def test_what_cannot_be_followed_is_said(ranks: Any) -> None:
         if rank == 1:
             kind, words = ("NonFiniteWeightError", "holds NaN or inf")
         assert one["not finite"].startswith(kind) and words in one["not finite"]
-
-
-def test_integers_get_no_gradients_asked_on_an_older_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
-
-    module: Any = fsdp_param
-    with moe_qlora.shards_integers():
-        assert module.nn is nn  # this torch is right
-    monkeypatch.setattr(sharding, "_takes_integers", lambda: False)
-    with pytest.raises(RuntimeError, match="gradients"):
-        nn.Parameter(torch.zeros(2, dtype=torch.uint8))
-    with moe_qlora.shards_integers():
-        integer = module.nn.Parameter(torch.zeros(2, dtype=torch.uint8))
-        floating = module.nn.Parameter(torch.zeros(2))
-        assert (integer.requires_grad, floating.requires_grad) == (False, True)
-        assert not module.nn.Parameter(torch.zeros(2), requires_grad=False).requires_grad
-        assert type(integer) is nn.Parameter
-        assert isinstance(nn.Parameter(torch.zeros(2)), module.nn.Parameter)
-        assert module.nn.Module is nn.Module
-    assert module.nn is nn

@@ -17,12 +17,13 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_model
-from tests.helpers.training import NF4, adamw, logged_losses, take_fsdp_on_cpus, whole
+from tests.helpers import training
+from tests.helpers.training import NF4, loaded, logged_losses, whole
 
 STEPS, ROWS = 3, 4
 FSDP2 = {
@@ -54,21 +55,9 @@ def join_as_torchrun(rank: int, world: int) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
 
 
-def bnb_config() -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(**NF4)
-
-
-def lora_config() -> LoraConfig:
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
-
-
 def adapted(folder: str) -> Any:
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=bnb_config(), dtype=torch.float32
-        )
     torch.manual_seed(1)
-    return moe_qlora.get_peft_model(model, lora_config(), experts=True)
+    return training.lora(loaded(folder), "q_proj", "v_proj")
 
 
 def rows() -> list[Tensor]:
@@ -78,9 +67,9 @@ def rows() -> list[Tensor]:
 
 def trainer_of(folder: str, world: int, out: str, case: str) -> Any:
     torch.manual_seed(0)
-    config = SFTConfig if case.startswith("SFT") else TrainingArguments
+    arguments = SFTConfig if case.startswith("SFT") else TrainingArguments
     options = {key: value for key, value in CASES[case].items() if world > 1 or "fsdp" not in key}
-    settings: Any = config(
+    settings: Any = arguments(
         output_dir=out,
         use_cpu=True,
         per_device_train_batch_size=ROWS // world,
@@ -100,14 +89,15 @@ def trainer_of(folder: str, world: int, out: str, case: str) -> Any:
     from datasets import Dataset
 
     settings.model_init_kwargs = {"dtype": torch.float32}
+    config, bnb = LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), BitsAndBytesConfig(**NF4)
     torch.manual_seed(1)
     with moe_qlora.enabled():
         return SFTTrainer(
             model=folder,
             args=settings,
-            quantization_config=bnb_config(),
+            quantization_config=bnb,
             peft_config=moe_qlora.adapt_lora_config(
-                folder, lora_config(), experts=True, quantization_config=bnb_config()
+                folder, config, experts=True, quantization_config=bnb
             ),
             train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows()]}),
             processing_class=tokenizer(),
@@ -139,7 +129,7 @@ def run_accelerate(folder: str, world: int, plugin: Any = None) -> dict[str, Any
     """Train in a loop of one's own, with what `accelerate launch` has."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     model = adapted(folder)
-    optimizer = adamw(model)
+    optimizer = training.adamw(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses, norms = [], []
     for batch in torch.stack(rows()).chunk(STEPS):
@@ -176,7 +166,7 @@ def tokenizer() -> Any:
 
 def run_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     join_as_torchrun(rank, world)
-    take_fsdp_on_cpus()
+    training.take_fsdp_on_cpus()
     results = {"accelerate, ddp": run_accelerate(folder, world)}
     AcceleratorState._reset_state(reset_partial_state=True)
     for case in CASES:

@@ -6,29 +6,24 @@ Every group of processes runs many cases: starting them takes longer than a case
 from __future__ import annotations
 
 import warnings
-import zlib
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
 from tests.helpers import training
 from tests.helpers.ranks import said, sharded
-from tests.helpers.training import NF4, mean_of_ranks, whole, whole_gradients
+from tests.helpers.training import NF4, adapted, loaded, mean_of_ranks, whole, whole_gradients
 
 STEPS = 3
 SETTINGS = {
@@ -50,9 +45,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "fsdp2, no reshard": {"options": {"reshard_after_forward": False}},
     "fsdp2, reentrant": {"reentrant": True},
     "fsdp2, non-reentrant": {"reentrant": False},
-    "fsdp2, offload": {
-        "options": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    },
+    "fsdp2, offload": {"options": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
 }
 BF16 = {"options": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}
 FP16 = {"options": {"mp_policy": MixedPrecisionPolicy(torch.float16)}}
@@ -68,30 +61,13 @@ FAMILIES = ("gpt_oss", "deepseek_v3", "mixtral", "llama4_text", "diffusion_gemma
 
 
 def packed_model(folder: str, settings: str = "nf4") -> Any:
-    """Load the model with experts and Linear layers packed."""
-    config = BitsAndBytesConfig(**SETTINGS[settings])
-    with moe_qlora.enabled():
-        return AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=config, dtype=torch.float32
-        )
+    return loaded(folder, SETTINGS[settings])
 
 
 def packed_family(model_type: str, **overrides: Any) -> Any:
     model = tiny_model(model_type, **overrides)
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
     return adapted(model, [])
-
-
-def adapted(model: Any, modules: Any = ("q_proj", "v_proj")) -> Any:
-    """Give a packed model LoRA on its experts and these modules, the same on every rank."""
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=list(modules))
-    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
-    for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:  # which is zero at first
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
-    return peft_model
 
 
 def train(model: Any, rank: int = 0, world: int = 1) -> dict[str, Any]:
@@ -192,7 +168,7 @@ def run_refusals(folder: str) -> dict[str, Any]:
     texts["read"] = said(lambda: layer.mlp.experts.down_proj)
     texts["linear"] = said(lambda: layer.self_attn.k_proj(x))
     cpu = torch.device("cpu")
-    texts["fsdp1"] = said(lambda: FullyShardedDataParallel(packed_model(folder), device_id=cpu))
+    texts["fsdp1"] = said(lambda: Fsdp1(packed_model(folder), device_id=cpu))
     texts["compact"] = run_unprepared()
     texts["compact, cast"] = run_unprepared(**FP16["options"])
     return texts
@@ -281,26 +257,20 @@ def test_mixed_precision_rounds_and_casts_no_codes(two: Any, folder: str, case: 
         assert_same(result[case], reference(folder), {"bf16": 5e-3, "fp16": 5e-4}[dtype])
 
 
-@pytest.mark.parametrize("case", ["fsdp2", "hybrid"])
-def test_four_ranks_train_as_one(four: Any, folder: str, case: str) -> None:
-    for result in four:
-        assert_same(result[case], reference(folder))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(two: Any, family: str) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, "compiled"])
+def test_families_and_a_compiled_decoder_layer(two: Any, family: str) -> None:
+    model = one_layer() if family == "compiled" else packed_family(family)
+    expected = run_family(model)
     for result in two:
-        assert_same(result[family], run_family(packed_family(family)))
-
-
-def test_a_compiled_decoder_layer(two: Any) -> None:
-    for result in two:
-        assert_same(result["compiled"], run_family(one_layer()))
+        assert_same(result[family], expected)
 
 
 @pytest.mark.parametrize(("case", "ranks"), [("fsdp2", 4), ("hybrid", 2)])
-def test_each_rank_holds_its_share_of_every_tensor(four: Any, case: str, ranks: int) -> None:
+def test_four_ranks_train_as_one_and_each_holds_its_share_of_every_tensor(
+    four: Any, folder: str, case: str, ranks: int
+) -> None:
     for result in four:
+        assert_same(result[case], reference(folder))
         shares = result[case]["shares"]
         # Two layers of gate_up and down, and q, k, v and o: codes, absmax and nested absmax each.
         assert len(shares) == 2 * (2 + 4) * 3
@@ -311,27 +281,18 @@ def test_each_rank_holds_its_share_of_every_tensor(four: Any, case: str, ranks: 
         assert sum(result[case]["shares"][name][0] for result in four) == total * 4 // ranks, name
 
 
-def test_sharded_weights_outside_of_the_sharded_model_are_named(two: Any) -> None:
-    for result in two:
-        experts = "QuantizationError: model.layers.0.mlp.experts."
-        rest = " is sharded and not gathered now: call the model that was given to fully_shard"
-        assert result["refusals"]["experts"].startswith(f"{experts}gate_up_proj{rest}")
-        assert result["refusals"]["read"].startswith(f"{experts}down_proj{rest}")
-        linear = "QuantizationError: model.layers.0.self_attn.k_proj.weight"
-        assert result["refusals"]["linear"].startswith(linear + rest)
-
-
-def test_statistics_that_stay_whole_are_a_warning(two: Any) -> None:
-    for result in two:
-        told = result["refusals"]["compact"]
-        assert told["equal"] == [True, True]
-        (warning,) = told["warnings"]
+def test_what_is_refused_or_warned_of(two: Any) -> None:
+    at, rest = "QuantizationError: model.layers.0.", " is sharded and not gathered now: call the "
+    rest += "model that was given to fully_shard"
+    for texts in (result["refusals"] for result in two):
+        assert texts["experts"].startswith(f"{at}mlp.experts.gate_up_proj{rest}")
+        assert texts["read"].startswith(f"{at}mlp.experts.down_proj{rest}")
+        assert texts["linear"].startswith(f"{at}self_attn.k_proj.weight{rest}")
+        assert texts["compact"]["equal"] == [True, True]
+        (warning,) = texts["compact"]["warnings"]
         assert warning.startswith("model.layers.0.mlp.experts.gate_up_proj was sharded with")
         # Codes that are stored as floating-point numbers are cast.
-        errors = result["refusals"]["compact, cast"]["errors"]
+        errors = texts["compact, cast"]["errors"]
         assert all("were cast from torch.bfloat16 to torch.float16" in error for error in errors)
-
-
-def test_fsdp1_takes_no_packed_weights(two: Any) -> None:
-    for result in two:  # in torch's words, which troubleshooting.md explains
-        assert "Must flatten tensors with uniform dtype" in result["refusals"]["fsdp1"]
+        # in torch's words, which troubleshooting.md explains
+        assert "Must flatten tensors with uniform dtype" in texts["fsdp1"]

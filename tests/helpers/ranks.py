@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ def said(call: Callable[..., Any], *args: Any, **named: Any) -> str:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def assert_same_adapter(several: Path, single: Path) -> None:
+    """The files of two adapters are equal; target_modules is a set, in any order."""
+    both = content(several), content(single)
+    configs = [json.loads(files.pop("adapter_config.json")) for files in both]
+    for config in configs:
+        config["target_modules"].sort()
+    assert configs[0] == configs[1]
+    assert "adapter_model.safetensors" in both[0] and both[0] == both[1]
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

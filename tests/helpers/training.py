@@ -5,7 +5,7 @@ The loop divides every batch over the ranks, as plain loops do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,10 @@ def lora(model: Any, *targets: str, **settings: Any) -> Any:
     return moe_qlora.get_peft_model(model, config, experts=True)
 
 
-def adapted(model: Any) -> Any:
+def adapted(model: Any, modules: Sequence[str] = ("q_proj", "v_proj")) -> Any:
     """The model with adapters on attention and experts that change what it computes."""
     torch.manual_seed(1)
-    config = LoraConfig(r=3, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    config = LoraConfig(r=3, lora_alpha=8, target_modules=[*modules])
     peft_model = moe_qlora.get_peft_model(model, config, experts=True)
     for name, parameter in peft_model.named_parameters():
         if "lora_B" in name:

@@ -194,8 +194,7 @@ def _whole(
 def _fsdp2(config: Any, options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     from moe_qlora.checkpoint.rows import packing_spec
     from moe_qlora.checkpoint.training_codec import from_config
-    from moe_qlora.distributed.filling import ShardedFill
-    from moe_qlora.distributed.load_sharded import compute_buffers, shard_and_fill
+    from moe_qlora.distributed.load_sharded import ShardedFill, compute_buffers, shard_and_fill
 
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     model: Any = meta_model(config)

@@ -10,7 +10,7 @@ from torch import distributed
 from transformers.distributed import DistributedConfig
 
 from moe_qlora import world
-from moe_qlora.distributed.distributed_config import RankLoad
+from moe_qlora.distributed.load_sharded import RankLoad
 from moe_qlora.errors import ConfigError
 
 

@@ -19,7 +19,7 @@ from moe_qlora.distributed.sharding import ShardableLinear4bit, ShardableLinear8
 from moe_qlora.errors import QuantizationError
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
-from moe_qlora.packing.linear import read_linear
+from moe_qlora.packing.decoders import read_linear
 from moe_qlora.testing import tiny_model
 from tests.helpers.training import NF4, loaded
 
@@ -89,6 +89,13 @@ def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
     kinds = [param.packed for param in moe_qlora.detect(model).experts]
     assert set(kinds) == {settings.split(maxsplit=1)[0]}
     weights = [unpack(parametrize.read_packed(m, n)) for _, m, n in parametrize.iter_packed(model)]
+    _, module, name = next(parametrize.iter_packed(copy.deepcopy(model)))
+    tied, weight = nn.ModuleList([nn.Module(), nn.Module()]), parametrize.read_packed(module, name)
+    weight.owner = None
+    for part in tied:
+        parametrize.attach(part, "w", weight)
+    moe_qlora.prepare_sharding(tied)
+    assert len(list(tied.parameters())) == (3 if "double" in settings else 2)
     copies = copy.deepcopy(model)
     assert moe_qlora.prepare_sharding(copies) is copies
     names = [name for name, _ in copies.named_parameters()]
@@ -107,8 +114,15 @@ def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
                 assert not parameter.requires_grad
                 assert type(parameter).__name__ != "Params4bit"
             assert not list(chain.buffers()) or "tables" in dict(chain.named_buffers()).popitem()[0]
-    codes = parametrize.original_of(*next((m, n) for _, m, n in parametrize.iter_packed(copies)))
+    nn.Module.float(nn.Module.half(copies))
+    for weight, (_, module, name) in zip(weights, parametrize.iter_packed(copies), strict=True):
+        assert torch.equal(getattr(module, name), weight)
+    codes = parametrize.original_of(module, name)
     assert isinstance(codes, Params4bit) is (settings != "int8")
+    if settings != "int8":  # codes that are cast all the same are an error
+        codes.data = codes.data.to(torch.int16)
+        with pytest.raises(QuantizationError, match=r"cast from torch\.uint8 to torch\.int16"):
+            parametrize.read_packed(module, name)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -128,49 +142,33 @@ def test_either_layout_loads_the_state_dict_of_the_other(settings: str, assign: 
             assert torch.equal(logits(target), before)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_casts_leave_the_layout_alone(settings: str) -> None:
-    model = moe_qlora.prepare_sharding(packed(settings))
-    weights = [getattr(module, name) for _, module, name in parametrize.iter_packed(model)]
-    nn.Module.float(nn.Module.half(model))
-    for weight, (_, module, name) in zip(weights, parametrize.iter_packed(model), strict=True):
-        assert torch.equal(getattr(module, name), weight)
-    if settings != "int8":  # codes that are cast all the same are an error
-        codes = parametrize.original_of(module, name)
-        codes.data = codes.data.to(torch.int16)
-        with pytest.raises(QuantizationError, match=r"cast from torch\.uint8 to torch\.int16"):
-            parametrize.read_packed(module, name)
+# compute dtype, double quantization, kind, storage dtype
+LINEARS = {
+    "uint8": (torch.float32, False, "nf4", torch.uint8),
+    "bf16": (torch.float32, False, "nf4", torch.bfloat16),
+    "double, uint8": (torch.float32, True, "nf4", torch.uint8),
+    "double, bf16": (torch.bfloat16, True, "nf4", torch.bfloat16),
+    "int8": None,
+}
 
 
-def linear_of(double: bool, storage: torch.dtype) -> Any:
-    return Linear4bit(
-        96, 80, compress_statistics=double, quant_type="nf4", quant_storage=storage,
-        compute_dtype=torch.float32,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        *(linear_of(double, dtype) for double in (0, 1) for dtype in (torch.uint8, torch.bfloat16)),
-        Linear8bitLt(96, 80, has_fp16_weights=False),
-    ],
-    ids=["uint8", "bf16", "double, uint8", "double, bf16", "int8"],
-)
-def test_linear_layers(layer: Any) -> None:
+@pytest.mark.parametrize("kind", LINEARS)
+def test_linear_layers(kind: str) -> None:
     torch.manual_seed(0)
-    stock: Any = nn.Sequential(copy.deepcopy(layer))
+    form: Any = LINEARS[kind]
+    layer = Linear4bit(96, 80, True, *form) if form else None
+    stock: Any = nn.Sequential(layer or Linear8bitLt(96, 80, has_fp16_weights=False))
     stock.load_state_dict({"0.weight": torch.randn(80, 96), "0.bias": torch.randn(80)})
     stock.to("cpu")
     x = torch.randn(7, 96, requires_grad=True)
     expected = stock(x)
     (gradient,) = torch.autograd.grad(expected.sum(), x)
-    compact, is_int8 = stock.state_dict(), isinstance(layer, Linear8bitLt)
+    compact, is_int8 = stock.state_dict(), form is None
     model: Any = moe_qlora.prepare_sharding(copy.deepcopy(stock))
     assert type(model[0]) is (ShardableLinear8bit if is_int8 else ShardableLinear4bit)
     for again in (model, copy.deepcopy(model)):
         out = again(x)
-        assert torch.equal(out, expected)
+        assert out.dtype == expected.dtype and torch.equal(out, expected)
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], gradient)
         assert [n for n, p in again.named_parameters() if p.is_floating_point()] == ["0.bias"]
     for state_dict in () if is_int8 else (compact, model.state_dict()):
@@ -206,15 +204,3 @@ def test_adapters_merge_as_in_a_single_process(tmp_path: Path, settings: str) ->
     for single, shardable in zip(*results, strict=True):
         assert torch.equal(single, shardable)
     assert not torch.equal(results[0][0], results[0][1])
-
-
-def test_tied_weights_stay_tied() -> None:
-    model = packed("nf4 double")
-    _, module, name = next(parametrize.iter_packed(model))
-    holder = nn.ModuleList([nn.Module(), nn.Module()])
-    weight = parametrize.read_packed(module, name)
-    weight.owner = None
-    for part in holder:
-        parametrize.attach(part, "w", weight)
-    moe_qlora.prepare_sharding(holder)
-    assert len(list(holder.parameters())) == 3

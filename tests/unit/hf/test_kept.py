@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.manifest import read_manifest
+from moe_qlora.checkpoint.manifest import manifest_name, read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.linear import keep_layout
+from moe_qlora.packing.decoders import keep_layout
 from moe_qlora.testing import tiny_inputs
 from tests.helpers.mxfp4 import expert_keys, mxfp4_blocks, write_gpt_oss
 
@@ -88,17 +88,8 @@ def test_codes_are_those_of_the_folder(folders, kept):
     assert kept.config.quantization_config.bnb_4bit_quant_type == "nf4"
 
 
-@torch.no_grad()
-def test_computes_what_the_dequantized_weights_compute(kept, plain):
-    inputs = tiny_inputs(kept)
-    ours, theirs = kept(**inputs).logits.float(), plain(**inputs).logits.float()
-    assert (ours - theirs).norm() < 0.02 * theirs.norm()
-
-
 def test_experts_are_read_in_slices(folders, kept, monkeypatch):
-    from moe_qlora.hf import fill as loading
-
-    monkeypatch.setattr(loading, "SLICE_BYTES", 1)
+    monkeypatch.setattr("moe_qlora.hf.fill.SLICE_BYTES", 1)
     again = packed_of(load(folders / "maker", config=BitsAndBytesConfig(**NF4)))
     for name, packed in packed_of(kept).items():
         assert torch.equal(packed.codes, again[name].codes)
@@ -110,46 +101,37 @@ def nf4(folders):
     return load(folders / "maker", config=BitsAndBytesConfig(**NF4), keep_codes=False)
 
 
-def test_without_keep_codes_everything_is_packed_anew(nf4):
-    assert {packed.kind for packed in packed_of(nf4).values()} == {"nf4"}
-
-
-def test_a_folder_without_such_codes_is_packed_and_says_so(folders):
+def test_what_has_no_codes_to_keep_is_packed_anew(folders, nf4):
     with pytest.warns(UserWarning, match="keep_codes=True: the checkpoint holds no experts in MX"):
         model = load(folders / "plain", config=BitsAndBytesConfig(**NF4))
-    assert {packed.kind for packed in packed_of(model).values()} == {"nf4"}
+    for each in (model, nf4):
+        assert {packed.kind for packed in packed_of(each).values()} == {"nf4"}
 
 
 @pytest.mark.parametrize(
-    ("scale", "dtype", "value"),
+    ("scale", "codes", "dtype", "value"),
     [
-        (255, torch.bfloat16, "NaN"),
-        (254, torch.bfloat16, "inf in bfloat16"),
-        (253, torch.float32, "inf in float32"),
-        (150, torch.float16, "inf in float16"),
-        (141, torch.float16, "inf in float16"),
+        (255, 0x07, torch.bfloat16, "NaN"),  # 6, the largest code, and 0
+        (254, 0x07, torch.bfloat16, "inf in bfloat16"),
+        (253, 0x07, torch.float32, "inf in float32"),
+        (141, 0x07, torch.float16, "inf in float16"),
+        (254, 0x22, torch.bfloat16, 2.0**127),
+        (252, 0x77, torch.float32, 6 * 2.0**125),
+        (140, 0x77, torch.float16, 6 * 2.0**13),
     ],
 )
-def test_damaged_scales_are_named(folders, tmp_path, scale, dtype, value):
-    key = "model.layers.0.mlp.experts.down_proj"
-    folder = scaled(folders, tmp_path, key, scale, codes=0x07)  # 6, the largest code, and 0
-    said = rf"{key}: Expert 2 has an MXFP4 scale, {scale}, that decodes to {value}"
-    with pytest.raises(CheckpointError, match=said):
-        load(folder, config=BitsAndBytesConfig(**NF4), dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("scale", "codes", "dtype"),
-    [(254, 0x22, torch.bfloat16), (252, 0x77, torch.float32), (140, 0x77, torch.float16)],
-)
-def test_large_scales_of_finite_weights_are_kept(folders, tmp_path, scale, codes, dtype):
-    key = "model.layers.0.mlp.experts.down_proj"
+def test_large_scales_are_kept_and_damaged_ones_named(
+    folders, tmp_path, scale, codes, dtype, value
+):
+    key, config = "model.layers.0.mlp.experts.down_proj", BitsAndBytesConfig(**NF4)
     folder = scaled(folders, tmp_path, key, scale, codes)
-    model = load(folder, config=BitsAndBytesConfig(**NF4), dtype=dtype)
-    weight = codec.unpack(packed_of(model)[key])
-    factor = {0x22: 1.0, 0x77: 6.0}[codes]
-    assert torch.isfinite(weight).all()
-    assert weight.abs().max().double() == factor * 2.0 ** (scale - 127)
+    if isinstance(value, str):
+        said = rf"{key}: Expert 2 has an MXFP4 scale, {scale}, that decodes to {value}"
+        with pytest.raises(CheckpointError, match=said):
+            load(folder, config=config, dtype=dtype)
+        return
+    weight = codec.unpack(packed_of(load(folder, config=config, dtype=dtype))[key])
+    assert torch.isfinite(weight).all() and weight.abs().max().double() == value
 
 
 def scaled(folders, tmp_path, key, scale, codes):
@@ -163,70 +145,56 @@ def scaled(folders, tmp_path, key, scale, codes):
     return folder
 
 
-def test_counts_and_bytes(kept, plain, nf4):
+def test_counts_bytes_and_plans(folders, kept, plain, nf4, saved):
     assert kept.num_parameters() == plain.num_parameters()
     weights = packed_of(kept).values()
-    numel = sum(packed.numel for packed in weights)
     constants = 4 * (16 + 256 + 2) * len(weights)
     experts = sum(packed.nbytes for packed in weights)
-    assert experts == numel * 17 // 32 + constants
+    assert experts == sum(packed.numel for packed in weights) * 17 // 32 + constants
     others = nf4.get_memory_footprint() - sum(p.nbytes for p in packed_of(nf4).values())
     assert kept.get_memory_footprint() == others + experts
-
-
-def test_plans_of_the_model_and_of_both_folders(folders, kept, saved):
     bytes_of = partial(moe_qlora.plan, seq=64, search=False)
-    expected = kept.get_memory_footprint()
-    assert bytes_of(kept).resident == bytes_of(saved).resident == expected
+    assert bytes_of(kept).resident == bytes_of(saved).resident == others + experts
     config = BitsAndBytesConfig(**NF4)
-    assert bytes_of(folders / "maker", config, keep_codes=True).resident == expected
-    assert bytes_of(folders / "maker", config).resident < expected
+    assert bytes_of(folders / "maker", config, keep_codes=True).resident == others + experts
+    assert bytes_of(folders / "maker", config).resident < others + experts
 
 
-def test_saves_and_reloads_bit_for_bit(kept, saved):
+def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
     manifest = read_manifest(saved)
     assert manifest.version == 3 and manifest.codec["kind"] == "nf4"
     config = json.loads((saved / "config.json").read_text())
     assert config["moe_qlora"]["format_version"] == 3
     with moe_qlora.enabled():
         again = AutoModelForCausalLM.from_pretrained(saved)
-    ours, theirs = kept.state_dict(), again.state_dict()
-    assert ours.keys() == theirs.keys()
-    for key, tensor in ours.items():
-        assert tensor.dtype == theirs[key].dtype and torch.equal(tensor, theirs[key]), key
+    torch.testing.assert_close(kept.state_dict(), again.state_dict(), rtol=0, atol=0)
     for name, packed in packed_of(again).items():
         assert packed.kind == "mxfp4" and packed.dtype == torch.bfloat16
         assert packed.stored_transposed, name
-    report = verify(saved)
+    report = verify(saved, against=folders / "plain")
     assert report.good and report.kind == "mxfp4"
+    experts = [weight for weight in report.errors if weight.expert]
+    assert len(experts) == 4 and all(weight.relative == 0 for weight in experts)
     inputs = tiny_inputs(kept)
     with torch.no_grad():
         assert torch.equal(kept(**inputs).logits, again(**inputs).logits)
 
 
-def test_its_errors_against_the_plain_folder_are_none(folders, saved):
-    report = verify(saved, against=folders / "plain")
-    experts = [weight for weight in report.errors if weight.expert]
-    assert len(experts) == 4 and all(weight.relative == 0 for weight in experts)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: first(m)["codec"].update(blocksize=64), "codec"),
-        (lambda m: first(m)["codec"].update(kind="nf4"), "codec"),
-        (lambda m: first(m)["codec"].update(stored_transposed=False), "copy the whole"),
-        (lambda m: first(m).pop("codec"), "copy the whole"),
+        (lambda m: m["codec"].update(blocksize=64), "codec"),
+        (lambda m: m["codec"].update(kind="nf4"), "codec"),
+        (lambda m: m["codec"].update(stored_transposed=False), "copy the whole"),
+        (lambda m: m.pop("codec"), "copy the whole"),
     ],
 )
 def test_a_changed_manifest_is_refused(saved, tmp_path, change, message):
-    from moe_qlora.checkpoint.manifest import manifest_name
-
     folder = tmp_path / "copy"
     shutil.copytree(saved, folder)
     file = next(folder.glob("moe_qlora-*.json"))
     manifest = json.loads(file.read_text())
-    change(manifest)
+    change(next(iter(manifest["experts"].values())))
     content = json.dumps(manifest).encode()
     file.unlink()
     (folder / manifest_name(content)).write_bytes(content)
@@ -237,22 +205,14 @@ def test_a_changed_manifest_is_refused(saved, tmp_path, change, message):
         read_manifest(folder)
 
 
-def first(manifest):
-    return next(iter(manifest["experts"].values()))
-
-
-LORA = {
-    "target_modules": ["q_proj", "o_proj"],
-    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    "r": 3,
-    "lora_alpha": 7,
-}
-
-
 def trained(model, steps: int = 2):
     """Return the model with LoRA after some steps, and its losses."""
     torch.manual_seed(0)
-    peft_model = moe_qlora.get_peft_model(model, LoraConfig(**LORA))
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(
+        target_modules=["q_proj", "o_proj"], target_parameters=experts, r=3, lora_alpha=7
+    )
+    peft_model = moe_qlora.get_peft_model(model, lora)
     for name, parameter in peft_model.named_parameters():
         if ".lora_" in name:  # A as well: PEFT draws it in another order for plain experts
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -286,38 +246,31 @@ def test_trains_as_with_the_dequantized_experts(plain, adapter):
     assert adapter[2] == pytest.approx(losses, rel=2e-3)
 
 
-@pytest.mark.parametrize("like_training", [False, True])
-def test_merges_from_the_packed_folder(folders, saved, adapter, tmp_path, like_training):
+@pytest.mark.parametrize(
+    ("base", "like_training"),
+    [("saved", False), ("saved", True), ("plain", True), ("maker", False)],
+)
+def test_merges(folders, saved, adapter, tmp_path, base, like_training):
+    """Experts are not rounded again; with like_training Linear layers are, as in training."""
     peft_model, lora, _ = adapter
-    out = tmp_path / "merged"
-    moe_qlora.merge_adapter(saved, lora, out, like_training=like_training)
+    out, source = tmp_path / "merged", saved if base == "saved" else folders / base
+    moe_qlora.merge_adapter(source, lora, out, like_training=like_training)
     merged = load_file(out / "model.safetensors")
-    base = load_file(folders / "plain" / "model.safetensors")
+    plain = load_file(folders / "plain" / "model.safetensors")
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    assert merged.keys() == base.keys()
-    for key in expert_keys(base):
+    assert merged.keys() == plain.keys()
+    for key in expert_keys(plain):
         module = peft_model.base_model.model.get_submodule(key.rpartition(".")[0])
-        expected = added(module, key.rpartition(".")[2], base[key])
+        expected = added(module, key.rpartition(".")[2], plain[key])
         # rounded once, from sums in another order
         assert (merged[key] != expected).float().mean() < 0.01, key
         assert torch.allclose(merged[key].float(), expected.float(), rtol=2**-7, atol=1e-6)
-        assert not torch.equal(merged[key], base[key])
+        assert not torch.equal(merged[key], plain[key])
+    for key in plain.keys() - expert_keys(plain):
+        rounds = base == "saved" or like_training
+        changes = "q_proj.w" in key or "o_proj.w" in key or (rounds and key.endswith("proj.weight"))
+        assert torch.equal(merged[key], plain[key]) != changes, key
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
-
-
-def test_merges_into_folders_that_hold_the_same_weights(folders, adapter, tmp_path):
-    """With like_training Linear layers are rounded as in training, and experts are not."""
-    merged = {}
-    for name, like_training in (("plain", False), ("plain", True), ("maker", False)):
-        out = tmp_path / f"{name}-{like_training}"
-        moe_qlora.merge_adapter(folders / name, adapter[1], out, like_training=like_training)
-        merged[name, like_training] = load_file(out / "model.safetensors")
-    first, rounded, makers = merged.values()
-    assert first.keys() == rounded.keys() == makers.keys()
-    for key, tensor in first.items():
-        assert torch.equal(tensor, makers[key])
-        packed = key.endswith("proj.weight")
-        assert torch.equal(tensor, rounded[key]) != packed, key
 
 
 def added(wrapper, leaf, weight):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.hf.fill import Fill
@@ -20,9 +20,10 @@ from moe_qlora.speed import offload as host_memory
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, delayed
 from tests.helpers.fitting import equal, token_ids, train, with_lora
+from tests.helpers.folders import bits
 from tests.helpers.mxfp4 import write_gpt_oss
+from tests.helpers.training import NF4, loaded
 
-CONFIG = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 INT8 = {"load_in_8bit": True}
 
 
@@ -41,28 +42,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "gpt_oss" / "maker").rename(root / "maker")
     model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
     model.save_pretrained(root / "plain")
-    load(root / "plain", CONFIG).save_pretrained(root / "packed")
+    load(root / "plain", NF4).save_pretrained(root / "packed")
     return root
 
 
 def load(folder: Path, config: dict[str, Any] | None, **block: bool) -> Any:
-    given = {} if config is None else {"quantization_config": BitsAndBytesConfig(**config)}
     with moe_qlora.enabled(**block):
-        return AutoModelForCausalLM.from_pretrained(folder, **given, device_map={"": "cpu"})
-
-
-def bits(model: Any) -> dict[str, Tensor]:
-    return {
-        name: tensor.contiguous().view(-1).view(torch.uint8).clone()
-        for name, tensor in model.state_dict().items()
-    }
+        return loaded(folder, config, device_map={"": "cpu"}, dtype="auto")
 
 
 CASES: dict[str, Any] = {
-    "plain": ("plain", CONFIG, False),
+    "plain": ("plain", NF4, False),
     "int8": ("plain", INT8, False),
     "packed": ("packed", None, False),
-    "kept": ("maker", CONFIG, True),
+    "kept": ("maker", NF4, True),
 }
 
 
@@ -87,9 +80,7 @@ def test_a_load_into_host_memory(
     assert len(off.layers) == len(packed) // 2 and "on host" in repr(model)
     whole = sum(parametrize.read_packed(module, name).nbytes for _, module, name in packed)
     assert off.host_nbytes >= whole
-    found, known = bits(model), bits(expected)
-    assert found.keys() == known.keys()
-    assert all(torch.equal(tensor, known[name]) for name, tensor in found.items())
+    assert bits(model) == bits(expected)
     first, second = with_lora(expected), with_lora(model)
     ids = token_ids(first, seq=12)
     assert equal(train(first, ids), train(second, ids)) and off.copies > 0
@@ -99,8 +90,8 @@ def test_a_load_into_host_memory(
 
 def test_the_block_alone_asks_for_it(folders: Path) -> None:
     with moe_qlora.enabled(offload=True), moe_qlora.enabled():
-        assert "on host" in repr(load(folders / "plain", CONFIG))
-    assert "on host" not in repr(load(folders / "plain", CONFIG))
+        assert "on host" in repr(load(folders / "plain", NF4))
+    assert "on host" not in repr(load(folders / "plain", NF4))
 
 
 class Watch:
@@ -134,10 +125,10 @@ def test_no_more_than_a_layer_is_held_twice(
     watch = Watch(monkeypatch)
     if way == "quantize_experts":
         with moe_qlora.enabled(offload=True):
-            moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CONFIG))
+            moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
         assert "on host" in repr(model) and watch.count == 3
     else:
-        model = load(folders / way, CONFIG if way == "plain" else None, offload=True)
+        model = load(folders / way, NF4 if way == "plain" else None, offload=True)
     off = moe_qlora.offload_experts(model)
     assert watch.count == len(off.layers) == 3 and watch.moved == off.host_nbytes
     assert off.host_nbytes < watch.most <= off.host_nbytes * 4 / 3

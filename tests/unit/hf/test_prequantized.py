@@ -203,18 +203,13 @@ def test_a_config_without_a_dtype_to_compute_in(
 ) -> None:
     shutil.copytree(folders(FP8) / "maker", tmp_path / "maker")
     set_config(tmp_path / "maker", dtype=dtype)
-    model = load(tmp_path / "maker", dtype="auto")
-    assert model.dtype == model.config.dtype == torch.bfloat16
-    assert bits(model) == bits(load(folders(FP8) / "plain"))
-
-
-def test_a_config_object_of_the_caller_is_left_as_it_is(folders: Folders) -> None:
-    config = AutoConfig.from_pretrained(folders(FP8) / "maker")
+    config = AutoConfig.from_pretrained(tmp_path / "maker")
     before = json.dumps(config.to_dict(), default=str)
-    model = load(folders(FP8) / "maker", config=config)
-    assert json.dumps(config.to_dict(), default=str) == before
+    model, expected = load(tmp_path / "maker", dtype="auto"), bits(load(folders(FP8) / "plain"))
+    assert model.dtype == model.config.dtype == torch.bfloat16
     assert model.config.quantization_config.quant_method == "bitsandbytes"
-    assert bits(model) == bits(load(folders(FP8) / "plain"))
+    assert bits(model) == bits(load(tmp_path / "maker", config=config)) == expected
+    assert json.dumps(config.to_dict(), default=str) == before  # the caller's
 
 
 def test_without_a_config_of_the_caller_the_load_is_the_stock_one(tmp_path: Path) -> None:

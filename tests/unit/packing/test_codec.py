@@ -36,21 +36,19 @@ def weight(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch
     return torch.randn(shape, generator=generator).mul(0.02).to(dtype)
 
 
+def parts(state: bnb.QuantState) -> list[object]:
+    """All that a state says, nested states included."""
+    own = [state.shape, state.dtype, state.blocksize, state.quant_type, state.nested]
+    inner = [state.offset, *parts(state.state2)] if state.nested else []
+    return [*own, state.absmax, state.code, *inner]
+
+
 def assert_same_state(ours: bnb.QuantState, theirs: bnb.QuantState) -> None:
-    for name in ("shape", "dtype", "blocksize", "quant_type", "nested"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-    pairs = [(ours.absmax, theirs.absmax), (ours.code, theirs.code)]
-    if theirs.nested:
-        assert ours.state2.blocksize == theirs.state2.blocksize
-        assert ours.state2.dtype == theirs.state2.dtype
-        pairs += [
-            (ours.offset, theirs.offset),
-            (ours.state2.absmax, theirs.state2.absmax),
-            (ours.state2.code, theirs.state2.code),
-        ]
-    for mine, other in pairs:
-        assert mine.dtype == other.dtype
-        assert torch.equal(mine, other)
+    for mine, other in zip(parts(ours), parts(theirs), strict=True):
+        if isinstance(other, torch.Tensor):
+            assert mine.dtype == other.dtype and torch.equal(mine, other)
+        else:
+            assert mine == other
 
 
 def reference_decode(codes: torch.Tensor, state: bnb.QuantState) -> torch.Tensor:
@@ -109,12 +107,6 @@ def test_int8_equals_vectorwise_quant(shape: tuple[int, ...], dtype: torch.dtype
         torch.testing.assert_close(decoded, expected)
         whole = bnb.int8_vectorwise_dequant(codes, scales).to(dtype).view(shape)
         assert torch.equal(decoded, whole)
-
-
-def test_range_checks_its_bounds() -> None:
-    packed = pack(weight((4, 8, 8)), CodecSettings("nf4"))
-    with pytest.raises(IndexError, match=r"\[3, 5\)"):
-        unpack_range(packed, 3, 5)
 
 
 @pytest.mark.parametrize("settings", [CodecSettings("nf4", True), INT8])
@@ -184,10 +176,21 @@ def test_refuses_what_cannot_be_packed(
         pack(tensor, settings)
 
 
-def test_refuses_zero3_shards() -> None:
+def test_refuses_zero3_shards_and_ranges_out_of_bounds() -> None:
     shard = nn.Parameter(torch.zeros(2, 4, 4))
     shard.ds_id = 7  # type: ignore[attr-defined]
     assert "ZeRO-3" in str(why_not(shard, CodecSettings("nf4")))
+    with pytest.raises(IndexError, match=r"\[3, 5\)"):
+        unpack_range(pack(weight((4, 8, 8)), CodecSettings("nf4")), 3, 5)
+
+
+def test_a_packer_wants_every_weight() -> None:
+    packer = codec.Packer((2, 4, 32), torch.float32, torch.device("cpu"), CodecSettings("nf4"))
+    packer.add(torch.ones(1, 4, 32))
+    with pytest.raises(ValueError, match="128 weights came"):
+        packer.finish()
+    with pytest.raises(ValueError, match="more weights"):
+        packer.add(torch.ones(2, 4, 32))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

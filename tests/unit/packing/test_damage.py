@@ -86,20 +86,12 @@ CRAFTED: dict[str, tuple[str, Change, str]] = {
     "half absmax": ("fp4", turned(".absmax", Tensor.half), "float16 of shape"),
     "half table": ("fp4", turned(TABLE, Tensor.half), "float16 of shape"),
     "no table": ("nf4", lambda tensors: tensors.pop(TABLE), "nothing as its .quant_map"),
-    "no record": (
-        "nf4",
-        lambda tensors: tensors.pop(f"{RECORD}nf4"),
-        "nothing as its .quant_state",
-    ),
+    "no record": ("nf4", lambda tensors: tensors.pop(f"{RECORD}nf4"), "nothing as its .quant_stat"),
     "a stray": ("fp4", lambda t: t.update({TABLE2: t[TABLE]}), "nested_quant_map"),
     "short scales": ("int8", cut(".SCB", 3), r"shape \(3,\) as its .SCB"),
     "scale nan": ("int8", valued(".SCB", float("nan")), "scale nan at 1"),
     "half scales": ("int8", turned(".SCB", Tensor.half), "float16 of shape"),
-    "int8 codes of another shape": (
-        "int8",
-        turned("", lambda t: t.view(40, 8, 72)),
-        "as its codes",
-    ),
+    "int8 codes, other shape": ("int8", turned("", lambda t: t.view(40, 8, 72)), "as its codes"),
 }
 
 
@@ -129,23 +121,16 @@ def test_crafted_statistics_are_refused(case: str) -> None:
         assert torch.equal(module.up, whole)
 
 
-def test_a_record_must_name_the_dtype_that_the_manifest_has() -> None:
-    _, tensors = parts(SETTINGS["nf4"])
-    restore(tensors, SHAPE, None, SETTINGS["nf4"])
+def test_records_tables_and_meta_tensors() -> None:
+    settings = SETTINGS["nf4"]
+    _, tensors = parts(settings)
+    restore(tensors, SHAPE, None, settings)
     with pytest.raises(ValueError, match=r"'dtype': 'bfloat16'.*it must be.*'float32'"):
-        restore(tensors, SHAPE, torch.float32, SETTINGS["nf4"])
-
-
-def test_a_code_table_may_differ_in_its_last_bits() -> None:
-    _, tensors = parts(SETTINGS["nf4"])
-    for end in (TABLE, TABLE2):
+        restore(tensors, SHAPE, torch.float32, settings)
+    for end in (TABLE, TABLE2):  # computed by each machine, and may differ in the last bits
         tensors[end] = tensors[end].nextafter(torch.tensor(2.0))
-    assert not list(problems(tensors, SHAPE, SETTINGS["nf4"]))
-
-
-def test_of_meta_tensors_only_the_form_is_seen() -> None:
-    _, tensors = parts(SETTINGS["nf4"])
-    blank = {end: tensor.to("meta") for end, tensor in tensors.items()}
-    assert not list(problems(blank, SHAPE, SETTINGS["nf4"]))
+    assert not list(problems(tensors, SHAPE, settings))
+    blank = {end: tensor.to("meta") for end, tensor in tensors.items()}  # only the form is seen
+    assert not list(problems(blank, SHAPE, settings))
     blank[TABLE] = blank[TABLE][:8]
-    assert len(list(problems(blank, SHAPE, SETTINGS["nf4"]))) == 1
+    assert len(list(problems(blank, SHAPE, settings))) == 1

@@ -28,6 +28,7 @@ from moe_qlora.packing.codec import Packer, pack, unpack, unpack_range
 from moe_qlora.packing.codecs import Codec, register, unregister
 from moe_qlora.packing.settings import CodecSettings
 from moe_qlora.testing import tiny_inputs, tiny_model
+from tests.helpers.training import train
 
 BLOCK, KIND = 32, "two_bits"
 
@@ -160,30 +161,22 @@ def test_a_built_model_is_packed_and_seen_as_packed():
     assert not quantize_experts(model, config()).quantized
     with pytest.raises(ConfigError, match=f"packed as {KIND}"):
         quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    copied = deepcopy(model)
-    assert_equals_reference(copied.to("meta").to_empty(device="cpu") and model)
+    assert_equals_reference(deepcopy(model).to("meta").to_empty(device="cpu") and model)
 
 
 def test_lora_trains_as_on_the_decoded_weights():
     ours, reference = lora(packed_model()), lora(reference_model())
-    inputs = tiny_inputs(ours.base_model.model)
-    losses: list[list[float]] = []
-    for model in (ours, reference):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.5)
-        losses.append([])
-        for _ in range(3):
-            loss = model(**inputs, labels=inputs["input_ids"]).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[-1].append(float(loss.detach()))
+    ids = tiny_inputs(ours.base_model.model)["input_ids"]
+    losses = [
+        train(model, [ids] * 3, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+        for model in (ours, reference)
+    ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][0] != losses[0][2]
-    expected = {n: p for n, p in reference.named_parameters() if p.requires_grad}
-    found = {n: p for n, p in ours.named_parameters() if p.requires_grad}
-    assert len(found) == len(expected) > 0
-    for (_, one), (_, other) in zip(found.items(), expected.items(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    trained, expected = (
+        [p for p in model.parameters() if p.requires_grad] for model in (ours, reference)
+    )
+    assert trained
+    torch.testing.assert_close(trained, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_experts_run_and_no_kernel_is_chosen():
@@ -222,6 +215,9 @@ def test_folders_are_saved_reloaded_and_verified(tmp_path: Path):
     inputs = tiny_inputs(model)
     expected = reference_model()(**inputs).logits
     model.save_pretrained(tmp_path / "built")
+    for source in ((tmp_path / "plain", config()), (tmp_path / "built",)):
+        plan = moe_qlora.plan(*source)
+        assert plan.kind == KIND and plan.resident == model.get_memory_footprint()
     with moe_qlora.enabled():
         loaded = AutoModelForCausalLM.from_pretrained(
             tmp_path / "plain", quantization_config=config(), dtype=torch.float32
@@ -264,33 +260,23 @@ def test_adapters_merge_into_the_packed_base_and_as_trained(tmp_path: Path):
     expected = load_file(tmp_path / "expected/model.safetensors")
     for name in ("one", "two"):
         merged = load_file(tmp_path / name / "model.safetensors")
-        assert merged.keys() == expected.keys()
-        for key, tensor in expected.items():
-            torch.testing.assert_close(merged[key], tensor, rtol=1e-4, atol=1e-5)
-    unloaded = adapted.merge_and_unload()
-    for key, tensor in reference.state_dict().items():
-        torch.testing.assert_close(unloaded.state_dict()[key], tensor, rtol=1e-4, atol=1e-5)
-
-
-def test_plans_count_its_bytes(tmp_path: Path):
-    plain_model().save_pretrained(tmp_path / "plain")
-    planned = moe_qlora.plan(tmp_path / "plain", config())
-    assert planned.kind == KIND
-    packed_model().save_pretrained(tmp_path / "packed")
-    of_folder = moe_qlora.plan(tmp_path / "packed")
-    assert planned.resident == of_folder.resident == packed_model().get_memory_footprint()
+        torch.testing.assert_close(merged, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        adapted.merge_and_unload().state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_linear_layers_are_not_left_to_bitsandbytes(tmp_path: Path):
     plain_model().save_pretrained(tmp_path)
     asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=KIND)
-    wanted = r"q_proj would be packed by bitsandbytes, which does not know .*'two_bits'"
-    with pytest.raises(ConfigError, match=wanted):
-        moe_qlora.plan(tmp_path, asked)
-    with pytest.raises(ConfigError, match=wanted):
-        moe_qlora.quantize_checkpoint(tmp_path, tmp_path / "out", asked)
-    with moe_qlora.enabled(), pytest.raises(ConfigError, match=wanted):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
+    for call in (
+        lambda: moe_qlora.plan(tmp_path, asked),
+        lambda: moe_qlora.quantize_checkpoint(tmp_path, tmp_path / "out", asked),
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked),
+    ):
+        wanted = r"q_proj would be packed by bitsandbytes, which does not know .*'two_bits'"
+        with moe_qlora.enabled(), pytest.raises(ConfigError, match=wanted):
+            call()
 
 
 def test_what_is_not_registered_is_refused():
