@@ -306,28 +306,6 @@ def test_liger_leaves_nothing_behind(model_type):
     assert everything() == before
 
 
-def test_ligers_loss_takes_larger_chunks_where_it_is_computed():
-    model = tiny_model("qwen3_moe")
-    seen: list[Any] = []
-
-    def last(module: Any, args: Any, kwargs: Any) -> Any:
-        seen.append(kwargs.pop("chunk_mem_const", None))
-        kwargs.pop("labels", None)  # whose loss needs a GPU
-        return args, kwargs
-
-    undo = apply_liger(model, in_layers=False)
-    handle = model.register_forward_pre_hook(last, with_kwargs=True)
-    ids = tiny_inputs(model)["input_ids"]
-    model(input_ids=ids, labels=ids)
-    model(input_ids=ids, labels=ids, chunk_mem_const=2)
-    model(input_ids=ids)
-    undo.close()
-    model(input_ids=ids, labels=ids)
-    assert seen == [8, 2, None, None]
-    handle.remove()
-    assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
-
-
 def test_liger_on_types_that_it_does_not_have():
     pytest.importorskip("liger_kernel")
     with pytest.raises(ConfigError, match="Liger has no kernels for glm4_moe"):
