@@ -41,7 +41,7 @@ REQUIRED = {
 OPTIONAL = {
     "triton": Range("3.6", "3.9"),
     "trl": Range("1.14", "1.16"),
-    "liger-kernel": Range("0.8", "0.8"),
+    "liger-kernel": Range("0.8.4", "0.8.5"),
     "deepspeed": Range("0.19", "0.19"),
     "axolotl": Range("0.21", "0.21"),
     "llamafactory": Range("0.9", "0.9"),

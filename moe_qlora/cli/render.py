@@ -175,8 +175,8 @@ def usage_message(error: Any) -> str:
     """Return a sentence for typer's exception on wrong arguments."""
     name, near = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
     message = str(error.format_message()).rstrip(".").replace("Value error, ", "")
-    message = re.sub(r"\. Did you mean (.*)\?$", r" (did you mean \1?)", message)
-    if near is not None:
+    message = re.sub(r"\. Did you mean ([^?]*)\?.*$", r" (did you mean \1?)", message)
+    if name and near is not None:  # click 8.5 has it for commands as well
         message = f"There is no option {name}{did_you_mean(name, near)}"
     elif name:
         message = str(error.message).rstrip(".")

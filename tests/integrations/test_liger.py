@@ -286,6 +286,7 @@ def test_a_hook_survives(before):
 
 
 @pytest.mark.usefixtures("trainable_linears", "quiet_loading")
+@pytest.mark.filterwarnings("ignore:liger-kernel did not return token_accuracy")  # by TRL 1.14
 @pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer"])
 def test_trainers_with_the_switch(kind, model_folder, tmp_path):
     """`use_liger_kernel=True`, twice in one process: the second model is of Liger's class."""
@@ -316,7 +317,8 @@ def test_trainers_with_the_switch(kind, model_folder, tmp_path):
 
     plain = losses()
     for _ in range(2):
-        assert losses(use_liger_kernel=True, liger_kernel_config=CPU) == plain
+        found = losses(use_liger_kernel=True, liger_kernel_config=CPU)
+        assert found == pytest.approx(plain, rel=1e-6)  # TRL 1.14 has plain losses in chunks
         assert FusedExperts.calls == 0
 
 

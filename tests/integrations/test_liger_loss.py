@@ -61,7 +61,7 @@ def test_chunks_are_larger_unless_the_call_says(
         model(**batch(model), **given)
         model(input_ids=batch(model)["input_ids"])
     assert [options["chunk_mem_const"] for options in asked] == [larger]
-    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks and not model._forward_pre_hooks_with_kwargs
 
 
 def test_heads_of_which_more_is_to_be_read_than_a_weight() -> None:

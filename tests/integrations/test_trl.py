@@ -14,6 +14,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer import utils
+from upstream import TRANSFORMERS
 
 import moe_qlora
 from moe_qlora.packing import parametrize
@@ -284,6 +285,8 @@ def test_reference_is_the_adapter_that_training_began_with(kind, way, model_fold
 @pytest.mark.parametrize(("kind", "way"), [("sft", "folder"), ("dpo", "peft")])
 def test_resume(kind, way, model_folder, tmp_path):
     """A run that is cut in the middle goes on with the very loss that it would have had."""
+    if kind == "dpo" and TRANSFORMERS < (5, 23):
+        pytest.skip("with a second adapter beside it, the first one is not loaded")
     saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
     whole = trainer(kind, way, model_folder, tmp_path, **saving)
     whole.train()

@@ -34,9 +34,9 @@ def pins() -> dict[str, Version]:
 
 
 def series(version: str, step: int) -> str:
-    """The minor series before or after: "2.14" of "2.13" and 1."""
-    major, minor = version.split(".")
-    return f"{major}.{int(minor) + step}"
+    """The series before or after: "2.14" of "2.13" and 1."""
+    major, last = version.rsplit(".", 1)
+    return f"{major}.{int(last) + step}"
 
 
 def test_pyproject_allows_what_was_tested_and_no_more():

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, LlamaConfig
 
@@ -29,6 +30,7 @@ from moe_qlora.diagnosis.report import Package
 from moe_qlora.kernels.cards import Card
 from moe_qlora.memory import plan as memory_plan
 from moe_qlora.testing import tiny_model
+from moe_qlora.versions import release_of
 
 GOLDEN = Path(__file__).parent / "golden"
 HELP = ["", *(f"{command.__name__.replace('_', '-')} " for command in app.SUBCOMMANDS)]
@@ -83,7 +85,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, the same packed and damaged, an adapter, and configurations of others."""
     root = tmp_path_factory.mktemp("golden")
     plain: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16)
-    plain.save_pretrained(root / "model")
+    for seed, weight in enumerate(plain.parameters()):  # alike with any transformers
+        weight.data = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    plain.to(torch.bfloat16).save_pretrained(root / "model")
     asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     with moe_qlora.enabled():
         packed = type(plain).from_pretrained(root / "model", quantization_config=asked)
@@ -156,6 +160,8 @@ def check_fit(case: str, text: str, width: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_golden(case, cli, folder, steady, once, monkeypatch, request):
+    if case.startswith("help") and release_of(typer.__version__) < (0, 29):
+        pytest.skip("typer 0.29 writes help in another way")
     monkeypatch.setattr(memory_plan, "plan", once(memory_plan.plan))
     monkeypatch.setattr(doctor, "doctor", once(doctor.doctor))
     shown = {60: "", 80: ""}

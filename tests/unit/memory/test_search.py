@@ -14,6 +14,7 @@ from peft import LoraConfig
 import moe_qlora
 from moe_qlora.memory.search import LIGER_LOSS, RUNGS
 from moe_qlora.testing import tiny_model
+from moe_qlora.versions import installed_version
 
 BOTH = "attention,experts"
 LARGE = tiny_model(
@@ -137,4 +138,5 @@ def test_liger_knows_the_models_that_its_loss_is_taken_for():
 
     from moe_qlora.registry import model_types
 
-    assert {name for name in model_types() if name in KNOWN} == LIGER_LOSS
+    lacking = {"deepseek_v2"} if installed_version("liger-kernel") == "0.8.4" else set()
+    assert {name for name in model_types() if name in KNOWN} == LIGER_LOSS - lacking
