@@ -28,6 +28,7 @@ from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.checkpoint.staging import ShardWriter
+from moe_qlora.checkpoint.training_codec import TrainingCodec
 from moe_qlora.cli.app import app
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
@@ -530,6 +531,13 @@ def test_a_note_rounds_what_it_names_and_nothing_else(
         weight = weight.half()
     packed = codec.pack(weight, CodecSettings(kind, double_quant=kind == "fp4"))
     assert torch.equal(rounded[v_proj], codec.unpack(replace(packed, dtype=torch.bfloat16)))
+
+
+def test_int8_linear_layers_are_rounded_in_fp16_as_bitsandbytes_holds_them() -> None:
+    names = frozenset({"experts"}), frozenset({"v_proj.weight"})
+    training, wide = TrainingCodec(CodecSettings("int8"), *names), torch.float32
+    assert training.dtypes("v_proj.weight", wide) == (torch.float16, wide)
+    assert training.dtypes("experts", wide) == (wide, wide)
 
 
 @pytest.mark.parametrize("trained", [torch.bfloat16, torch.float16])
