@@ -23,7 +23,6 @@ from adapter_server import AdapterServer, running
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 import moe_qlora
@@ -201,7 +200,7 @@ def test_trl_is_as_it_was_after_the_block(model_folder):
     ],
 )
 def test_what_a_server_refuses(path, status, text, sentence, server, make, model_folder):
-    if path == "/server_info" and not hasattr(VLLMClient, "get_server_info"):
+    if path == "/server_info" and not hasattr(vllm_generation.VLLMClient, "get_server_info"):
         pytest.skip("TRL 1.14 does not ask")
     server.refusals[path] = (status, text)
     with (

@@ -10,6 +10,7 @@ from emulated_graphs import emulate, emulated
 from graphed import assert_near, batch, gradients, packed
 from torch import Tensor
 from transformers.utils import output_capturing
+from upstream import TRANSFORMERS
 
 import moe_qlora
 from moe_qlora.memory import levels
@@ -43,6 +44,8 @@ def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[s
 def test_router_logits_of_replays_have_gradients(
     monkeypatch: pytest.MonkeyPatch, model_type: str, keep: bool, checkpointing: bool
 ) -> None:
+    if checkpointing and TRANSFORMERS < (5, 23):
+        pytest.skip("its checkpoint is around `forward` of an instance: graphs give up within it")
     emulate(monkeypatch)
     model: Any = tiny_model(model_type).train()
     model.config.use_cache = False

@@ -15,6 +15,7 @@ import torch
 from emulated_graphs import emulate, emulated, hold_addresses, in_graph
 from torch import Tensor
 from transformers import BitsAndBytesConfig
+from upstream import TRANSFORMERS
 
 import moe_qlora
 from moe_qlora.memory import levels
@@ -73,6 +74,8 @@ def steps(model: Any, ids: Tensor, weights: Any, count: int = STEPS) -> Any:
 def test_replays_train_as_the_resident_model(
     count: int, order: str, checkpointing: bool, keep: bool, devices: list[Delayed]
 ) -> None:
+    if checkpointing and TRANSFORMERS < (5, 23):
+        pytest.skip("its checkpoint is around `forward` of an instance: graphs give up within it")
     model = packed(count)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
