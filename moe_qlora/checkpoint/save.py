@@ -277,13 +277,18 @@ def _packed_entries(model: Any) -> tuple[dict[str, PackedEntry], CodecSettings]:
         key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
         weights.setdefault(key, (parametrize.read_packed(module, leaf), []))[1].append(name)
     entries: dict[str, PackedEntry] = {}
-    settings: CodecSettings | None = None  # of all but native codes: `quantize_experts` sees to it
+    settings: CodecSettings | None = None  # of all but native codes
     for weight, tied in weights.values():
         own, native = CodecSettings.of(weight), None
         if own.codec.is_kept:
             native = own.to_dict()
+        elif settings not in (None, own):
+            raise CheckpointError(
+                f"{tied[0]} is packed otherwise than the weights before it ({own.to_dict()} and "
+                f"{settings.to_dict()}), and a folder holds one kind: pack the model again."
+            )
         else:
-            settings = settings or own
+            settings = own
         for name in tied:
             aliases = tuple(other for other in tied if other != name)
             dtype = dtype_name(weight.dtype)

@@ -76,6 +76,15 @@ def names(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()}
 
 
+def test_weights_that_compute_in_several_dtypes_are_refused(tmp_path):
+    model = packed()
+    *_, (_, module, leaf) = parametrize.iter_packed(model)
+    parametrize.parametrization_list(module, leaf)[0].compute_dtype = torch.float16
+    with pytest.raises(CheckpointError, match="packed otherwise than the weights before it"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*(("qwen3_moe", kind) for kind in KINDS), *(("gpt_oss", kind) for kind in ("nf4", "int8"))],
