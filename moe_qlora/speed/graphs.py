@@ -86,7 +86,8 @@ def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False
     after; else backward computes a layer again, whether gradient checkpointing is on or not, or,
     with `keep`, nothing is computed again. Adapters may be switched, disabled, added and saved at
     any time. Gradients are those of the same kernels. Experts in host memory (`offload_experts`,
-    called before or after) are read where they are copied to, which no graph does itself.
+    called before or after) are read where they are copied to, which no graph does itself. Before
+    transformers 5.23 stock gradient checkpointing keeps layers from being recorded: switch it off.
 
     Call it when the model is complete: after `get_peft_model`, before the training loop or
     `trainer.train()`.
