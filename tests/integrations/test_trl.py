@@ -231,12 +231,13 @@ def assert_stock_peft_reads_what_is_saved(trained, model_folder, folder):
         assert (without - stock(input_ids=ids).logits).abs().max() > 0.1
 
 
-PACKED = {"packing": True, "max_length": 64}
-
-
 @pytest.mark.parametrize(
     ("kind", "more", "first"),
-    [("sft", {"evaluate": True}, True), ("sft", PACKED, False), ("dpo", {}, True)],
+    [
+        ("sft", {"evaluate": True}, True),
+        ("sft", {"packing": True, "max_length": 64}, False),
+        ("dpo", {}, True),
+    ],
 )
 def test_prepared_training_logs_the_same(kind, more, first, model_folder, tmp_path):
     """Loss, gradients' norm, tokens, accuracy, entropy: whichever is made first."""
