@@ -35,6 +35,7 @@ def adapted(model_type: str = "qwen3_moe", *, kind: str = "4bit", **overrides: A
         model = tiny_model(model_type, seed=0, **overrides)
         moe_qlora.quantize_experts(model, BitsAndBytesConfig(**{f"load_in_{kind}": True}))
         _built[key] = with_lora(model)
+        _built[key].equal_models = key
     return copy.deepcopy(_built[key])
 
 

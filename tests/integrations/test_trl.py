@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 BNB = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
 )
-WAYS = ("folder", "packed", "peft", "stock peft")
+GRPO = pytest.param("grpo", "peft", marks=pytest.mark.nightly)
 STEPS = 8
 
 
@@ -136,11 +136,7 @@ def assert_same(left, right):
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [
-        *(("sft", way) for way in WAYS),
-        *(("dpo", way) for way in ("folder", "stock peft")),
-        ("grpo", "packed"),
-    ],
+    [("sft", "folder"), ("sft", "peft"), ("dpo", "stock peft"), ("grpo", "packed")],
 )
 def test_training(kind, way, model_folder, tmp_path, caplog):
     steps = 4 if kind == "grpo" else STEPS  # whose loss need not fall
@@ -236,10 +232,13 @@ def assert_stock_peft_reads_what_is_saved(trained, model_folder, folder):
         assert (without - stock(input_ids=ids).logits).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "more"),
-    [("sft", {"evaluate": True}), ("sft", {"packing": True, "max_length": 64}), ("dpo", {})],
+    ("kind", "more", "first"),
+    [
+        ("sft", {"evaluate": True}, True),
+        ("sft", {"packing": True, "max_length": 64}, False),
+        ("dpo", {}, True),
+    ],
 )
 def test_prepared_training_logs_the_same(kind, more, first, model_folder, tmp_path):
     """Loss, gradients' norm, tokens, accuracy, entropy: whichever is made first."""
@@ -257,7 +256,7 @@ def test_prepared_training_logs_the_same(kind, more, first, model_folder, tmp_pa
     assert has_flat_rows(quick.model)
 
 
-@pytest.mark.parametrize(("kind", "way"), [("dpo", "stock peft"), ("grpo", "peft")])
+@pytest.mark.parametrize(("kind", "way"), [("dpo", "stock peft"), GRPO])
 def test_reference_is_the_adapter_that_training_began_with(kind, way, model_folder, tmp_path):
     """A PeftModel that has been trained before is copied to a second, frozen adapter."""
     trained = trainer(kind, way, model_folder, tmp_path)
@@ -287,22 +286,20 @@ def test_resume(kind, way, model_folder, tmp_path):
     """A run that is cut in the middle goes on with the very loss that it would have had."""
     if kind == "dpo" and TRANSFORMERS < (5, 23):
         pytest.skip("with a second adapter beside it, the first one is not loaded")
-    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = trainer(kind, way, model_folder, tmp_path, **saving)
     whole.train()
     resumed = trainer(kind, way, model_folder, tmp_path, **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     # PEFT loads the bfloat16 adapters that TRL trains into float32, so later steps round otherwise,
     # with dense models too; those of transformers.Trainer are held bit for bit in test_trainer.py
-    assert losses(resumed)[:4] == losses(whole)[:4]
-    assert len(losses(resumed)) == 6
-    assert losses(resumed)[4:] == pytest.approx(losses(whole)[4:], abs=2e-2)
+    assert losses(resumed)[:3] == losses(whole)[:3]
+    assert len(losses(resumed)) == 4
+    assert losses(resumed)[3:] == pytest.approx(losses(whole)[3:], abs=2e-2)
     assert_same(codes(resumed.model), codes(whole.model))
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), [("sft", "folder"), ("dpo", "stock peft"), ("grpo", "packed")]
-)
+@pytest.mark.parametrize(("kind", "way"), [("sft", "folder"), ("dpo", "stock peft"), GRPO])
 def test_each_adapter_that_a_run_saves_names_its_base(kind, way, model_folder, tmp_path):
     """Also after a resume, and TRL's reference beside the adapter."""
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
@@ -371,32 +368,6 @@ def test_the_switch_is_forgotten(model_folder, tmp_path):
             args=trl.SFTConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True),
             train_dataset=rows("sft"),
         )
-
-
-def test_a_config_that_nobody_adapted_trains_experts(model_folder, tmp_path):
-    """A packed model carries what makes stock PEFT right: TRL calls it with names of experts."""
-    with moe_qlora.enabled():
-        trained = trl.SFTTrainer(
-            model=str(model_folder),
-            quantization_config=BNB,
-            peft_config=LoraConfig(
-                r=4,
-                target_modules=["q_proj"],
-                target_parameters=[
-                    f"model.layers.{i}.mlp.experts.{name}"
-                    for i in range(2)
-                    for name in ("gate_up_proj", "down_proj")
-                ],
-            ),
-            args=trl.SFTConfig(
-                output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, max_steps=2
-            ),
-            train_dataset=rows("sft"),
-        )
-    trained.train()
-    factors = {name: p for name, p in trained.model.named_parameters() if "experts" in name}
-    assert sum("lora_B" in name for name in factors) == 4
-    assert all(p.any() for name, p in factors.items() if "lora_B" in name)  # zero at first
 
 
 def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path):

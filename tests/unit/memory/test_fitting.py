@@ -19,6 +19,8 @@ from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("steps_run_once")
+
 SEQ = 512
 ASKED = {"targets": "attention,experts", "seq": SEQ, "search": False}
 
@@ -44,11 +46,12 @@ def allocated(*nbytes):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_the_outer_levels_are_a_step_with_checkpointing_and_without(family):
+def test_the_outer_levels_are_a_step_with_checkpointing_and_without(family, steps_run_once):
     checkpointed, plain = planner_of(family), planner_of(family, checkpointing=False)
     expected = step(planner_of(family))
     for level in reversed(LEVELS):  # which leave no trace
         found = step(checkpointed, level)
+    steps_run_once.clear()
     assert step(checkpointed) == found == expected
     assert step(plain, "keep") == step(plain)
 
@@ -155,11 +158,12 @@ def test_layers_over_devices_keep_what_the_fullest_holds():
     assert made.fit.needed <= made.fit.memory in sizes
 
 
-def test_layers_that_do_not_run_on_a_level_are_a_note(monkeypatch):
+def test_layers_that_do_not_run_on_a_level_are_a_note(monkeypatch, steps_run_once):
     def fails(*args, **kwargs):
         raise RuntimeError("no level")
 
     expected = fit_at("1TiB")
+    steps_run_once.clear()
     monkeypatch.setattr(levels, "compute", fails)
     made = fit_at.__wrapped__("1TiB")
     assert made.fit is None and made.peak == expected.peak and not made.estimated

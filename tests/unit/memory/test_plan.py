@@ -25,6 +25,7 @@ from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.models import named
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
+from tests.helpers.representatives import cases
 
 # transformers leaves the file of a checkpoint open, and says what it will drop in v6.
 pytestmark = pytest.mark.filterwarnings(
@@ -97,7 +98,7 @@ def loaded(family: str, folder, packing: str) -> nn.Module:
 PAIRS = [(family, list(PACKINGS)[turn % len(PACKINGS)]) for turn, family in enumerate(FAMILIES)]
 
 
-@pytest.mark.parametrize(("family", "packing"), PAIRS)
+@pytest.mark.parametrize(("family", "packing"), cases(PAIRS))
 def test_weights_are_those_of_the_loaded_model(folders, family, packing):
     folder = folders(family)
     model = loaded(family, folder, packing)
@@ -109,7 +110,7 @@ def test_weights_are_those_of_the_loaded_model(folders, family, packing):
 
 
 @pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES))
 def test_adapters_are_those_that_peft_creates(folders, family):
     folder = folders(family)
     packed = loaded(family, folder, "nf4 double")
@@ -152,26 +153,28 @@ def test_peaks_of_fused_layers_measured_on_an_h200(layers, seq, targets, adapter
 HOPPER = of_capability((9, 0))
 
 
-@pytest.mark.parametrize(("kind", "checkpointing"), [("nf4 double", True), ("int8", False)])
 @pytest.mark.parametrize(
-    ("card", "rows", "dequantizes"),
+    ("card", "rows", "dequantizes", "kind"),
     [
-        (PORTABLE, limits.ROWS_ON_QUANTIZED, False),
-        (PORTABLE, limits.ROWS_ON_QUANTIZED + 1, True),
-        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER, False),
-        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER + 1, True),
+        (PORTABLE, limits.ROWS_ON_QUANTIZED, False, "nf4 double"),
+        (PORTABLE, limits.ROWS_ON_QUANTIZED + 1, True, "nf4 double"),
+        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER, False, "nf4 double"),
+        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER + 1, True, "nf4 double"),
+        (PORTABLE, limits.ROWS_ON_QUANTIZED, False, "int8"),
+        (PORTABLE, limits.ROWS_ON_QUANTIZED + 1, True, "int8"),
+        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER, True, "int8"),
     ],
 )
-def test_rows_up_to_which_nothing_is_dequantized(card, rows, dequantizes, kind, checkpointing):
+def test_rows_up_to_which_nothing_is_dequantized(card, rows, dequantizes, kind):
     """Of each card its own limit; Hopper's kernels read 4-bit codes alone."""
+    checkpointing = kind != "int8"
     config = qwen3_30b(num_hidden_layers=2, vocab_size=4096)
     source = source_of(config, BitsAndBytesConfig(**PACKINGS[kind]), None, False)
     made = Planner(source, Settings(checkpointing=checkpointing), card=card)
     _, workspace = made._step(1, rows * 128 // 8, meta_step.NO_CAP)
     first, second = 128 * 2048 * 1536 * 2, 128 * 2048 * 768 * 2
     if kind == "int8":
-        dequantizes |= card == HOPPER
-        assert workspace == (first + second * checkpointing if dequantizes else 0)
+        assert workspace == (first if dequantizes else 0)
     elif not dequantizes:
         assert workspace == STATISTICS
     elif card == PORTABLE:  # a recomputation's two weights stay for backward

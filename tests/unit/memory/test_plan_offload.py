@@ -17,6 +17,8 @@ from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.devices import CONTEXT_BYTES
 from moe_qlora.testing import tiny_model
 
+pytestmark = pytest.mark.usefixtures("steps_run_once")
+
 ASKED = {"targets": "attention,experts", "seq": 512, "search": False}
 
 

@@ -54,7 +54,7 @@ SPREAD = {"targets": "all-linear", "gpus": "2x1GiB", "search": False}
 )
 def test_a_plan_of_repeated_layers_is_that_of_all(family, settings, monkeypatch):
     """Bytes, device map, search and notes are the same, whether two layers of a kind run or all."""
-    config = config_of(family)
+    config = config_of(family, 4)
     made = moe_qlora.plan(config, seq=64, **settings)
     assert asdict(made) == asdict(of_all_layers(monkeypatch, config, seq=64, **settings))
 

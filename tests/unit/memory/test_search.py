@@ -16,6 +16,8 @@ from moe_qlora.memory.search import LIGER_LOSS, RUNGS
 from moe_qlora.testing import tiny_model
 from moe_qlora.versions import installed_version
 
+pytestmark = pytest.mark.usefixtures("steps_run_once")
+
 BOTH = "attention,experts"
 LARGE = tiny_model(
     "qwen3_moe", device="meta", dtype=torch.bfloat16, num_hidden_layers=4, hidden_size=256,

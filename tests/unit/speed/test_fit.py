@@ -41,7 +41,6 @@ TYPES = {
     "afmoe": {},  # a norm behind the experts
     "gemma4_text": {},
 }
-NIGHTLY = ("gpt_oss", "deepseek_v3", "qwen3_next", "afmoe", "gemma4_text")
 
 
 def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
@@ -53,8 +52,8 @@ def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
 @pytest.mark.parametrize(
     ("model_type", "attended"),
     [
-        *((model_type, SEQ / 2) for model_type in TYPES if model_type not in NIGHTLY),
-        *(pytest.param(model_type, SEQ / 2, marks=pytest.mark.nightly) for model_type in NIGHTLY),
+        ("qwen3_moe", SEQ / 2),
+        *(pytest.param(each, SEQ / 2, marks=pytest.mark.nightly) for each in [*TYPES][1:]),
         ("gpt_oss", 1e5),
     ],
 )
@@ -74,11 +73,9 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(
         model.load_state_dict(weights)
         with fitted(model, memory) as fit:
             assert fit.memory == memory
-            measured = measured_peak(model, ids)
-            alike = measured_peak(model, torch.zeros_like(ids))
-            assert fit.peak <= memory
             # Which experts tokens choose is not known before: at worst all the same.
-            assert max(measured, alike) <= fit.peak <= 1.03 * max(measured, alike)
+            measured = measured_peak(model, torch.zeros_like(ids))
+            assert measured <= fit.peak <= min(1.03 * measured, memory)
             assert equal(train(model, ids), before)
             seen.append([rank(layer.level) for layer in fit.layers])
     assert nested(seen)
@@ -121,7 +118,7 @@ def from_embeddings(model: Any, batch: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("loss", [cheap_beside_its_reference, from_embeddings])
 def test_forwards_without_gradients_come_first(loss: Any) -> None:
-    model = adapted(num_hidden_layers=4, vocab_size=2048)
+    model = adapted(num_hidden_layers=3, vocab_size=2048)
     ids = token_ids(model, batch=2)
     least = least_memory(model, 2, loss=loss)
     with fitted(model, batch_size=2, loss=loss) as fit:
@@ -133,7 +130,7 @@ def test_forwards_without_gradients_come_first(loss: Any) -> None:
 
 
 def test_a_loss_that_is_not_the_models() -> None:
-    model = adapted("deepseek_v3", num_hidden_layers=4, vocab_size=2048)
+    model = adapted("deepseek_v3", num_hidden_layers=3, vocab_size=2048)
     ids = token_ids(model, batch=2)
     with fitted(model, batch_size=2) as fit:
         missed = fit.peak

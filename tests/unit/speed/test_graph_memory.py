@@ -27,7 +27,7 @@ from moe_qlora.speed import flat_rows, recording
 from moe_qlora.speed import graphs as speed_graphs
 from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.testing import tiny_model
-from tests.helpers.fitting import ENOUGH, SEQ, equal, fill, fitted, token_ids, train, with_lora
+from tests.helpers.fitting import ENOUGH, SEQ, adapted, equal, fill, fitted, token_ids, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 LAYERS = 2
@@ -56,10 +56,10 @@ def emulates(request: pytest.FixtureRequest) -> None:
 
 
 def packed(model_type: str = "qwen3_moe", **overrides: Any) -> Any:
-    model: Any = tiny_model(model_type, **{"num_hidden_layers": LAYERS, **overrides})
-    model.config.use_cache = False
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    return with_lora(model)
+    sizes = {"num_hidden_layers": LAYERS, "num_experts": 2, **overrides}
+    model = adapted(model_type, **sizes)
+    model.get_base_model().config.use_cache = False
+    return model
 
 
 def tight(model: Any) -> int:
@@ -183,7 +183,7 @@ def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
 ) -> None:
     model = packed()
     rows, *_ = flat_rows.flatten_rows(model, 1, 2048, fixed=True)
-    ids = [token_ids(model, 1, count) for count in (2000, 1000, 2000)]
+    ids = [token_ids(model, 1, count) for count in (2000, 1000)]
     with fitted(model, ENOUGH) as fit:
         memory = ENOUGH if enough else int(fit.peak) + 4096
     with fitted(model, memory), emulated(model.get_base_model()) as graphs:

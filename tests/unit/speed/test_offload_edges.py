@@ -64,24 +64,27 @@ def test_a_plan_and_the_doctor_are_those_of_the_resident_model(kind: str, codec:
     assert plans[0] == plans[1] and findings[0] == findings[1]
 
 
-@pytest.mark.parametrize("again", [None, 2, "hold"])
+@pytest.mark.parametrize("again", [None, 2, "hold", "gone", "late"])
 def test_a_backward_after_another_move_computes_on_the_device(again: Any) -> None:
+    """Also where all moved back meanwhile, or where they moved after the forward alone."""
     model = lora_on(packed())
     ids = token_ids(model)
     _, grads = train(copy.deepcopy(model), ids, 1)
-    off = moe_qlora.offload_experts(model)
     loss = model(input_ids=ids, labels=ids).loss
+    off = moe_qlora.offload_experts(model)
+    if again != "late":
+        loss = model(input_ids=ids, labels=ids).loss
     if again == "hold":  # as fit_memory and its remove() do
         off.hold(0)
         off.hold(4)
-    else:
+    elif again != "late":
         off.remove()
-        off = moe_qlora.offload_experts(model, layers=again)
+        off = off if again == "gone" else moe_qlora.offload_experts(model, layers=again)
     before = off.copies
     loss.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert found and all(torch.equal(grad, grads[name]) for name, grad in found.items())
-    assert off.copies > before
+    assert (off.copies > before) is (again not in ("gone", "late"))
 
 
 def test_a_layer_that_does_not_fit_on_the_device_stays_whole(
