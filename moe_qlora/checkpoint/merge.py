@@ -458,6 +458,7 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
     """
     model, file, by_tensor = base.model, adapter.file, dict[int, list[str]]()
     deltas, replaced = updates.deltas, updates.replacements
+    shared: list[tuple[str, str]] = []  # A changed name, and one tied to it
     for name, tensor in model.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(tensor), []).append(name)
     for names in (names for names in by_tensor.values() if len(names) > 1):
@@ -495,17 +496,20 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
             continue
         adapted = [name for name in names if name in deltas]
         if adapted and len(adapted) < len(names):
-            other = next(name for name in names if name not in deltas)
-            warnings.warn(
-                f"{adapted[0]} is tied to {other}: merging LoRA into one changes both, as PEFT's "
-                "own merge does.",
-                UserWarning,
-                stacklevel=4,
-            )
+            shared.append((adapted[0], next(name for name in names if name not in deltas)))
         kinds: tuple[dict[str, Any], ...] = (deltas, replaced)
         for kind in kinds:
             moved = [kind.pop(name) for name in changed if name in kind]
             kind.update(dict.fromkeys(stored, moved[0]) if moved else {})  # all alike
+    if shared:
+        name, other = shared[0]
+        more = f" (and {len(shared) - 1} more such pairs)" if len(shared) > 1 else ""
+        warnings.warn(
+            f"{name} is tied to {other}{more}: merging LoRA into one changes both, as PEFT's own "
+            "merge does.",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
