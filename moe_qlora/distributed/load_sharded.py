@@ -636,6 +636,11 @@ class RankLoad:
     def begin(self, facts: Facts) -> None:
         """Compare what the ranks were given; refuse a config that asks for more than FSDP2."""
         check_agreement("from_pretrained", facts)
+        if getattr(self.config, "fsdp_size", None) and not hasattr(self.config, "dp_size"):
+            raise ConfigError(
+                "distributed_config has fsdp_size, and transformers before 5.23 shards a model in "
+                "another way: update transformers, or load with moe_qlora.load_sharded."
+            )
         for field in ("tp_size", "pp_size", "ep_size"):
             size = getattr(self.config, field, None) or 1
             if size > 1:

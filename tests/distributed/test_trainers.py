@@ -32,10 +32,9 @@ FSDP2 = {
     "state_dict_type": "FULL_STATE_DICT",
 }
 LOADED_BY_ALL = {"state_dict_type": "SHARDED_STATE_DICT", "cpu_ram_efficient_loading": False}
-REENTRANT = {
-    "activation_checkpointing": True,
-    "activation_checkpointing_kwargs": {"use_reentrant": True},
-}
+_NEW = hasattr(TrainingArguments, "activation_checkpointing")
+_NAME = "activation_checkpointing" if _NEW else "gradient_checkpointing"
+REENTRANT = {_NAME: True, f"{_NAME}_kwargs": {"use_reentrant": True}}
 CASES: dict[str, dict[str, Any]] = {
     "Trainer, ddp": {},
     # By default Trainer lets DDP look for unused parameters, which reentrant checkpointing breaks.
