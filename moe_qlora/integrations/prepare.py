@@ -168,7 +168,7 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     compiles = obstacle is None and has_triton()
     batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
     prepared = PreparedTraining([f"Prepared for batches of {batch}."])
-    if compiles:  # Torch's compile workers start in some ten seconds, while other code runs
+    if compiles:  # Torch's compile workers start while other code runs
         from torch._inductor.async_compile import maybe_warm_pool
 
         maybe_warm_pool()

@@ -135,14 +135,11 @@ class _Compiled:
     Where Triton or the driver is not as this class knows it, `by_triton` launches instead.
     """
 
-    __slots__ = (
-        "buffers", "by_triton", "call", "compiled", "formats", "launch", "module", "more", "used"
-    )  # fmt: skip
+    __slots__ = ("buffers", "by_triton", "call", "formats", "launch", "more", "used")
 
     def __init__(
         self, compiled: Any, grid: tuple[int, ...], index: int, constants: tuple[Any, ...]
     ) -> None:
-        self.compiled = compiled
         self.by_triton: Callable[[list[Any]], None] | None = None
         self.buffers: dict[int, tuple[Any, Any, Any]] = {}
         try:
@@ -153,7 +150,7 @@ class _Compiled:
                 threads, shared = compiled.metadata.num_warps * 32, compiled.metadata.shared
                 # Not by Triton, which compiles a launcher in C first: 0.3 s a kernel.
                 load = triton.runtime.driver.active.utils.load_binary
-                self.module, function, *_ = load(compiled.name, compiled.kernel, shared, index)
+                _, function, *_ = load(compiled.name, compiled.kernel, shared, index)
                 self.call = _cuda().cuLaunchKernel
                 self.launch = (function, *grid, threads, 1, 1, shared)
                 return

@@ -180,11 +180,6 @@ def packed_nbytes(shape: Sequence[int], settings: CodecSettings) -> int:
     return stored + settings.codec.constant_nbytes(settings)
 
 
-def key_ends(settings: CodecSettings) -> tuple[str, ...]:
-    """Return the ends of a packed weight's keys: "" for the codes, then statistics."""
-    return tuple(packed_tensors((1, 1), settings))
-
-
 def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
     """Return why this tensor cannot be packed, to follow its name in a sentence; None if it can."""
     plain = weight.detach()
