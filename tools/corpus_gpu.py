@@ -32,7 +32,7 @@ CASES = (
     *("qwen3_moe/nf4/part", "glm4_moe/double/part", "qwen3_moe/nf4/ddp", "qwen3_moe/double/fsdp"),
 )
 BATCH, SEQ, STEPS = 4, 32, 3
-SIZES: dict[str, Any] = {"batch_size": BATCH, "seq_len": SEQ}
+KEPT_SEQ = 1024  # Of layers kept in part: activations that are more than CUDA's own memory varies
 
 
 def entries() -> list[str]:
@@ -77,10 +77,11 @@ def _steps(folder: Path, codec: str, way: str, device: str, rank: int = 0) -> di
     _fill(model)
     model.train()
     with ExitStack() as stack:
-        runs = _set_up(model, way, stack, found, device)
+        seq = KEPT_SEQ if way == "part" else SEQ
+        runs = _set_up(model, way, stack, found, device, seq)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-3)
-        ids = torch.randint(5, 100, (BATCH, SEQ), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(5, 100, (BATCH, seq), generator=torch.Generator().manual_seed(0))
         ids = ids.to(device)
         if way in ("ddp", "fsdp"):
             ids = ids.chunk(2)[rank]
@@ -108,22 +109,28 @@ def _loaded(folder: Path, config: Any, dtype: torch.dtype, device: str, keep_cod
 
 
 def _set_up(
-    model: Any, way: str, stack: ExitStack, found: dict[str, Any], device: str
+    model: Any,
+    way: str,
+    stack: ExitStack,
+    found: dict[str, Any],
+    device: str,
+    seq: int,
 ) -> nn.Module:
     """Put the model into this way to run, until the stack ends; return what is called."""
+    sizes: dict[str, Any] = {"batch_size": BATCH, "seq_len": seq}
     if "offloaded" in way:
         off = stack.enter_context(moe_qlora.offload_experts(model))
         found["host_nbytes"] = off.host_nbytes
     if "recorded" in way:
         memory: dict[str, Any] = {} if device.startswith("cuda") else {"memory": "8GiB"}
-        prepared = stack.enter_context(moe_qlora.prepare_training(model, **SIZES, **memory))
+        prepared = stack.enter_context(moe_qlora.prepare_training(model, **sizes, **memory))
         found["prepared"] = sorted({line.split(":")[0] for line in str(prepared).splitlines()})
     if way == "compiled":
         for module in model.modules():
             if type(module).__name__.endswith("DecoderLayer"):
                 module.compile()
     if way == "part":
-        stack.enter_context(_kept_in_part(model))
+        stack.enter_context(_kept_in_part(model, sizes))
     if way == "ddp":
         where: dict[str, Any] = (
             {"device_ids": [torch.device(device)]} if device.startswith("cuda") else {}
@@ -132,13 +139,13 @@ def _set_up(
     return model
 
 
-def _kept_in_part(model: Any) -> Any:
+def _kept_in_part(model: Any, sizes: dict[str, Any]) -> Any:
     """Return the fit of the most memory, of a few, that does not hold all activations."""
     for _ in range(2):  # The first also finds what CUDA's libraries take at their first call
-        whole = moe_qlora.fit_memory(model, **SIZES, memory="8GiB")
+        whole = moe_qlora.fit_memory(model, **sizes, memory="8GiB")
         whole.remove()
-    for part in range(998, 900, -2):
-        fit = moe_qlora.fit_memory(model, **SIZES, memory=whole.peak * part // 1000)
+    for part in range(990, 600, -5):
+        fit = moe_qlora.fit_memory(model, **sizes, memory=whole.peak * part // 1000)
         if any(layer.activations != "keep" for layer in fit.layers):
             return fit
         fit.remove()

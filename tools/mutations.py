@@ -137,7 +137,7 @@ def draw(options: argparse.Namespace) -> list[Mutation]:
 
 
 def covering(mutation: Mutation) -> list[str]:
-    """Return the tests that ran the changed statement, by .coverage; those of its name first."""
+    """Return the tests that ran the changed statement, by .coverage; those nearest to it first."""
     from coverage import CoverageData  # type: ignore[import-not-found]
 
     data, file = CoverageData(str(ROOT / ".coverage")), ROOT / mutation.file
@@ -150,8 +150,10 @@ def covering(mutation: Mutation) -> list[str]:
             if mutation.line in (lines := range(node.lineno, max(end, node.lineno + 1))):
                 changed = lines
     by_line = data.contexts_by_lineno(str(file))
-    found = {context.split("|")[0] for line in changed for context in by_line.get(line, ())}
-    return sorted(found - {""}, key=lambda test: (f"/test_{file.stem}" not in test, test))
+    found = {context.rpartition("|")[0] for line in changed for context in by_line.get(line, ())}
+    room = f"/{file.parent.name}/"
+    near = {test: (f"/test_{file.stem}" not in test, room not in test) for test in found - {""}}
+    return sorted(near, key=lambda test: (*near[test], "/distributed/" in test, test))
 
 
 def commands(mutation: Mutation, copy: Path) -> list[str]:

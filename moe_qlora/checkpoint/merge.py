@@ -310,9 +310,13 @@ class _Merge:
         slots: dict[str, Slot] = {}
         for name in group.shapes.keys() - self._updates.replacements.keys():
             if training is not None and name in training:
-                cast, dtypes[name] = training.dtypes(name, base.disk[group.keys[0]][1])
-                place = torch.device("cpu")
-                slots[name] = Slot(name, group.shapes[name], cast, place, training.settings)
+                stored = base.disk[group.keys[0]][1]
+                dtype, place = training.dtype or stored, torch.device("cpu")
+                settings, linear = training.settings, name in training.linears
+                casts = linear and settings.codec.linear_dtype is not None
+                dtypes[name] = stored if casts else dtype
+                form = name, group.shapes[name], dtype, place, settings
+                slots[name] = Slot(*form, linear=linear)
         self.rounded.update(slots)
         weights = filled(base.checkpoint, base.layout, [group] if slots else [], slots)
         return {name: replace(weight, dtype=dtypes[name]) for name, weight in weights}

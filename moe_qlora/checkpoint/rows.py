@@ -165,8 +165,8 @@ _Result = TypeVar("_Result")
 class Slot:
     """A parameter to fill: takes its rows in order; packs them, or without settings keeps them.
 
-    `shape` is the model's; `transposed`, that the disk has it the other way round; `rows` of the
-    first dimension are taken, None: all.
+    `shape` is the model's; `linear`, that bitsandbytes packs it, which casts some; `transposed`,
+    that the disk has it the other way round; `rows` of the first dimension are taken, None: all.
     """
 
     def __init__(
@@ -177,12 +177,14 @@ class Slot:
         device: torch.device,
         settings: CodecSettings | None = None,
         *,
+        linear: bool = False,
         transposed: bool = False,
         rows: tuple[int, int] | None = None,
     ) -> None:
         self.name, self.shape, self.dtype = name, torch.Size(shape), dtype
         self.device = indexed(device)
         self.settings, self.transposed, self.rows = settings, transposed, rows
+        self._cast = (linear and settings is not None and settings.codec.linear_dtype) or dtype
         self._pieces: list[Tensor] = []
         self._packer: Packer | None = None
         self._extremes: list[tuple[int, Tensor]] = []
@@ -193,7 +195,7 @@ class Slot:
         if self.rows is not None:
             first, last = (max(row - start, 0) for row in self.rows)
             start, piece = start + first, piece[first:last]
-        piece = piece.to(self.device, self.dtype)
+        piece = piece.to(self.device, self.dtype).to(self._cast)
         if self.settings is None:
             self._pieces.append(piece)
             return
@@ -205,7 +207,7 @@ class Slot:
     def _pack(self, start: int, piece: Tensor) -> None:
         if self._packer is None:
             assert self.settings is not None
-            self._packer = Packer(self.shape, self.dtype, self.device, self.settings)
+            self._packer = Packer(self.shape, self._cast, self.device, self.settings)
         self._packer.add(piece)
 
     def fail(self, error: MoeQloraError) -> None:
@@ -259,10 +261,9 @@ def slot_for(
 ) -> Slot:
     """Return the slot of a parameter that is loaded in this dtype, were it not packed."""
     settings = plan.settings if name in linears or name in plan.params else None
-    if name in linears:
-        dtype = plan.settings.codec.linear_dtype or dtype
     shape, turned = model.get_parameter_or_buffer(name).shape, linears.get(name, False)
-    return Slot(name, shape, dtype, device, settings, transposed=turned)
+    linear = name in linears
+    return Slot(name, shape, dtype, device, settings, linear=linear, transposed=turned)
 
 
 _Slice = tuple[Group, list[Slot], int, int | None, bool]

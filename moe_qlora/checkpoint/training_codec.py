@@ -86,13 +86,6 @@ class TrainingCodec:
     def __contains__(self, name: object) -> bool:
         return (name in self.experts and name not in self.native) or name in self.linears
 
-    def dtypes(self, name: str, stored: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes that a parameter stored in this one is packed and decoded in."""
-        # bitsandbytes casts a Linear layer's weight
-        cast = self.settings.codec.linear_dtype if name in self.linears else None
-        own = self.dtype or stored
-        return (cast, stored) if cast else (own, own)
-
 
 def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     """Return the codec of a load with this config; replaces Linear layers of the meta model."""

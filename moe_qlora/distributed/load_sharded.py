@@ -299,7 +299,7 @@ class ShareSlot(Slot):
     def _pack(self, start: int, piece: Tensor) -> None:
         begin, end = (max(weight - start * self._width, 0) for weight in self._weights)
         if self._packer is None:
-            self._packer = Packer(self._part, self.dtype, self.device, self._plain)
+            self._packer = Packer(self._part, self._cast, self.device, self._plain)
         self._packer.add(piece.reshape(-1)[begin:end])
 
     def fail(self, error: MoeQloraError) -> None:
@@ -389,7 +389,6 @@ class ShardedFill(Fill):
         for name in self.linears.keys() - spec.params.keys():
             module = model.get_submodule(name.rpartition(".")[0])
             parametrize.pack_blank_linear(module, dtypes[name], spec.settings)
-            dtypes[name] = spec.settings.codec.linear_dtype or dtypes[name]
         model.config.quantization_config = self.config
         finish_packing(model, spec.layout, self.config, spec.settings)
         prepare_sharding(model)
@@ -431,8 +430,9 @@ class ShardedFill(Fill):
                 slots[name] = Slot(name, tensor.shape, dtype, device, rows=rows)
             else:
                 form = name, place.decoder.weight_shape, dtype, device, self.spec.settings
-                turned = self.linears.get(place.name, False)
-                slots[name] = ShareSlot(tensor, *form, transposed=turned)
+                linear = {"linear": True, "transposed": self.linears[place.name]}
+                more = linear if place.name in self.linears else {}
+                slots[name] = ShareSlot(tensor, *form, **more)
         groups = [group for group in self.layout.groups if slots.keys() & group.shapes]
         for name, value in filled(self.files, self.layout, groups, slots):
             _put(places[name], *(value if isinstance(value, tuple) else (value,)))

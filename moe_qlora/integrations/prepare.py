@@ -26,6 +26,7 @@ from ..experts.backend import has_triton
 from ..lora.names import base_model
 from ..memory.measure import Loss
 from ..progress import reporting
+from ..speed.early_loss import copy_losses_early
 from ..speed.fitted import RunsLevels, decoder_layers
 from ..speed.flat_rows import flatten_rows, has_flat_rows
 from ..speed.module_walks import quicken_walks
@@ -168,6 +169,7 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     compiles = obstacle is None and has_triton()
     batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
     prepared = PreparedTraining([f"Prepared for batches of {batch}."])
+    undo.callback(copy_losses_early(model).remove)
     if compiles:  # Torch's compile workers start while other code runs
         from torch._inductor.async_compile import maybe_warm_pool
 

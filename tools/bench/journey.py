@@ -102,7 +102,8 @@ class Journey:
             write_checkpoint(options.folder, config, "cuda" if self.gpu else "cpu", encode)
             write_tokenizer(options.folder)
         dtype = torch.bfloat16 if self.gpu else torch.float32
-        packs = quantization(bnb_4bit_compute_dtype=dtype)
+        skipped = ["q_proj", "k_proj", "v_proj", "o_proj", "lm_head"] if options.bits16 else None
+        packs = quantization(bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=skipped)
         loading = {} if options.stock else {"quantization_config": packs}
         start = time.time()
         with nullcontext() if options.stock else moe_qlora.enabled():
@@ -118,7 +119,7 @@ class Journey:
             self.model = stock_peft_model(model, lora)
         else:
             self.model = moe_qlora.get_peft_model(
-                model, lora, experts=True, autocast_adapter_dtype=not options.adapters16
+                model, lora, experts=True, autocast_adapter_dtype=not options.bits16
             )
         self.tokenizer = AutoTokenizer.from_pretrained(options.folder)
         where = environment(torch.device("cuda" if self.gpu else "cpu"), options.commit)
@@ -134,7 +135,7 @@ class Journey:
             "output_dir": tempfile.mkdtemp(), "max_steps": self.o.steps, "report_to": [],
             "optim": "adamw_torch_fused" if self.gpu else "adamw_torch", "logging_steps": 1,
             "per_device_train_batch_size": 1, "save_strategy": "no",
-            "bf16": self.gpu and not self.o.adapters16,
+            "bf16": self.gpu and not self.o.bits16,
             "use_cpu": not self.gpu, "learning_rate": 1e-4, "disable_tqdm": True,
             "gradient_checkpointing": not self.o.prepare,
         }  # fmt: skip
@@ -186,7 +187,7 @@ class Journey:
         trained, clock = [p for p in self.model.parameters() if p.requires_grad], Clock()
         optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=self.gpu)
         clock.on_train_begin()
-        autocast = self.gpu and not self.o.adapters16
+        autocast = self.gpu and not self.o.bits16
         with self.prepared():
             self.model.train()
             for _ in range(3 * self.o.steps):
@@ -291,7 +292,7 @@ def main() -> None:
     parser.add_argument("--memory", help="of prepare_training, and of this process: 22GiB")
     parser.add_argument("--no-prepare", dest="prepare", action="store_false")
     parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
-    parser.add_argument("--adapters16", action="store_true", help="adapters in 16 bit")
+    parser.add_argument("--bits16", action="store_true", help="of Linear layers and adapters")
     parser.add_argument("--ampere", action="store_true", help="without Hopper's kernels")
     options = parser.parse_args()
     if options.ampere:
