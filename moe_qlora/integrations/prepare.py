@@ -42,9 +42,8 @@ _log = logging.getLogger(__name__)
 _PREPARED = "_moe_qlora_prepared"
 """Entry of a model's `__dict__`: its `PreparedTraining`."""
 _YOURS = (
-    "Trainer's arguments are yours: logging_nan_inf_filter=False (else each step waits for the GPU)"
-    ', optim="adamw_torch_fused", dataloader_num_workers=2, dataloader_prefetch_factor=2 and '
-    "dataloader_pin_memory=True are the quick ones."
+    'Trainer\'s arguments are yours: optim="adamw_torch_fused", dataloader_num_workers=2, '
+    "dataloader_prefetch_factor=2 and dataloader_pin_memory=True are the quick ones."
 )
 _MEASURES = "prepare_training compiles decoder layers and measures a step, up to a minute"
 _COMPILED = "_compiled_call_impl"

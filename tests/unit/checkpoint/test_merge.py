@@ -28,7 +28,6 @@ from moe_qlora import testing
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.checkpoint.staging import ShardWriter
-from moe_qlora.checkpoint.training_codec import TrainingCodec
 from moe_qlora.cli.app import app
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError, UnsupportedWeightError
 from moe_qlora.packing import codec
@@ -533,20 +532,15 @@ def test_a_note_rounds_what_it_names_and_nothing_else(
     assert torch.equal(rounded[v_proj], codec.unpack(replace(packed, dtype=torch.bfloat16)))
 
 
-def test_int8_linear_layers_are_rounded_in_fp16_as_bitsandbytes_holds_them() -> None:
-    names = frozenset({"experts"}), frozenset({"v_proj.weight"})
-    training, wide = TrainingCodec(CodecSettings("int8"), *names), torch.float32
-    assert training.dtypes("v_proj.weight", wide) == (torch.float16, wide)
-    assert training.dtypes("experts", wide) == (wide, wide)
-
-
-@pytest.mark.parametrize("trained", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("trained", "bits"), [(torch.bfloat16, 4), (torch.float16, 4), (torch.bfloat16, 8)]
+)
 def test_like_training_rounds_to_the_dtype_that_was_trained_in(
-    trained: torch.dtype, tmp_path: Path
+    trained: torch.dtype, bits: int, tmp_path: Path
 ) -> None:
     """Of a base in fp32 on disk, whose weights a load has rounded before it packed them."""
     save(testing.tiny_model("qwen3_moe", dtype=torch.float32), tmp_path / "base")
-    packed = loaded(tmp_path / "base", {"load_in_4bit": True}, dtype=trained)
+    packed = loaded(tmp_path / "base", {f"load_in_{bits}bit": True}, dtype=trained)
     adapted = fill(lora(packed, "q_proj"), 3, 0.1)
     save(adapted, tmp_path / "adapter")
     file = tmp_path / "adapter" / "moe_qlora_adapter.json"
