@@ -56,7 +56,11 @@ print(sys.prefix + "/.moe-qlora-" + hashlib.sha256(key).hexdigest()[:16])' "$1$n
         elif [ -n "$newest" ]; then
             python -m pip install -qq --upgrade --upgrade-strategy eager -e ".[$1]"
         else
-            python -m pip install -qq --no-compile -c tools/constraints.txt -e ".[$1]"
+            # The rest by uv, in a fifth of the time.
+            local with=(install -q -c tools/constraints.txt)
+            python -m pip "${with[@]}" -q --no-compile torch uv
+            uv pip "${with[@]}" --python "$(command -v python)" -e ".[$1]" ||
+                python -m pip "${with[@]}" -q --no-compile -e ".[$1]"
         fi
         # On every core, since pip compiles on one, and only what a process would take long to compile:
         # others are compiled as they are imported. Templates that are no Python fail.
