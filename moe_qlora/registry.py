@@ -113,7 +113,7 @@ def checkpoint_named(name: str) -> KnownCheckpoint | None:
             starts.append(known)
     found = exact or starts
     sizes = [(known.model_type, known.config) for known in found]
-    if not sizes or any(each != sizes[0] for each in sizes):
+    if not sizes or sizes.count(sizes[0]) < len(sizes):
         return None
     return min(found, key=lambda known: len(known.name))
 

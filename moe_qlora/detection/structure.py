@@ -353,7 +353,8 @@ def find_groups(candidates: Sequence[Leaf], index: RouterIndex) -> list[ExpertGr
         flat = [leaf for leaf in members if len(leaf.shape) == 2]
         deep = [leaf for leaf in members if len(leaf.shape) > 2]
         if len(deep) == 1 and node.parent is not None:
-            alone[node.parent, deep[0].shape[0]].append(deep[0])
+            (leaf,) = deep
+            alone[node.parent, leaf.shape[0]].append(leaf)
         elif deep:
             groups.extend(_deep_groups(deep, index))
         if len(flat) >= 2:

@@ -352,14 +352,13 @@ def _grouped_backward(grad: Tensor, operands: Operands, needs: Needs) -> Grads:
     g = grad.index_select(0, rows.token) if rows.scatters else grad
     factor = None if scale is None else scale[:, None]
     read = _read(x, rows)
-    wants_scale = needs.scale and scale is not None
     u: Tensor | None = None
-    if needs.x or wants_scale:
+    if needs.x or needs.scale:
         matrices = weight.decode(0, weight.experts)
         left = matrices.transpose(1, 2) if weight.transposed else matrices
         u = grouped(g.to(weight.dtype), left)
         del matrices, left
-    dot = (u.float() * read.float()).sum(-1) if wants_scale and u is not None else None
+    dot = (u.float() * read.float()).sum(-1) if needs.scale and u is not None else None
     back = None if u is None or not needs.x else (u if factor is None else u * factor)
     del u
     grads = Grads(None, None, None, [], [], [])
