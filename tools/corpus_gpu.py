@@ -65,10 +65,8 @@ def _steps(folder: Path, codec: str, way: str, device: str, rank: int = 0) -> di
     found: dict[str, Any] = {}
     if way == "fsdp":
         names = ["q_proj", "k_proj", "v_proj", "o_proj"]
-        options: dict[str, Any] = {
-            "lora_config": LoraConfig(r=2, lora_alpha=4, target_modules=names)
-        }
-        options["adapter_options"] = {"experts": True}
+        lora = LoraConfig(r=2, lora_alpha=4, target_modules=names)
+        options: Any = {"lora_config": lora, "adapter_options": {"experts": True}}
         model = moe_qlora.load_sharded(folder, config, dtype=dtype, **options)
     else:
         model = _loaded(folder, config, dtype, device, keep_codes=codec == "mxfp4")
@@ -109,12 +107,7 @@ def _loaded(folder: Path, config: Any, dtype: torch.dtype, device: str, keep_cod
 
 
 def _set_up(
-    model: Any,
-    way: str,
-    stack: ExitStack,
-    found: dict[str, Any],
-    device: str,
-    seq: int,
+    model: Any, way: str, stack: ExitStack, found: dict[str, Any], device: str, seq: int
 ) -> nn.Module:
     """Put the model into this way to run, until the stack ends; return what is called."""
     sizes: dict[str, Any] = {"batch_size": BATCH, "seq_len": seq}
@@ -132,10 +125,8 @@ def _set_up(
     if way == "part":
         stack.enter_context(_kept_in_part(model, sizes))
     if way == "ddp":
-        where: dict[str, Any] = (
-            {"device_ids": [torch.device(device)]} if device.startswith("cuda") else {}
-        )
-        return nn.parallel.DistributedDataParallel(model, **where)
+        ids = [torch.device(device)] if device.startswith("cuda") else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=ids)
     return model
 
 

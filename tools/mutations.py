@@ -151,9 +151,8 @@ def covering(mutation: Mutation) -> list[str]:
                 changed = lines
     by_line = data.contexts_by_lineno(str(file))
     found = {context.rpartition("|")[0] for line in changed for context in by_line.get(line, ())}
-    room = f"/{file.parent.name}/"
-    near = {test: (f"/test_{file.stem}" not in test, room not in test) for test in found - {""}}
-    return sorted(near, key=lambda test: (*near[test], "/distributed/" in test, test))
+    near = f"/test_{file.stem}", f"/{file.parent.name}/"
+    return sorted(found - {""}, key=lambda test: ([part not in test for part in near], test))
 
 
 def commands(mutation: Mutation, copy: Path) -> list[str]:

@@ -118,9 +118,8 @@ class Journey:
         if options.stock:
             self.model = stock_peft_model(model, lora)
         else:
-            self.model = moe_qlora.get_peft_model(
-                model, lora, experts=True, autocast_adapter_dtype=not options.bits16
-            )
+            casts = {"autocast_adapter_dtype": not options.bits16}
+            self.model = moe_qlora.get_peft_model(model, lora, experts=True, **casts)
         self.tokenizer = AutoTokenizer.from_pretrained(options.folder)
         where = environment(torch.device("cuda" if self.gpu else "cpu"), options.commit)
         peer = "stock" if options.stock else "ours" if options.prepare else "ours, not prepared"
