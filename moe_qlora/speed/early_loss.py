@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 _LOOKS = (torch.isnan, torch.isinf)
+_BACKWARD = (Tensor.backward, torch.autograd.grad)
+"""What computes layers again, with subclasses of tensors as in forward."""
 _KEEPS = (Tensor.detach, Tensor.div, Tensor.mul, Tensor.mul_)
 """What leaves a finite loss finite: with numbers, such as those of steps and of processes."""
 
@@ -49,21 +51,23 @@ class EarlyLoss(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        copy = args[0]._copy if args and isinstance(args[0], cls) else None
-        # Plain, and not with subclasses disabled: a backward computes layers again, as they were.
-        args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
-        if copy is None or args[0]._version != copy[2] or func not in (*_LOOKS, *_KEEPS):
+        if func in _BACKWARD:
+            args, kwargs = tree_map_only(cls, _plain, (args, kwargs or {}))
             return func(*args, **kwargs)
-        if func in _LOOKS:
-            if copy[1] is not None:
-                copy[1].synchronize()
-            return func(copy[0])
-        found = func(*args, **kwargs)
-        if any(isinstance(other, Tensor) for other in args[1:]):
+        with torch._C.DisableTorchFunctionSubclass():
+            copy = args[0]._copy if args and isinstance(args[0], cls) else None
+            if copy is None or args[0]._version != copy[2] or func not in (*_LOOKS, *_KEEPS):
+                return func(*args, **(kwargs or {}))
+            if func in _LOOKS:
+                if copy[1] is not None:
+                    copy[1].synchronize()
+                return func(copy[0])
+            found = func(*args, **(kwargs or {}))
+            if any(isinstance(other, Tensor) for other in args[1:]):
+                return found
+            found = found.as_subclass(cls)
+            found._copy = *copy[:2], found._version
             return found
-        found = found.as_subclass(cls)
-        found._copy = *copy[:2], _plain(found)._version
-        return found
 
     def __format__(self, spec: str) -> str:
         return format(_plain(self), spec)
