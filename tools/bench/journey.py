@@ -118,7 +118,7 @@ class Journey:
         if options.stock:
             self.model = stock_peft_model(model, lora)
         else:
-            casts = {"autocast_adapter_dtype": not options.bits16}
+            casts: Any = {"autocast_adapter_dtype": not options.bits16}
             self.model = moe_qlora.get_peft_model(model, lora, experts=True, **casts)
         self.tokenizer = AutoTokenizer.from_pretrained(options.folder)
         where = environment(torch.device("cuda" if self.gpu else "cpu"), options.commit)
