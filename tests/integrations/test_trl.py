@@ -238,6 +238,7 @@ def assert_stock_peft_reads_what_is_saved(trained, model_folder, folder):
         ("sft", {"evaluate": True}, True),
         ("sft", {"packing": True, "max_length": 64}, False),
         ("dpo", {}, True),
+        ("grpo", {}, False),
     ],
 )
 def test_prepared_training_logs_the_same(kind, more, first, model_folder, tmp_path):
@@ -250,8 +251,11 @@ def test_prepared_training_logs_the_same(kind, more, first, model_folder, tmp_pa
     quick = trainer(kind, model, model_folder, tmp_path, max_steps=2, **more)
     flat = flat or moe_qlora.prepare_training(quick.model, **sizes)
     for run in (plain, quick):
+        if kind == "grpo":
+            torch.manual_seed(2)  # of its completions
         run.train()
     for ours, theirs in zip(quick.state.log_history[:2], plain.state.log_history[:2], strict=True):
+        ours.pop("step_time", None), theirs.pop("step_time", None)
         assert ours == pytest.approx(theirs, rel=2e-2, abs=2e-3) and "grad_norm" in ours
     assert has_flat_rows(quick.model)
 
