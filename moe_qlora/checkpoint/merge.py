@@ -53,7 +53,7 @@ from .adapter import (
 from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, restore, same_bits
 from .manifest import CONFIG, canonical_name, is_packed
-from .prequantized import parts_of, plain_json
+from .prequantized import parts_of, strip
 from .reader import INDEX, SINGLE, Checkpoint, header_bytes, index_of
 from .rows import Slot, filled, kept_dtypes
 from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
@@ -197,7 +197,7 @@ class _Merge:
         head = _trained_head(adapter, base.model)
         shapes = {key: shape for key, (shape, _) in base.disk.items()}
         added = {} if head is None else head.state_dict()
-        self._updates = updates = Resolver(base.model, shapes, adapter, added).resolve()
+        self._updates = updates = Resolver(base.model, shapes, adapter, added).updates
         _move_to_stored_names(updates, base, adapter)
         self.new_config = _reshape(base, updates, adapter, head)
         self.changed: set[str] = set()
@@ -334,9 +334,10 @@ class _Merge:
         if same and not any(name in config for name in PACKED_KEYS):
             shutil.copyfile(source / CONFIG, folder / CONFIG)
         else:
-            config = config if base.keeps_files else plain_json(config)
             text = []
             for part in parts_of(config):
+                if not base.keeps_files:
+                    strip(part)
                 for name in PACKED_KEYS:
                     part.pop(name, None)
                 for name in ("dtype", "torch_dtype"):

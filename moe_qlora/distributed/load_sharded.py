@@ -28,7 +28,6 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import GenerationConfig
-from transformers import initialization as init
 
 from ..checkpoint.base import file_facts
 from ..checkpoint.conversion import DiskLayout
@@ -43,7 +42,6 @@ from ..hf.model import finish_packing
 from ..kernels.limits import cdiv
 from ..lora.config import record_base
 from ..lora.model import get_peft_model
-from ..models import named
 from ..packing import parametrize
 from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import Packer
@@ -199,31 +197,25 @@ def _open(
     folder: Path, config: Any, dtype: torch.dtype | None, device: torch.device,
     trust_remote_code: bool,
 ) -> ShardedFill:  # fmt: skip
-    if not is_packed(folder):
-        if config is None:
-            raise ConfigError(f"{folder} is not packed: give a quantization_config.")
-        config = copy_config(config)
-        model: Any = build_model(folder, dtype, trust_remote_code)
-        compute_buffers(model, device)
-        opened = open_to_pack(folder, model, config, device)
-        fill = ShardedFill(model, opened.plan, opened.base.checkpoint, opened.dtypes, config)
-        fill.pack(opened.base.layout)
-        return fill
-    if config is not None:
+    packed = is_packed(folder)
+    if not packed and config is None:
+        raise ConfigError(f"{folder} is not packed: give a quantization_config.")
+    if packed and config is not None:
         raise ConfigError(
             f"{folder} is packed already, by the settings in its config.json: leave "
             "quantization_config out."
         )
-    check = FolderCheck(folder, large=False)  # no rank reads all that a checksum is of
-    manifest = check.finish()
-    source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
-    if dtype is not None:
-        source.config.dtype = dtype
-    with init.no_tie_weights():
-        model = named.build(source, trust_remote_code=trust_remote_code)
+    # no rank reads all that a checksum is of
+    check = FolderCheck(folder, large=False) if packed else None
+    model: Any = build_model(folder, dtype, trust_remote_code, packed=packed)
     compute_buffers(model, device)
-    config = copy_config(source.config.quantization_config)
-    spec = reload_spec(model, config, model.dtype, manifest, folder)
+    config = copy_config(model.config.quantization_config if packed else config)
+    if check is None:
+        opened = open_to_pack(folder, model, config, device)
+        fill = ShardedFill(model, opened.plan, opened.base.checkpoint, opened.dtypes, config)
+        fill.pack(opened.base.layout)
+        return fill
+    spec = reload_spec(model, config, model.dtype, check.finish(), folder)
     refuse_to_shard(spec.kept, "load it whole and call fully_shard")
     from_config(model, config)
     check.check_model(model)
@@ -430,9 +422,8 @@ class ShardedFill(Fill):
                 slots[name] = Slot(name, tensor.shape, dtype, device, rows=rows)
             else:
                 form = name, place.decoder.weight_shape, dtype, device, self.spec.settings
-                linear = {"linear": True, "transposed": self.linears[place.name]}
-                more = linear if place.name in self.linears else {}
-                slots[name] = ShareSlot(tensor, *form, **more)
+                linear, turned = place.name in self.linears, self.linears.get(place.name, False)
+                slots[name] = ShareSlot(tensor, *form, linear=linear, transposed=turned)
         groups = [group for group in self.layout.groups if slots.keys() & group.shapes]
         for name, value in filled(self.files, self.layout, groups, slots):
             _put(places[name], *(value if isinstance(value, tuple) else (value,)))
@@ -504,11 +495,7 @@ def _put(place: Place, values: Tensor, statistics: Mapping[str, Tensor] | None =
 def put_local(parameter: Any, values: Tensor) -> None:
     """Copy values into a parameter: into this rank's share where it is sharded."""
     local = parameter._local_tensor if hasattr(parameter, "placements") else parameter
-    if local.shape != values.shape:
-        raise CheckpointError(
-            f"Values of shape {tuple(values.shape)} were read for a share of shape "
-            f"{tuple(local.shape)}: the checkpoint is not of this model."
-        )
+    assert local.shape == values.shape, (local.shape, values.shape)
     local.copy_(values)
 
 

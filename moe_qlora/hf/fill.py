@@ -232,7 +232,7 @@ class Fill:
         self._weights = weights()
         if makers is None:
             return dict.fromkeys(keys, READ)
-        plain = {key: makers.plain_name(key) or READ for key in makers.stored}
+        plain = {key: makers.names.get(key, READ) for key in makers.stored}
         return {key: READ if name in keys else name for key, name in plain.items()}
 
     def _kept_codes(self, name: str, key: str) -> PackedWeight:

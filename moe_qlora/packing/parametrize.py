@@ -20,7 +20,7 @@ can shard (sharding.py) the second, since engines look each key up as a paramete
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -401,8 +401,7 @@ def _load(
             continue
         decoder, original = decoder_of(module, name), original_of(module, name)
         key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}."
-        packed = read_packed(module, name)
-        form = packed.shape, packed.dtype, CodecSettings.of(packed), original, decoder
+        form = read_packed(module, name), original, decoder
         loaded = _taken(state_dict, key, f"{own}original", f"{own}0.", *form, errors)
         if loaded is None:
             continue
@@ -417,14 +416,15 @@ def _load(
 
 
 def _taken(
-    state_dict: dict[str, Any], key: str, codes: str, at: str, shape: Sequence[int],
-    dtype: torch.dtype | None, settings: CodecSettings, own: Any, decoder: Any, errors: list[str],
+    state_dict: dict[str, Any], key: str, codes: str, at: str, like: PackedWeight, own: Any,
+    decoder: Any, errors: list[str],
 ) -> PackedWeight | None:  # fmt: skip
     """Take a weight's entries for a decoder that is not sharded; None where torch loads the rest.
 
     bitsandbytes' keys begin with `key`; torch's are `codes`, and begin with `at`. torch loads what
     becomes parameters, or after an error the `own` codes.
     """
+    settings = CodecSettings.of(like)
     if key == codes:
         has_key = any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds())
     else:
@@ -436,9 +436,9 @@ def _taken(
         ends = [other for other in state_dict if other.startswith(f"{key}.")]
         tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in ends}
         settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
-        dtype = None if settings.codec.has_record else dtype
+        dtype = None if settings.codec.has_record else like.dtype
         try:
-            loaded = restore({CODES: taken, **tensors}, shape, dtype, settings)
+            loaded = restore({CODES: taken, **tensors}, like.shape, dtype, settings)
         except ValueError as error:
             errors.append(
                 f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
@@ -499,15 +499,13 @@ def _load_4bit(
     weight, decoder = module.weight, module._modules.get("statistics")
     key, at = f"{prefix}weight", f"{prefix}statistics."
     like = read_linear(module) if has_codes(module) else None
-    if decoder is None and like is not None and f"{at}absmax" in state_dict:
-        decoder = Packed4bit(like)
     if like is None:
         plain = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
-        settings = CodecSettings(*plain)
-    else:
-        settings = CodecSettings.of(like)
-    form = (int(module.out_features), int(module.in_features)), None, settings, weight, decoder
-    loaded = _taken(state_dict, key, key, at, *form, errors)
+        shape = int(module.out_features), int(module.in_features)
+        like = blank_weight(shape, torch.float32, CodecSettings(*plain))
+    elif decoder is None and f"{at}absmax" in state_dict:
+        decoder = Packed4bit(like)
+    loaded = _taken(state_dict, key, key, at, like, weight, decoder, errors)
     if loaded is None:
         return
     state_dict[key] = loaded.codes
