@@ -38,20 +38,8 @@ from ..packing.codec import restore
 from ..packing.codecs import CODES, codecs
 from ..packing.settings import CodecSettings, problems
 from ..versions import installed_version
-from .reader import (
-    DTYPE_NAMES,
-    DTYPES,
-    SINGLE,
-    Checkpoint,
-    TensorInfo,
-    check_folder,
-    header_bytes,
-    incomplete,
-    index_of,
-    inside,
-    parse_fields,
-    read_index,
-)
+from . import reader
+from .reader import DTYPE_NAMES, DTYPES, SINGLE, Checkpoint, TensorInfo, inside, parse_fields
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
@@ -229,7 +217,7 @@ def checksum(info: TensorInfo) -> str:
         while left:
             piece = os.pread(file.fileno(), min(_READ, left), offset)
             if not piece:
-                raise incomplete(info.file, offset, info.offset + info.nbytes)
+                raise reader.incomplete(info.file, offset, info.offset + info.nbytes)
             digest.update(piece)
             left -= len(piece)
             offset += len(piece)
@@ -238,7 +226,7 @@ def checksum(info: TensorInfo) -> str:
 
 def shard_entry(file: Path) -> ShardEntry:
     """Describe a shard as the manifest does."""
-    header = header_bytes(file)
+    header = reader.header_bytes(file)
     with reading(file):
         return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
 
@@ -441,10 +429,10 @@ class FolderCheck:
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open the files that manifest or index name, or the only one; compare no checksums."""
     folder = Path(folder)
-    check_folder(folder)
+    reader.check_folder(folder)
     if is_packed(folder):
         return FolderCheck(folder, large=False).checkpoint
-    index = index_of(folder)
+    index = reader.index_of(folder)
     if index is None:
         with reading(folder):
             files = [file for file in folder.glob("*.safetensors") if file.is_file()]
@@ -462,7 +450,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
                 found += f" but {min(others).name}, {kind}, which is never read"
             raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
         return Checkpoint([inside(folder, files[0].name)])
-    weight_map = read_index(index)
+    weight_map = reader.read_index(index)
     if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
         raise CheckpointError(
             f"{folder} holds {SINGLE} beside {index.name}, which does not name it: remove the file "

@@ -48,17 +48,9 @@ from ..packing.codec import Packer
 from ..packing.codecs import CODES
 from ..packing.decoders import as_bits, bits_of
 from ..packing.settings import CodecSettings
+from . import sharding
 from .gather import Facts, check_agreement, from_first
-from .sharding import (
-    Place,
-    Wrap,
-    allocate,
-    device_of,
-    packed_places,
-    prepare_sharding,
-    shard_model,
-    shards_integers,
-)
+from .sharding import Place, Wrap
 
 
 def load_sharded(
@@ -116,7 +108,7 @@ def load_sharded(
         return asked | file_facts(folder)
 
     check_agreement("load_sharded", facts, mesh)
-    fill = _open(folder, quantization_config, dtype, device_of(mesh), trust_remote_code)
+    fill = _open(folder, quantization_config, dtype, sharding.device_of(mesh), trust_remote_code)
     base = fill.model
     if attn_implementation is not None:
         base.set_attn_implementation(attn_implementation)
@@ -131,15 +123,15 @@ def shard_and_fill(
     adapter_options: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Adapt and shard a model that is packed with blank weights, and fill it; return it."""
-    model, options, device = fill.model.eval(), dict(fsdp_options or {}), device_of(mesh)
+    model, options, device = fill.model.eval(), dict(fsdp_options or {}), sharding.device_of(mesh)
     with fill.files:
         adapters = None
         if lora_config is not None:
             adapters = BlankAdapters(model, lora_config, mesh, adapter_options or {})
             model = adapters.model
-        shard_model(model, mesh, wrap, **options)
+        sharding.shard_model(model, mesh, wrap, **options)
         offloaded = type(options.get("offload_policy")).__name__ == "CPUOffloadPolicy"
-        allocate(model, device, torch.device("cpu") if offloaded else None)
+        sharding.allocate(model, device, torch.device("cpu") if offloaded else None)
         fill.fill(device)
     if adapters is not None:
         adapters.fill()
@@ -383,13 +375,13 @@ class ShardedFill(Fill):
             parametrize.pack_blank_linear(module, dtypes[name], spec.settings)
         model.config.quantization_config = self.config
         finish_packing(model, spec.layout, self.config, spec.settings)
-        prepare_sharding(model)
+        sharding.prepare_sharding(model)
         self.targets = list(self._find_targets())
 
     def _find_targets(self) -> Iterator[Place]:
         """Yield where the model's weights sit, a tied one once, before adapters come."""
         seen: set[int] = set()
-        for place in packed_places(self.model):
+        for place in sharding.packed_places(self.model):
             if not seen.issuperset(tensors := set(map(id, place.tensors()))):
                 seen |= tensors
                 yield place
@@ -594,7 +586,7 @@ class ConfiguredFill(ShardedFill):
         self.names |= {name for name, tensor in model.named_parameters() if id(tensor) in own}
         # transformers shards next; a load that fails undoes this when it drops the fill
         self._sharding = ExitStack()
-        self._sharding.enter_context(shards_integers())
+        self._sharding.enter_context(sharding.shards_integers())
         return renamings
 
     def _fill(self, missing: Any) -> None:
@@ -604,9 +596,9 @@ class ConfiguredFill(ShardedFill):
         self._sharding.close()
         self.unhide()
         sharded = next(place.tensors()[0] for place in self.targets if place.decoder)
-        device = device_of(sharded.device_mesh)
+        device = sharding.device_of(sharded.device_mesh)
         offloaded = self.model.config.distributed_config.fsdp_cpu_offload
-        allocate(self.model, device, torch.device("cpu") if offloaded else None)
+        sharding.allocate(self.model, device, torch.device("cpu") if offloaded else None)
         with self.files:
             self.fill(device)
 

@@ -37,9 +37,13 @@ class TensorSpec(NamedTuple):
     shape: tuple[int, ...] | None
 
     @property
+    def numel(self) -> int:
+        """Number of elements; 0 for the record, which no packed weight in memory has."""
+        return 0 if self.shape is None else math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
-        # a record has none in memory
-        return 0 if self.shape is None else self.dtype.itemsize * math.prod(self.shape)
+        return self.dtype.itemsize * self.numel
 
 
 @dataclass(frozen=True)

@@ -34,26 +34,11 @@ from torch import Tensor, nn
 from ..errors import ConfigError, QuantizationError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, unwrapped
+from . import decoders
 from .bnb4bit import NESTED_ABSMAX, RECORD
 from .codec import restore, unpack
 from .codecs import CODES, codec_of, kinds
-from .decoders import (
-    Decoder,
-    Packed4bit,
-    PackedList,
-    PackedScales,
-    Params4bit,
-    bits_of,
-    bnb,
-    fetched,
-    has_codes,
-    hold,
-    is_shardable,
-    params4bit,
-    read,
-    read_linear,
-    write_linear,
-)
+from .decoders import Decoder, Packed4bit, PackedList, PackedScales, Params4bit, bnb, read
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
@@ -73,7 +58,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         raise QuantizationError(
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
-    owner, decoder = hold(packed)
+    owner, decoder = decoders.hold(packed)
     chain = PackedList([decoder], owner, unsafe=True)
     host: Any = module
     if _RECORD not in module.__dict__:
@@ -189,7 +174,7 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
 
 def read_for_compute(module: nn.Module, name: str) -> PackedWeight:
     """Return the packed weight on the device that computes, for one forward or backward."""
-    return fetched(parametrization_list(module, name))
+    return decoders.fetched(parametrization_list(module, name))
 
 
 def device_of(module: nn.Module, name: str) -> torch.device:
@@ -382,7 +367,7 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
     """Write bitsandbytes' keys unless statistics are parameters (state-dict hook)."""
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
-        shardable = is_shardable(decoder_of(module, name))
+        shardable = decoders.is_shardable(decoder_of(module, name))
         if key not in state_dict or shardable or is_foreign(module, name):
             continue
         state_dict[f"{prefix}{name}"] = state_dict.pop(key)
@@ -409,7 +394,7 @@ def _load(
         if assign or not original.is_meta:  # else torch's own message names meta
             decoder.put(loaded if assign else loaded.to(original.device))
         if assign and isinstance(decoder, Packed4bit):
-            codes = params4bit(codes, decoder.quant_state)
+            codes = decoders.params4bit(codes, decoder.quant_state)
         elif assign:
             codes = nn.Parameter(codes, requires_grad=False)
         state_dict[f"{own}original"] = codes
@@ -446,13 +431,13 @@ def _taken(
             )
             state_dict[codes] = own
             return None
-        if not is_shardable(decoder):
+        if not decoders.is_shardable(decoder):
             return loaded
         state_dict[codes] = _like(loaded.flat_codes.unsqueeze(1), own)
-        for part, tensor in bits_of(loaded).items():
+        for part, tensor in decoders.bits_of(loaded).items():
             if part in decoder._parameters:
                 state_dict[at + part] = _like(tensor, decoder._parameters[part])
-    elif isinstance(decoder, Decoder) and not is_shardable(decoder):
+    elif isinstance(decoder, Decoder) and not decoders.is_shardable(decoder):
         parts = {part: at + part for part in decoder.shardable}
         if all(one in state_dict for one in parts.values()):
             statistics = {part: state_dict.pop(one).clone() for part, one in parts.items()}
@@ -498,7 +483,7 @@ def _load_4bit(
 ) -> None:
     weight, decoder = module.weight, module._modules.get("statistics")
     key, at = f"{prefix}weight", f"{prefix}statistics."
-    like = read_linear(module) if has_codes(module) else None
+    like = decoders.read_linear(module) if decoders.has_codes(module) else None
     if like is None:
         plain = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
         shape = int(module.out_features), int(module.in_features)
@@ -513,7 +498,7 @@ def _load_4bit(
         return  # torch's own message names meta
     if not assign:
         loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
-    write_linear(module, loaded)
+    decoders.write_linear(module, loaded)
     state_dict[key] = module.weight
 
 
@@ -542,4 +527,4 @@ def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) ->
 def pack_blank_linear(module: Any, dtype: torch.dtype, settings: CodecSettings) -> None:
     """Give one of bitsandbytes' Linear layers on meta a blank packed weight, decoded to `dtype`."""
     shape = module.out_features, module.in_features
-    write_linear(module, blank_weight(shape, dtype, settings))
+    decoders.write_linear(module, blank_weight(shape, dtype, settings))
