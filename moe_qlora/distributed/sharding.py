@@ -266,7 +266,8 @@ def shards_integers() -> Iterator[None]:
         if not self.sharded_param.is_floating_point():
             self.init_dtype_attrs = MethodType(keep_dtype, self)
 
-    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _Parameter}), init
+    # its module only calls nn.Parameter, and needs no class
+    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _parameter}), init
     try:
         yield
     finally:
@@ -277,19 +278,9 @@ def _takes_integers() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-class _AnyParameter(type(nn.Parameter)):  # type: ignore[misc]
-    """`nn.Parameter`, which by default requires gradients of floating-point tensors only."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, nn.Parameter)
-
-    def __call__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
-        if requires_grad is None:
-            requires_grad = data is None or data.is_floating_point()
-        return nn.Parameter(data, requires_grad=requires_grad)
-
-
-class _Parameter(nn.Parameter, metaclass=_AnyParameter): ...
+def _parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+    floating = data.is_floating_point()
+    return nn.Parameter(data, floating if requires_grad is None else requires_grad)
 
 
 def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any) -> None:
