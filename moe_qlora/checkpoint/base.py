@@ -32,13 +32,7 @@ from .manifest import (
     canonical_name,
     is_packed,
 )
-from .prequantized import (
-    MODELOPT_CONFIG,
-    PrequantizedCheckpoint,
-    describe_plain,
-    maker_method,
-    open_plain,
-)
+from .prequantized import MODELOPT_CONFIG, describe_plain, maker_method, open_plain
 from .reader import INDEX_SUFFIX, Checkpoint, check_folder, check_link, header_bytes
 from .training_codec import SAMPLED_ROWS
 
@@ -82,10 +76,7 @@ class Base:
 
     def decodes(self, group: Group) -> bool:
         """Whether tensors of a group are a maker's codes on disk."""
-        makers = self.checkpoint
-        return isinstance(makers, PrequantizedCheckpoint) and any(
-            map(makers.is_dequantized, group.keys)
-        )
+        return any(map(self.checkpoint.is_dequantized, group.keys))
 
     def rows(self, name: str, start: int, stop: int | None) -> Tensor:
         """Return rows of a parameter."""

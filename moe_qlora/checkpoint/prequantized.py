@@ -383,9 +383,8 @@ class PrequantizedCheckpoint(Checkpoint):
                     nbytes = prod(known.shape) * dtype.itemsize
                     self[plain_key] = replace(info, dtype=dtype, shape=known.shape, nbytes=nbytes)
 
-    def is_dequantized(self, name: str) -> bool:
-        """Whether a plain tensor is decoded from codes."""
-        return name in self._tensors
+    def is_dequantized(self, key: str) -> bool:
+        return key in self._tensors
 
     def parts(self, name: str) -> Mapping[str, str]:
         """Return the keys on disk that make a plain tensor, by their role."""
