@@ -1,14 +1,9 @@
 """Packed folders: the manifest, and a check of the folder against it, its parts and its model.
 
-FORMAT.md in this folder specifies every file and key. In short:
-
-    config.json             names the manifest (the "mark", under `moe_qlora`)
-    moe_qlora-<hash>.json   the manifest, named by a checksum of its content; names the shards
-    model-<hash>-00001-of-0000N.safetensors
-                            the shards, named by a checksum of their content
-
-A file's name changes with its content, so that a save into a folder never touches a file of the
-model that is there: renaming the new config.json over the old one turns the one into the other.
+FORMAT.md in this folder specifies every file and key: config.json names the manifest (the "mark",
+under `moe_qlora`), which names the shards. A file's name changes with its content, so that a save
+into a folder never touches a file of the model that is there: renaming the new config.json over the
+old one turns the one into the other.
 Checksums find accidental damage; further checks cover all that decoding and loading rely on.
 """
 
@@ -164,12 +159,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        value = {"format_version": self.version, **asdict(self)}
-        for entry in value["experts"].values():
-            if entry["codec"] is None:
-                del entry["codec"]
-        if self.source is None:
-            del value["source"]
+        given = asdict(self, dict_factory=lambda items: {k: v for k, v in items if v is not None})
+        value = {"format_version": self.version, **given}
         return (json.dumps(value, indent=1) + "\n").encode()
 
     @property
