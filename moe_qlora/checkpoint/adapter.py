@@ -1,7 +1,7 @@
 """A LoRA adapter folder as PEFT writes it, read as deltas to a model's parameters.
 
     open_adapter        adapter_config.json checked, adapter_model.safetensors opened
-    Resolver.resolve    each tensor's parameter in the model, or its key on disk: `Updates`
+    Resolver            each tensor's parameter in the model, or its key on disk: `Updates`
 
 Which modules have LoRA follows from the keys of the file, not from `target_modules`. PEFT wraps a
 module once for each parameter that `target_parameters` names, in registration order: of several
@@ -52,7 +52,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ..detection.detect import detect
 from ..errors import AdapterError, CheckpointError
-from ..layout import ExpertParam, listed, unwrapped_name
+from ..layout import ExpertParam, unwrapped_name
 from ..models.files import MAX_CONFIG, check_patterns, read_json, read_raw
 from .manifest import canonical_name
 from .reader import Checkpoint, inside, parse_fields
@@ -331,16 +331,23 @@ class Resolver:
         self._shapes = {name: tuple(t.shape) for name, t in tensors.items()}
         self._resizable = {*vocabulary(model), *head}
         self._known = partial(canonical_name, model)
-        self._disk, self._file = disk, adapter.file
-        self._folder, self._settings = adapter.folder, adapter.settings
+        self._disk, self._file, self._adapter = disk, adapter.file, adapter
         wanted = adapter.settings.target_parameters or ()
         self._targets = [wanted] if isinstance(wanted, str) else wanted
         self._matched: set[str] = set()
-        self._faults: list[str] = []
-        self._updates = Updates()
+        self.updates = updates = Updates()
+        try:
+            self._resolve()
+        except ValueError as fault:
+            name = adapter.settings.base_model_name_or_path or "a model that it does not name"
+            raise AdapterError(
+                f"{adapter.folder} was trained on {name} and does not fit the base: {fault}. Merge "
+                "it into the model that it was trained on."
+            ) from fault
+        if not (updates.deltas or updates.disk_deltas or updates.replacements):
+            raise AdapterError(f"{adapter.folder / WEIGHTS} holds no tensor.")
 
-    def resolve(self) -> Updates:
-        """Find the targets of all tensors of the adapter."""
+    def _resolve(self) -> None:
         pairs: dict[str, dict[int, _Pair]] = {}  # by unwrapped path and number of wrappers
         tokens: dict[str, str] = {}  # keys of trained rows by the path of their module
         for key in self._file:
@@ -356,34 +363,17 @@ class Resolver:
                 path = name.replace(_WRAPPED + ".", ".").removesuffix(_TOKENS)
                 tokens[path] = key
             else:
-                self._try(self._replace, key, name.replace(_WRAPPED + ".", "."))
+                self._replace(key, name.replace(_WRAPPED + ".", "."))
         for path, by_depth in pairs.items():
-            self._try(self._place, path, by_depth)
+            self._place(path, by_depth)
         for path, key in tokens.items():
-            self._try(self._place_tokens, path, key)
-        if self._settings.trainable_token_indices and not tokens:
-            self._faults.append("trainable_token_indices is set, and the file has no such rows")
+            self._place_tokens(path, key)
+        if self._adapter.settings.trainable_token_indices and not tokens:
+            raise ValueError("trainable_token_indices is set, and the file has no such rows")
         if unmatched := sorted(set(self._targets) - self._matched):
-            self._faults.append(
+            raise ValueError(
                 f"target_parameters names {unmatched[0]}, for which the file has no tensor"
             )
-        if self._faults:
-            name = self._settings.base_model_name_or_path or "a model that it does not name"
-            faults = listed(self._faults, most=1)
-            raise AdapterError(
-                f"{self._folder} was trained on {name} and does not fit the base: {faults}. Merge "
-                "it into the model that it was trained on."
-            )
-        updates = self._updates
-        if not (updates.deltas or updates.disk_deltas or updates.replacements):
-            raise AdapterError(f"{self._folder / WEIGHTS} holds no tensor.")
-        return updates
-
-    def _try(self, place: Callable[..., None], *arguments: Any) -> None:
-        try:
-            place(*arguments)
-        except ValueError as fault:
-            self._faults.append(str(fault))
 
     def _replace(self, key: str, name: str) -> None:
         name = name.replace(".token_adapter.", ".")
@@ -398,12 +388,12 @@ class Resolver:
         if shape != old and not (target in self._resizable and shape[1:] == old[1:]):
             raise ValueError(f"{key} {shape} replaces a tensor of shape {old}")
         self._shapes[target] = shape
-        self._updates.replacements[target] = key
+        self.updates.replacements[target] = key
 
     def _place_tokens(self, path: str, key: str) -> None:
         target = self._known(f"{path}.weight", self._shapes)
         shape = self._file.info(key).shape
-        tokens = self._settings.trainable_token_indices or []
+        tokens = self._adapter.settings.trainable_token_indices or []
         if isinstance(tokens, dict):  # a tied head is in the file and need not be named
             named = [rows for name, rows in tokens.items() if f".{path}".endswith(f".{name}")]
             tokens = next(iter(named or tokens.values()), [])
@@ -414,7 +404,7 @@ class Resolver:
                 f"shape {(rows, *columns)}"
             )
         delta = LoraDelta(key, key, 1.0, tokens=tuple(tokens))
-        self._updates.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
+        self.updates.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
 
     def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
         pairs = [by_depth[depth] for depth in sorted(by_depth, reverse=True)]
@@ -428,7 +418,7 @@ class Resolver:
             self._add(pairs[0], path, None, key)
             return
         module = self._modules[module_name]
-        is_regex = isinstance(self._settings.target_parameters, str)
+        is_regex = isinstance(self._adapter.settings.target_parameters, str)
         named = []  # in registration order
         for name, _ in module.named_parameters(recurse=False):
             full = f"{path}.{name}"
@@ -450,7 +440,7 @@ class Resolver:
             )
         for pair, parameter in zip(pairs, parameters, strict=True):
             target = f"{path}.{parameter}" if parameter in named else path
-            self._try(self._add, pair, target, module, f"{module_name}.{parameter}")
+            self._add(pair, target, module, f"{module_name}.{parameter}")
 
     def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
         # `name` is a key on disk if there is no module; patterns of the config match `target`.
@@ -458,9 +448,9 @@ class Resolver:
         a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")
         if a is None or b is None:
             raise ValueError(f"{a or b or next(iter(pair.values()))} lacks its other half")
-        rank, scaling = self._settings.rank_and_scaling(target)
+        rank, scaling = self._adapter.settings.rank_and_scaling(target)
         shapes = self._disk if module is None else self._shapes
-        deltas = self._updates.disk_deltas if module is None else self._updates.deltas
+        deltas = self.updates.disk_deltas if module is None else self.updates.deltas
         shape = shapes[name]
         convolves = isinstance(module, nn.modules.conv._ConvNd)
         if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):

@@ -22,7 +22,7 @@ from ..models import named
 from ..models.files import reading
 from ..packing import codec
 from .adapter import Adapter
-from .conversion import DiskLayout, Group, blank, convert, restore, revert, same_bits
+from .conversion import Disk, DiskLayout, Group, blank, convert, restore, revert, same_bits
 from .manifest import (
     CONFIG,
     CONFIG_KEY,
@@ -32,13 +32,7 @@ from .manifest import (
     canonical_name,
     is_packed,
 )
-from .prequantized import (
-    MODELOPT_CONFIG,
-    PrequantizedCheckpoint,
-    describe_plain,
-    maker_method,
-    open_plain,
-)
+from .prequantized import MODELOPT_CONFIG, describe_plain, maker_method, open_plain
 from .reader import INDEX_SUFFIX, Checkpoint, check_folder, check_link, header_bytes
 from .training_codec import SAMPLED_ROWS
 
@@ -55,23 +49,16 @@ class Base:
     """
 
     def __init__(self, folder: Path, model: Any, *, device: torch.device | None = None) -> None:
-        checkpoint = open_plain(folder)
-        self.keeps_files = not isinstance(checkpoint, PrequantizedCheckpoint)
-        disk = {key: (info.shape, info.dtype) for key, info in checkpoint.items()}
-        self._set(folder, model, checkpoint, disk, device)
-
-    def _set(
-        self,
-        folder: Path,
-        model: Any,
-        checkpoint: Checkpoint,
-        disk: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
-        device: torch.device | None = None,
-    ) -> None:
+        self.folder, self.model, self._device = folder, model, device
+        self.checkpoint, disk = self._open()
+        self.keeps_files = type(self.checkpoint) is Checkpoint and type(self) is Base
         keys = disk if self.keeps_files else sorted(disk, key=dot_natural_key)
-        self.folder, self.model, self.checkpoint, self._device = folder, model, checkpoint, device
         self.disk = {key: disk[key] for key in keys}
         self.layout = DiskLayout(model, self.disk)
+
+    def _open(self) -> tuple[Checkpoint, Disk]:
+        checkpoint = open_plain(self.folder)
+        return checkpoint, {key: (info.shape, info.dtype) for key, info in checkpoint.items()}
 
     def values(
         self, group: Group, start: int, stop: int | None, exact: bool = True
@@ -89,10 +76,7 @@ class Base:
 
     def decodes(self, group: Group) -> bool:
         """Whether tensors of a group are a maker's codes on disk."""
-        makers = self.checkpoint
-        return isinstance(makers, PrequantizedCheckpoint) and any(
-            map(makers.is_dequantized, group.keys)
-        )
+        return any(map(self.checkpoint.is_dequantized, group.keys))
 
     def rows(self, name: str, start: int, stop: int | None) -> Tensor:
         """Return rows of a parameter."""
@@ -151,14 +135,23 @@ class PackedBase(Base):
     """A folder that this package packed, decoded; in the layout that transformers would save."""
 
     def __init__(self, folder: Path, model: Any) -> None:
-        self.keeps_files = False
-        opened = FolderCheck(folder)
+        super().__init__(folder, model)
+        if lost := self._params.keys() - self.layout.by_name:
+            raise CheckpointError(
+                f"{folder}: {min(lost)} of the packed model has no name in the original layout of "
+                f"a {type(model).__name__} that leads back to it: config.json is not the one it "
+                "was saved with, or such a model cannot be written."
+            )
+
+    def _open(self) -> tuple[Checkpoint, Disk]:
+        opened, model = FolderCheck(self.folder), self.model
         manifest = opened.finish()
         opened.check_model(model)
         state, files = model.state_dict(), opened.checkpoint
         self._weights = weights = PackedWeights(manifest, files, state)
         parts = {key for keys in weights.keys.values() for key in keys}
         params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._params = params
         for key in files:
             if (entry := manifest.experts.get(key)) is not None:
                 params[key] = (tuple(entry.shape), getattr(torch, entry.dtype))
@@ -167,15 +160,7 @@ class PackedBase(Base):
             elif key not in parts:
                 params[key] = (files.info(key).shape, files.info(key).dtype)
         on_disk = revert(model, blank(params), type(model).__name__)
-        disk = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in on_disk.items()}
-        self._set(folder, model, files, disk)
-        lost = params.keys() - self.layout.by_name
-        if lost:
-            raise CheckpointError(
-                f"{folder}: {min(lost)} of the packed model has no name in the original layout of "
-                f"a {type(model).__name__} that leads back to it: config.json is not the one it "
-                "was saved with, or such a model cannot be written."
-            )
+        return files, {key: (tuple(one.shape), one.dtype) for key, one in on_disk.items()}
 
     def values(
         self, group: Group, start: int, stop: int | None, exact: bool = True

@@ -14,20 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Chunk,
-    Concatenate,
-    ErnieFuseAndSplitTextVisionExperts,
-    Interleave,
-    MergeModulelist,
-    Transpose,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 
 from ..errors import CheckpointError
 
@@ -139,15 +127,15 @@ def _groups(
     mapping: list[Any],
     takes: Callable[[Collection[str], Collection[str]], bool],
 ) -> Iterator[Group]:
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     known = getattr(model, "base_model_prefix", ""), state
     collected: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    for key in sorted(disk, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, *known)
+    for key in sorted(disk, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, *known)
         if name not in state and key in state:
-            name, pattern = rename_source_key(key, [], [], *known)
+            name, pattern = loading.rename_source_key(key, [], [], *known)
         if name in state and pattern is not None:
             _, sources = collected.setdefault(name, (by_pattern[pattern], {}))
             sources.setdefault(pattern, []).append(key)
@@ -189,10 +177,10 @@ def make_group(
     counts = {len(keys) for keys in sources.values()}
     rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
     unit, each = "row", {1}  # each: how many tensors of every pattern
-    if isinstance(first, ErnieFuseAndSplitTextVisionExperts):
+    if isinstance(first, loading.ErnieFuseAndSplitTextVisionExperts):
         unit, each = "key", {len(shapes) * row for row in rows}
         alone = not others and first.stack_dim == 0 and first.concat_dim > 0
-    elif isinstance(first, MergeModulelist):
+    elif isinstance(first, loading.MergeModulelist):
         unit, each = "key", rows
         alone = first.dim == 0 and all(map(_leaves_first_alone, others))
     else:
@@ -203,10 +191,13 @@ def make_group(
 
 
 def _leaves_first_alone(operation: Any) -> bool:
-    if isinstance(operation, Transpose):
+    if isinstance(operation, loading.Transpose):
         dims = (operation.dim0, operation.dim1)
         return not getattr(operation, "check_dims", False) and min(dims) > 0
-    return isinstance(operation, (Concatenate, Chunk, Interleave)) and operation.dim > 0
+    return (
+        isinstance(operation, (loading.Concatenate, loading.Chunk, loading.Interleave))
+        and operation.dim > 0
+    )
 
 
 def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
@@ -255,7 +246,7 @@ def restore(group: Group, values: Mapping[str, Tensor], model: Any) -> dict[str,
 def revert(model: Any, values: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Return parameters as transformers would save them; the error of a failure has the name."""
     try:
-        tensors: dict[str, Tensor] = revert_weight_conversion(model, dict(values))
+        tensors: dict[str, Tensor] = loading.revert_weight_conversion(model, dict(values))
     except Exception as error:
         raise CheckpointError(
             f"transformers cannot write {name} as {type(model).__name__} has it on disk ({error})."

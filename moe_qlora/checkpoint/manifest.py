@@ -1,14 +1,9 @@
 """Packed folders: the manifest, and a check of the folder against it, its parts and its model.
 
-FORMAT.md in this folder specifies every file and key. In short:
-
-    config.json             names the manifest (the "mark", under `moe_qlora`)
-    moe_qlora-<hash>.json   the manifest, named by a checksum of its content; names the shards
-    model-<hash>-00001-of-0000N.safetensors
-                            the shards, named by a checksum of their content
-
-A file's name changes with its content, so that a save into a folder never touches a file of the
-model that is there: renaming the new config.json over the old one turns the one into the other.
+FORMAT.md in this folder specifies every file and key: config.json names the manifest (the "mark",
+under `moe_qlora`), which names the shards. A file's name changes with its content, so that a save
+into a folder never touches a file of the model that is there: renaming the new config.json over the
+old one turns the one into the other.
 Checksums find accidental damage; further checks cover all that decoding and loading rely on.
 """
 
@@ -38,20 +33,8 @@ from ..packing.codec import restore
 from ..packing.codecs import CODES, codecs
 from ..packing.settings import CodecSettings, problems
 from ..versions import installed_version
-from .reader import (
-    DTYPE_NAMES,
-    DTYPES,
-    SINGLE,
-    Checkpoint,
-    TensorInfo,
-    check_folder,
-    header_bytes,
-    incomplete,
-    index_of,
-    inside,
-    parse_fields,
-    read_index,
-)
+from . import reader
+from .reader import DTYPE_NAMES, DTYPES, SINGLE, Checkpoint, TensorInfo, inside, parse_fields
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
@@ -176,12 +159,8 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
-        value = {"format_version": self.version, **asdict(self)}
-        for entry in value["experts"].values():
-            if entry["codec"] is None:
-                del entry["codec"]
-        if self.source is None:
-            del value["source"]
+        given = asdict(self, dict_factory=lambda items: {k: v for k, v in items if v is not None})
+        value = {"format_version": self.version, **given}
         return (json.dumps(value, indent=1) + "\n").encode()
 
     @property
@@ -229,7 +208,7 @@ def checksum(info: TensorInfo) -> str:
         while left:
             piece = os.pread(file.fileno(), min(_READ, left), offset)
             if not piece:
-                raise incomplete(info.file, offset, info.offset + info.nbytes)
+                raise reader.incomplete(info.file, offset, info.offset + info.nbytes)
             digest.update(piece)
             left -= len(piece)
             offset += len(piece)
@@ -238,7 +217,7 @@ def checksum(info: TensorInfo) -> str:
 
 def shard_entry(file: Path) -> ShardEntry:
     """Describe a shard as the manifest does."""
-    header = header_bytes(file)
+    header = reader.header_bytes(file)
     with reading(file):
         return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
 
@@ -441,10 +420,10 @@ class FolderCheck:
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open the files that manifest or index name, or the only one; compare no checksums."""
     folder = Path(folder)
-    check_folder(folder)
+    reader.check_folder(folder)
     if is_packed(folder):
         return FolderCheck(folder, large=False).checkpoint
-    index = index_of(folder)
+    index = reader.index_of(folder)
     if index is None:
         with reading(folder):
             files = [file for file in folder.glob("*.safetensors") if file.is_file()]
@@ -462,7 +441,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
                 found += f" but {min(others).name}, {kind}, which is never read"
             raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
         return Checkpoint([inside(folder, files[0].name)])
-    weight_map = read_index(index)
+    weight_map = reader.read_index(index)
     if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
         raise CheckpointError(
             f"{folder} holds {SINGLE} beside {index.name}, which does not name it: remove the file "

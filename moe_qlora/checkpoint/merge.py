@@ -38,22 +38,13 @@ from ..models.files import MAX_JSON, read_json
 from ..models.named import quiet
 from ..packing import codec
 from ..progress import Progress, reporting
+from . import adapter as adapters
 from . import training_codec
-from .adapter import (
-    Adapter,
-    LoraDelta,
-    Resolver,
-    Updates,
-    check_adapter_patterns,
-    fused_adapter,
-    open_adapter,
-    single_experts,
-    vocabulary,
-)
+from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter, vocabulary
 from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, restore, same_bits
 from .manifest import CONFIG, canonical_name, is_packed
-from .prequantized import parts_of, plain_json
+from .prequantized import parts_of, strip
 from .reader import INDEX, SINGLE, Checkpoint, header_bytes, index_of
 from .rows import Slot, filled, kept_dtypes
 from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
@@ -149,12 +140,12 @@ def merge_adapter(
         stack.enter_context(lora.file)
         opened = stack.enter_context(closing(open_base(source, lora, trust_remote_code)))
         model = opened.model
-        check_adapter_patterns(adapter_folder, model)
+        adapters.check_adapter_patterns(adapter_folder, model)
         if not any_base:
             training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
-        singles = single_experts(lora.file)
+        singles = adapters.single_experts(lora.file)
         if any(canonical_name(model, f"{one}.weight", opened.disk) is None for one in singles):
-            fused = stack.enter_context(fused_adapter(adapter_folder, model))
+            fused = stack.enter_context(adapters.fused_adapter(adapter_folder, model))
             lora = replace(open_adapter(fused), folder=adapter_folder)
             stack.enter_context(lora.file)
         training: TrainingCodec | None = None
@@ -197,7 +188,7 @@ class _Merge:
         head = _trained_head(adapter, base.model)
         shapes = {key: shape for key, (shape, _) in base.disk.items()}
         added = {} if head is None else head.state_dict()
-        self._updates = updates = Resolver(base.model, shapes, adapter, added).resolve()
+        self._updates = updates = Resolver(base.model, shapes, adapter, added).updates
         _move_to_stored_names(updates, base, adapter)
         self.new_config = _reshape(base, updates, adapter, head)
         self.changed: set[str] = set()
@@ -334,9 +325,10 @@ class _Merge:
         if same and not any(name in config for name in PACKED_KEYS):
             shutil.copyfile(source / CONFIG, folder / CONFIG)
         else:
-            config = config if base.keeps_files else plain_json(config)
             text = []
             for part in parts_of(config):
+                if not base.keeps_files:
+                    strip(part)
                 for name in PACKED_KEYS:
                     part.pop(name, None)
                 for name in ("dtype", "torch_dtype"):

@@ -23,7 +23,6 @@ utils/quantization_config.py and should_convert_module.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,14 +68,13 @@ def parts_of(config: Any) -> Iterator[dict[str, Any]]:
             yield from parts_of(inner)
 
 
-def maker_config(config: Any) -> Any:
-    """Return the `quantization_config` in a configuration, or None."""
-    return next(filter(None, (part.get(_SETTINGS) for part in parts_of(config))), None)
-
-
 def maker_method(config: Any) -> str | None:
     """Return the method of a maker's configuration; None for 16 bits and for bitsandbytes."""
-    return method_of(maker_config(config))
+    return method_of(_maker_config(config))
+
+
+def _maker_config(config: Any) -> Any:
+    return next(filter(None, (part.get(_SETTINGS) for part in parts_of(config))), None)
 
 
 def method_of(own: Any) -> str | None:
@@ -376,22 +374,17 @@ class PrequantizedCheckpoint(Checkpoint):
                 f"other part (codes, or {key}_scale_inv, _scale or .scale) is missing, or does not "
                 f"go with it in {maker.method}: copy the whole folder, or {ADVICE}."
             )
-        self._names = {key: key for key in plain}
-        self._names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
+        self.names = {key: key for key in plain}  # plain, of all on disk but what goes with one
+        self.names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
         for key, info in self.stored.items():  # in the order of the files
-            if (plain_key := self._names.get(key)) is not None:
+            if (plain_key := self.names.get(key)) is not None:
                 self[plain_key] = info
                 if (known := self._tensors.get(plain_key)) is not None:
                     nbytes = prod(known.shape) * dtype.itemsize
                     self[plain_key] = replace(info, dtype=dtype, shape=known.shape, nbytes=nbytes)
 
-    def plain_name(self, stored_key: str) -> str | None:
-        """Return the plain name of a tensor on disk; None for what only goes with one."""
-        return self._names.get(stored_key)
-
-    def is_dequantized(self, name: str) -> bool:
-        """Whether a plain tensor is decoded from codes."""
-        return name in self._tensors
+    def is_dequantized(self, key: str) -> bool:
+        return key in self._tensors
 
     def parts(self, name: str) -> Mapping[str, str]:
         """Return the keys on disk that make a plain tensor, by their role."""
@@ -626,7 +619,7 @@ def codes_of_source(config: Any) -> tuple[int | None, str]:
 
 def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
     config = read_json(inside(folder, CONFIG)) if (folder / CONFIG).is_file() else {}
-    own = maker_config(config)
+    own = _maker_config(config)
     if own is not None or not (folder / MODELOPT_CONFIG).is_file():
         return config, own
     inner = read_json(inside(folder, MODELOPT_CONFIG)).get("quantization")
@@ -649,7 +642,7 @@ def describe_plain(config: Any) -> None:
     folders stand for.
     """
     for part in parts_of(config):
-        _strip(part)
+        strip(part)
         dtype = part.get("dtype")
         if dtype is not None and _named_dtype(dtype) is None:
             raise CheckpointError(
@@ -659,15 +652,8 @@ def describe_plain(config: Any) -> None:
     config.dtype = config.dtype or torch.bfloat16
 
 
-def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the 16-bit folder, given that of the quantized one."""
-    plain = copy.deepcopy(dict(config))
-    for part in parts_of(plain):
-        _strip(part)
-    return plain
-
-
-def _strip(part: dict[str, Any]) -> None:
+def strip(part: dict[str, Any]) -> None:
+    """Remove from part of a configuration what its maker said of the quantization."""
     if method_of(part.get(_SETTINGS)) is not None:
         del part[_SETTINGS]
     part.pop("expert_dtype", None)  # of DeepSeek-V4's experts as they lie on disk

@@ -94,6 +94,10 @@ class Checkpoint(dict[str, TensorInfo]):
             raise CheckpointError(f"{place} has no tensor {key}.")
         return self[key]
 
+    def is_dequantized(self, key: str) -> bool:
+        """Whether a plain tensor is decoded from a maker's codes."""
+        return False
+
     def read(self, key: str, start: int = 0, stop: int | None = None, device: Any = None) -> Tensor:
         """Read a tensor, or its rows `[start, stop)`, to a device (default: the CPU)."""
         info = self.info(key)

@@ -384,9 +384,11 @@ def copy_config(config: Any) -> Any:
     return copy.deepcopy(config)
 
 
-def build_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> Any:
-    """Build the checkpoint's model on meta."""
-    source = resolve_checkpoint(folder, trust_remote_code)
+def build_model(
+    folder: Path, dtype: torch.dtype | None, trust_remote_code: bool, *, packed: bool = False
+) -> Any:
+    """Build the checkpoint's model on meta; that of a `packed` folder where that is allowed."""
+    source = resolve_checkpoint(folder, trust_remote_code, packed=packed)
     if dtype is not None:
         source.config.dtype = dtype
         for name in source.config.sub_configs:

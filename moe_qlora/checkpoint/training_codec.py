@@ -147,11 +147,10 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
         "codec": {key: settings[key] for key in ("kind", "double_quant", "blocksize")},
         "experts": sorted(packed.experts - packed.native.keys()),
         "linears": sorted(packed.linears),
+        "dtype": packed.dtype and dtype_name(packed.dtype),
+        "base": packed.base and asdict(packed.base),
     }
-    if packed.dtype is not None:
-        note["dtype"] = dtype_name(packed.dtype)
-    if packed.base is not None:
-        note["base"] = asdict(packed.base)
+    note = {key: value for key, value in note.items() if value is not None}
     replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
 
 

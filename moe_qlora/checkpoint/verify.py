@@ -242,10 +242,9 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
         read = {file.name for file in checkpoint.files}
         strays = [n for n in names if n.endswith(".safetensors") and n not in read]
         warnings += [f"{folder / name} is in no index, and is not read." for name in strays]
-        stored, dequantized = {key: checkpoint.info(key) for key in checkpoint}, 0
+        stored, dequantized = checkpoint, sum(map(checkpoint.is_dequantized, checkpoint))
         if isinstance(checkpoint, PrequantizedCheckpoint):
-            stored, method = dict(checkpoint.stored), checkpoint.method
-            dequantized = sum(checkpoint.is_dequantized(key) for key in checkpoint)
+            stored, method = checkpoint.stored, checkpoint.method
         return VerifyReport(
             folder, files=len(read), tensors=len(stored),
             nbytes=sum(info.nbytes for info in stored.values()), problems=tuple(problems),

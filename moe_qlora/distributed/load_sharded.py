@@ -28,7 +28,6 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import GenerationConfig
-from transformers import initialization as init
 
 from ..checkpoint.base import file_facts
 from ..checkpoint.conversion import DiskLayout
@@ -43,24 +42,15 @@ from ..hf.model import finish_packing
 from ..kernels.limits import cdiv
 from ..lora.config import record_base
 from ..lora.model import get_peft_model
-from ..models import named
 from ..packing import parametrize
 from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import Packer
 from ..packing.codecs import CODES
 from ..packing.decoders import as_bits, bits_of
 from ..packing.settings import CodecSettings
+from . import sharding
 from .gather import Facts, check_agreement, from_first
-from .sharding import (
-    Place,
-    Wrap,
-    allocate,
-    device_of,
-    packed_places,
-    prepare_sharding,
-    shard_model,
-    shards_integers,
-)
+from .sharding import Place, Wrap
 
 
 def load_sharded(
@@ -118,7 +108,7 @@ def load_sharded(
         return asked | file_facts(folder)
 
     check_agreement("load_sharded", facts, mesh)
-    fill = _open(folder, quantization_config, dtype, device_of(mesh), trust_remote_code)
+    fill = _open(folder, quantization_config, dtype, sharding.device_of(mesh), trust_remote_code)
     base = fill.model
     if attn_implementation is not None:
         base.set_attn_implementation(attn_implementation)
@@ -133,15 +123,15 @@ def shard_and_fill(
     adapter_options: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Adapt and shard a model that is packed with blank weights, and fill it; return it."""
-    model, options, device = fill.model.eval(), dict(fsdp_options or {}), device_of(mesh)
+    model, options, device = fill.model.eval(), dict(fsdp_options or {}), sharding.device_of(mesh)
     with fill.files:
         adapters = None
         if lora_config is not None:
             adapters = BlankAdapters(model, lora_config, mesh, adapter_options or {})
             model = adapters.model
-        shard_model(model, mesh, wrap, **options)
+        sharding.shard_model(model, mesh, wrap, **options)
         offloaded = type(options.get("offload_policy")).__name__ == "CPUOffloadPolicy"
-        allocate(model, device, torch.device("cpu") if offloaded else None)
+        sharding.allocate(model, device, torch.device("cpu") if offloaded else None)
         fill.fill(device)
     if adapters is not None:
         adapters.fill()
@@ -199,31 +189,25 @@ def _open(
     folder: Path, config: Any, dtype: torch.dtype | None, device: torch.device,
     trust_remote_code: bool,
 ) -> ShardedFill:  # fmt: skip
-    if not is_packed(folder):
-        if config is None:
-            raise ConfigError(f"{folder} is not packed: give a quantization_config.")
-        config = copy_config(config)
-        model: Any = build_model(folder, dtype, trust_remote_code)
-        compute_buffers(model, device)
-        opened = open_to_pack(folder, model, config, device)
-        fill = ShardedFill(model, opened.plan, opened.base.checkpoint, opened.dtypes, config)
-        fill.pack(opened.base.layout)
-        return fill
-    if config is not None:
+    packed = is_packed(folder)
+    if not packed and config is None:
+        raise ConfigError(f"{folder} is not packed: give a quantization_config.")
+    if packed and config is not None:
         raise ConfigError(
             f"{folder} is packed already, by the settings in its config.json: leave "
             "quantization_config out."
         )
-    check = FolderCheck(folder, large=False)  # no rank reads all that a checksum is of
-    manifest = check.finish()
-    source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
-    if dtype is not None:
-        source.config.dtype = dtype
-    with init.no_tie_weights():
-        model = named.build(source, trust_remote_code=trust_remote_code)
+    # no rank reads all that a checksum is of
+    check = FolderCheck(folder, large=False) if packed else None
+    model: Any = build_model(folder, dtype, trust_remote_code, packed=packed)
     compute_buffers(model, device)
-    config = copy_config(source.config.quantization_config)
-    spec = reload_spec(model, config, model.dtype, manifest, folder)
+    config = copy_config(model.config.quantization_config if packed else config)
+    if check is None:
+        opened = open_to_pack(folder, model, config, device)
+        fill = ShardedFill(model, opened.plan, opened.base.checkpoint, opened.dtypes, config)
+        fill.pack(opened.base.layout)
+        return fill
+    spec = reload_spec(model, config, model.dtype, check.finish(), folder)
     refuse_to_shard(spec.kept, "load it whole and call fully_shard")
     from_config(model, config)
     check.check_model(model)
@@ -391,13 +375,13 @@ class ShardedFill(Fill):
             parametrize.pack_blank_linear(module, dtypes[name], spec.settings)
         model.config.quantization_config = self.config
         finish_packing(model, spec.layout, self.config, spec.settings)
-        prepare_sharding(model)
+        sharding.prepare_sharding(model)
         self.targets = list(self._find_targets())
 
     def _find_targets(self) -> Iterator[Place]:
         """Yield where the model's weights sit, a tied one once, before adapters come."""
         seen: set[int] = set()
-        for place in packed_places(self.model):
+        for place in sharding.packed_places(self.model):
             if not seen.issuperset(tensors := set(map(id, place.tensors()))):
                 seen |= tensors
                 yield place
@@ -503,11 +487,7 @@ def _put(place: Place, values: Tensor, statistics: Mapping[str, Tensor] | None =
 def put_local(parameter: Any, values: Tensor) -> None:
     """Copy values into a parameter: into this rank's share where it is sharded."""
     local = parameter._local_tensor if hasattr(parameter, "placements") else parameter
-    if local.shape != values.shape:
-        raise CheckpointError(
-            f"Values of shape {tuple(values.shape)} were read for a share of shape "
-            f"{tuple(local.shape)}: the checkpoint is not of this model."
-        )
+    assert local.shape == values.shape, (local.shape, values.shape)
     local.copy_(values)
 
 
@@ -606,7 +586,7 @@ class ConfiguredFill(ShardedFill):
         self.names |= {name for name, tensor in model.named_parameters() if id(tensor) in own}
         # transformers shards next; a load that fails undoes this when it drops the fill
         self._sharding = ExitStack()
-        self._sharding.enter_context(shards_integers())
+        self._sharding.enter_context(sharding.shards_integers())
         return renamings
 
     def _fill(self, missing: Any) -> None:
@@ -616,9 +596,9 @@ class ConfiguredFill(ShardedFill):
         self._sharding.close()
         self.unhide()
         sharded = next(place.tensors()[0] for place in self.targets if place.decoder)
-        device = device_of(sharded.device_mesh)
+        device = sharding.device_of(sharded.device_mesh)
         offloaded = self.model.config.distributed_config.fsdp_cpu_offload
-        allocate(self.model, device, torch.device("cpu") if offloaded else None)
+        sharding.allocate(self.model, device, torch.device("cpu") if offloaded else None)
         with self.files:
             self.fill(device)
 

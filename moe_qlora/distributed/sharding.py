@@ -20,23 +20,9 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
-from ..packing import parametrize
+from ..packing import decoders, parametrize
 from ..packing.codec import require_whole, unpack
-from ..packing.decoders import (
-    Decoder,
-    Packed4bit,
-    PackedScales,
-    Params4bit,
-    bnb,
-    has_codes,
-    is_shardable,
-    is_share,
-    params4bit,
-    read,
-    read_linear,
-    to_quant_state,
-    write_linear,
-)
+from ..packing.decoders import Decoder, Packed4bit, PackedScales, Params4bit, bnb, is_share, read
 
 Wrap = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are sharded by themselves: names of classes, or a predicate of a module."""
@@ -67,7 +53,7 @@ def lay_out(model: nn.Module) -> nn.Module:
             held, first = done[id(codes)]
             decoder = first.replaced({})
             decoder._parameters = {**first._parameters}
-        elif parametrize.is_foreign(module, name) or is_shardable(decoder) or chain.host:
+        elif parametrize.is_foreign(module, name) or decoders.is_shardable(decoder) or chain.host:
             continue
         else:
             decoder.name = unwrapped_name(f"{module_name}.{name}".lstrip("."))
@@ -76,8 +62,8 @@ def lay_out(model: nn.Module) -> nn.Module:
         chain._parameters["original"], chain._modules["0"] = held, decoder
     for name, module in list(model.named_modules()):
         linear: Any = module
-        if type(module) in _SHARDABLE and has_codes(linear):
-            packed = read_linear(module)
+        if type(module) in _SHARDABLE and decoders.has_codes(linear):
+            packed = decoders.read_linear(module)
             is_4bit = isinstance(module, bnb.Linear4bit)
             decoder = Packed4bit(packed) if is_4bit else PackedScales(packed)
             decoder.name = unwrapped_name(f"{name}.weight".lstrip("."))
@@ -104,7 +90,7 @@ def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
     codes = packed.flat_codes.unsqueeze(1)
     if not isinstance(decoder, Packed4bit):
         return nn.Parameter(codes, requires_grad=False)
-    return params4bit(codes, decoder.quant_state, PackedCodes)
+    return decoders.params4bit(codes, decoder.quant_state, PackedCodes)
 
 
 class Place(NamedTuple):
@@ -169,7 +155,7 @@ class _ShardableLinear(nn.Module):
         require_whole(packed)
         del layer.statistics
         layer.__class__ = self.stock
-        write_linear(layer, packed)
+        decoders.write_linear(layer, packed)
 
     def forward(self, x: Tensor) -> Tensor:
         _require_gathered(self)
@@ -198,7 +184,7 @@ class ShardableLinear4bit(_ShardableLinear, bnb.Linear4bit):
         return super().forward(x.to(self.compute_dtype or x.dtype)).to(x.dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        state = to_quant_state(read(self.weight, self.statistics))
+        state = decoders.to_quant_state(read(self.weight, self.statistics))
         out: Tensor = bnb_matmul_4bit(x, self.weight, bias=bias, quant_state=state)
         return out
 
@@ -280,7 +266,8 @@ def shards_integers() -> Iterator[None]:
         if not self.sharded_param.is_floating_point():
             self.init_dtype_attrs = MethodType(keep_dtype, self)
 
-    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _Parameter}), init
+    # its module only calls nn.Parameter, and needs no class
+    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _parameter}), init
     try:
         yield
     finally:
@@ -291,19 +278,9 @@ def _takes_integers() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
-class _AnyParameter(type(nn.Parameter)):  # type: ignore[misc]
-    """`nn.Parameter`, which by default requires gradients of floating-point tensors only."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, nn.Parameter)
-
-    def __call__(cls, data: Any = None, requires_grad: bool | None = None) -> Any:
-        if requires_grad is None:
-            requires_grad = data is None or data.is_floating_point()
-        return nn.Parameter(data, requires_grad=requires_grad)
-
-
-class _Parameter(nn.Parameter, metaclass=_AnyParameter): ...
+def _parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+    floating = data.is_floating_point()
+    return nn.Parameter(data, floating if requires_grad is None else requires_grad)
 
 
 def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any) -> None:

@@ -210,8 +210,7 @@ class Fill:
         wanted = {*self.spec.params, *(self.linears if linears else ())}
 
         def takes(names: Collection[str], keys: Collection[str]) -> bool:
-            decoded = makers is not None and any(map(makers.is_dequantized, keys))
-            return decoded or bool(wanted.intersection(names))
+            return any(map(files.is_dequantized, keys)) or bool(wanted.intersection(names))
 
         disk = {key: (files.info(key).shape, files.info(key).dtype) for key in files}
         turned = {name for name, is_turned in self.linears.items() if is_turned}
@@ -232,7 +231,7 @@ class Fill:
         self._weights = weights()
         if makers is None:
             return dict.fromkeys(keys, READ)
-        plain = {key: makers.plain_name(key) or READ for key in makers.stored}
+        plain = {key: makers.names.get(key, READ) for key in makers.stored}
         return {key: READ if name in keys else name for key, name in plain.items()}
 
     def _kept_codes(self, name: str, key: str) -> PackedWeight:

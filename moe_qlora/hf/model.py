@@ -24,16 +24,8 @@ from ..kernels.weights import PackedWeight
 from ..layout import ModelLayout
 from ..lora.inject import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
-from ..packing import parametrize
+from ..packing import decoders, parametrize
 from ..packing.codecs import codec_of
-from ..packing.decoders import (
-    PackedScales,
-    cross_meta,
-    has_codes,
-    is_shardable,
-    keep_layout,
-    read_linear,
-)
 from ..packing.settings import CodecSettings
 from ..world import world
 
@@ -83,7 +75,7 @@ def finish_packing(
             if name not in model.__dict__:
                 model.__dict__[name] = MethodType(function, model)
                 bound[name] = function
-    keep_layout(model)
+    decoders.keep_layout(model)
     world().lay_out(model)
     return set(names) - set(left)
 
@@ -94,8 +86,8 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     weights: dict[int, tuple[PackedWeight, Any]] = {}
     for module in self.modules():
         held: Any = module
-        if parametrize.is_packed_linear(module) and has_codes(held):
-            weights[id(held.weight)] = read_linear(held), held._modules.get("statistics")
+        if parametrize.is_packed_linear(module) and decoders.has_codes(held):
+            weights[id(held.weight)] = decoders.read_linear(held), held._modules.get("statistics")
         for name in parametrize.packed_names(module):
             packed, decoder = parametrize.read_packed(module, name), held.parametrizations[name][0]
             weights[id(packed.owner)] = packed, decoder
@@ -116,13 +108,13 @@ def num_parameters(
         return count
     statistics = {
         id(parameter): parameter.numel()
-        for module in filter(is_shardable, self.modules())
+        for module in filter(decoders.is_shardable, self.modules())
         for parameter in module._parameters.values()
     }
     scaled = {  # 4-bit codes, which are `Params4bit`, stock counts twice, and others once
         id(parametrize.original_of(module, name)): decoder
         for _, module, name in parametrize.iter_packed(self)
-        if isinstance(decoder := parametrize.decoder_of(module, name), PackedScales)
+        if isinstance(decoder := parametrize.decoder_of(module, name), decoders.PackedScales)
     }
     for decoder in scaled.values():
         shape = decoder.weight_shape
@@ -147,7 +139,7 @@ def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """Do what `nn.Module._apply` does, for bitsandbytes' Linear layers to and from meta as well."""
     for module in self.modules():
-        cross_meta(module, "weight", fn)
+        decoders.cross_meta(module, "weight", fn)
     return type(self)._apply(self, fn, recurse)
 
 

@@ -26,12 +26,7 @@ from ..checkpoint.manifest import (
     has_manifest,
     parse_mark,
 )
-from ..checkpoint.prequantized import (
-    PrequantizedCheckpoint,
-    describe_plain,
-    maker_method,
-    open_plain,
-)
+from ..checkpoint.prequantized import describe_plain, maker_method, open_plain
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
@@ -138,7 +133,7 @@ class _Packing:
         if self._checked is not None:
             self._checked.check_model(model)
         spec = replace(spec, params={n: p for n, p in spec.params.items() if n in names})
-        prequantized = isinstance(opened, PrequantizedCheckpoint)
+        prequantized = opened is not None and opened.method
         if self._mark is None and asked.keep_codes:
             spec = replace(spec, kept=weights_to_keep(model, spec, opened))
         self._spec = spec

@@ -44,8 +44,8 @@ class Block(NamedTuple):
 
 
 _lock = threading.RLock()
-_replaced: dict[str, tuple[type, type]] = {}  # method -> (stock class, packing class)
-_merge: tuple[Any, Any] | None = None  # the stock class method that chooses a config, and ours
+# (stock, ours): quantizer classes by method, and the class method that chooses a config
+_replaced: dict[str, tuple[Any, Any]] = {}
 _blocks: list[Block] = []  # that are open
 _always = False
 
@@ -131,7 +131,6 @@ def asked() -> Block:
 
 
 def _install() -> None:
-    global _merge
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
     from .quantizer import packing_quantizer
@@ -143,8 +142,8 @@ def _install() -> None:
         _replaced[method] = stock, packing_quantizer(stock, asked)
         AUTO_QUANTIZER_MAPPING[method] = _replaced[method][1]
     merge = AutoHfQuantizer.__dict__[_MERGE]
-    _merge = merge, _preferring_bitsandbytes(merge)
-    setattr(AutoHfQuantizer, _MERGE, _merge[1])
+    _replaced[_MERGE] = merge, _preferring_bitsandbytes(merge)
+    setattr(AutoHfQuantizer, _MERGE, _replaced[_MERGE][1])
 
 
 def _preferring_bitsandbytes(stock: Any) -> Any:
@@ -172,17 +171,15 @@ def _preferring_bitsandbytes(stock: Any) -> Any:
 
 
 def _restore() -> None:
-    global _merge
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
-    if _always or _blocks:
+    if _always or _blocks or not _replaced:
         return
-    for method, (stock, packing) in _replaced.items():
-        # A class that somebody else has put there since then stays.
-        if AUTO_QUANTIZER_MAPPING.get(method) is packing:
+    # What somebody else has put there since then stays; where it calls ours, ours calls stock.
+    stock, ours = _replaced.pop(_MERGE)
+    if AutoHfQuantizer.__dict__.get(_MERGE) is ours:
+        setattr(AutoHfQuantizer, _MERGE, stock)
+    for method, (stock, ours) in _replaced.items():
+        if AUTO_QUANTIZER_MAPPING.get(method) is ours:
             AUTO_QUANTIZER_MAPPING[method] = stock
     _replaced.clear()
-    # One that somebody else has put there since then stays; where it calls ours, ours calls stock.
-    if _merge is not None and AutoHfQuantizer.__dict__.get(_MERGE) is _merge[1]:
-        setattr(AutoHfQuantizer, _MERGE, _merge[0])
-    _merge = None

@@ -20,7 +20,7 @@ can shard (sharding.py) the second, since engines look each key up as a paramete
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,26 +34,11 @@ from torch import Tensor, nn
 from ..errors import ConfigError, QuantizationError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, unwrapped
+from . import decoders
 from .bnb4bit import NESTED_ABSMAX, RECORD
 from .codec import restore, unpack
 from .codecs import CODES, codec_of, kinds
-from .decoders import (
-    Decoder,
-    Packed4bit,
-    PackedList,
-    PackedScales,
-    Params4bit,
-    bits_of,
-    bnb,
-    fetched,
-    has_codes,
-    hold,
-    is_shardable,
-    params4bit,
-    read,
-    read_linear,
-    write_linear,
-)
+from .decoders import Decoder, Packed4bit, PackedList, PackedScales, Params4bit, bnb, read
 from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
 
 # All parameters of a module as they were registered, and its hooks; its copies have it too.
@@ -73,7 +58,7 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
         raise QuantizationError(
             f"{type(module).__name__}.{name} is packed already: detach it before packing it again."
         )
-    owner, decoder = hold(packed)
+    owner, decoder = decoders.hold(packed)
     chain = PackedList([decoder], owner, unsafe=True)
     host: Any = module
     if _RECORD not in module.__dict__:
@@ -189,7 +174,7 @@ def read_packed(module: nn.Module, name: str) -> PackedWeight:
 
 def read_for_compute(module: nn.Module, name: str) -> PackedWeight:
     """Return the packed weight on the device that computes, for one forward or backward."""
-    return fetched(parametrization_list(module, name))
+    return decoders.fetched(parametrization_list(module, name))
 
 
 def device_of(module: nn.Module, name: str) -> torch.device:
@@ -382,7 +367,7 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
     """Write bitsandbytes' keys unless statistics are parameters (state-dict hook)."""
     for name in packed_names(module):
         key = f"{prefix}parametrizations.{name}.original"
-        shardable = is_shardable(decoder_of(module, name))
+        shardable = decoders.is_shardable(decoder_of(module, name))
         if key not in state_dict or shardable or is_foreign(module, name):
             continue
         state_dict[f"{prefix}{name}"] = state_dict.pop(key)
@@ -401,8 +386,7 @@ def _load(
             continue
         decoder, original = decoder_of(module, name), original_of(module, name)
         key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}."
-        packed = read_packed(module, name)
-        form = packed.shape, packed.dtype, CodecSettings.of(packed), original, decoder
+        form = read_packed(module, name), original, decoder
         loaded = _taken(state_dict, key, f"{own}original", f"{own}0.", *form, errors)
         if loaded is None:
             continue
@@ -410,21 +394,22 @@ def _load(
         if assign or not original.is_meta:  # else torch's own message names meta
             decoder.put(loaded if assign else loaded.to(original.device))
         if assign and isinstance(decoder, Packed4bit):
-            codes = params4bit(codes, decoder.quant_state)
+            codes = decoders.params4bit(codes, decoder.quant_state)
         elif assign:
             codes = nn.Parameter(codes, requires_grad=False)
         state_dict[f"{own}original"] = codes
 
 
 def _taken(
-    state_dict: dict[str, Any], key: str, codes: str, at: str, shape: Sequence[int],
-    dtype: torch.dtype | None, settings: CodecSettings, own: Any, decoder: Any, errors: list[str],
+    state_dict: dict[str, Any], key: str, codes: str, at: str, like: PackedWeight, own: Any,
+    decoder: Any, errors: list[str],
 ) -> PackedWeight | None:  # fmt: skip
     """Take a weight's entries for a decoder that is not sharded; None where torch loads the rest.
 
     bitsandbytes' keys begin with `key`; torch's are `codes`, and begin with `at`. torch loads what
     becomes parameters, or after an error the `own` codes.
     """
+    settings = CodecSettings.of(like)
     if key == codes:
         has_key = any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds())
     else:
@@ -436,9 +421,9 @@ def _taken(
         ends = [other for other in state_dict if other.startswith(f"{key}.")]
         tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in ends}
         settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
-        dtype = None if settings.codec.has_record else dtype
+        dtype = None if settings.codec.has_record else like.dtype
         try:
-            loaded = restore({CODES: taken, **tensors}, shape, dtype, settings)
+            loaded = restore({CODES: taken, **tensors}, like.shape, dtype, settings)
         except ValueError as error:
             errors.append(
                 f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
@@ -446,13 +431,13 @@ def _taken(
             )
             state_dict[codes] = own
             return None
-        if not is_shardable(decoder):
+        if not decoders.is_shardable(decoder):
             return loaded
         state_dict[codes] = _like(loaded.flat_codes.unsqueeze(1), own)
-        for part, tensor in bits_of(loaded).items():
+        for part, tensor in decoders.bits_of(loaded).items():
             if part in decoder._parameters:
                 state_dict[at + part] = _like(tensor, decoder._parameters[part])
-    elif isinstance(decoder, Decoder) and not is_shardable(decoder):
+    elif isinstance(decoder, Decoder) and not decoders.is_shardable(decoder):
         parts = {part: at + part for part in decoder.shardable}
         if all(one in state_dict for one in parts.values()):
             statistics = {part: state_dict.pop(one).clone() for part, one in parts.items()}
@@ -498,16 +483,14 @@ def _load_4bit(
 ) -> None:
     weight, decoder = module.weight, module._modules.get("statistics")
     key, at = f"{prefix}weight", f"{prefix}statistics."
-    like = read_linear(module) if has_codes(module) else None
-    if decoder is None and like is not None and f"{at}absmax" in state_dict:
-        decoder = Packed4bit(like)
+    like = decoders.read_linear(module) if decoders.has_codes(module) else None
     if like is None:
         plain = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
-        settings = CodecSettings(*plain)
-    else:
-        settings = CodecSettings.of(like)
-    form = (int(module.out_features), int(module.in_features)), None, settings, weight, decoder
-    loaded = _taken(state_dict, key, key, at, *form, errors)
+        shape = int(module.out_features), int(module.in_features)
+        like = blank_weight(shape, torch.float32, CodecSettings(*plain))
+    elif decoder is None and f"{at}absmax" in state_dict:
+        decoder = Packed4bit(like)
+    loaded = _taken(state_dict, key, key, at, like, weight, decoder, errors)
     if loaded is None:
         return
     state_dict[key] = loaded.codes
@@ -515,7 +498,7 @@ def _load_4bit(
         return  # torch's own message names meta
     if not assign:
         loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
-    write_linear(module, loaded)
+    decoders.write_linear(module, loaded)
     state_dict[key] = module.weight
 
 
@@ -544,4 +527,4 @@ def pack_blank(model: nn.Module, param: ExpertParam, settings: CodecSettings) ->
 def pack_blank_linear(module: Any, dtype: torch.dtype, settings: CodecSettings) -> None:
     """Give one of bitsandbytes' Linear layers on meta a blank packed weight, decoded to `dtype`."""
     shape = module.out_features, module.in_features
-    write_linear(module, blank_weight(shape, dtype, settings))
+    decoders.write_linear(module, blank_weight(shape, dtype, settings))

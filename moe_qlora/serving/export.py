@@ -125,7 +125,7 @@ def export_adapter(
         lora = open_adapter(stack.enter_context(fused_adapter(folder, model)))
         stack.enter_context(lora.file)
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
-        updates = Resolver(model, shapes, lora).resolve()
+        updates = Resolver(model, shapes, lora).updates
         work = stack.enter_context(new_folder(place))
         if target == "peft" and not updates.disk_deltas:
             shutil.copyfile(lora.folder / CONFIG, work / CONFIG)
