@@ -31,10 +31,11 @@ SETTINGS = [
 SHAPES = [(3, 5, 64), (4, 34, 30), (300, 64), (2, 3, 130, 64)]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("settings", "shape"), zip(SETTINGS, itertools.cycle(SHAPES), strict=False), ids=str
+)
 def test_state_dicts_and_blank_weights_are_as_specified(
-    shape: tuple[int, ...], settings: CodecSettings
+    settings: CodecSettings, shape: tuple[int, ...]
 ) -> None:
     weight = torch.randn(shape)
     module = nn.Module()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -28,28 +27,12 @@ def answer(rule, *arguments):
 
 
 @SKIPPED_MODULES
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(NAMES, st.lists(PATTERNS, max_size=3))
 def test_the_rule_is_that_of_transformers(name: str, patterns: list[str]) -> None:
     converted = answer(should_convert_module, name, patterns)
     expected = converted if isinstance(converted, str) else not converted
     assert answer(is_skipped, name, patterns) == expected
-
-
-@pytest.mark.parametrize(
-    ("pattern", "skipped"),
-    [
-        ("layer.1", True),  # from the start to a boundary
-        ("layer.11", False),
-        ("layer.*", True),  # as a regex
-        ("up", True),  # the end, literally
-        ("x|layer", True),  # the boundary holds for each alternative
-        ("x|lay", False),
-        (r"mlp\.up", False),  # a regex starts where the name does
-    ],
-)
-def test_examples(pattern: str, skipped: bool) -> None:
-    assert is_skipped("layer.1.mlp.up", [pattern]) is skipped
 
 
 def test_any_name_of_a_weight_or_of_its_module_counts() -> None:
