@@ -430,9 +430,8 @@ class ShardedFill(Fill):
                 slots[name] = Slot(name, tensor.shape, dtype, device, rows=rows)
             else:
                 form = name, place.decoder.weight_shape, dtype, device, self.spec.settings
-                linear = {"linear": True, "transposed": self.linears[place.name]}
-                more = linear if place.name in self.linears else {}
-                slots[name] = ShareSlot(tensor, *form, **more)
+                linear, turned = place.name in self.linears, self.linears.get(place.name, False)
+                slots[name] = ShareSlot(tensor, *form, linear=linear, transposed=turned)
         groups = [group for group in self.layout.groups if slots.keys() & group.shapes]
         for name, value in filled(self.files, self.layout, groups, slots):
             _put(places[name], *(value if isinstance(value, tuple) else (value,)))
