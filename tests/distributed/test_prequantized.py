@@ -30,7 +30,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 CASES = (  # the folder, how its model is divided, the settings
     (FP8, "fsdp", "skips"),
-    (MXFP4, "fsdp", "skips"),
     (NVFP4, "fsdp", "int8"),
     (FP8, "load_sharded", "skips"),
     (MXFP4, "load_sharded", "int8"),

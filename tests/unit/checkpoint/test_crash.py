@@ -129,9 +129,9 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
 
 
 def stopped(
-    saves: Saves, copied: Any, tmp_path: Path, existing: bool, act: Callable[[], None]
+    saves: Saves, copied: Any, tmp_path: Path, existing: bool, act: Callable[[], None], step: int
 ) -> Iterator[tuple[int, int, str]]:
-    """Save the second model, once for each change: `stop`, exit code, and what the folder holds."""
+    """Save the second model once for each change, or some: `stop`, exit code, what is held."""
     report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
 
     def work() -> None:
@@ -144,7 +144,7 @@ def stopped(
 
     stop = changes = 0
     while changes >= stop:
-        stop += 1
+        stop += step
         saves.start(existing)
         status = copied(work).ended()
         changes = int.from_bytes(os.pread(report, 8, 0), "little")
@@ -154,9 +154,11 @@ def stopped(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
-def test_killed_before_each_change_of_the_disk(saves, copied, tmp_path, existing):
+def test_killed_before_changes_of_the_disk(saves, copied, tmp_path, existing):
     seen = []
-    for stop, status, holds in stopped(saves, copied, tmp_path, existing, die):
+    for stop, status, holds in stopped(
+        saves, copied, tmp_path, existing, die, 1 if existing else 3
+    ):
         assert status in (0, KILLED)
         seen.append(holds)
         if holds == "new" and seen.count("new") == 1:
@@ -170,21 +172,19 @@ def test_killed_before_each_change_of_the_disk(saves, copied, tmp_path, existing
     order = ["old", "new"] if existing else ["none", "new"]
     assert list(dict.fromkeys(seen)) == order
     assert seen == sorted(seen, key=order.index)
-    assert status == 0 and len(seen) > 30
+    assert status == 0 and len(seen) > (30 if existing else 10)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
-    saves, copied, tmp_path
-):
+def test_a_disk_that_fails_at_changes_is_reported_and_leaves_no_rubbish(saves, copied, tmp_path):
     refused, stuck = [], 0
-    for stop, status, holds in stopped(saves, copied, tmp_path, True, disk_full):
+    for stop, status, holds in stopped(saves, copied, tmp_path, True, disk_full, 2):
         assert status == REFUSED or (status, holds) == (0, "new"), f"at change {stop}"
         refused += [holds] if status == REFUSED else []
         if saves.staged():  # its removal was what failed: the next save removes it
             stuck += 1
             saves.again(True)
-    assert refused.count("old") > 15
+    assert refused.count("old") > 7
     # the rest are folders that exist already, and files removed at the end
-    assert len(refused) > 0.7 * stop
+    assert len(refused) > 0.35 * stop
     assert stuck <= 1

@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from training import loaded, lora
-from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModel, BitsAndBytesConfig
 from upstream import ADAPTER_METHODS
 
 import moe_qlora
@@ -139,13 +139,6 @@ def test_an_adapter_names_the_model_that_it_was_on(
         merge(folders["another"], adapter)
 
 
-def test_the_dtype_is_that_of_training(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Of an fp32 checkpoint that was trained in bf16."""
-    tiny_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path / "fp32")
-    by_folder({"base": tmp_path / "fp32"}, tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter" / NOTE).read_text())["dtype"] == "bfloat16"
-
-
 def load(folder: Path, adapter: Path) -> None:
     moe_qlora.load_adapter(base_model(folder), str(adapter))
 
@@ -177,21 +170,21 @@ def no_alarm() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("base", ["base", "trained further", "longer", "packed"])
+@pytest.mark.parametrize(
+    ("base", "use"),
+    [*zip(["base", "trained further", "longer", "packed", "base"], USES, strict=True)]
+    + [(base, merge) for base in ("trained further", "packed")],
+)
 def test_the_same_base_is_no_alarm(folders: dict[str, Path], base: str, use: Any) -> None:
     with no_alarm():
         use(folders[base], folders["adapter"])
 
 
-def test_the_unpacked_base_is_no_alarm(folders: dict[str, Path]) -> None:
-    with no_alarm():
-        plain = AutoModelForCausalLM.from_pretrained(folders["base"])
-        moe_qlora.load_adapter(plain, str(folders["adapter"]), unpacked_ok=True)
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("base", ["another", "hidden_act", "norm_topk_prob", "num_experts_per_tok"])
+@pytest.mark.parametrize(
+    ("base", "use"),
+    [("another", use) for use in USES]
+    + [*zip(["hidden_act", "norm_topk_prob", "num_experts_per_tok"], USES[::2], strict=True)],
+)
 def test_another_base_is_an_error_that_names_both(
     folders: dict[str, Path], base: str, use: Any
 ) -> None:
@@ -201,20 +194,18 @@ def test_another_base_is_an_error_that_names_both(
         use(folders[base], folders["adapter"])
 
 
-@pytest.mark.parametrize("base", ["base", "packed"])
 def test_a_merge_compares_weights_of_an_inner_models_adapter(
-    base: str, folders: dict[str, Path], tmp_path: Path
+    folders: dict[str, Path], tmp_path: Path
 ) -> None:
     """Whose names have no prefix: of AutoModel, merged into AutoModelForCausalLM's folder."""
     inner, adapter = loaded(folders["another"], NF4, AutoModel, dtype="auto"), tmp_path / "adapter"
     lora(inner, "q_proj", task_type="FEATURE_EXTRACTION").save_pretrained(adapter)
     merge(folders["another"], adapter)
     with pytest.raises(AdapterError, match="has other weights"):
-        merge(folders[base], adapter)
+        merge(folders["packed"], adapter)
 
 
-@pytest.mark.parametrize("noted", [True, False])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("kind", "noted"), [("mixtral", True), ("qwen3_moe", False)])
 def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
     kind: str, noted: bool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -229,7 +220,7 @@ def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
     assert len(said.replace(str(tmp_path), "").replace(str(folders["base"]), "")) < 400
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", [load, merge])
 def test_a_note_without_a_fingerprint_is_taken(
     folders: dict[str, Path], tmp_path: Path, use: Any
 ) -> None:
@@ -267,9 +258,12 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
     prints = {}
     for name in ("base", "another"):
         model = moe_qlora.get_peft_model(base_model(folders[name]), q_proj())
-        for _ in range(2):
-            model.save_pretrained(tmp_path / name)
-        text = (tmp_path / name / "README.md").read_text()
+        model.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "README.md"
+        file.write_text(file.read_text() + "# Model of mine\n")
+        model.save_pretrained(tmp_path / name)
+        text = file.read_text()
+        assert text.count("# Model of mine\n") == 1
         assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
         (prints[name],) = (line for line in text.splitlines() if "fingerprint" in line)
     assert prints["base"] in card and prints["another"] not in card
@@ -286,16 +280,6 @@ def test_the_program_of_any_adapters_card_runs(folders: dict[str, Path], tmp_pat
             found: dict[str, Any] = {}
             exec(program.replace('"ADAPTER"', repr(str(folders["adapter"]))), found)  # noqa: S102
             assert isinstance(found["model"], PeftModel)
-
-
-def test_the_card_keeps_an_authors_words(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = moe_qlora.get_peft_model(base_model(folders["base"]), q_proj())
-    model.save_pretrained(str(tmp_path))
-    card = tmp_path / "README.md"
-    card.write_text(card.read_text() + "# Model of mine\n")
-    for _ in range(2):
-        model.save_pretrained(str(tmp_path))
-        assert card.read_text().count("# Model of mine\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")

@@ -156,10 +156,7 @@ def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
     index = "model.safetensors.index.json"
     assert (out / index).read_bytes() == (base / index).read_bytes()
     assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "{{ x }}"
-
-
-def test_what_the_adapter_does_not_touch_is_copied(folders: Path) -> None:
-    before, after = tensors(folders / "base"), tensors(folders / "out")
+    before, after = tensors(base), tensors(out)
     changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
     assert changed == {key for key in before if "q_proj" in key or ".experts." in key}
 
@@ -189,11 +186,8 @@ def test_progress_counts_tensors(folders: Path, tmp_path: Path) -> None:
     assert all(name for _, _, name in seen[:-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_dtype_casts_floating_tensors_and_says_so(
-    folders: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    out = tmp_path / "out"
+def test_dtype_casts_floating_tensors_and_says_so(folders: Path, tmp_path: Path) -> None:
+    out, dtype = tmp_path / "out", torch.float16
     report = moe_qlora.merge_adapter(folders / "base", folders / "adapter", out, dtype=dtype)
     own, cast = tensors(folders / "out"), tensors(out)
     assert {tensor.dtype for tensor in cast.values()} == {dtype}
@@ -203,7 +197,7 @@ def test_dtype_casts_floating_tensors_and_says_so(
     assert index["metadata"]["total_size"] == report.nbytes == sum(t.nbytes for t in cast.values())
     for key, value in own.items():
         if "q_proj" in key or ".experts." in key:  # rounded once, from fp32, to either
-            step = 2**-8 + (2**-11 if dtype == torch.float16 else 0)
+            step = 2**-8 + 2**-11
             torch.testing.assert_close(cast[key].float(), value.float(), rtol=step, atol=1e-7)
             assert not torch.equal(cast[key].bfloat16().to(dtype), cast[key])
         else:
@@ -229,7 +223,6 @@ def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
     "settings",
     [
         {"linears": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v": 5}},
-        {"linears": ["k_proj"], "use_rslora": True, "lora_alpha": 9},
         {
             "target_parameters": EXPERTS,
             "rank_pattern": {r"layers\.0\..*gate_up_proj": 5},
@@ -240,7 +233,6 @@ def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
         {"target_parameters": ["mlp.gate.weight", "gate_up_proj"]},
         {"linears": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
         {"linears": ["embed_tokens", "o_proj"]},
-        {"linears": ["q_proj"], "init_lora_weights": "gaussian"},
     ],
     ids=lambda settings: "-".join(settings),
 )
@@ -254,17 +246,14 @@ def test_settings_of_the_adapter(
 BIAS = "model.layers.0.self_attn.q_proj.bias"
 
 
-@pytest.mark.parametrize("bias", ["lora_only", "all"])
-def test_trained_biases_replace_the_bases(bias: str, tmp_path: Path) -> None:
+def test_trained_biases_replace_the_bases(tmp_path: Path) -> None:
     model: Any = testing.tiny_model("gpt_oss")
     save(model, tmp_path / "base")
-    adapted = adapt(model, tmp_path / "adapter", linears=["q_proj"], bias=bias)
+    adapted = adapt(model, tmp_path / "adapter", linears=["q_proj"], bias="all")
     for name, parameter in adapted.named_parameters():
         if name.endswith("q_proj.base_layer.bias"):
             parameter.data.fill_(0.25)
     save(adapted, tmp_path / "adapter")
-    if not any("bias" in key for key in load_file(tmp_path / "adapter/adapter_model.safetensors")):
-        pytest.skip("this PEFT does not save them")
     merged = merge(tmp_path)
     assert_close(merged, merged_by_peft(tmp_path, adapted))
     assert bool((merged[BIAS] == 0.25).all())
@@ -532,9 +521,7 @@ def test_a_note_rounds_what_it_names_and_nothing_else(
     assert torch.equal(rounded[v_proj], codec.unpack(replace(packed, dtype=torch.bfloat16)))
 
 
-@pytest.mark.parametrize(
-    ("trained", "bits"), [(torch.bfloat16, 4), (torch.float16, 4), (torch.bfloat16, 8)]
-)
+@pytest.mark.parametrize(("trained", "bits"), [(torch.float16, 4), (torch.bfloat16, 8)])
 def test_like_training_rounds_to_the_dtype_that_was_trained_in(
     trained: torch.dtype, bits: int, tmp_path: Path
 ) -> None:
@@ -580,12 +567,15 @@ def converted(work: str, base: Path, folders: Path, out: Path) -> None:
         moe_qlora.quantize_checkpoint(base, out, {"load_in_4bit": True})
 
 
-@pytest.mark.parametrize("work", ["merge", "quantize"])
 @pytest.mark.parametrize(
-    "name",
+    ("work", "name"),
     [
-        *("tokenizer.json", "chat_template.jinja", "config.json", "model.safetensors.index.json"),
-        *("additional_chat_templates/tool.jinja", "additional_chat_templates"),
+        *(("merge", name) for name in ("tokenizer.json", "config.json", "chat_template.jinja")),
+        ("merge", "additional_chat_templates/tool.jinja"),
+        *(
+            ("quantize", name)
+            for name in ("additional_chat_templates", "model.safetensors.index.json")
+        ),
     ],
 )
 def test_no_link_leads_out_of_a_base(folders: Path, tmp_path: Path, work: str, name: str) -> None:
@@ -627,9 +617,8 @@ def test_a_base_in_the_cache_of_the_hub_consists_of_links(
 # What it costs
 
 
-@pytest.mark.parametrize("like_training", [False, True])
 def test_no_more_than_two_experts_at_a_time(
-    like_training: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model: Any = testing.tiny_model("gpt_oss", num_local_experts=8)
     save(model, tmp_path / "base")
@@ -650,9 +639,9 @@ def test_no_more_than_two_experts_at_a_time(
 
     monkeypatch.setattr(Checkpoint, "read", spied_read)
     monkeypatch.setattr(ShardWriter, "write", spied_write)
-    config = {"load_in_4bit": True} if like_training else None
+    settings: Any = {"like_training": True, "quantization_config": {"load_in_4bit": True}}
     places = (tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    moe_qlora.merge_adapter(*places, like_training=like_training, quantization_config=config)
+    moe_qlora.merge_adapter(*places, **settings)
     assert max(sizes) == 2 * stacks[0][0].numel()
     assert len(sizes) > 4 * len(stacks)
 

@@ -15,7 +15,6 @@ from upstream import skip_llama4
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
-from moe_qlora.models import named
 from moe_qlora.testing import tiny_model
 
 TYPES = ("qwen3_5_moe", "llama4")
@@ -72,18 +71,6 @@ def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(folder: Path, tmp
         torch.testing.assert_close(logits(merged), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_it_is_merged_as_it_was_trained(folder: Path, tmp_path: Path):
-    if folder.parent.name.startswith("llama4"):
-        pytest.skip("bitsandbytes on a CPU decodes rows of 96 features wrongly")
-    model = adapted(loaded(folder, PACKED))
-    model.save_pretrained(tmp_path / "adapter")
-    moe_qlora.merge_adapter(
-        folder, tmp_path / "adapter", tmp_path / "merged", dtype=torch.float32, like_training=True
-    )
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    torch.testing.assert_close(logits(merged), logits(model), rtol=1e-4, atol=1e-5)
-
-
 def test_a_packed_folder_says_how_it_is_loaded(folder: Path, tmp_path: Path):
     moe_qlora.quantize_checkpoint(folder, tmp_path / "packed", PACKED)
     with pytest.raises(ValueError, match=r"holds a packed .*ForConditionalGeneration: load it"):
@@ -97,18 +84,3 @@ def test_a_packed_folder_says_how_it_is_loaded(folder: Path, tmp_path: Path):
     assert "transformers_weights" not in (tmp_path / "merged" / "config.json").read_text()
     model.unload().save_pretrained(tmp_path / "again")
     assert verify(tmp_path / "again").good
-
-
-def test_folders_of_before_verify(folder: Path, tmp_path: Path):
-    moe_qlora.quantize_checkpoint(folder, tmp_path / "packed", PACKED)
-    file = tmp_path / "packed" / "config.json"
-    config = json.loads(file.read_text())
-    del config["text_config"]["transformers_weights"]
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    assert verify(tmp_path / "packed").good
-
-
-def test_other_checkpoints_have_no_text_model_of_their_own(tmp_path: Path):
-    for model_type in ("qwen3_moe", "qwen3_vl_moe"):
-        tiny_model(model_type).save_pretrained(tmp_path / model_type)
-        assert named.text_model(named.resolve(tmp_path / model_type)) is None
