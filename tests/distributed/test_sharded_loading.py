@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from transformers import BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
@@ -65,10 +64,6 @@ LARGE = {
     "hidden_size": 256, "moe_intermediate_size": 512, "num_experts": 32, "num_experts_per_tok": 2,
     "num_hidden_layers": 16, "vocab_size": 256,
 }  # fmt: skip
-
-
-def settings(kind: str) -> BitsAndBytesConfig:
-    return BitsAndBytesConfig(**KINDS[kind])
 
 
 @pytest.fixture(scope="module")
@@ -187,15 +182,15 @@ def run_cases(rank: int, world: int, folders: dict[str, Path]) -> dict[str, Any]
         "three": DeviceMesh("cpu", [0, 1, 2]),
     }
     plain, bf16 = folders["plain"], torch.bfloat16
-    moe_qlora.load_sharded(plain, settings("nf4"))  # imports what is imported late
+    moe_qlora.load_sharded(plain, KINDS["nf4"])  # imports what is imported late
     with Peak() as peak:
-        model = moe_qlora.load_sharded(folders["large"], settings("nf4"), dtype=bf16)
+        model = moe_qlora.load_sharded(folders["large"], KINDS["nf4"], dtype=bf16)
     results: dict[str, Any] = {"rise": peak.rise, "share": sum(local_bytes(model).values())}
     for case, (folder, kind, mesh) in CASES.items():
         if mesh == "three" and rank == 3:
             continue
         torch.manual_seed(7 + rank)  # ranks must not depend on their own generators
-        config = None if kind is None else settings(kind)
+        config = None if kind is None else KINDS[kind]
         with CountedReads() as reads:
             if mesh is None:
                 model = load_whole(folders[folder], kind, ranks=world)
@@ -229,7 +224,7 @@ def run_cases(rank: int, world: int, folders: dict[str, Path]) -> dict[str, Any]
 
 def run_refusals(folder: Path, rank: int) -> dict[str, str]:
     pissa = LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa")
-    nf4, stock = settings("nf4"), Checkpoint.read
+    nf4, stock = KINDS["nf4"], Checkpoint.read
 
     def read(files: Checkpoint, key: str, *args: Any) -> torch.Tensor:
         tensor = stock(files, key, *args)

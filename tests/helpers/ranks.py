@@ -89,7 +89,7 @@ class CountedReads:
 def packed_bytes(model: nn.Module, gather: Callable[[Any], Any] = whole) -> dict[str, Any]:
     """Codes and statistics by name, gathered."""
     return {
-        name.removeprefix("module."): gather(p.detach()).as_subclass(torch.Tensor).clone()
+        name.removeprefix("module."): gather(p).detach().as_subclass(torch.Tensor).clone()
         for name, p in model.named_parameters()
         if not p.is_floating_point()
     }

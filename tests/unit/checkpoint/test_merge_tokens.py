@@ -1,4 +1,4 @@
-"""Added tokens, heads trained in full and untied embeddings: the merged folder, and reloading."""
+"""Merged folders that load: added tokens, heads trained in full, text models of images ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from folders import tensors
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
 from training import loaded
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
 )
+from upstream import skip_llama4
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
@@ -244,3 +246,62 @@ def test_the_adapters_tokenizer_wins(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (adapter / name).read_bytes()
     assert (tmp_path / "out" / "notes.txt").is_file()
     assert not (tmp_path / "out" / "added_tokens.json").exists()
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "llama4"])
+def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param) / "base"
+    tiny_model(request.param, seed=1).save_pretrained(folder)
+    return folder
+
+
+def with_adapter(model: Any, *, packed: bool = True) -> Any:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if packed:
+        model = moe_qlora.get_peft_model(model, config, experts=True)
+    else:
+        config.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]
+        model = get_peft_model(model, config)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(images: Path, tmp_path: Path):
+    text = AutoModelForCausalLM.from_pretrained(images, dtype=torch.float32)
+    assert type(text).__name__.endswith("ForCausalLM")
+    before, model = out(text), with_adapter(text, packed=False)
+    model.save_pretrained(tmp_path / "adapter")
+    wanted = out(model)
+    assert (wanted - before).abs().max() > 1e-2
+    places = images, tmp_path / "adapter", tmp_path / "merged"
+    moe_qlora.merge_adapter(*places, dtype=torch.float32)
+    with pytest.raises(moe_qlora.AdapterError, match="does not fit the base"):
+        moe_qlora.export_adapter(
+            tmp_path / "adapter", tmp_path / "served", base=images, target="peft"
+        )
+    keys = {"_name_or_path", "architectures", "transformers_version", "dtype"}
+    configs = [json.loads((f / "config.json").read_text()) for f in (images, tmp_path / "merged")]
+    assert configs[0].keys() - keys == configs[1].keys() - keys
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        merged = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        if auto is AutoModelForImageTextToText:
+            skip_llama4(images.parent.name.removesuffix("0"))  # the number of mktemp
+        torch.testing.assert_close(out(merged), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_folder_says_how_it_is_loaded(images: Path, tmp_path: Path):
+    moe_qlora.quantize_checkpoint(images, tmp_path / "packed", NF4)
+    with pytest.raises(ValueError, match=r"holds a packed .*ForConditionalGeneration: load it"):
+        loaded(tmp_path / "packed", None)
+    model = loaded(tmp_path / "packed", None, AutoModelForImageTextToText)
+    assert "transformers_weights" not in vars(model.config.text_config)
+    assert verify(tmp_path / "packed").good
+    model = with_adapter(model)
+    model.save_pretrained(tmp_path / "adapter")
+    moe_qlora.merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged")
+    assert "transformers_weights" not in (tmp_path / "merged" / "config.json").read_text()
+    model.unload().save_pretrained(tmp_path / "again")
+    assert verify(tmp_path / "again").good

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.manifest import manifest_name, read_manifest
+from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.packing import codec, parametrize
@@ -113,10 +113,8 @@ def test_what_has_no_codes_to_keep_is_packed_anew(folders, nf4):
     [
         (255, 0x07, torch.bfloat16, "NaN"),  # 6, the largest code, and 0
         (254, 0x07, torch.bfloat16, "inf in bfloat16"),
-        (253, 0x07, torch.float32, "inf in float32"),
         (141, 0x07, torch.float16, "inf in float16"),
         (254, 0x22, torch.bfloat16, 2.0**127),
-        (252, 0x77, torch.float32, 6 * 2.0**125),
         (140, 0x77, torch.float16, 6 * 2.0**13),
     ],
 )
@@ -180,31 +178,6 @@ def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
         assert torch.equal(kept(**inputs).logits, again(**inputs).logits)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: m["codec"].update(blocksize=64), "codec"),
-        (lambda m: m["codec"].update(kind="nf4"), "codec"),
-        (lambda m: m["codec"].update(stored_transposed=False), "copy the whole"),
-        (lambda m: m.pop("codec"), "copy the whole"),
-    ],
-)
-def test_a_changed_manifest_is_refused(saved, tmp_path, change, message):
-    folder = tmp_path / "copy"
-    shutil.copytree(saved, folder)
-    file = next(folder.glob("moe_qlora-*.json"))
-    manifest = json.loads(file.read_text())
-    change(next(iter(manifest["experts"].values())))
-    content = json.dumps(manifest).encode()
-    file.unlink()
-    (folder / manifest_name(content)).write_bytes(content)
-    config = json.loads((folder / "config.json").read_text())
-    config["moe_qlora"]["manifest"] = manifest_name(content)
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=message):
-        read_manifest(folder)
-
-
 def trained(model, steps: int = 2):
     """Return the model with LoRA after some steps, and its losses."""
     torch.manual_seed(0)
@@ -247,8 +220,7 @@ def test_trains_as_with_the_dequantized_experts(plain, adapter):
 
 
 @pytest.mark.parametrize(
-    ("base", "like_training"),
-    [("saved", False), ("saved", True), ("plain", True), ("maker", False)],
+    ("base", "like_training"), [("saved", False), ("plain", True), ("maker", False)]
 )
 def test_merges(folders, saved, adapter, tmp_path, base, like_training):
     """Experts are not rounded again; with like_training Linear layers are, as in training."""

@@ -52,7 +52,6 @@ def load(folder: Path, config: dict[str, Any] | None, **block: bool) -> Any:
 
 
 CASES: dict[str, Any] = {
-    "plain": ("plain", NF4, False),
     "int8": ("plain", INT8, False),
     "packed": ("packed", None, False),
     "kept": ("maker", NF4, True),
@@ -117,7 +116,7 @@ class Watch:
         monkeypatch.setattr(PackedWeight, "__init__", held)
 
 
-@pytest.mark.parametrize("way", ["plain", "packed", "quantize_experts"])
+@pytest.mark.parametrize("way", ["plain", "quantize_experts"])
 def test_no_more_than_a_layer_is_held_twice(
     way: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +127,7 @@ def test_no_more_than_a_layer_is_held_twice(
             moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
         assert "on host" in repr(model) and watch.count == 3
     else:
-        model = load(folders / way, NF4 if way == "plain" else None, offload=True)
+        model = load(folders / way, NF4, offload=True)
     off = moe_qlora.offload_experts(model)
     assert watch.count == len(off.layers) == 3 and watch.moved == off.host_nbytes
     assert off.host_nbytes < watch.most <= off.host_nbytes * 4 / 3
