@@ -26,7 +26,7 @@ from moe_qlora.distributed import gather
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
 from tests.helpers.folders import check_folder
-from tests.helpers.ranks import sharded
+from tests.helpers.ranks import content, sharded
 from tests.helpers.training import adamw, adapted, restore, state_of, token_batches, train
 
 WORLD, TIMEOUT = 3, 5.0
@@ -150,6 +150,10 @@ def resume(model: Any, rank: int, folder: Path) -> list[float]:
     optimizer = adamw(model, foreach=False)
     restore(model, optimizer, folder)
     return train(model, token_batches(2, 4, 6), rank, WORLD, optimizer=optimizer)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: raw for name, raw in content(folder).items() if name[0] != "."}
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import torch
 from folders import TRICKS, index, noise, same, two_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from moe_qlora.checkpoint.manifest import open_checkpoint
@@ -210,12 +209,6 @@ def test_an_index_that_is_none_is_refused(tmp_path, text):
         open_checkpoint(tmp_path)
 
 
-def header_of(file: Path) -> tuple[dict, bytes]:
-    raw = file.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -235,7 +228,9 @@ def header_of(file: Path) -> tuple[dict, bytes]:
 def test_headers_that_lie_are_refused(tmp_path, change):
     file = tmp_path / SINGLE
     save_file({"w": noise(torch.float32, 2, 3)}, file)
-    header, data = header_of(file)
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8:end]), raw[end:]
     change(header)
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -251,10 +246,7 @@ TWICE = b'{"w":' + TWICE + b',"w":' + TWICE + b"}"
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        *(
-            (count, rf": download incomplete, {count} of \d+ bytes")
-            for count in (0, 7, 8, 20, 70, 90)
-        ),
+        *((count, rf": download incomplete, {count} of \d+ bytes") for count in (0, 7, 20, 90)),
         (POINTER, "git lfs pull"),
         *(
             (length.to_bytes(8, "little") + b"{}", "cut off in its header")
@@ -280,16 +272,12 @@ def test_a_written_shard_is_what_safetensors_writes(tmp_path):
     tensors = some_tensors()
     # safetensors orders by dtype, then name; the writer keeps the caller's order
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
-    order = [k for k in header_of(tmp_path / "theirs")[0] if k != "__metadata__"]
+    order = list(read_header(tmp_path / "theirs"))
     spec = {key: (tensors[key].dtype, tensors[key].shape) for key in order}
     with ShardWriter(tmp_path / "ours", spec, {"format": "pt"}) as writer:
         for key in reversed(order):
             writer.write(key, tensors[key])
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    loaded = load_file(tmp_path / "ours")
-    assert all(same(loaded[key], tensor) for key, tensor in tensors.items())
-    with safe_open(tmp_path / "ours", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
 
 
 def test_rows_come_in_pieces_and_from_views(tmp_path):

@@ -106,12 +106,9 @@ def test_a_stack_with_a_block_of_zeros_and_another_versions_sentence_are_good(tm
     ("change", "part"),
     [
         (lambda c: c.update(num_experts_per_tok=1), "it changed in num_experts_per_tok"),
-        (lambda c: c.pop("rms_norm_eps"), "it changed in rms_norm_eps"),
         (lambda c: c.pop("moe_qlora"), "was not packed by moe_qlora"),
         (lambda c: c["moe_qlora"].update(id="0" * 64), "has moe_qlora {"),
         (lambda c: c["moe_qlora"].update(entry="x.safetensors"), "moe_qlora.entry is 'x.safe"),
-        (lambda c: c["moe_qlora"].update(format_version=3), "has moe_qlora {"),
-        (lambda c: c["moe_qlora"].pop("manifest"), "moe_qlora.manifest is missing"),
         (lambda c: c.pop("transformers_weights"), "it changed in transformers_weights"),
         (
             lambda c: c["quantization_config"].update(load_in_4bit=False),
@@ -135,7 +132,6 @@ def written(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
     ("what", "damage"),
     [
         ("shard", written(lambda raw: raw[:-5] + bytes([raw[-5] ^ 16]) + raw[-4:])),
-        ("shard", written(lambda raw: raw[:-1])),
         ("shard", Path.unlink),
         ("manifest", written(lambda raw: raw[:-40])),
         ("config.json", written(lambda raw: raw[:-9])),
@@ -282,15 +278,9 @@ def test_a_plain_checkpoint_is_checked_as_far_as_it_can_be(cli, tmp_path):
     check_damaged(cli(tmp_path), last.name)
     last.unlink()
     check_damaged(cli(tmp_path), last.name, "missing")
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    check_damaged(cli(tmp_path), "model.safetensors.index.json")
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
-def test_a_plain_config_that_is_damaged(cli, tmp_path, text):
-    tiny_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(text)
-    check_damaged(cli(tmp_path), "config.json")
+    for name, text in (("model.safetensors.index.json", "{"), ("config.json", "[1]")):
+        (tmp_path / name).write_text(text)
+        check_damaged(cli(tmp_path), name)
 
 
 def test_bounds_may_be_infinite_and_weights_may_not(tmp_path):
