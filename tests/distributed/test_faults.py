@@ -26,7 +26,7 @@ from moe_qlora.distributed import gather
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
 from tests.helpers.folders import check_folder
-from tests.helpers.ranks import content, sharded
+from tests.helpers.ranks import sharded
 from tests.helpers.training import adamw, adapted, restore, state_of, token_batches, train
 
 WORLD, TIMEOUT = 3, 5.0
@@ -153,7 +153,8 @@ def resume(model: Any, rank: int, folder: Path) -> list[float]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {name: raw for name, raw in content(folder).items() if name[0] != "."}
+    files = (file for file in folder.iterdir() if file.is_file() and file.name[0] != ".")
+    return {file.name: file.read_bytes() for file in files}
 
 
 @pytest.fixture(scope="module")

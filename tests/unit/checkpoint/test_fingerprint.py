@@ -1,4 +1,4 @@
-"""An adapter's base, told from other models of the same names and shapes."""
+"""An adapter's base, told from other models of the same names and shapes; an adapter's fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -291,3 +291,62 @@ def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None
     host = peft.get_peft_model(kinds[1], config)
     with pytest.raises(AdapterError, match=r"was not created: .*adapted to another model"):
         host(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+# Fields of adapter_config.json: of one type and range, however the adapter is read
+
+
+def with_fields(adapter: Path, out: Path, **fields: Any) -> Path:
+    shutil.copytree(adapter, out)
+    config = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps(config | fields))
+    return out
+
+
+VALUES = [
+    *({"use_rslora": value} for value in ("no", "false", 0, 1.0, [])),
+    *({field: "no"} for field in ("use_dora", "lora_bias", "fan_in_fan_out", "inference_mode")),
+    *({"r": value} for value in (0, -2, True, 2.0, "2", None, 300_000)),
+    *({"lora_alpha": value} for value in (1e308, float("inf"), float("nan"), -1, True, "8")),
+    *({"rank_pattern": {"q_proj": value}} for value in (0, True)),
+    *({"alpha_pattern": {"q_proj": value}} for value in (float("nan"), 1e39)),
+    *({"layers_to_transform": value} for value in ([True], 1.5)),
+    *({"lora_dropout": value} for value in (2, float("nan"), "0")),
+    {"bias": "some"},
+]
+
+
+def test_every_reader_refuses_a_wrong_value_in_one_sentence(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    base, adapter = folders["base"], folders["adapter"]
+    model = moe_qlora.get_peft_model(base_model(base), q_proj())
+    readers: dict[str, Callable[[Path], Any]] = {
+        "merge": lambda bad: moe_qlora.merge_adapter(base, bad, tmp_path / "out"),
+        "load": lambda bad: moe_qlora.load_adapter(model, bad, "other"),
+        "export": lambda bad: moe_qlora.export_adapter(
+            bad, tmp_path / "out", base=base, target="sglang"
+        ),
+    }
+    for number, fields in enumerate(VALUES):
+        bad = with_fields(adapter, tmp_path / str(number), **fields)
+        ((field, value),) = fields.items()
+        for name, read in readers.items():
+            with pytest.raises(moe_qlora.MoeQloraError) as caught:
+                read(bad)
+            seen = str(caught.value)
+            shown = next(iter(value.values())) if isinstance(value, dict) else value
+            shown = shown[0] if isinstance(shown, list) and shown else shown
+            said = f"{bad}/adapter_config.json is damaged: {field}"
+            assert seen.startswith(said), (name, fields, seen)
+            assert f" is {shown!r}: " in seen and "\n" not in seen, (name, fields, seen)
+
+
+@pytest.mark.parametrize("fields", [{"use_rslora": "no"}, {"lora_alpha": 1e308}], ids=str)
+def test_stock_peft_refuses_it_on_a_packed_model(
+    fields: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    bad = with_fields(folders["adapter"], tmp_path / "bad", **fields)
+    model, said = base_model(folders["base"]), rf"bad/adapter_config.*{next(iter(fields))} is"
+    with pytest.raises(moe_qlora.CheckpointError, match=said):
+        PeftModel.from_pretrained(model, str(bad))

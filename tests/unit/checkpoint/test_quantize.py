@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import moe_qlora
-from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
 from moe_qlora.errors import (
@@ -30,8 +28,6 @@ from moe_qlora.errors import (
 from moe_qlora.testing import tiny_model
 
 SHARD = "24KB"
-KILLED = 9
-EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 
 @pytest.fixture(scope="module")
@@ -61,39 +57,6 @@ def dense(path: Path) -> Path:
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
-
-
-def test_killed_before_changes_of_the_disk(
-    source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
-) -> None:
-    """The folder is absent or whole, and the next run gives the same bytes."""
-    out, stop, status = tmp_path / "packed", 0, KILLED
-
-    def work() -> None:
-        count = 0
-
-        def hook(event: str, args: tuple[Any, ...]) -> None:
-            nonlocal count
-            writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
-            if (writes or event in EVENTS) and str(tmp_path) in str(args[0]):
-                count += 1
-                if count == stop:
-                    os._exit(KILLED)
-
-        sys.addaudithook(hook)
-        pack(source, out)
-
-    while status == KILLED:
-        stop += 5
-        status = copied(work).ended()
-        if not out.exists():
-            if stop % 10:
-                continue
-            pack(source, out)
-        assert contents(out) == whole and (stop % 10 or not left_behind(out))
-        shutil.rmtree(out)
-    assert status == 0
-    assert stop > 10
 
 
 def test_what_is_no_file_and_not_of_the_model_is_not_opened(
