@@ -333,9 +333,7 @@ def trained(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ZERO)
-def test_trainer(
-    results: list[dict[str, Any]], trained: list[float], folder: Path, name: str
-) -> None:
+def test_trainer(results, trained, folder, name):
     for result in results:
         assert result[f"{name}, trainer"]["losses"] == pytest.approx(trained, abs=1e-5)
         assert result[f"{name}, trainer"]["resumed"] == pytest.approx(trained, abs=1e-5)

@@ -202,9 +202,7 @@ def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> 
     assert len(set(texts)) == 1
 
 
-def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "timeout", 2.0)
     codes, texts, seconds = ranks.run(save_without_one, tmp_path / "model", 3.5)
     assert codes == [1, 0, 1]
@@ -215,9 +213,7 @@ def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(
     assert left_behind(tmp_path / "model") == []
 
 
-def test_a_rank_killed_in_training_ends_the_others_and_the_next_run_resumes(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_rank_killed_in_training_ends_the_others_and_the_next_run_resumes(ranks, tmp_path):
     codes, texts, seconds = ranks.run(train_and_die, tmp_path / "checkpoint")
     assert codes == [1, KILLED, 1]
     assert all(texts[rank].startswith("RuntimeError") for rank in (0, 2))

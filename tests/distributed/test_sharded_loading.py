@@ -252,9 +252,7 @@ def assert_equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_holds_and_reads_its_share_of_the_whole_model_alone(
-    ranks: Any, folders: dict[str, Path], case: str
-) -> None:
+def test_a_rank_holds_and_reads_its_share_of_the_whole_model_alone(ranks, folders, case):
     folder, kind, mesh = CASES[case]
     model = load_whole(folders[folder], kind)
     moe_qlora.prepare_sharding(model)
@@ -303,9 +301,7 @@ def test_adapters_on_a_sharded_model_stay_equal(ranks: Any) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
-def test_an_adapter_of_a_sharded_model_names_its_base(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_adapter_of_a_sharded_model_names_its_base(folders, tmp_path):
     adapter = folders["plain"].parent / "adapter"
     note = json.loads((adapter / "moe_qlora_adapter.json").read_text())
     assert note["dtype"] == "bfloat16" and "model.embed_tokens.weight" in note["base"]["bits"]

@@ -199,18 +199,14 @@ def uninterrupted(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["broadcast", "resumed by 3"])
-def test_training_goes_on_from_a_checkpoint(
-    results: list[dict[str, Any]], uninterrupted: list[float], how: str
-) -> None:
+def test_training_goes_on_from_a_checkpoint(results, uninterrupted, how):
     for result in results:
         assert result["losses"] == pytest.approx(uninterrupted, abs=1e-5)
     for result in results[: 3 if how == "resumed by 3" else WORLD]:
         assert result[how] == pytest.approx(uninterrupted[3:], abs=1e-5)
 
 
-def test_the_full_state_dict_is_that_of_one_process(
-    results: list[dict[str, Any]], folder: Path
-) -> None:
+def test_the_full_state_dict_is_that_of_one_process(results, folder):
     full = torch.load(folder / "full.pt")
     single = adapted(loaded(folder / "plain", NF4)).state_dict()
     assert list(full) == list(single)

@@ -128,9 +128,7 @@ MAKERS = [by_folder, by_another_model, second, resumed, continued]
 
 
 @pytest.mark.parametrize("make", [*MAKERS, pytest.param(by_transformers, marks=ADAPTER_METHODS)])
-def test_an_adapter_names_the_model_that_it_was_on(
-    folders: dict[str, Path], tmp_path: Path, make: Any
-) -> None:
+def test_an_adapter_names_the_model_that_it_was_on(folders, tmp_path, make):
     adapter = make(folders, tmp_path / "adapter")
     whole = json.loads((folders["adapter"] / NOTE).read_text())
     assert json.loads((adapter / NOTE).read_text()) == whole
@@ -185,18 +183,14 @@ def test_the_same_base_is_no_alarm(folders: dict[str, Path], base: str, use: Any
     [("another", use) for use in USES]
     + [*zip(["hidden_act", "norm_topk_prob", "num_experts_per_tok"], USES[::2], strict=True)],
 )
-def test_another_base_is_an_error_that_names_both(
-    folders: dict[str, Path], base: str, use: Any
-) -> None:
+def test_another_base_is_an_error_that_names_both(folders, base, use):
     seen = "other weights" if base == "another" else f"{base}="
     words = rf"was trained on {folders['base']}, and {folders[base]} has {seen}"
     with pytest.raises(AdapterError, match=rf"{words}.*any_base=True \(--any-base\)\.$"):
         use(folders[base], folders["adapter"])
 
 
-def test_a_merge_compares_weights_of_an_inner_models_adapter(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_merge_compares_weights_of_an_inner_models_adapter(folders, tmp_path):
     """Whose names have no prefix: of AutoModel, merged into AutoModelForCausalLM's folder."""
     inner, adapter = loaded(folders["another"], NF4, AutoModel, dtype="auto"), tmp_path / "adapter"
     lora(inner, "q_proj", task_type="FEATURE_EXTRACTION").save_pretrained(adapter)
@@ -221,9 +215,7 @@ def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
 
 
 @pytest.mark.parametrize("use", [load, merge])
-def test_a_note_without_a_fingerprint_is_taken(
-    folders: dict[str, Path], tmp_path: Path, use: Any
-) -> None:
+def test_a_note_without_a_fingerprint_is_taken(folders, tmp_path, use):
     adapter = shutil.copytree(folders["adapter"], tmp_path / "old")
     note = json.loads((adapter / NOTE).read_text())
     assert set(note.pop("base")["bits"])
@@ -316,9 +308,7 @@ VALUES = [
 ]
 
 
-def test_every_reader_refuses_a_wrong_value_in_one_sentence(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_every_reader_refuses_a_wrong_value_in_one_sentence(folders, tmp_path):
     base, adapter = folders["base"], folders["adapter"]
     model = moe_qlora.get_peft_model(base_model(base), q_proj())
     readers: dict[str, Callable[[Path], Any]] = {
@@ -343,9 +333,7 @@ def test_every_reader_refuses_a_wrong_value_in_one_sentence(
 
 
 @pytest.mark.parametrize("fields", [{"use_rslora": "no"}, {"lora_alpha": 1e308}], ids=str)
-def test_stock_peft_refuses_it_on_a_packed_model(
-    fields: dict[str, Any], folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_stock_peft_refuses_it_on_a_packed_model(fields, folders, tmp_path):
     bad = with_fields(folders["adapter"], tmp_path / "bad", **fields)
     model, said = base_model(folders["base"]), rf"bad/adapter_config.*{next(iter(fields))} is"
     with pytest.raises(moe_qlora.CheckpointError, match=said):

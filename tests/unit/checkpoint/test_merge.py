@@ -234,9 +234,7 @@ def test_dtype_leaves_what_transformers_keeps_in_fp32(tmp_path: Path) -> None:
     ],
     ids=lambda settings: "-".join(settings),
 )
-def test_settings_of_the_adapter(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_of_the_adapter(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1000)  # some rows at a time
     assert_merges_as_peft(tmp_path, testing.tiny_model("qwen3_moe"), **settings)
 
@@ -433,9 +431,7 @@ def test_what_cannot_be_merged(match: str, places: Places, folders: Path, tmp_pa
     refuses(AdapterError if of_adapter else CheckpointError, match, base, adapter, tmp_path / "out")
 
 
-def test_a_conversion_that_cannot_be_undone_is_not_trusted(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_conversion_that_cannot_be_undone_is_not_trusted(folders, tmp_path, monkeypatch):
     def swap_halves(model: Any, values: Any, name: str) -> dict[str, Tensor]:
         made = honest(model, values, name)
         keys = sorted(key for key in made if "gate_proj" in key)
@@ -468,9 +464,7 @@ def test_like_training_never_guesses(folders: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp4", "int8"])
-def test_a_note_rounds_what_it_names_and_nothing_else(
-    kind: str, folders: Path, tmp_path: Path
-) -> None:
+def test_a_note_rounds_what_it_names_and_nothing_else(kind, folders, tmp_path):
     v_proj = "model.layers.1.self_attn.v_proj.weight"
     note = noted(folders, tmp_path / "noted", kind, v_proj)
     out = tmp_path / "out"
@@ -489,9 +483,7 @@ def test_a_note_rounds_what_it_names_and_nothing_else(
 
 
 @pytest.mark.parametrize(("trained", "bits"), [(torch.float16, 4), (torch.bfloat16, 8)])
-def test_like_training_rounds_to_the_dtype_that_was_trained_in(
-    trained: torch.dtype, bits: int, tmp_path: Path
-) -> None:
+def test_like_training_rounds_to_the_dtype_that_was_trained_in(trained, bits, tmp_path):
     """Of a base in fp32 on disk, whose weights a load has rounded before it packed them."""
     save(testing.tiny_model("qwen3_moe", dtype=torch.float32), tmp_path / "base")
     packed = loaded(tmp_path / "base", {f"load_in_{bits}bit": True}, dtype=trained)
@@ -579,9 +571,7 @@ def test_a_base_in_the_cache_of_the_hub_consists_of_links(folders, tmp_path, wor
 # What it costs
 
 
-def test_no_more_than_two_experts_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_two_experts_at_a_time(tmp_path, monkeypatch):
     model: Any = testing.tiny_model("gpt_oss", num_local_experts=8)
     save(model, tmp_path / "base")
     adapt(model, tmp_path / "adapter", target_parameters=EXPERTS)

@@ -59,9 +59,7 @@ def dense(path: Path) -> Path:
     return path
 
 
-def test_what_is_no_file_and_not_of_the_model_is_not_opened(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_what_is_no_file_and_not_of_the_model_is_not_opened(source, whole, tmp_path):
     own = tmp_path / "qwen3_moe"
     shutil.copytree(source, own)
     os.mkfifo(own / "pipe.safetensors")
@@ -71,9 +69,7 @@ def test_what_is_no_file_and_not_of_the_model_is_not_opened(
     assert contents(tmp_path / "packed") == whole
 
 
-def test_the_folder_is_complete_and_its_manifest_names_the_source(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_the_folder_is_complete_and_its_manifest_names_the_source(source, whole, tmp_path):
     pack(source, tmp_path / "packed")
     assert verify(tmp_path / "packed").good and contents(tmp_path / "packed") == whole
     assert {"config.json", "generation_config.json", "tokenizer.json"} < set(whole)

@@ -63,9 +63,7 @@ def zeroed(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(("double", "first"), [(False, "packing"), (True, "evaluation")])
-def test_evaluation_leaves_linear_layers_as_they_were(
-    tmp_path: Path, double: bool, first: str
-) -> None:
+def test_evaluation_leaves_linear_layers_as_they_were(tmp_path, double, first):
     """Also on CPUs with AVX512-BF16, for which bitsandbytes turns codes around in evaluation."""
     tiny_model("qwen3_moe", hidden_size=128).save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=double)

@@ -22,6 +22,7 @@ from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.decoders import keep_layout
 from moe_qlora.testing import tiny_inputs
 from tests.helpers.mxfp4 import expert_keys, mxfp4_blocks, write_gpt_oss
+from tests.helpers.training import train
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -178,30 +179,18 @@ def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
         assert torch.equal(kept(**inputs).logits, again(**inputs).logits)
 
 
-def trained(model, steps: int = 2):
-    """Return the model with LoRA after some steps, and its losses."""
-    torch.manual_seed(0)
+def trained(model):
+    """Return the model with LoRA after two steps, and its losses."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = LoraConfig(
-        target_modules=["q_proj", "o_proj"], target_parameters=experts, r=3, lora_alpha=7
-    )
+    lora = LoraConfig(target_modules=["q_proj", "o_proj"], target_parameters=experts, r=3)
     peft_model = moe_qlora.get_peft_model(model, lora)
     for name, parameter in peft_model.named_parameters():
         if ".lora_" in name:  # A as well: PEFT draws it in another order for plain experts
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
     optimizer = torch.optim.SGD([p for p in peft_model.parameters() if p.requires_grad], lr=0.05)
-    inputs = tiny_inputs(model)
-    inputs["labels"] = inputs["input_ids"]
-    losses = []
-    for _ in range(steps):
-        loss = peft_model(**inputs).loss
-        loss.backward()
-        assert all(p.grad is not None for p in peft_model.parameters() if p.requires_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return peft_model, losses
+    ids = tiny_inputs(model)["input_ids"]
+    return peft_model, train(peft_model, [ids, ids], optimizer=optimizer)
 
 
 @pytest.fixture(scope="module")

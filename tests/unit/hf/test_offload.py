@@ -59,9 +59,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_load_into_host_memory(
-    case: str, folders: Path, devices: list[Delayed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_into_host_memory(case, folders, devices, monkeypatch):
     folder, config, keeps = CASES[case]
     expected = load(folders / folder, config, keep_codes=keeps)
     on_device: list[int] = []
@@ -117,9 +115,7 @@ class Watch:
 
 
 @pytest.mark.parametrize("way", ["plain", "quantize_experts"])
-def test_no_more_than_a_layer_is_held_twice(
-    way: str, folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_than_a_layer_is_held_twice(way, folders, monkeypatch):
     model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
     watch = Watch(monkeypatch)
     if way == "quantize_experts":

@@ -17,8 +17,6 @@ from transformers import (
     BitsAndBytesConfig,
     DeepseekV3ForCausalLM,
     FineGrainedFP8Config,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
@@ -28,11 +26,9 @@ from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_inputs
 from tests.helpers.folders import bits, tensors
 from tests.helpers.prequantized import (
-    encode_fp8,
     write_both,
     write_folder,
     write_plain,
-    write_shards,
 )
 from tests.helpers.training import NF4, loaded
 
@@ -91,9 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_load_equals_that_of_the_plain_folder(
-    kind: str, folders: Folders, tmp_path: Path
-) -> None:
+def test_a_load_equals_that_of_the_plain_folder(kind, folders, tmp_path):
     settings = CASES[kind]
     folder, config = folders(kind), BitsAndBytesConfig(**settings)
     before, on_disk = config.to_dict(), (folder / "maker" / "config.json").read_text()
@@ -143,25 +137,6 @@ def test_a_config_within_that_of_the_text_model(tmp_path: Path) -> None:
     assert model.config.to_dict() == expected.config.to_dict() | path
 
 
-def test_a_model_without_experts(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 40, "vocab_size": 64, "num_hidden_layers": 1}
-    folder = tmp_path / "maker"
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(folder)
-    plain, stored = tensors(folder), {}
-    for key, weight in plain.items():
-        stored[key] = plain[key] = weight.bfloat16()
-        if "_proj" in key:
-            parts, values = encode_fp8(weight, (16, 24), "_scale_inv")
-            plain[key] = values.bfloat16()
-            stored |= {key + end: tensor for end, tensor in parts.items()}
-    (folder / "model.safetensors").unlink()
-    write_shards(folder, stored)
-    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 24]}
-    set_config(folder, quantization_config=fp8, dtype="bfloat16")
-    write_plain(tmp_path / "plain", folder, plain)
-    assert bits(load(folder)) == bits(load(tmp_path / "plain"))
-
-
 def test_a_config_without_a_dtype_to_compute_in(folders: Folders, tmp_path: Path) -> None:
     shutil.copytree(folders(FP8) / "maker", tmp_path / "maker")
     set_config(tmp_path / "maker", dtype=None)
@@ -190,9 +165,7 @@ def test_without_a_config_of_the_caller_the_load_is_the_stock_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("method", ["gptq", "nonsense"])
-def test_a_method_that_is_not_read_is_refused_before_files_are(
-    method: str, folders: Folders, tmp_path: Path
-) -> None:
+def test_a_method_that_is_not_read_is_refused_before_files_are(method, folders, tmp_path):
     shutil.copytree(folders(FP8) / "maker", tmp_path / "maker")
     set_config(tmp_path / "maker", quantization_config={"quant_method": method, "bits": 4})
     if method != "nonsense":  # stock ignores a config that it does not know
@@ -213,9 +186,7 @@ def test_tensors_instead_of_files_are_refused(folders: Folders) -> None:
 # The switch
 
 
-def test_a_method_that_came_in_between_stays_and_goes_on_as_stock(
-    folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_that_came_in_between_stays_and_goes_on_as_stock(folders, monkeypatch):
     folder = folders(FP8) / "maker"
     calls = []
     with moe_qlora.enabled():

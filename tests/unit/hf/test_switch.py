@@ -191,9 +191,7 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # single experts on disk, and fused
-def test_a_load_needs_few_experts_beside_what_it_makes(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_needs_few_experts_beside_what_it_makes(family, tmp_path, monkeypatch):
     sizes = {"hidden_size": 128, "moe_intermediate_size": 512, "num_experts": 32}
     if family == "gpt_oss":
         sizes = {"hidden_size": 128, "intermediate_size": 512, "num_local_experts": 32}

@@ -70,9 +70,7 @@ def reference_decode(codes: torch.Tensor, state: bnb.QuantState) -> torch.Tensor
 @pytest.mark.parametrize(
     ("kind", "double", "storage", "dtype"), [*MATRIX[::5], MATRIX[4]]
 )  # all pairs
-def test_packs_and_decodes_as_bitsandbytes(
-    kind: str, double: bool, storage: torch.dtype, dtype: torch.dtype
-) -> None:
+def test_packs_and_decodes_as_bitsandbytes(kind, double, storage, dtype):
     settings = CodecSettings(kind, double, storage)
     for shape in SHAPES:
         original = weight(shape, dtype)
@@ -136,9 +134,7 @@ STACKS = st.lists(st.integers(1, 40), min_size=2, max_size=4).filter(lambda s: m
 
 @settings(max_examples=40, deadline=None)
 @given(STACKS, DTYPES, KINDS, st.integers(64, 5000), st.data())
-def test_any_range_of_any_stack(
-    shape: list[int], dtype: torch.dtype, kind: CodecSettings, limit: int, data: st.DataObject
-) -> None:
+def test_any_range_of_any_stack(shape, dtype, kind, limit, data):
     original = torch.randn(shape).to(dtype)
     if why_not(original, kind):
         return
@@ -176,9 +172,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("settings", [CodecSettings("nf4", True), CodecSettings("fp4"), INT8])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_packing_allocates_no_copy_of_the_stack(
-    settings: CodecSettings, transposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packing_allocates_no_copy_of_the_stack(settings, transposed, monkeypatch):
     monkeypatch.setattr(codec, "_CPU_CHUNK", 4096)
     stack = weight((64, 64, 64))
     view = stack.transpose(1, 2) if transposed else stack
@@ -202,9 +196,7 @@ def test_packing_allocates_no_copy_of_the_stack(
         (torch.zeros(1, 3, 2), CodecSettings("nf4", storage_dtype=torch.bfloat16), "3 bytes"),
     ],
 )
-def test_refuses_what_cannot_be_packed(
-    tensor: torch.Tensor, settings: CodecSettings, said: str
-) -> None:
+def test_refuses_what_cannot_be_packed(tensor, settings, said):
     with pytest.raises(UnsupportedWeightError, match=said):
         pack(tensor, settings)
 
@@ -228,9 +220,7 @@ def test_a_packer_wants_every_weight() -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_finds_the_first_nonfinite_value(
-    bad: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finds_the_first_nonfinite_value(bad, dtype, monkeypatch):
     monkeypatch.setattr(codec, "_CPU_CHUNK", 100)
     stack = weight((4, 6, 10), dtype)
     assert codec.first_nonfinite(stack) is None

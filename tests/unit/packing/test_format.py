@@ -40,9 +40,7 @@ SHAPES = [(3, 5, 64), (4, 34, 30), (300, 64), (2, 3, 130, 64)]
 @pytest.mark.parametrize(
     ("codec", "shape"), zip(SETTINGS, itertools.cycle(SHAPES), strict=False), ids=str
 )
-def test_state_dicts_and_blank_weights_are_as_specified(
-    codec: CodecSettings, shape: tuple[int, ...]
-) -> None:
+def test_state_dicts_and_blank_weights_are_as_specified(codec, shape):
     weight = torch.randn(shape)
     module = nn.Module()
     packed = pack(weight, codec)
