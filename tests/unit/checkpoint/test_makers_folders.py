@@ -104,18 +104,6 @@ def assert_same_merges(left: Path, right: Path, adapter: Path, root: Path) -> di
     return found
 
 
-# Packing
-
-
-@pytest.mark.parametrize("name", FEW[::2])
-def test_packing_equals_that_of_the_plain_folder(name: str, twins: Get, tmp_path: Path) -> None:
-    folder = twins(name)
-    assert pack(folder.makers, tmp_path / "makers") == pack(folder.plain, tmp_path / "plain")
-    config = config_of(tmp_path / "makers")
-    assert config["quantization_config"]["quant_method"] == "bitsandbytes"
-    assert not says_quantized(tmp_path / "makers")
-
-
 def test_what_modelopt_says_beside_the_configuration(twins: Get, tmp_path: Path) -> None:
     """A hf_quant_config.json that came along would make a 16-bit folder an unreadable one."""
     folder = twins("qwen3_moe modelopt nvfp4")

@@ -14,7 +14,7 @@ import torch
 from folders import TRICKS, index, noise, same, two_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, read_header
@@ -278,18 +278,6 @@ def test_a_written_shard_is_what_safetensors_writes(tmp_path):
         for key in reversed(order):
             writer.write(key, tensors[key])
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
-def test_rows_come_in_pieces_and_from_views(tmp_path):
-    whole = noise(torch.bfloat16, 5, 4, 3)
-    with ShardWriter(
-        tmp_path / "f", {"w": (whole.dtype, whole.shape), "x": (torch.int8, (0, 2))}
-    ) as w:
-        w.write("x", torch.zeros(0, 2, dtype=torch.int8))
-        w.write("w", whole[:1])
-        w.write("w", whole.transpose(1, 2).contiguous().transpose(1, 2)[1:3])
-        w.write("w", whole[3:])
-    assert same(load_file(tmp_path / "f")["w"], whole)
 
 
 def test_what_the_format_has_no_name_for_is_not_written(tmp_path):

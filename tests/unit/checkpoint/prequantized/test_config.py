@@ -302,21 +302,6 @@ def test_codes_without_a_configuration_are_named(tmp_path, tensors):
         open_plain(write_tensors(tmp_path, None, tensors))
 
 
-def test_plain_folders_are_checkpoints_as_they_were(tmp_path):
-    tensors = {"a.weight": torch.ones(3, 2), "a.mask": torch.zeros(2, dtype=torch.uint8)}
-    for number, config in enumerate(
-        [None, {}, {"load_in_4bit": True, "quant_method": "bitsandbytes"}]
-    ):
-        folder = write_tensors(tmp_path / str(number), config, tensors)
-        with open_plain(folder) as checkpoint:
-            assert type(checkpoint) is Checkpoint
-            assert set(checkpoint) == set(tensors)
-            assert torch.equal(
-                checkpoint.read("a.weight", 1, 2, device="cpu"), tensors["a.weight"][1:2]
-            )
-            assert checkpoint.read("a.weight", device="meta").device.type == "meta"
-
-
 @pytest.mark.parametrize(
     ("said", "method"),
     [
