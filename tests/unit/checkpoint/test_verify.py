@@ -200,6 +200,7 @@ FORGED = {
     "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
     "a huge offset": ("nf4", LINEAR, saying(nested_offset=10**400), ""),
     "digits": ("nf4", LINEAR, text("9" * 5000), ""),
+    "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], "the model's config gives"),
     "scales": ("int8", "q_proj.SCB", lambda scales: scales[:1], ""),
 }
 

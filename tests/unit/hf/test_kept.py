@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.manifest import read_manifest
+from moe_qlora.checkpoint.manifest import manifest_name, read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import AdapterError, CheckpointError
 from moe_qlora.packing import codec, parametrize
@@ -177,6 +177,31 @@ def test_saves_and_reloads_bit_for_bit(folders, kept, saved):
     inputs = tiny_inputs(kept)
     with torch.no_grad():
         assert torch.equal(kept(**inputs).logits, again(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m["codec"].update(blocksize=64), "codec"),
+        (lambda m: m["codec"].update(kind="nf4"), "codec"),
+        (lambda m: m["codec"].update(stored_transposed=False), "copy the whole"),
+        (lambda m: m.pop("codec"), "copy the whole"),
+    ],
+)
+def test_a_changed_manifest_is_refused(saved, tmp_path, change, message):
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    file = next(folder.glob("moe_qlora-*.json"))
+    manifest = json.loads(file.read_text())
+    change(next(iter(manifest["experts"].values())))
+    content = json.dumps(manifest).encode()
+    file.unlink()
+    (folder / manifest_name(content)).write_bytes(content)
+    config = json.loads((folder / "config.json").read_text())
+    config["moe_qlora"]["manifest"] = manifest_name(content)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        read_manifest(folder)
 
 
 def trained(model):
