@@ -18,12 +18,6 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -33,7 +27,7 @@ from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
 from tests.helpers.folders import check_folder
 from tests.helpers.ranks import sharded
-from tests.helpers.training import adamw, adapted, train
+from tests.helpers.training import adamw, adapted, restore, state_of, token_batches, train
 
 WORLD, TIMEOUT = 3, 5.0
 SIZES = {
@@ -138,40 +132,27 @@ def save_without_one(model: Any, rank: int, folder: Path, seconds: float) -> str
     return "saved"
 
 
-def batches(first: int, last: int) -> list[torch.Tensor]:
-    generators = (torch.Generator().manual_seed(step) for step in range(first, last))
-    return [torch.randint(5, 248, (6, 8), generator=generator) for generator in generators]
-
-
-def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    state = get_optimizer_state_dict(model, optimizer)
-    return {"model": get_model_state_dict(model), "optimizer": state}
-
-
 def train_and_die(model: Any, rank: int, folder: Path) -> str:
     model = sharded(adapted(model))
     optimizer = adamw(model, foreach=False)
-    train(model, batches(0, 2), rank, WORLD, optimizer=optimizer)
+    train(model, token_batches(0, 2, 6), rank, WORLD, optimizer=optimizer)
     checkpoint.save(state_of(model, optimizer), checkpoint_id=folder)
     if rank == 1:
         model.get_base_model().model.layers[1].register_forward_pre_hook(
             lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         )
-    train(model, batches(2, 4), rank, WORLD, optimizer=optimizer)
+    train(model, token_batches(2, 4, 6), rank, WORLD, optimizer=optimizer)
     return "trained"
 
 
 def resume(model: Any, rank: int, folder: Path) -> list[float]:
     model = sharded(adapted(model))
     optimizer = adamw(model, foreach=False)
-    state = state_of(model, optimizer)
-    checkpoint.load(state, checkpoint_id=folder)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return train(model, batches(2, 4), rank, WORLD, optimizer=optimizer)
+    restore(model, optimizer, folder)
+    return train(model, token_batches(2, 4, 6), rank, WORLD, optimizer=optimizer)
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     files = (file for file in folder.iterdir() if file.is_file() and file.name[0] != ".")
     return {file.name: file.read_bytes() for file in files}
 
@@ -181,9 +162,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     return Ranks(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize(
-    ("victim", "count", "adapter"), [(1, 2, False), (0, 9, False), (2, 5, True)]
-)
+@pytest.mark.parametrize(("victim", "count", "adapter"), [(0, 9, False), (2, 5, True)])
 def test_a_rank_killed_while_a_model_or_an_adapter_is_saved(
     ranks: Ranks, tmp_path: Path, victim: int, count: int, adapter: bool
 ) -> None:
@@ -192,7 +171,7 @@ def test_a_rank_killed_while_a_model_or_an_adapter_is_saved(
     # so that a save that went through would show
     config = folder / ("adapter_config.json" if adapter else "config.json")
     config.write_text(config.read_text() + "\n")
-    before = content(folder)
+    before = contents(folder)
     codes, texts, seconds = ranks.run(save_model, folder, victim, count, adapter)
     assert codes == [KILLED if rank == victim else 1 for rank in range(WORLD)]
     for rank in {0, 1, 2} - {victim}:
@@ -200,11 +179,11 @@ def test_a_rank_killed_while_a_model_or_an_adapter_is_saved(
         assert "every rank must take part to the end" in texts[rank]
         assert len(texts[rank].splitlines()) == 1
     assert seconds < 4 * TIMEOUT
-    assert content(folder) == before
+    assert contents(folder) == before
     if not adapter:
         check_folder(folder)
     assert ranks.run(save_model, folder, None, 0, adapter)[1] == ["saved"] * WORLD
-    assert content(folder) != before and left_behind(folder) == []
+    assert contents(folder) != before and left_behind(folder) == []
 
 
 def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
@@ -223,9 +202,7 @@ def test_a_rank_killed_while_a_model_is_loaded(ranks: Ranks, tmp_path: Path) -> 
     assert len(set(texts)) == 1
 
 
-def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "timeout", 2.0)
     codes, texts, seconds = ranks.run(save_without_one, tmp_path / "model", 3.5)
     assert codes == [1, 0, 1]
@@ -236,9 +213,7 @@ def test_a_rank_that_does_not_come_ends_the_others_after_the_timeout(
     assert left_behind(tmp_path / "model") == []
 
 
-def test_a_rank_killed_in_training_ends_the_others_and_the_next_run_resumes(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_a_rank_killed_in_training_ends_the_others_and_the_next_run_resumes(ranks, tmp_path):
     codes, texts, seconds = ranks.run(train_and_die, tmp_path / "checkpoint")
     assert codes == [1, KILLED, 1]
     assert all(texts[rank].startswith("RuntimeError") for rank in (0, 2))
@@ -255,7 +230,7 @@ def test_a_rank_killed_in_training_ends_the_others_and_the_next_run_resumes(
 def one_process(model: Any, rank: int) -> list[float]:
     if rank:
         return []
-    return train(adapted(model), batches(0, 4))[2:]
+    return train(adapted(model), token_batches(0, 4, 6))[2:]
 
 
 def test_an_error_of_the_first_rank_is_raised_by_all(ranks: Ranks, tmp_path: Path) -> None:

@@ -22,11 +22,8 @@ from tests.helpers.ranks import content, said, sharded
 
 WAYS: dict[str, dict[str, Any]] = {
     "moved": {},
-    "moved, with adapters": {"late": True},
-    "loaded": {"block": {"offload": True}},
-    "loaded, int8": {"settings": "int8", "block": {"offload": True}},
-    "loaded, bf16 storage": {"settings": "bf16 storage", "block": {"offload": True}},
-    "loaded, recomputed": {"block": {"offload": True}, "reentrant": False},
+    "moved, with adapters": {"late": True, "settings": "int8"},
+    "loaded": {"settings": "bf16 storage", "block": {"offload": True}, "reentrant": False},
     "packed": {"folder": "packed", "block": {"offload": True}},
     "stock PEFT": {"block": {"offload": True}, "stock": True},
 }

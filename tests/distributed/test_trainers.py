@@ -37,15 +37,12 @@ _NAME = "activation_checkpointing" if _NEW else "gradient_checkpointing"
 REENTRANT = {_NAME: True, f"{_NAME}_kwargs": {"use_reentrant": True}}
 CASES: dict[str, dict[str, Any]] = {
     "Trainer, ddp": {},
-    # By default Trainer lets DDP look for unused parameters, which reentrant checkpointing breaks.
-    "Trainer, ddp, reentrant": {**REENTRANT, "ddp_find_unused_parameters": False},
     "SFTTrainer, ddp": {"bf16": False},
-    "Trainer, fsdp2": {"fsdp": True, "fsdp_config": FSDP2},
     "Trainer, fsdp2, reentrant": {"fsdp": True, "fsdp_config": FSDP2, **REENTRANT},
     "Trainer, fsdp2, sharded": {"fsdp": True, "fsdp_config": {**FSDP2, **LOADED_BY_ALL}},
     "SFTTrainer, fsdp2": {"fsdp": True, "fsdp_config": FSDP2, "bf16": False},
 }
-RESUMED = ("Trainer, ddp", "Trainer, fsdp2", "Trainer, fsdp2, sharded")  # from a checkpoint too
+RESUMED = ("Trainer, ddp", "Trainer, fsdp2, sharded")  # from a checkpoint too
 
 
 def join_as_torchrun(rank: int, world: int) -> None:

@@ -16,6 +16,7 @@ import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.errors import MoeQloraError
 
+from .folders import same
 from .training import whole
 
 
@@ -83,3 +84,17 @@ class CountedReads:
 
     def __exit__(self, *exception: object) -> None:
         Checkpoint.read, Checkpoint.read_bytes = self.stock  # type: ignore[method-assign]
+
+
+def packed_bytes(model: nn.Module, gather: Callable[[Any], Any] = whole) -> dict[str, Any]:
+    """Codes and statistics by name, gathered."""
+    return {
+        name.removeprefix("module."): gather(p).detach().as_subclass(torch.Tensor).clone()
+        for name, p in model.named_parameters()
+        if not p.is_floating_point()
+    }
+
+
+def are_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    """Whether names and bytes are: codes that are stored as floats may be NaN."""
+    return list(left) == list(right) and all(same(left[key], right[key]) for key in left)

@@ -24,6 +24,7 @@ from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
 
 KILLED, REFUSED = 9, 10
+PACKED = 2  # in the place of a model's number: a folder that is packed from disk to disk
 FOREIGN = {"tokenizer.json": b"{}", "notes/log": b"kept"}
 _EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copytree"}
 
@@ -34,16 +35,22 @@ class Saves:
     def __init__(self, root: Path) -> None:
         self.folder, self.models = root / "model", []
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        sizes: dict[str, Any] = {"dtype": torch.bfloat16, "num_hidden_layers": 1}
         for seed in (0, 1):
-            sizes = {"dtype": torch.bfloat16, "num_hidden_layers": 1}
             self.models.append(tiny_model("qwen3_moe", seed=seed, **sizes))
             quantize_experts(self.models[-1], config)
-        self.fresh = [root.with_name(f"{root.name}-{number}") for number in (0, 1)]
-        self.save(0, self.fresh[0])
-        self.save(1, self.fresh[1])
+        self.fresh = [root.with_name(f"{root.name}-{number}") for number in (0, 1, PACKED)]
+        self.source = root.with_name("plain")
+        tiny_model("qwen3_moe", **sizes).save_pretrained(self.source)
+        for number, fresh in enumerate(self.fresh):
+            self.save(number, fresh)
         self.whole = [contents(fresh) for fresh in self.fresh]
 
     def save(self, number: int, folder: Path) -> None:
+        if number == PACKED:
+            nf4 = {"load_in_4bit": True}
+            moe_qlora.quantize_checkpoint(self.source, folder, nf4, max_shard_size="25KB")
+            return
         self.models[number].save_pretrained(folder, max_shard_size=("20KB", "25KB")[number])
 
     def start(self, existing: bool) -> None:
@@ -65,11 +72,13 @@ class Saves:
         assert set(manifest.shards) == {file for file in whole if file.endswith(".safetensors")}
         assert all(found[file] == whole[file] for file in (*manifest.shards, manifest.file_name))
         assert FOREIGN.items() <= found.items() if existing else found == whole
-        return ("old", "new")[number]
+        return ("old", "new", "new")[number]
 
-    def again(self, existing: bool) -> None:
-        self.save(1, self.folder)
-        assert contents(self.folder) == self.whole[1] | (FOREIGN if existing else {})
+    def again(self, existing: bool, number: int = 1) -> None:
+        if number == PACKED:  # which asks for a new folder
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.save(number, self.folder)
+        assert contents(self.folder) == self.whole[number] | (FOREIGN if existing else {})
         assert not self.staged()
 
     def staged(self) -> list[Path]:
@@ -129,22 +138,28 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
 
 
 def stopped(
-    saves: Saves, copied: Any, tmp_path: Path, existing: bool, act: Callable[[], None]
+    saves: Saves,
+    copied: Any,
+    tmp_path: Path,
+    existing: bool,
+    act: Callable[[], None],
+    step: int,
+    number: int = 1,
 ) -> Iterator[tuple[int, int, str]]:
-    """Save the second model, once for each change: `stop`, exit code, and what the folder holds."""
+    """Save the second model once for each change, or some: `stop`, exit code, what is held."""
     report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
 
     def work() -> None:
         counting(saves.folder.parent, stop, report, act)
         try:
-            saves.save(1, saves.folder)
+            saves.save(number, saves.folder)
         except CheckpointError as error:
             if "No space left" in str(error) and str(saves.folder) in str(error):
                 os._exit(REFUSED)
 
     stop = changes = 0
     while changes >= stop:
-        stop += 1
+        stop += step
         saves.start(existing)
         status = copied(work).ended()
         changes = int.from_bytes(os.pread(report, 8, 0), "little")
@@ -153,38 +168,40 @@ def stopped(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("existing", [False, True], ids=["new folder", "existing folder"])
-def test_killed_before_each_change_of_the_disk(saves, copied, tmp_path, existing):
+@pytest.mark.parametrize(
+    ("existing", "number", "step"),
+    [(False, 1, 4), (True, 1, 1), (False, PACKED, 4)],
+    ids=["new folder", "existing folder", "from disk to disk"],
+)
+def test_killed_before_changes_of_the_disk(saves, copied, tmp_path, existing, number, step):
     seen = []
-    for stop, status, holds in stopped(saves, copied, tmp_path, existing, die):
+    for stop, status, holds in stopped(saves, copied, tmp_path, existing, die, step, number):
         assert status in (0, KILLED)
         seen.append(holds)
-        if holds == "new" and seen.count("new") == 1:
+        if holds == "new" and seen.count("new") == 1 and number == 1:
             with moe_qlora.enabled():
                 again = AutoModelForCausalLM.from_pretrained(saves.folder)
             state = saves.models[1].state_dict()
             assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
         if stop % 8 == 0 or holds == "new":
-            saves.again(existing)
+            saves.again(existing, number)
     # Everything in its order, and nothing twice: old (or none), then new.
     order = ["old", "new"] if existing else ["none", "new"]
     assert list(dict.fromkeys(seen)) == order
     assert seen == sorted(seen, key=order.index)
-    assert status == 0 and len(seen) > 30
+    assert status == 0 and len(seen) * step > 30
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_disk_that_fails_at_each_change_is_reported_and_leaves_no_rubbish(
-    saves, copied, tmp_path
-):
+def test_a_disk_that_fails_at_changes_is_reported_and_leaves_no_rubbish(saves, copied, tmp_path):
     refused, stuck = [], 0
-    for stop, status, holds in stopped(saves, copied, tmp_path, True, disk_full):
+    for stop, status, holds in stopped(saves, copied, tmp_path, True, disk_full, 2):
         assert status == REFUSED or (status, holds) == (0, "new"), f"at change {stop}"
         refused += [holds] if status == REFUSED else []
         if saves.staged():  # its removal was what failed: the next save removes it
             stuck += 1
             saves.again(True)
-    assert refused.count("old") > 15
+    assert refused.count("old") > 7
     # the rest are folders that exist already, and files removed at the end
-    assert len(refused) > 0.7 * stop
+    assert len(refused) > 0.35 * stop
     assert stuck <= 1

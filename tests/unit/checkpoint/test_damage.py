@@ -83,7 +83,7 @@ def seen(model: nn.Module) -> tuple[Any, ...]:
     return bits(model), stacks, {name: type(one).__name__ for name, one in model.named_modules()}
 
 
-@pytest.fixture(scope="module", params=["nf4", "fp4", "int8"])
+@pytest.fixture(scope="module", params=["nf4", "int8"])
 def victim(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,22 +101,13 @@ def damage_file(victim: Victim, rng: random.Random) -> str:
     # half of the damage to what comes first, which is parsed
     at = rng.choice([rng.randrange(8), rng.randrange(header), rng.randrange(len(raw))])
     count = min(rng.choice([1, 8, 100, 1000]), len(raw) - at)
-    changes: dict[str, tuple[int, bytes]] = {  # bytes that go from there, and that come
-        "flip": (1, bytes([raw[at] ^ 1 << rng.randrange(8)])),
-        "cut": (len(raw), b""),
-        "zero": (count, bytes(count)),
-        "random": (count, rng.randbytes(count)),
-        "drop": (count, b""),
-        "insert": (0, rng.choice([b"\xff\xfe", b"\0", b'"', b"{", rng.randbytes(8)])),
-    }
-    kind = rng.choice([*changes, "extend", "empty"])
-    if kind in changes:
-        gone, come = changes[kind]
-        raw[at : at + gone] = come
-    else:
-        raw = raw + rng.choice([b"\0", b" ", b"\n", bytes(5000)]) if kind == "extend" else raw[:0]
+    gone, come = rng.choice([  # bytes that go from there, and that come
+        (1, bytes([raw[at] ^ 1 << rng.randrange(8)])), (len(raw), b""), (count, bytes(count)),
+        (count, rng.randbytes(count)), (count, b""), (0, rng.choice([b"\xff\xfe", b"\0", b"{"])),
+    ])  # fmt: skip
+    raw[at : at + gone] = come
     (victim.folder / name).write_bytes(raw)
-    return f"{kind} at {at} of {name}"
+    return f"{gone} for {len(come)} at {at} of {name}"
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -138,24 +129,21 @@ def edit(value: dict[str, Any], rng: random.Random) -> str:
     # by depth, so that the few fields at the top are met as often as the many below
     every = list(places({k: v for k, v in value.items() if k != "config"}))
     depth = rng.choice(sorted({len(path) for path in every}))
-    path = rng.choice([path for path in every if len(path) == depth])
+    path, near = (rng.choice([p for p in every if len(p) == depth]) for _ in range(2))
     holder, key = owner(value, path), path[-1]
-    kind = rng.choice(["odd", "odd", "odd", "remove", "neighbour", "rename", "number", "text"])
-    if kind == "odd":
-        holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
-    elif kind == "remove":
+    kind = rng.choice(["odd", "odd", "odd", "remove", "neighbour", "rename", "number"])
+    if kind == "remove":
         del holder[key]
     elif kind == "neighbour":
-        near = rng.choice([one for one in every if len(one) == depth])
         holder[key] = copy.deepcopy(owner(value, near)[near[-1]])
     elif kind == "rename" and isinstance(holder, dict):
         holder[rng.choice(["../x", "x", "/x", "a/b", "", "\0"])] = holder.pop(key)
     elif kind == "number" and isinstance(holder[key], int):
         holder[key] += rng.choice([-1, 1, 2**40])
-    elif isinstance(holder[key], str):
+    elif kind == "number" and isinstance(holder[key], str):
         holder[key] = rng.choice([holder[key][:-1], holder[key].upper(), holder[key] + "0"])
     else:
-        holder[key] = [holder[key]]
+        holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
     return f"{kind} at {path}"
 
 
@@ -179,7 +167,7 @@ def damage_manifest(victim: Victim, rng: random.Random) -> str:
 
 
 DAMAGE: dict[Callable[[Victim, random.Random], str], int] = {
-    damage_file: 40,
+    damage_file: 30,
     damage_manifest: 60,
 }
 """Kinds of damage, and how many of each are done to each victim."""
@@ -211,11 +199,8 @@ def test_a_packed_weight_that_the_manifest_forgets_is_refused(victim):
         assert victim.load(AutoModelForCausalLM) == victim.load(victim.cls) == "refused"
 
 
-@pytest.mark.parametrize("left", [0, 20, 0.5], ids=["empty", "header", "data"])
 @pytest.mark.parametrize("call", ["load", "quantize", "merge", "merge-adapter", "load-adapter"])
-def test_a_file_that_is_cut_off_is_an_incomplete_download(
-    call: str, left: float, tmp_path: Path
-) -> None:
+def test_a_file_that_is_cut_off_is_an_incomplete_download(call: str, tmp_path: Path) -> None:
     model: Any = tiny_model("mixtral", num_hidden_layers=1)
     base, adapter, config = tmp_path / "base", tmp_path / "adapter", {"load_in_4bit": True}
     model.save_pretrained(base)
@@ -223,7 +208,6 @@ def test_a_file_that_is_cut_off_is_an_incomplete_download(
     lora(model, "q_proj").save_pretrained(adapter)
     file = next((adapter if call.endswith("adapter") else base).glob("*.safetensors"))
     whole, out = file.read_bytes(), tmp_path / "out"
-    file.write_bytes(whole[: left if isinstance(left, int) else int(len(whole) * left)])
     calls: dict[str, Callable[[], Any]] = {
         "load": lambda: loaded(base, config),
         "quantize": lambda: moe_qlora.quantize_checkpoint(base, out, config),
@@ -231,6 +215,8 @@ def test_a_file_that_is_cut_off_is_an_incomplete_download(
         "merge-adapter": lambda: moe_qlora.merge_adapter(base, adapter, out),
         "load-adapter": lambda: moe_qlora.load_adapter(loaded(base, config), adapter),
     }
-    with pytest.raises(CheckpointError, match=rf"{file.name}: download incomplete, \d+.*bytes"):
-        calls[call]()
+    for left in (0, 20, len(whole) // 2):
+        file.write_bytes(whole[:left])
+        with pytest.raises(CheckpointError, match=rf"{file.name}: download incomplete, \d+.*bytes"):
+            calls[call]()
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""An adapter's base, told from other models of the same names and shapes."""
+"""An adapter's base, told from other models of the same names and shapes; an adapter's fields."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from training import loaded, lora
-from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModel, BitsAndBytesConfig
 from upstream import ADAPTER_METHODS
 
 import moe_qlora
@@ -128,22 +128,13 @@ MAKERS = [by_folder, by_another_model, second, resumed, continued]
 
 
 @pytest.mark.parametrize("make", [*MAKERS, pytest.param(by_transformers, marks=ADAPTER_METHODS)])
-def test_an_adapter_names_the_model_that_it_was_on(
-    folders: dict[str, Path], tmp_path: Path, make: Any
-) -> None:
+def test_an_adapter_names_the_model_that_it_was_on(folders, tmp_path, make):
     adapter = make(folders, tmp_path / "adapter")
     whole = json.loads((folders["adapter"] / NOTE).read_text())
     assert json.loads((adapter / NOTE).read_text()) == whole
     assert len(whole["base"]["bits"]) > 1 and whole["dtype"] == "bfloat16"
     with pytest.raises(AdapterError, match=rf"was trained on {folders['base']}, and .*another"):
         merge(folders["another"], adapter)
-
-
-def test_the_dtype_is_that_of_training(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Of an fp32 checkpoint that was trained in bf16."""
-    tiny_model("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path / "fp32")
-    by_folder({"base": tmp_path / "fp32"}, tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter" / NOTE).read_text())["dtype"] == "bfloat16"
 
 
 def load(folder: Path, adapter: Path) -> None:
@@ -177,44 +168,38 @@ def no_alarm() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("base", ["base", "trained further", "longer", "packed"])
+@pytest.mark.parametrize(
+    ("base", "use"),
+    [*zip(["base", "trained further", "longer", "packed", "base"], USES, strict=True)]
+    + [(base, merge) for base in ("trained further", "packed")],
+)
 def test_the_same_base_is_no_alarm(folders: dict[str, Path], base: str, use: Any) -> None:
     with no_alarm():
         use(folders[base], folders["adapter"])
 
 
-def test_the_unpacked_base_is_no_alarm(folders: dict[str, Path]) -> None:
-    with no_alarm():
-        plain = AutoModelForCausalLM.from_pretrained(folders["base"])
-        moe_qlora.load_adapter(plain, str(folders["adapter"]), unpacked_ok=True)
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("base", ["another", "hidden_act", "norm_topk_prob", "num_experts_per_tok"])
-def test_another_base_is_an_error_that_names_both(
-    folders: dict[str, Path], base: str, use: Any
-) -> None:
+@pytest.mark.parametrize(
+    ("base", "use"),
+    [("another", use) for use in USES]
+    + [*zip(["hidden_act", "norm_topk_prob", "num_experts_per_tok"], USES[::2], strict=True)],
+)
+def test_another_base_is_an_error_that_names_both(folders, base, use):
     seen = "other weights" if base == "another" else f"{base}="
     words = rf"was trained on {folders['base']}, and {folders[base]} has {seen}"
     with pytest.raises(AdapterError, match=rf"{words}.*any_base=True \(--any-base\)\.$"):
         use(folders[base], folders["adapter"])
 
 
-@pytest.mark.parametrize("base", ["base", "packed"])
-def test_a_merge_compares_weights_of_an_inner_models_adapter(
-    base: str, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_merge_compares_weights_of_an_inner_models_adapter(folders, tmp_path):
     """Whose names have no prefix: of AutoModel, merged into AutoModelForCausalLM's folder."""
     inner, adapter = loaded(folders["another"], NF4, AutoModel, dtype="auto"), tmp_path / "adapter"
     lora(inner, "q_proj", task_type="FEATURE_EXTRACTION").save_pretrained(adapter)
     merge(folders["another"], adapter)
     with pytest.raises(AdapterError, match="has other weights"):
-        merge(folders[base], adapter)
+        merge(folders["packed"], adapter)
 
 
-@pytest.mark.parametrize("noted", [True, False])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("kind", "noted"), [("mixtral", True), ("qwen3_moe", False)])
 def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
     kind: str, noted: bool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -229,10 +214,8 @@ def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
     assert len(said.replace(str(tmp_path), "").replace(str(folders["base"]), "")) < 400
 
 
-@pytest.mark.parametrize("use", USES)
-def test_a_note_without_a_fingerprint_is_taken(
-    folders: dict[str, Path], tmp_path: Path, use: Any
-) -> None:
+@pytest.mark.parametrize("use", [load, merge])
+def test_a_note_without_a_fingerprint_is_taken(folders, tmp_path, use):
     adapter = shutil.copytree(folders["adapter"], tmp_path / "old")
     note = json.loads((adapter / NOTE).read_text())
     assert set(note.pop("base")["bits"])
@@ -267,9 +250,12 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
     prints = {}
     for name in ("base", "another"):
         model = moe_qlora.get_peft_model(base_model(folders[name]), q_proj())
-        for _ in range(2):
-            model.save_pretrained(tmp_path / name)
-        text = (tmp_path / name / "README.md").read_text()
+        model.save_pretrained(tmp_path / name)
+        file = tmp_path / name / "README.md"
+        file.write_text(file.read_text() + "# Model of mine\n")
+        model.save_pretrained(tmp_path / name)
+        text = file.read_text()
+        assert text.count("# Model of mine\n") == 1
         assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
         (prints[name],) = (line for line in text.splitlines() if "fingerprint" in line)
     assert prints["base"] in card and prints["another"] not in card
@@ -288,16 +274,6 @@ def test_the_program_of_any_adapters_card_runs(folders: dict[str, Path], tmp_pat
             assert isinstance(found["model"], PeftModel)
 
 
-def test_the_card_keeps_an_authors_words(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = moe_qlora.get_peft_model(base_model(folders["base"]), q_proj())
-    model.save_pretrained(str(tmp_path))
-    card = tmp_path / "README.md"
-    card.write_text(card.read_text() + "# Model of mine\n")
-    for _ in range(2):
-        model.save_pretrained(str(tmp_path))
-        assert card.read_text().count("# Model of mine\n") == 1
-
-
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")
 def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None:
     kinds = [tiny_model("qwen3_moe"), tiny_model("llama4_text")]
@@ -307,3 +283,58 @@ def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None
     host = peft.get_peft_model(kinds[1], config)
     with pytest.raises(AdapterError, match=r"was not created: .*adapted to another model"):
         host(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+# Fields of adapter_config.json: of one type and range, however the adapter is read
+
+
+def with_fields(adapter: Path, out: Path, **fields: Any) -> Path:
+    shutil.copytree(adapter, out)
+    config = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps(config | fields))
+    return out
+
+
+VALUES = [
+    *({"use_rslora": value} for value in ("no", "false", 0, 1.0, [])),
+    *({field: "no"} for field in ("use_dora", "lora_bias", "fan_in_fan_out", "inference_mode")),
+    *({"r": value} for value in (0, -2, True, 2.0, "2", None, 300_000)),
+    *({"lora_alpha": value} for value in (1e308, float("inf"), float("nan"), -1, True, "8")),
+    *({"rank_pattern": {"q_proj": value}} for value in (0, True)),
+    *({"alpha_pattern": {"q_proj": value}} for value in (float("nan"), 1e39)),
+    *({"layers_to_transform": value} for value in ([True], 1.5)),
+    *({"lora_dropout": value} for value in (2, float("nan"), "0")),
+    {"bias": "some"},
+]
+
+
+def test_every_reader_refuses_a_wrong_value_in_one_sentence(folders, tmp_path):
+    base, adapter = folders["base"], folders["adapter"]
+    model = moe_qlora.get_peft_model(base_model(base), q_proj())
+    readers: dict[str, Callable[[Path], Any]] = {
+        "merge": lambda bad: moe_qlora.merge_adapter(base, bad, tmp_path / "out"),
+        "load": lambda bad: moe_qlora.load_adapter(model, bad, "other"),
+        "export": lambda bad: moe_qlora.export_adapter(
+            bad, tmp_path / "out", base=base, target="sglang"
+        ),
+    }
+    for number, fields in enumerate(VALUES):
+        bad = with_fields(adapter, tmp_path / str(number), **fields)
+        ((field, value),) = fields.items()
+        for name, read in readers.items():
+            with pytest.raises(moe_qlora.MoeQloraError) as caught:
+                read(bad)
+            seen = str(caught.value)
+            shown = next(iter(value.values())) if isinstance(value, dict) else value
+            shown = shown[0] if isinstance(shown, list) and shown else shown
+            said = f"{bad}/adapter_config.json is damaged: {field}"
+            assert seen.startswith(said), (name, fields, seen)
+            assert f" is {shown!r}: " in seen and "\n" not in seen, (name, fields, seen)
+
+
+@pytest.mark.parametrize("fields", [{"use_rslora": "no"}, {"lora_alpha": 1e308}], ids=str)
+def test_stock_peft_refuses_it_on_a_packed_model(fields, folders, tmp_path):
+    bad = with_fields(folders["adapter"], tmp_path / "bad", **fields)
+    model, said = base_model(folders["base"]), rf"bad/adapter_config.*{next(iter(fields))} is"
+    with pytest.raises(moe_qlora.CheckpointError, match=said):
+        PeftModel.from_pretrained(model, str(bad))

@@ -18,7 +18,7 @@ from prequantized import plain_config, write_case, write_folder, write_shards
 from safetensors.torch import load_file
 from small_models import fill
 from torch import Tensor
-from training import NF4, loaded, lora
+from training import NF4
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
@@ -102,18 +102,6 @@ def assert_same_merges(left: Path, right: Path, adapter: Path, root: Path) -> di
     configs = [config_of(root / name) for name in ("merged", "expected")]
     assert configs[0] == configs[1]
     return found
-
-
-# Packing
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_packing_equals_that_of_the_plain_folder(name: str, twins: Get, tmp_path: Path) -> None:
-    folder = twins(name)
-    assert pack(folder.makers, tmp_path / "makers") == pack(folder.plain, tmp_path / "plain")
-    config = config_of(tmp_path / "makers")
-    assert config["quantization_config"]["quant_method"] == "bitsandbytes"
-    assert not says_quantized(tmp_path / "makers")
 
 
 def test_what_modelopt_says_beside_the_configuration(twins: Get, tmp_path: Path) -> None:
@@ -206,22 +194,7 @@ def test_a_merge_says_what_it_wrote(twins: Get, tmp_path: Path) -> None:
     for base, method in ((folder.makers, "mxfp4"), (folder.plain, "")):
         report = moe_qlora.merge_adapter(base, adapt(folder), tmp_path / base.name)
         assert report.dequantized == method
-        said = f"quantized it ({method}), and all of it is written dequantized"
-        assert (said in str(report)) is bool(method)
-
-
-def test_an_adapter_tells_its_base_from_another(twins: Get, tmp_path: Path) -> None:
-    folder = twins("qwen3_moe fp8")
-    adapted = lora(loaded(folder.makers, dtype="auto"), "q_proj", init_lora_weights=False)
-    adapted.save_pretrained(tmp_path / "adapter")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name, like in (("exact", False), ("rounded", True)):
-            places = folder.makers, tmp_path / "adapter", tmp_path / name
-            moe_qlora.merge_adapter(*places, like_training=like)
-    other, _ = write_folder(tmp_path / "other", "qwen3_moe", "fp8", seed=1)
-    with pytest.raises(moe_qlora.AdapterError, match="has other weights"):
-        moe_qlora.merge_adapter(other, tmp_path / "adapter", tmp_path / "foreign")
+        assert ("(mxfp4), and all of it is written dequantized" in str(report)) is bool(method)
 
 
 # Verifying
@@ -244,35 +217,11 @@ def test_what_a_folder_is(twins: Get) -> None:
     assert f"{report.dequantized} weights are codes, and are read dequantized" in line
 
 
-UP = "model.layers.1.mlp.experts.2.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("damage", "problem"),
-    [
-        (lambda held: held[f"{UP}_scale_inv"][-1, -1].fill_(torch.nan), f"{UP} holds NaN or inf"),
-        (lambda held: held.pop(f"{UP}_scale_inv"), f"{UP}_scale_inv"),
-    ],
-)
-def test_damage_of_a_folder_is_named(damage: Any, problem: str, twins: Get, tmp_path: Path) -> None:
-    folder = shutil.copytree(twins("deepseek_v3 fp8").makers, tmp_path / "damaged")
-    held = {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
-    damage(held)
-    write_shards(folder, held)
-    report = verify(folder)
-    assert report.method == "fp8"
-    [seen] = report.problems
-    assert problem in seen
-
-
 # What dump and plan say
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4"])
-def test_dump_shows_the_plain_model(name: str, twins: Get) -> None:
-    folder = twins(name)
+def test_dump_shows_the_plain_model(twins: Get) -> None:
+    folder = twins("gpt_oss mxfp4")
     shown = []
     for place in (folder.makers, folder.plain):
         said = CliRunner().invoke(app, ["dump", str(place), "--json"])
@@ -309,9 +258,8 @@ def test_plan_counts_the_packed_model(twins: Get, tmp_path: Path) -> None:
 # What is not read
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_methods_that_are_not_read(method: str, twins: Get, tmp_path: Path) -> None:
-    folder = twins("qwen3_moe fp8")
+def test_methods_that_are_not_read(twins: Get, tmp_path: Path) -> None:
+    folder, method = twins("qwen3_moe fp8"), "gptq"
     base = shutil.copytree(folder.plain, tmp_path / "base")
     said = {"quant_method": method, "bits": 4}
     set_config(base, config_of(base) | {"quantization_config": said})

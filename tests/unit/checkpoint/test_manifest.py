@@ -129,18 +129,12 @@ def test_a_packed_folder_that_lacks_a_file_does_not_open(tmp_path, lost):
 
 MARKS = {
     "no object": ([], r"moe_qlora is \[\], and no object"),
-    "text": ("x", "moe_qlora is 'x', and no object"),
     "nothing": ({}, "moe_qlora.format_version None, and this version of moe_qlora reads 2"),
     "older": ({"format_version": 1, "id": "x"}, "format_version 1, and .* pack the model again"),
     "newer": ({"format_version": 4}, "format_version 4"),
-    "version as truth": ({"format_version": True}, "format_version True"),
-    "no id": ({"format_version": 2, "manifest": "m", "entry": "e"}, "moe_qlora.id is missing"),
     "id of another": ({"id": "0" * 64}, "has moe_qlora .*0000"),
-    "id as number": ({"id": 1}, "moe_qlora.id is 1"),
     "no entry": ({"entry": None}, "moe_qlora.entry is None"),
-    "another entry": ({"entry": f"model-{'0' * 8}-00001-of-00001.safetensors"}, "has moe_qlora "),
     "entry elsewhere": ({"entry": "../model.safetensors"}, "moe_qlora.entry is '../model"),
-    "manifest elsewhere": ({"manifest": "../moe_qlora-x.json"}, "moe_qlora.manifest is '../"),
     "another manifest": ({"manifest": f"moe_qlora-{'0' * 16}.json"}, "is missing"),
     "another key": ({"x": 1}, "moe_qlora.x is 1"),
 }
@@ -179,25 +173,19 @@ RESIGNED = {
     "version": (within(format_version=4), "format_version 4"),
     "no shards": (within(shards={}), r"shards is \{\}"),
     "unknown codec": (within("codec", kind="nf3"), "nf3"),
-    "no blocksize": (within("codec", kind="nf4", blocksize=0), "blocksize"),
     "missing statistic": (lambda v: v["tensors"].pop("w.SCB"), "w.SCB"),
     "missing tensor": (lambda v: v["tensors"].pop("b"), "hold b as"),
     "a tensor too many": (lambda v: v["tensors"].update(c=v["tensors"]["b"]), "hold c as None"),
     "dtype": (within(*B, dtype="F16"), "hold b as"),
-    "shape": (within(*B, shape=[1, 3]), "hold b as"),
-    "a tensor in no shard": (within(*B, file="x"), "hold b as"),
     "negative shape": (within(*W, shape=[-2, -3, 4]), r"experts\.w\.shape\.0 is -2"),
-    "stack's shape": (within(*W, shape=[3, 3, 4]), "w"),
     "stack without a shape": (within(*W, shape=[]), r"experts\.w\.shape is \[\]"),
     "stack's dtype": (within(*W, dtype="save"), r"experts\.w\.dtype is 'save'.*bfloat16"),
     "unknown stack": (lambda v: v["experts"].update(x=v["experts"]["w"]), "x"),
     "more dimensions than torch has": (within(*W, shape=[2**62] * 65), "at most 64 items"),
-    "a size no text holds": (within(*W, shape=[10**4000] * 2), "an integer has 4001 digits"),
     "half a character": (lambda v: v["experts"].update({"\ud800": v["experts"]["w"]}), "JSON"),
     "alias of a tensor": (within(*W, aliases=["b"]), "b is a tensor"),
     "checksum": (within("tensors", "w", sha256="0" * 64), "the bytes of w are not"),
     "file size": (shard(nbytes=8), "8 were written"),
-    "file size as text": (shard(nbytes="96"), "nbytes is '96'"),
     "header": (shard(header_sha256="0"), "its header is not"),
     "config as pairs": (within(config=[["a", 1]]), r"config is \[\['a'"),
     "a key that is not known": (within(sha256="0"), "sha256 is '0'"),
@@ -257,8 +245,3 @@ def test_pipes_are_not_waited_for(tmp_path, name, read):
     with pytest.raises(CheckpointError, match=name):
         read(tmp_path)
     signal.alarm(0)
-
-
-def test_a_folder_with_too_long_a_name_is_refused():
-    with pytest.raises(CheckpointError, match="not packed by moe_qlora"):
-        check_folder("x" * 5000)

@@ -1,4 +1,4 @@
-"""Added tokens, heads trained in full and untied embeddings: the merged folder, and reloading."""
+"""Merged folders that load: added tokens, heads trained in full, text models of images ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from folders import tensors
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
 from training import loaded
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
 )
+from upstream import skip_llama4
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
@@ -103,15 +105,11 @@ def merged(source: Path, adapter: Path, folder: Path, kind: Any = AutoModelForCa
     return model
 
 
-# What is trained with and without tied weights, half of it with added tokens.
+# Each with or without tied weights, half of them with added tokens; where both ways differ, both.
 @pytest.mark.parametrize(
     ("tied", "trained", "added"),
-    [
-        (tied, trained, ADDED * ((number + tied) % 2))
-        for number, trained in enumerate(TRAINED)
-        for tied in (False, True)
-        if tied == (number % 4 > 1) or "both" in trained
-    ],
+    [(number % 4 > 1, trained, ADDED * (number % 2)) for number, trained in enumerate(TRAINED)]
+    + [(False, "both", ADDED), (True, "rows of both", ADDED)],
 )
 def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> None:
     source = base(tmp_path / "base", "qwen3_moe", tie_word_embeddings=tied)
@@ -120,7 +118,7 @@ def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> N
     adapter = save(adapted, tmp_path / "adapter", save_embedding_layers=True)
     for read in (PeftModel.from_pretrained, moe_qlora.load_adapter):
         assert torch.equal(out(read(load(source, added=added), adapter), added), expected)
-    again = train(load(source, added=added), added, **TRAINED[trained])
+    again = read(load(source, added=added), adapter, is_trainable=True)
     again.load_adapter(adapter, "default", is_trainable=True)  # as Trainer goes on
     assert torch.equal(out(again, added), expected)
     model = merged(source, adapter, tmp_path / "merged")
@@ -135,7 +133,6 @@ UNTIED = {"embeddings", "head", "both", "rows of both", "rows of the head"}
 @pytest.mark.parametrize(
     ("model_type", "settings"),
     [
-        ("granitemoe", {"tie_word_embeddings": True}),
         ("phimoe", {"lm_head_bias": True}),
         ("gemma4_text", {"intermediate_size": 64}),
     ],
@@ -175,8 +172,7 @@ def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
         moe_qlora.merge_adapter(source, adapter, tmp_path / "out")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("labels", [1, 3])
+@pytest.mark.parametrize(("labels", "tied"), [(1, True), (3, False)])
 def test_a_reward_models_head(labels: int, tied: bool, tmp_path: Path) -> None:
     source = base(tmp_path / "base", "mixtral", tie_word_embeddings=tied)
     kind = AutoModelForSequenceClassification
@@ -225,9 +221,8 @@ def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:
     assert re.search(sentence, problem)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
-def test_adapters_in_sglangs_layout(family: str, tmp_path: Path) -> None:
-    source = base(tmp_path / "base", family)
+def test_adapters_in_sglangs_layout(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "gpt_oss")
     adapted = train(load(source))
     adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
     moe_qlora.export_adapter(adapter, tmp_path / "sglang", base=source, target="sglang")
@@ -251,3 +246,62 @@ def test_the_adapters_tokenizer_wins(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (adapter / name).read_bytes()
     assert (tmp_path / "out" / "notes.txt").is_file()
     assert not (tmp_path / "out" / "added_tokens.json").exists()
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "llama4"])
+def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param) / "base"
+    tiny_model(request.param, seed=1).save_pretrained(folder)
+    return folder
+
+
+def with_adapter(model: Any, *, packed: bool = True) -> Any:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    if packed:
+        model = moe_qlora.get_peft_model(model, config, experts=True)
+    else:
+        config.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]
+        model = get_peft_model(model, config)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def test_an_adapter_of_the_text_model_is_merged_into_all_of_it(images: Path, tmp_path: Path):
+    text = AutoModelForCausalLM.from_pretrained(images, dtype=torch.float32)
+    assert type(text).__name__.endswith("ForCausalLM")
+    before, model = out(text), with_adapter(text, packed=False)
+    model.save_pretrained(tmp_path / "adapter")
+    wanted = out(model)
+    assert (wanted - before).abs().max() > 1e-2
+    places = images, tmp_path / "adapter", tmp_path / "merged"
+    moe_qlora.merge_adapter(*places, dtype=torch.float32)
+    with pytest.raises(moe_qlora.AdapterError, match="does not fit the base"):
+        moe_qlora.export_adapter(
+            tmp_path / "adapter", tmp_path / "served", base=images, target="peft"
+        )
+    keys = {"_name_or_path", "architectures", "transformers_version", "dtype"}
+    configs = [json.loads((f / "config.json").read_text()) for f in (images, tmp_path / "merged")]
+    assert configs[0].keys() - keys == configs[1].keys() - keys
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        merged = auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        if auto is AutoModelForImageTextToText:
+            skip_llama4(images.parent.name.removesuffix("0"))  # the number of mktemp
+        torch.testing.assert_close(out(merged), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_folder_says_how_it_is_loaded(images: Path, tmp_path: Path):
+    moe_qlora.quantize_checkpoint(images, tmp_path / "packed", NF4)
+    with pytest.raises(ValueError, match=r"holds a packed .*ForConditionalGeneration: load it"):
+        loaded(tmp_path / "packed", None)
+    model = loaded(tmp_path / "packed", None, AutoModelForImageTextToText)
+    assert "transformers_weights" not in vars(model.config.text_config)
+    assert verify(tmp_path / "packed").good
+    model = with_adapter(model)
+    model.save_pretrained(tmp_path / "adapter")
+    moe_qlora.merge_adapter(tmp_path / "packed", tmp_path / "adapter", tmp_path / "merged")
+    assert "transformers_weights" not in (tmp_path / "merged" / "config.json").read_text()
+    model.unload().save_pretrained(tmp_path / "again")
+    assert verify(tmp_path / "again").good

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from folders import check_folder, contents, edit
+from folders import check_folder, contents
 from safetensors.torch import load_file, save_file
 from training import NF4, loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner
 
 import moe_qlora
-from moe_qlora.checkpoint import reader
-from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
 from moe_qlora.errors import (
     CheckpointError,
     MoeQloraError,
-    NonFiniteWeightError,
-    UnsupportedWeightError,
 )
 from moe_qlora.testing import tiny_model
 
 SHARD = "24KB"
-KILLED = 9
-EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 
 @pytest.fixture(scope="module")
@@ -67,42 +59,7 @@ def dense(path: Path) -> Path:
     return path
 
 
-def test_killed_before_every_change_of_the_disk(
-    source: Path, whole: dict[str, bytes], copied: Any, tmp_path: Path
-) -> None:
-    """The folder is absent or whole, and the next run gives the same bytes."""
-    out, stop, status = tmp_path / "packed", 0, KILLED
-
-    def work() -> None:
-        count = 0
-
-        def hook(event: str, args: tuple[Any, ...]) -> None:
-            nonlocal count
-            writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
-            if (writes or event in EVENTS) and str(tmp_path) in str(args[0]):
-                count += 1
-                if count == stop:
-                    os._exit(KILLED)
-
-        sys.addaudithook(hook)
-        pack(source, out)
-
-    while status == KILLED:
-        stop += 1
-        status = copied(work).ended()
-        if out.exists():
-            assert contents(out) == whole
-            shutil.rmtree(out)
-        pack(source, out)
-        assert contents(out) == whole and not left_behind(out)
-        shutil.rmtree(out)
-    assert status == 0
-    assert stop > 10
-
-
-def test_what_is_no_file_and_not_of_the_model_is_not_opened(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_what_is_no_file_and_not_of_the_model_is_not_opened(source, whole, tmp_path):
     own = tmp_path / "qwen3_moe"
     shutil.copytree(source, own)
     os.mkfifo(own / "pipe.safetensors")
@@ -112,9 +69,7 @@ def test_what_is_no_file_and_not_of_the_model_is_not_opened(
     assert contents(tmp_path / "packed") == whole
 
 
-def test_the_folder_is_complete_and_its_manifest_names_the_source(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
+def test_the_folder_is_complete_and_its_manifest_names_the_source(source, whole, tmp_path):
     pack(source, tmp_path / "packed")
     assert verify(tmp_path / "packed").good and contents(tmp_path / "packed") == whole
     assert {"config.json", "generation_config.json", "tokenizer.json"} < set(whole)
@@ -145,82 +100,6 @@ def test_other_dtypes(source: Path, tmp_path: Path) -> None:
     ids = torch.arange(5)[None]
     assert packed.dtype == torch.float16
     assert torch.equal(packed(ids).logits, reference(ids).logits)
-
-
-def test_one_expert_at_a_time(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    sizes: list[int] = []
-    read = reader.Checkpoint.read
-
-    def spy(self: Any, *args: Any) -> torch.Tensor:
-        tensor = read(self, *args)
-        sizes.append(tensor.nbytes)
-        return tensor
-
-    monkeypatch.setattr(reader.Checkpoint, "read", spy)
-    fused = tmp_path / "fused"
-    tiny_model("gpt_oss", dtype=torch.bfloat16).save_pretrained(fused)
-    monkeypatch.setattr("moe_qlora.checkpoint.conversion.SLICE_ELEMENTS", 1)
-    moe_qlora.quantize_checkpoint(fused, tmp_path / "packed", NF4)
-    model = tiny_model("gpt_oss", dtype=torch.bfloat16)
-    stacks = [p for n, p in model.named_parameters() if n.endswith("experts.gate_up_proj")]
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
-    assert max(sizes) <= max(stacks[0].nbytes // len(stacks[0]), embedding.nbytes)
-
-
-def drop(path: Path) -> None:
-    index = path / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    del content["weight_map"]["model.norm.weight"]
-    index.write_text(json.dumps(content))
-    edit(path, lambda held: held.pop("model.norm.weight", None))
-
-
-def filled(value: float) -> Callable[[Path], Any]:
-    def put(held: dict[str, torch.Tensor]) -> None:
-        for key in (key for key in held if ".experts.1.up_proj" in key):
-            held[key][:] = value
-
-    return lambda path: edit(path, put)
-
-
-def cast(part: str, dtype: torch.dtype) -> Callable[[Path], Any]:
-    """Codes of another tool: FP8 weights whose config was removed, for one."""
-
-    def change(held: dict[str, torch.Tensor]) -> None:
-        for key in [key for key in held if part in key]:
-            held[key] = held[key].to(dtype)
-            held[f"{key}_scale_inv"] = torch.ones(1, 1)
-
-    return lambda path: edit(path, change)
-
-
-FP8, UNSAID = torch.float8_e4m3fn, r"\S* is float8_e4m3fn.*config\.json has no quantization_config"
-NAN = r"experts\.gate_up_proj holds NaN or inf in row 1"
-BAD: dict[str, tuple[Callable[[Path], Any], type[MoeQloraError], str]] = {
-    "missing": (drop, CheckpointError, r"no tensor for model\.norm\.weight"),
-    "fp8 expert": (
-        cast(".experts.1.up_proj", FP8),
-        CheckpointError,
-        r"experts\.1\.up_proj" + UNSAID,
-    ),
-    "fp8 router": (cast("mlp.gate", FP8), CheckpointError, r"mlp\.gate" + UNSAID),
-    "int8": (
-        cast("q_proj", torch.int8),
-        UnsupportedWeightError,
-        r"q_proj\S* is int8.*another tool",
-    ),
-    "infinite": (filled(math.inf), NonFiniteWeightError, NAN),
-    "sum is infinite": (filled(1e38), NonFiniteWeightError, NAN),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_source_that_cannot_be_packed_is_named(source: Path, tmp_path: Path, case: str) -> None:
-    change, error, seen = BAD[case]
-    change(shutil.copytree(source, tmp_path / "bad"))
-    with pytest.raises(error, match=seen):
-        pack(tmp_path / "bad", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 def asked(config: Any = NF4, **options: Any) -> Callable[[Path, Path], Any]:

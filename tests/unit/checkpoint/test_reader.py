@@ -14,14 +14,12 @@ import torch
 from folders import TRICKS, index, noise, same, two_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from moe_qlora.checkpoint.manifest import open_checkpoint
-from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, inside, read_header
+from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, read_header
 from moe_qlora.checkpoint.staging import ShardWriter, new_folder, plan_shards
 from moe_qlora.errors import CheckpointError
-from moe_qlora.models.files import read_json
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -51,14 +49,8 @@ def test_a_single_file_reads_as_safetensors_does(tmp_path):
             assert raw[info.offset : info.offset + info.nbytes] == content
             middle = checkpoint.read_bytes(key, info.nbytes // 3, info.nbytes)
             assert middle.numpy().tobytes() == content[info.nbytes // 3 :]
-
-
-def test_rows_are_slices_of_the_whole(tmp_path):
-    tensor = noise(torch.float16, 7, 3, 2)
-    save_file({"w": tensor}, tmp_path / SINGLE)
-    with open_checkpoint(tmp_path) as checkpoint:
-        for start, stop in ((0, 7), (0, 0), (2, 5), (6, 7), (3, None), (None, 4)):
-            assert same(checkpoint.read("w", start, stop), tensor[start:stop])
+        for start, stop in ((0, 7), (0, 0), (1, 2), (2, None), (None, 2)):
+            assert same(checkpoint.read("t.0", start, stop), tensors["t.0"][start:stop])
 
 
 def test_an_index_joins_files_and_closing_keeps_what_was_read(tmp_path):
@@ -102,8 +94,9 @@ def test_a_folder_without_safetensors_is_named(tmp_path, name, said):
     (tmp_path / name).write_bytes(b"\x80")
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="is no folder"):
-        open_checkpoint(tmp_path / "missing")
+    for missing, told in ((tmp_path / "missing", "is no folder"), ("x" * 5000, "too long")):
+        with pytest.raises(CheckpointError, match=told):
+            open_checkpoint(missing)
 
 
 def test_missing_keys_files_and_doubles_are_named(tmp_path):
@@ -121,7 +114,7 @@ def test_missing_keys_files_and_doubles_are_named(tmp_path):
             open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", TRICKS)
+@pytest.mark.parametrize("name", [*TRICKS, "x" * 5000])
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path, name):
     outside, folder = tmp_path, tmp_path / "sub"
     two_shards(folder)
@@ -129,30 +122,8 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, name):
     (folder / "sub").mkdir()
     save_file({"b": torch.ones(1)}, folder / "sub" / SINGLE)
     index(folder, {"a": "m-1.safetensors", "b": name})
-    with pytest.raises(CheckpointError, match="only files of the folder"):
+    with pytest.raises(CheckpointError, match=r"only files of the folder|too long"):
         open_checkpoint(folder)
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    st.one_of(
-        st.text(max_size=12),
-        st.lists(
-            st.sampled_from(["..", ".", "/", "\\", "a", "\0", ":", "~", "x" * 300]), max_size=6
-        ).map("".join),
-        st.none() | st.integers() | st.lists(st.text(max_size=3), max_size=2),
-    )
-)
-def test_a_name_gives_a_file_right_in_the_folder_or_is_refused(name):
-    folder = Path("/nowhere/folder")
-    try:
-        path = inside(folder, name)
-    except CheckpointError:
-        assert not (isinstance(name, str) and name.isalnum() and len(name.encode()) < 256)
-        return
-    assert path.parent == folder
-    assert path.name == name
-    assert os.path.normpath(path) == str(path)
 
 
 def as_nobody(copied: Any, work: Callable[[], object]) -> str:
@@ -197,15 +168,6 @@ def test_what_may_not_be_read_or_written_is_named(copied):
         plain.chmod(0o755)
 
 
-def test_names_too_long_for_the_system_are_refused(tmp_path):
-    two_shards(tmp_path)
-    index(tmp_path, {"a": "m-1.safetensors", "b": "x" * 5000})
-    with pytest.raises(CheckpointError, match="too long"):
-        open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="too long"):
-        open_checkpoint("x" * 5000)
-
-
 def test_links_may_stay_in_the_folder_or_lead_to_the_blobs_of_a_cache(tmp_path):
     folder, elsewhere = tmp_path / "plain", tmp_path / "elsewhere.safetensors"
     two_shards(folder)
@@ -247,12 +209,6 @@ def test_an_index_that_is_none_is_refused(tmp_path, text):
         open_checkpoint(tmp_path)
 
 
-def header_of(file: Path) -> tuple[dict, bytes]:
-    raw = file.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -261,7 +217,6 @@ def header_of(file: Path) -> tuple[dict, bytes]:
         lambda h: h["w"].update(shape=[2**62, 4]),
         lambda h: h["w"].update(shape=[-2, -3]),
         lambda h: h["w"].update(shape="23"),
-        lambda h: h["w"].update(data_offsets=[0, 25]),
         lambda h: h["w"].update(data_offsets=[8, 32]),
         lambda h: h["w"].update(data_offsets=[24, 0]),
         lambda h: h["w"].pop("shape"),
@@ -273,7 +228,9 @@ def header_of(file: Path) -> tuple[dict, bytes]:
 def test_headers_that_lie_are_refused(tmp_path, change):
     file = tmp_path / SINGLE
     save_file({"w": noise(torch.float32, 2, 3)}, file)
-    header, data = header_of(file)
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8:end]), raw[end:]
     change(header)
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -289,10 +246,7 @@ TWICE = b'{"w":' + TWICE + b',"w":' + TWICE + b"}"
 @pytest.mark.parametrize(
     ("raw", "said"),
     [
-        *(
-            (count, rf": download incomplete, {count} of \d+ bytes")
-            for count in (0, 7, 8, 20, 70, 90)
-        ),
+        *((count, rf": download incomplete, {count} of \d+ bytes") for count in (0, 7, 20, 90)),
         (POINTER, "git lfs pull"),
         *(
             (length.to_bytes(8, "little") + b"{}", "cut off in its header")
@@ -311,16 +265,6 @@ def test_files_that_are_cut_off_or_none_are_refused(tmp_path, raw, said):
         read_header(file)
 
 
-def test_json_that_is_no_object_or_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match="is missing"):
-        read_json(tmp_path / "no.json")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_json(tmp_path)
-    (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="no JSON object"):
-        read_json(tmp_path / "list.json")
-
-
 # --- writing ------------------------------------------------------------------------------------
 
 
@@ -328,28 +272,12 @@ def test_a_written_shard_is_what_safetensors_writes(tmp_path):
     tensors = some_tensors()
     # safetensors orders by dtype, then name; the writer keeps the caller's order
     save_file(tensors, tmp_path / "theirs", {"format": "pt"})
-    order = [k for k in header_of(tmp_path / "theirs")[0] if k != "__metadata__"]
+    order = list(read_header(tmp_path / "theirs"))
     spec = {key: (tensors[key].dtype, tensors[key].shape) for key in order}
     with ShardWriter(tmp_path / "ours", spec, {"format": "pt"}) as writer:
         for key in reversed(order):
             writer.write(key, tensors[key])
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-    loaded = load_file(tmp_path / "ours")
-    assert all(same(loaded[key], tensor) for key, tensor in tensors.items())
-    with safe_open(tmp_path / "ours", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_rows_come_in_pieces_and_from_views(tmp_path):
-    whole = noise(torch.bfloat16, 5, 4, 3)
-    with ShardWriter(
-        tmp_path / "f", {"w": (whole.dtype, whole.shape), "x": (torch.int8, (0, 2))}
-    ) as w:
-        w.write("x", torch.zeros(0, 2, dtype=torch.int8))
-        w.write("w", whole[:1])
-        w.write("w", whole.transpose(1, 2).contiguous().transpose(1, 2)[1:3])
-        w.write("w", whole[3:])
-    assert same(load_file(tmp_path / "f")["w"], whole)
 
 
 def test_what_the_format_has_no_name_for_is_not_written(tmp_path):

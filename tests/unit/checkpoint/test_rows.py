@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.core_model_loading import (
     Concatenate,
     ErnieFuseAndSplitTextVisionExperts,
-    MergeModulelist,
     Transpose,
     WeightConverter,
 )
@@ -50,27 +49,6 @@ def shapes_of(disk: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in disk.items()}
 
 
-@pytest.mark.parametrize("rows", [(), (1, 4)])
-def test_experts_of_one_weight(rows: tuple[int, ...]) -> None:
-    gate, up = lists("e.*.gate", EXPERTS, OUT, IN), lists("e.*.up", EXPERTS, OUT, IN)
-    converter = WeightConverter(
-        ["e.*.gate", "e.*.up"], ["e.gate_up"], [MergeModulelist(dim=0), Concatenate(dim=1)]
-    )
-    sources = {"e.*.gate": tuple(gate), "e.*.up": tuple(up)}
-    disk = gate | up
-    shapes: dict[str, Any] = {"a.e.gate_up": (EXPERTS, 2 * OUT, IN)}
-    group = make_group("a.e.gate_up", converter, sources, shapes, shapes_of(disk))
-    expected = torch.stack(
-        [torch.cat(pair) for pair in zip(gate.values(), up.values(), strict=True)]
-    )
-    [(name, found)] = in_slices(group, disk, *rows).items()
-    assert len(list(group.slices(*rows))) == len(
-        range(EXPERTS)[slice(*rows) if rows else slice(None)]
-    )
-    assert name == "a.e.gate_up"
-    assert torch.equal(found, expected[slice(*rows)] if rows else expected)
-
-
 def test_a_list_that_holds_the_experts_of_two_weights() -> None:
     gate, up = lists("e.*.gate", 2 * EXPERTS, OUT, IN), lists("e.*.up", 2 * EXPERTS, OUT, IN)
     converter = WeightConverter(
@@ -91,24 +69,6 @@ def test_a_list_that_holds_the_experts_of_two_weights() -> None:
     places = list(group.places(3, 5))[:4]
     assert [first for _, first, *_ in places] == [f"e.{n}.gate" for n in range(4)]
     assert [key for key, *_ in places] == [f"e.{n}.gate" for n in (3, 4, 8, 9)]
-
-
-@pytest.mark.parametrize(
-    ("dims", "stored", "slices"),
-    [((1, 2), (EXPERTS, IN, OUT), EXPERTS), ((0, 1), (OUT, EXPERTS, IN), 1)],
-)
-def test_dimensions_that_are_swapped_where_shapes_ask_for_it(
-    dims: tuple[int, int], stored: tuple[int, ...], slices: int
-) -> None:
-    converter = WeightConverter(["w"], ["w"], [Transpose(*dims, check_dims=True)])
-    tensor = torch.randn(stored, generator=torch.Generator().manual_seed(0))
-    shapes: dict[str, Any] = {"w": (EXPERTS, OUT, IN)}
-    group = make_group("w", converter, {"w": ("w",)}, shapes, {"w": stored})
-    assert len(list(group.slices())) == slices
-    assert torch.equal(in_slices(group, {"w": tensor})["w"], tensor.transpose(*dims))
-    same = make_group("w", converter, {"w": ("w",)}, shapes, shapes)
-    kept = torch.randn(EXPERTS, OUT, IN)
-    assert torch.equal(in_slices(same, {"w": kept})["w"], kept)
 
 
 def test_what_is_not_known_to_keep_experts_apart_is_converted_as_a_whole() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -13,11 +12,9 @@ from safetensors import SafetensorError
 
 from moe_qlora.checkpoint.staging import (
     check_new,
-    left_behind,
     move_files,
     new_folder,
     replace_file,
-    staging,
 )
 from moe_qlora.errors import CheckpointError
 
@@ -155,48 +152,7 @@ def test_what_appears_meanwhile_is_not_overwritten_either(tmp_path, kind):
     assert (goal if kind == "file" else goal / "x").read_text() == "theirs"
 
 
-def test_a_file_is_replaced_at_once_and_no_link_is_followed(tmp_path):
-    (tmp_path / "other").write_bytes(b"theirs")
-    for link in ("link", ".f.partial"):
-        (tmp_path / link).symlink_to(tmp_path / "other")
-    for file in ("f", "link"):
-        for content in (b"one", b"two"):
-            replace_file(tmp_path / file, content)
-            assert (tmp_path / file).read_bytes() == content
-    assert (tmp_path / "other").read_bytes() == b"theirs"
-    assert names(tmp_path) == [".f.partial", "f", "link", "other"]
-
-
 # --- several processes --------------------------------------------------------------------------
-
-
-def test_a_folder_is_built_by_one_process_at_a_time(tmp_path):
-    goal = tmp_path / "model"
-    with new_folder(goal) as work:
-        (work / "x").write_text("1")
-        with pytest.raises(CheckpointError, match=r"Another process is writing to .*model: wait"):
-            build(goal)
-    assert names(goal) == ["x"]
-    assert names(tmp_path) == ["model"]
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_killed_process_keeps_no_lock_and_its_folder_is_removed(copied, tmp_path, inside):
-    goal = tmp_path / "model"
-    goal.mkdir()
-    (goal / "x").write_text("kept")
-
-    def work() -> None:
-        with staging(goal, inside=inside) as folder:
-            (folder / "x").write_text("1")
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert copied(work).ended() == -signal.SIGKILL
-    assert len(left_behind(goal)) == 2
-    with staging(goal, inside=inside) as folder:
-        assert names(folder) == []
-    assert left_behind(goal) == []
-    assert (names(tmp_path), names(goal)) == (["model"], ["x"])
 
 
 def test_a_forked_process_does_not_keep_the_lock(copied, tmp_path):
@@ -245,3 +201,13 @@ def test_staging_and_lock_are_no_way_to_other_files(tmp_path, monkeypatch, place
         with pytest.raises(CheckpointError, match=said):
             build(tmp_path / "model")
     assert (folder / "x").read_text() == "precious"
+
+
+def test_a_file_is_replaced_and_no_link_is_followed(tmp_path):
+    (tmp_path / "other").write_bytes(b"theirs")
+    for link in ("link", ".f.partial"):
+        (tmp_path / link).symlink_to(tmp_path / "other")
+    for file, content in (("f", b"one"), ("f", b"two"), ("link", b"one")):
+        replace_file(tmp_path / file, content)
+        assert (tmp_path / file).read_bytes() == content
+    assert (tmp_path / "other").read_bytes() == b"theirs"

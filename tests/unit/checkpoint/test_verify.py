@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,45 +102,13 @@ def test_a_stack_with_a_block_of_zeros_and_another_versions_sentence_are_good(tm
         assert verify(tmp_path / kind).problems == ()
 
 
-def plain(raw: bytes) -> Any:
-    return json.loads(raw) | {"transformers_weights": ""}
-
-
-def test_every_change_of_config_json_is_found(cli, tmp_path):
-    folder = tmp_path / "packed"
-    small().save_pretrained(folder)
-    text, rng = (folder / "config.json").read_bytes(), random.Random(0)
-    for number in range(60):
-        raw = bytearray(text)
-        at = rng.randrange(len(raw))
-        flipped = bytes([raw[at] ^ 1 << rng.randrange(8)])
-        ways = [(1, flipped), (len(raw), b""), (1, b""), (4, rng.randbytes(4))]
-        gone, come = rng.choice(ways)
-        raw[at : at + gone] = come
-        (folder / "config.json").write_bytes(raw)
-        report = verify(folder)
-        with suppress(ValueError):
-            if plain(raw) == plain(text):  # layout, or the sentence
-                assert report.good
-                continue
-        assert not report.good, (number, gone, come, at)
-        assert "config.json" in report.problems[0] or "is missing" in report.problems[0]
-        if number < 5:
-            check_damaged(cli(folder), "config.json")
-    (folder / "config.json").write_bytes(text)
-    assert verify(folder).good
-
-
 @pytest.mark.parametrize(
     ("change", "part"),
     [
         (lambda c: c.update(num_experts_per_tok=1), "it changed in num_experts_per_tok"),
-        (lambda c: c.pop("rms_norm_eps"), "it changed in rms_norm_eps"),
         (lambda c: c.pop("moe_qlora"), "was not packed by moe_qlora"),
         (lambda c: c["moe_qlora"].update(id="0" * 64), "has moe_qlora {"),
         (lambda c: c["moe_qlora"].update(entry="x.safetensors"), "moe_qlora.entry is 'x.safe"),
-        (lambda c: c["moe_qlora"].update(format_version=3), "has moe_qlora {"),
-        (lambda c: c["moe_qlora"].pop("manifest"), "moe_qlora.manifest is missing"),
         (lambda c: c.pop("transformers_weights"), "it changed in transformers_weights"),
         (
             lambda c: c["quantization_config"].update(load_in_4bit=False),
@@ -166,9 +132,10 @@ def written(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
     ("what", "damage"),
     [
         ("shard", written(lambda raw: raw[:-5] + bytes([raw[-5] ^ 16]) + raw[-4:])),
-        ("shard", written(lambda raw: raw[:-1])),
         ("shard", Path.unlink),
         ("manifest", written(lambda raw: raw[:-40])),
+        ("config.json", written(lambda raw: raw[:-9])),
+        ("config.json", written(lambda raw: raw.replace(b"1", b"2", 1))),
         ("manifest", Path.unlink),
         ("config.json", Path.unlink),
     ],
@@ -194,25 +161,6 @@ negative, nonfinite = put(1, -1.0), put(0, math.nan)
 RECORD = "gate_up_proj.quant_state.bitsandbytes__nf4"
 
 
-@pytest.mark.parametrize(
-    ("kind", "end", "change", "part"),
-    [
-        ("fp4", "gate_up_proj.absmax", negative, "has the absmax -1.0 at 1"),
-        ("fp4", "down_proj.absmax", nonfinite, "has the absmax nan at 0"),
-        ("nf4", "gate_up_proj.nested_absmax", nonfinite, "has the nested absmax nan"),
-        ("nf4", "gate_up_proj.quant_map", negative, "not the code table"),
-        ("nf4", "gate_up_proj.nested_quant_map", negative, "not the code table"),
-        ("nf4", RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
-        ("int8", "down_proj.SCB", negative, "has the scale -1.0 at 1"),
-        ("int8", "gate_up_proj.SCB", nonfinite, "has the scale nan at 0"),
-        ("nf4", "input_layernorm.weight", nonfinite, "holds NaN or inf"),
-    ],
-)
-def test_statistics_that_no_checksum_can_judge(cli, tmp_path, kind, end, change, part):
-    name = forged(small(kind), tmp_path, end, change)
-    check_damaged(cli(tmp_path), part, name)
-
-
 def forged(model: Any, folder: Path, end: str, change: Any) -> str:
     """Save a model with a changed tensor; return its name, without what belongs to it."""
     state = model.state_dict()
@@ -231,33 +179,45 @@ def text(content: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 LINEAR = "q_proj.weight.quant_state.bitsandbytes__nf4"
-LED_OUT = {
-    "codes": ("nf4", "q_proj.weight", lambda codes: codes[:3]),
-    "absmax": ("nf4", "q_proj.weight.absmax", lambda absmax: absmax[:1]),
-    "a large shape": ("nf4", LINEAR, saying(shape=[1 << 14, 1 << 14])),
-    "no shape": ("nf4", LINEAR, saying(shape=[-1, 64])),
-    "small blocks": ("nf4", LINEAR, saying(blocksize=1)),
-    "small nested blocks": ("nf4", LINEAR, saying(nested_blocksize=1)),
-    "too deep": ("nf4", LINEAR, text("[" * 9000 + "]" * 9000)),
-    "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000)),
-    "a huge offset": ("nf4", LINEAR, saying(nested_offset=10**400)),
-    "digits": ("nf4", LINEAR, text("9" * 5000)),
-    "scales": ("int8", "q_proj.SCB", lambda scales: scales[:1]),
+# kind, the end of a key, how its tensor is changed, what is said
+FORGED = {
+    "negative": ("fp4", "gate_up_proj.absmax", negative, "has the absmax -1.0 at 1"),
+    "nan": ("fp4", "down_proj.absmax", nonfinite, "has the absmax nan at 0"),
+    "nested": ("nf4", "gate_up_proj.nested_absmax", nonfinite, "has the nested absmax nan"),
+    "table": ("nf4", "gate_up_proj.quant_map", negative, "not the code table"),
+    "nested table": ("nf4", "gate_up_proj.nested_quant_map", negative, "not the code table"),
+    "record": ("nf4", RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
+    "scale": ("int8", "down_proj.SCB", negative, "has the scale -1.0 at 1"),
+    "nan scale": ("int8", "gate_up_proj.SCB", nonfinite, "has the scale nan at 0"),
+    # bitsandbytes believes what a weight's own record says of its shape and blocks
+    "codes": ("nf4", "q_proj.weight", lambda codes: codes[:3], ""),
+    "absmax": ("nf4", "q_proj.weight.absmax", lambda absmax: absmax[:1], ""),
+    "a large shape": ("nf4", LINEAR, saying(shape=[1 << 14, 1 << 14]), ""),
+    "no shape": ("nf4", LINEAR, saying(shape=[-1, 64]), ""),
+    "small blocks": ("nf4", LINEAR, saying(blocksize=1), ""),
+    "small nested blocks": ("nf4", LINEAR, saying(nested_blocksize=1), ""),
+    "too deep": ("nf4", LINEAR, text("[" * 9000 + "]" * 9000), ""),
+    "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
+    "a huge offset": ("nf4", LINEAR, saying(nested_offset=10**400), ""),
+    "digits": ("nf4", LINEAR, text("9" * 5000), ""),
+    "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], "the model's config gives"),
+    "scales": ("int8", "q_proj.SCB", lambda scales: scales[:1], ""),
 }
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A model of each kind, packed while it was loaded."""
-    return {kind: folders(tmp_path_factory.mktemp(kind), kind)[0] for kind in ("nf4", "int8")}
+def packed_models(tmp_path_factory):
+    """Models packed while they were loaded, with their folders."""
+    return {kind: folders(tmp_path_factory.mktemp(kind), kind) for kind in ("nf4", "fp4", "int8")}
 
 
-@pytest.mark.parametrize("case", LED_OUT)
-def test_no_kernel_is_led_out_of_a_tensor(cli, tmp_path, models, case):
-    """bitsandbytes believes what a weight's own record says of its shape and blocks."""
-    kind, end, change = LED_OUT[case]
-    name = forged(models[kind], tmp_path, end, change)
-    check_damaged(cli(tmp_path), name)
+@pytest.mark.parametrize("case", FORGED)
+def test_no_kernel_is_led_astray_by_statistics_of_whatever_checksum(
+    cli, tmp_path, packed_models, case
+):
+    kind, end, change, part = FORGED[case]
+    name = forged(packed_models[kind][0], tmp_path, end, change)
+    check_damaged(cli(tmp_path), part, name)
     with moe_qlora.enabled(), pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -319,15 +279,9 @@ def test_a_plain_checkpoint_is_checked_as_far_as_it_can_be(cli, tmp_path):
     check_damaged(cli(tmp_path), last.name)
     last.unlink()
     check_damaged(cli(tmp_path), last.name, "missing")
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    check_damaged(cli(tmp_path), "model.safetensors.index.json")
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\0"])
-def test_a_plain_config_that_is_damaged(cli, tmp_path, text):
-    tiny_model("qwen3_moe", num_hidden_layers=1).save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(text)
-    check_damaged(cli(tmp_path), "config.json")
+    for name, text in (("model.safetensors.index.json", "{"), ("config.json", "[1]")):
+        (tmp_path / name).write_text(text)
+        check_damaged(cli(tmp_path), name)
 
 
 def test_bounds_may_be_infinite_and_weights_may_not(tmp_path):
@@ -380,15 +334,8 @@ def reference(weight: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float
 def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind):
     model, folder, source = folders(tmp_path, kind, family)
     plain = type(model).from_pretrained(source, dtype=torch.bfloat16)
-    found = {error.name: error for error in verify(folder, source).errors}
     monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 3000)
-    for error in verify(folder, source).errors:
-        whole = found[error.name]
-        assert (error.expert, error.shape) == (whole.expert, whole.shape)
-        assert error.worst == whole.worst
-        assert error.max_abs == pytest.approx(whole.max_abs, rel=1e-5)
-        each = [whole.relative, *whole.experts]
-        assert [error.relative, *error.experts] == pytest.approx(each, rel=1e-5)
+    found = {error.name: error for error in verify(folder, source).errors}
     seen = set()
     for module_name, module, leaf in parametrize.iter_packed(model):
         name = f"{module_name}.{leaf}"
@@ -421,8 +368,8 @@ def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind):
     assert seen and len(layers) == names.count("Linear4bit") + names.count("Linear8bitLt")
 
 
-def test_the_table_and_the_json_say_the_same(cli, tmp_path):
-    _, folder, source = folders(tmp_path, "nf4")
+def test_the_table_and_the_json_say_the_same(cli, packed_models):
+    _, folder, source = packed_models["nf4"]
     code, out, err = cli(folder, "--against", source)
     assert (code, err) == (0, "")
     found = json.loads(cli(folder, "--against", source, "--json")[1])
@@ -442,18 +389,11 @@ def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
         code, _, err = cli(folder, "--against", tmp_path / name)
         assert code == 2, err
         assert "of another model" in err
+    shard = folder / list(read_manifest(folder).shards)[1]
+    moved = shard.rename(tmp_path / "moved")
+    report = verify(folder, source)  # of what is damaged no errors are computed
+    assert not report.good and report.errors == ()
+    moved.rename(shard)
     for file in source.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     assert cli(folder, "--against", source)[0] == 2
-
-
-def test_no_errors_are_computed_for_a_damaged_folder(tmp_path):
-    _, folder, source = folders(tmp_path, "nf4")
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    (folder / manifest.entry).unlink()
-    report = verify(folder, source)
-    assert not report.good
-    assert report.errors == ()
-    with pytest.raises(CheckpointError):
-        verify(tmp_path / "nowhere", source)

@@ -1,22 +1,34 @@
-"""The layout in which every tensor of a packed weight is a parameter."""
+"""The layout in which every tensor of a packed weight is a parameter; loads in distributed runs.
+
+FSDP2 of a torch before 2.13: its two faults are put back here.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_param
 from bitsandbytes.nn import Linear4bit, Linear8bitLt, Params4bit
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.distributed import DistributedConfig
 
 import moe_qlora
+from moe_qlora import world
+from moe_qlora.distributed import sharding
+from moe_qlora.distributed.load_sharded import RankLoad
 from moe_qlora.distributed.sharding import ShardableLinear4bit, ShardableLinear8bit
-from moe_qlora.errors import QuantizationError
+from moe_qlora.errors import ConfigError, QuantizationError
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
 from moe_qlora.packing.decoders import read_linear
@@ -50,11 +62,8 @@ def zeroed(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("double", [False, True])
-@pytest.mark.parametrize("first", ["packing", "evaluation"])
-def test_evaluation_leaves_linear_layers_as_they_were(
-    tmp_path: Path, double: bool, first: str
-) -> None:
+@pytest.mark.parametrize(("double", "first"), [(False, "packing"), (True, "evaluation")])
+def test_evaluation_leaves_linear_layers_as_they_were(tmp_path, double, first):
     """Also on CPUs with AVX512-BF16, for which bitsandbytes turns codes around in evaluation."""
     tiny_model("qwen3_moe", hidden_size=128).save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=double)
@@ -125,8 +134,9 @@ def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
             parametrize.read_packed(module, name)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "assign"), zip(SETTINGS, (False, True, False, True), strict=True)
+)
 def test_either_layout_loads_the_state_dict_of_the_other(settings: str, assign: bool) -> None:
     model = packed(settings)
     before, compact = logits(model), model.state_dict()
@@ -142,20 +152,19 @@ def test_either_layout_loads_the_state_dict_of_the_other(settings: str, assign: 
             assert torch.equal(logits(target), before)
 
 
-# compute dtype, double quantization, kind, storage dtype
-LINEARS = {
-    "uint8": (torch.float32, False, "nf4", torch.uint8),
-    "bf16": (torch.float32, False, "nf4", torch.bfloat16),
-    "double, uint8": (torch.float32, True, "nf4", torch.uint8),
-    "double, bf16": (torch.bfloat16, True, "nf4", torch.bfloat16),
-    "int8": None,
-}
-
-
-@pytest.mark.parametrize("kind", LINEARS)
-def test_linear_layers(kind: str) -> None:
+# compute dtype, double quantization, kind, storage dtype; int8
+@pytest.mark.parametrize(
+    "form",
+    [
+        (torch.float32, False, "nf4", torch.bfloat16),
+        (torch.float32, True, "nf4", torch.uint8),
+        (torch.bfloat16, True, "nf4", torch.bfloat16),
+        None,
+    ],
+    ids=str,
+)
+def test_linear_layers(form: Any) -> None:
     torch.manual_seed(0)
-    form: Any = LINEARS[kind]
     layer = Linear4bit(96, 80, True, *form) if form else None
     stock: Any = nn.Sequential(layer or Linear8bitLt(96, 80, has_fp16_weights=False))
     stock.load_state_dict({"0.weight": torch.randn(80, 96), "0.bias": torch.randn(80)})
@@ -182,7 +191,7 @@ def test_linear_layers(kind: str) -> None:
             assert torch.equal(target(x), expected)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", ["nf4 double", "int8"])
 def test_adapters_merge_as_in_a_single_process(tmp_path: Path, settings: str) -> None:
     tiny_model("qwen3_moe", hidden_size=64, moe_intermediate_size=40).save_pretrained(tmp_path)
     results = []
@@ -204,3 +213,81 @@ def test_adapters_merge_as_in_a_single_process(tmp_path: Path, settings: str) ->
     for single, shardable in zip(*results, strict=True):
         assert torch.equal(single, shardable)
     assert not torch.equal(results[0][0], results[0][1])
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parameter(nn.Parameter):
+        def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+            return nn.Parameter(data, requires_grad)  # gradients, of integers too
+
+    class Older:
+        def __getattr__(self, name: str) -> Any:
+            return Parameter if name == "Parameter" else getattr(nn, name)
+
+    def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
+        self.orig_dtype, self.reduce_dtype = self.sharded_param.dtype, None
+        self.param_dtype = policy.param_dtype  # integers' too
+
+    monkeypatch.setattr(sharding, "_takes_integers", lambda: False)
+    monkeypatch.setattr(fsdp_param, "nn", Older())
+    monkeypatch.setattr(fsdp_param.FSDPParam, "init_dtype_attrs", init_dtype_attrs)
+
+
+def logits_under_fsdp2(mesh: DeviceMesh) -> Tensor:
+    """What a packed model gives under FSDP2 in bf16."""
+    model = tiny_model("qwen3_moe")
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    moe_qlora.prepare_sharding(model)
+    sharding.shard_model(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    result: Tensor = model(input_ids=torch.arange(24).view(2, 12)).logits
+    return result.detach()
+
+
+def test_codes_are_gathered_as_they_are(mesh: DeviceMesh, request: pytest.FixtureRequest) -> None:
+    wanted = logits_under_fsdp2(mesh)
+    request.getfixturevalue("older_torch")
+    stock = fsdp_param.FSDPParam.__init__
+    assert torch.equal(logits_under_fsdp2(mesh), wanted)
+    assert fsdp_param.FSDPParam.__init__ is stock
+
+
+@pytest.mark.parametrize(
+    ("distributed_run", "current", "local_rank", "devices", "own"),
+    [
+        (False, 0, 3, 4, None),
+        (True, 0, 3, 4, 3),
+        (True, 0, 0, 4, None),
+        (True, 2, 3, 4, None),  # the program has set one
+        (True, 0, 3, 1, None),  # each rank sees its own device alone
+    ],
+)
+def test_ranks_do_not_all_load_to_the_first_device(
+    monkeypatch, distributed_run, current, local_rank, devices, own
+):
+    monkeypatch.setattr(world, "runs_distributed", lambda: distributed_run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(distributed, "get_node_local_rank", lambda fallback_rank: local_rank)
+    assert world.world().device() == own
+
+
+@pytest.mark.parametrize("field", ["tp_size", "pp_size", "ep_size"])
+def test_what_packed_experts_do_not_support_is_refused(field):
+    RankLoad(DistributedConfig()).begin(dict)
+    asked = SimpleNamespace(**{field: 2})
+    with pytest.raises(ConfigError, match=f"distributed_config has {field}=2, .*by FSDP2 with"):
+        RankLoad(asked).begin(dict)
+
+
+def test_a_configuration_of_an_older_transformers_is_refused():
+    with pytest.raises(ConfigError, match=r"update transformers, or load with moe_qlora\.load_"):
+        RankLoad(SimpleNamespace(fsdp_size=2)).begin(dict)

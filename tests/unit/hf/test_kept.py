@@ -22,6 +22,7 @@ from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.decoders import keep_layout
 from moe_qlora.testing import tiny_inputs
 from tests.helpers.mxfp4 import expert_keys, mxfp4_blocks, write_gpt_oss
+from tests.helpers.training import train
 
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -113,10 +114,8 @@ def test_what_has_no_codes_to_keep_is_packed_anew(folders, nf4):
     [
         (255, 0x07, torch.bfloat16, "NaN"),  # 6, the largest code, and 0
         (254, 0x07, torch.bfloat16, "inf in bfloat16"),
-        (253, 0x07, torch.float32, "inf in float32"),
         (141, 0x07, torch.float16, "inf in float16"),
         (254, 0x22, torch.bfloat16, 2.0**127),
-        (252, 0x77, torch.float32, 6 * 2.0**125),
         (140, 0x77, torch.float16, 6 * 2.0**13),
     ],
 )
@@ -205,30 +204,18 @@ def test_a_changed_manifest_is_refused(saved, tmp_path, change, message):
         read_manifest(folder)
 
 
-def trained(model, steps: int = 2):
-    """Return the model with LoRA after some steps, and its losses."""
-    torch.manual_seed(0)
+def trained(model):
+    """Return the model with LoRA after two steps, and its losses."""
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = LoraConfig(
-        target_modules=["q_proj", "o_proj"], target_parameters=experts, r=3, lora_alpha=7
-    )
+    lora = LoraConfig(target_modules=["q_proj", "o_proj"], target_parameters=experts, r=3)
     peft_model = moe_qlora.get_peft_model(model, lora)
     for name, parameter in peft_model.named_parameters():
         if ".lora_" in name:  # A as well: PEFT draws it in another order for plain experts
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.05
     optimizer = torch.optim.SGD([p for p in peft_model.parameters() if p.requires_grad], lr=0.05)
-    inputs = tiny_inputs(model)
-    inputs["labels"] = inputs["input_ids"]
-    losses = []
-    for _ in range(steps):
-        loss = peft_model(**inputs).loss
-        loss.backward()
-        assert all(p.grad is not None for p in peft_model.parameters() if p.requires_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return peft_model, losses
+    ids = tiny_inputs(model)["input_ids"]
+    return peft_model, train(peft_model, [ids, ids], optimizer=optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +234,7 @@ def test_trains_as_with_the_dequantized_experts(plain, adapter):
 
 
 @pytest.mark.parametrize(
-    ("base", "like_training"),
-    [("saved", False), ("saved", True), ("plain", True), ("maker", False)],
+    ("base", "like_training"), [("saved", False), ("plain", True), ("maker", False)]
 )
 def test_merges(folders, saved, adapter, tmp_path, base, like_training):
     """Experts are not rounded again; with like_training Linear layers are, as in training."""

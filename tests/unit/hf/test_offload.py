@@ -52,7 +52,6 @@ def load(folder: Path, config: dict[str, Any] | None, **block: bool) -> Any:
 
 
 CASES: dict[str, Any] = {
-    "plain": ("plain", NF4, False),
     "int8": ("plain", INT8, False),
     "packed": ("packed", None, False),
     "kept": ("maker", NF4, True),
@@ -60,9 +59,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_load_into_host_memory(
-    case: str, folders: Path, devices: list[Delayed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_into_host_memory(case, folders, devices, monkeypatch):
     folder, config, keeps = CASES[case]
     expected = load(folders / folder, config, keep_codes=keeps)
     on_device: list[int] = []
@@ -117,10 +114,8 @@ class Watch:
         monkeypatch.setattr(PackedWeight, "__init__", held)
 
 
-@pytest.mark.parametrize("way", ["plain", "packed", "quantize_experts"])
-def test_no_more_than_a_layer_is_held_twice(
-    way: str, folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", ["plain", "quantize_experts"])
+def test_no_more_than_a_layer_is_held_twice(way, folders, monkeypatch):
     model: Any = tiny_model("qwen3_moe", num_hidden_layers=3)
     watch = Watch(monkeypatch)
     if way == "quantize_experts":
@@ -128,7 +123,7 @@ def test_no_more_than_a_layer_is_held_twice(
             moe_qlora.quantize_experts(model, BitsAndBytesConfig(**NF4))
         assert "on host" in repr(model) and watch.count == 3
     else:
-        model = load(folders / way, NF4 if way == "plain" else None, offload=True)
+        model = load(folders / way, NF4, offload=True)
     off = moe_qlora.offload_experts(model)
     assert watch.count == len(off.layers) == 3 and watch.moved == off.host_nbytes
     assert off.host_nbytes < watch.most <= off.host_nbytes * 4 / 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 import moe_qlora
 from moe_qlora.checkpoint import conversion
 from moe_qlora.checkpoint.reader import Checkpoint
-from moe_qlora.errors import CheckpointError, NonFiniteWeightError, UnsupportedWeightError
 from moe_qlora.hf import switch
 from moe_qlora.hf.quantizer import packing_quantizer
 from moe_qlora.packing import parametrize
@@ -115,18 +113,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "storage": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
     "nf4": NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16},
 }
-DTYPES = (None, torch.bfloat16, torch.float16)
-DEVICE_MAPS: tuple[Any, ...] = (None, "auto", {"": "cpu"})
+DTYPES = (None, torch.bfloat16, torch.float16, torch.bfloat16)
+DEVICE_MAPS: tuple[Any, ...] = ("auto", None, {"": "cpu"}, {"": "cpu"})
 
 
-# Every two of: the settings, the dtype, the device map.
 @pytest.mark.parametrize(
-    ("kind", "dtype", "device_map"),
-    [
-        (kind, dtype, DEVICE_MAPS[(row + column) % 3])
-        for row, kind in enumerate(SETTINGS)
-        for column, dtype in enumerate(DTYPES)
-    ],
+    ("kind", "dtype", "device_map"), zip(SETTINGS, DTYPES, DEVICE_MAPS, strict=True)
 )
 def test_every_setting(folder: Path, kind: str, dtype: torch.dtype | None, device_map: Any) -> None:
     settings = SETTINGS[kind]
@@ -167,28 +159,14 @@ def test_tensors_instead_of_files(folder: Path) -> None:
     assert bits(model) == bits(expected)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_model_without_experts_loads_as_ever(tmp_path: Path, offload: bool) -> None:
+def test_a_model_without_experts_loads_as_ever(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path)
     plain = load(tmp_path)
-    with moe_qlora.enabled(offload=offload):
+    with moe_qlora.enabled(offload=True):
         model = load(tmp_path)
     assert bits(model) == bits(plain)
     assert type(model.hf_quantizer) is type(plain.hf_quantizer)
-
-
-def damaged(folder: Path, target: Path, change: Any, part: str = "down_proj") -> Path:
-    """The folder with one file's tensors changed."""
-    shutil.copytree(folder, target)
-    for file in sorted(target.glob("*.safetensors")):
-        tensors = load_file(file)
-        key = next((key for key in tensors if f".experts.2.{part}" in key), None)
-        if key is not None:
-            change(tensors, key)
-            save_file(tensors, file, metadata={"format": "pt"})
-            return target
-    raise AssertionError(part)
 
 
 class Live(TorchDispatchMode):
@@ -213,9 +191,7 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # single experts on disk, and fused
-def test_a_load_needs_few_experts_beside_what_it_makes(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_needs_few_experts_beside_what_it_makes(family, tmp_path, monkeypatch):
     sizes = {"hidden_size": 128, "moe_intermediate_size": 512, "num_experts": 32}
     if family == "gpt_oss":
         sizes = {"hidden_size": 128, "intermediate_size": 512, "num_local_experts": 32}
@@ -232,88 +208,6 @@ def test_a_load_needs_few_experts_beside_what_it_makes(
     assert packed(packed_model)
 
 
-@pytest.mark.parametrize("value", [float("nan"), 1e38])  # whose sum is inf
-def test_values_that_cannot_be_packed_are_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
-) -> None:
-    def change(tensors: dict[str, torch.Tensor], key: str) -> None:
-        tensors[key][:] = value
-
-    bad = damaged(folder, tmp_path / "bad", change)
-    seen = r"experts\.down_proj holds NaN or inf in row 2"
-    unexpected: list[Any] = []
-    monkeypatch.setattr(
-        "transformers.modeling_utils.log_state_dict_report",
-        lambda **report: unexpected.append(report["loading_info"].unexpected_keys),
-    )
-    with pytest.raises(NonFiniteWeightError, match=seen), moe_qlora.enabled():
-        load(bad)
-    assert is_stock() and unexpected == [set()]  # none that is hidden from transformers
-
-
-@pytest.mark.parametrize("half", [True, False])
-def test_wrong_shapes_and_missing_halves_are_named(
-    folder: Path, tmp_path: Path, half: bool
-) -> None:
-    def change(tensors: dict[str, torch.Tensor], key: str) -> None:
-        if half:
-            del tensors[key]
-        else:
-            tensors[key] = tensors[key][:, :-8].contiguous()
-
-    part = "gate_proj" if half else "down_proj"
-    bad = damaged(folder, tmp_path / "bad", change, part)
-    named = "gate_up_proj" if half else "down_proj"
-    with pytest.raises(CheckpointError, match=rf"experts\.{named}"), moe_qlora.enabled():
-        load(bad, ignore_mismatched_sizes=True)
-
-
-def test_experts_that_the_checkpoint_lacks_are_named(tmp_path: Path) -> None:
-    tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    some = {key: t for key, t in tensors.items() if ".0.mlp" not in key or "down" not in key}
-    save_file(some, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    seen = r"layers\.0\.mlp\.experts\.down_proj was not loaded"
-    with pytest.raises(CheckpointError, match=seen), moe_qlora.enabled():
-        load(tmp_path)
-
-
-def test_one_tensor_of_a_weight_that_another_tool_packed_is_refused(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Concatenated with its floating-point sibling it would pass for a weight."""
-    tensors = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-    half = next(key for key in tensors if key.endswith("experts.1.up_proj.weight"))
-    tensors[half] = tensors[half].to(torch.int8)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    seen = r"experts\.gate_up_proj is int8 in the checkpoint"
-    with pytest.raises(UnsupportedWeightError, match=seen), moe_qlora.enabled():
-        load(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8", "fp8 of Linear layers"])
-def test_packed_by_another_tool_and_its_config_removed(tmp_path: Path, kind: str) -> None:
-    """Neither random numbers nor raw codes become packed weights."""
-    model_type = "gpt_oss" if kind == "mxfp4" else "qwen3_moe"
-    tiny_model(model_type, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for key in list(tensors):
-        if kind == "mxfp4" and key.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, inner, out = tensors.pop(key).shape
-            blocks = torch.zeros(experts, out, max(inner // 32, 1), 16, dtype=torch.uint8)
-            tensors[f"{key}_blocks"], tensors[f"{key}_scales"] = blocks, blocks[..., 0].clone()
-        part = {"fp8": "_proj.weight", "fp8 of Linear layers": ".self_attn."}.get(kind)
-        if part is not None and part in key and key.endswith("_proj.weight"):
-            tensors[key] = tensors[key].to(torch.float8_e4m3fn)
-            tensors[f"{key}_scale_inv"] = torch.ones(1, 1)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    code = r"_blocks is uint8" if kind == "mxfp4" else r"_proj\S* is float8_e4m3fn"
-    seen = rf"layers\.0\.\S+{code}, and config\.json has no quantization_config"
-    with pytest.raises(CheckpointError, match=seen), moe_qlora.enabled():
-        load(tmp_path)
-
-
 def planned(config: Qwen3MoeConfig, place: str | None) -> tuple[Any, Any]:
     """A model on meta, and the quantizer that has looked at it."""
     with torch.device("meta"):
@@ -325,11 +219,10 @@ def planned(config: Qwen3MoeConfig, place: str | None) -> tuple[Any, Any]:
     return model, quantizer
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("kind", ["auto", "balanced"])
-def test_device_maps_are_even(devices: int, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "devices"), [("auto", 4), ("balanced", 2)])
+def test_device_maps_are_even(kind: str, devices: int) -> None:
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "vocab_size": 9000}
-    config = Qwen3MoeConfig(num_hidden_layers=24, num_experts=64, **sizes)
+    config = Qwen3MoeConfig(num_hidden_layers=12, num_experts=64, **sizes)
     model, quantizer = planned(config, kind)
     places = _get_device_map(model, kind, dict.fromkeys(range(devices), 24 << 30), quantizer)
     held, block = dict.fromkeys(range(devices), 0.0), 0.0
@@ -351,21 +244,6 @@ def test_planned_bytes_are_those_of_the_loaded_model(folder: Path) -> None:
         parameter = model.get_parameter(full)
         nbytes = parameter.numel() * quantizer.param_element_size(model, full, parameter)
         assert nbytes == parametrize.read_packed(module, name).nbytes
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text"])
-def test_a_folder_whose_linear_layers_bitsandbytes_has_packed(family: str, tmp_path: Path) -> None:
-    plain = tiny_model(family, dtype=torch.bfloat16)
-    plain.save_pretrained(tmp_path / "plain")
-    cls: Any = type(plain)
-    config = BitsAndBytesConfig(**NF4)
-    stock = cls.from_pretrained(tmp_path / "plain", quantization_config=config)
-    stock.save_pretrained(tmp_path / "stock")  # experts are in 16 bit there
-    with moe_qlora.enabled():
-        model = cls.from_pretrained(tmp_path / "stock")
-        expected = cls.from_pretrained(tmp_path / "plain", quantization_config=config)
-    assert packed(model) == packed(expected) != []
-    assert bits(model) == bits(expected)
 
 
 def test_llama4_experts_that_bitsandbytes_has_packed_as_layers(tmp_path: Path) -> None:
@@ -395,3 +273,15 @@ def test_llama4_experts_that_bitsandbytes_has_packed_as_layers(tmp_path: Path) -
         model = type(source).from_pretrained(tmp_path)
     assert not packed(model)
     assert bits(model) == bits(stock)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4_text"])
+def test_a_folder_whose_linear_layers_bitsandbytes_has_packed(family: str, tmp_path: Path) -> None:
+    plain: Any = tiny_model(family, dtype=torch.bfloat16)
+    plain.save_pretrained(tmp_path / "plain")
+    load(tmp_path / "plain").save_pretrained(tmp_path / "stock")  # experts are in 16 bit there
+    with moe_qlora.enabled():
+        model = type(plain).from_pretrained(tmp_path / "stock")
+        expected = load(tmp_path / "plain")
+    assert packed(model) == packed(expected) != []
+    assert bits(model) == bits(expected)

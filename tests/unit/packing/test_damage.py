@@ -51,26 +51,21 @@ NESTED, TABLE, TABLE2 = ".nested_absmax", ".quant_map", ".nested_quant_map"
 CRAFTED: dict[str, tuple[str, Change, str]] = {
     **{
         f"nested blocksize {size!r}": ("nf4", said("nested_blocksize", size), "says of itself")
-        for size in (1, 128, 255, 0, -256, 2**40, 256.0, "256", None, True)
+        for size in (1, 128, -256, 256.0, None, True)
     },
     **{
         f"blocksize {size!r}": ("fp4", said("blocksize", size), "says of itself")
-        for size in (1, 32, 128, 0, -64, 64.0, None)
+        for size in (32, 128, 64.0)
     },
     "shape": ("nf4", said("shape", [8, 72, 40]), "says of itself"),
-    "shape of more": ("nf4", said("shape", [16, 40, 72]), "says of itself"),
-    "no shape": ("nf4", said("shape", None), "says of itself"),
     "kind": ("nf4", said("quant_type", "fp4"), "says of itself"),
     "dtype": ("fp4", said("dtype", "float64"), "says of itself"),
-    "nested dtype": ("nf4", said("nested_dtype", "float16"), "says of itself"),
     "an absmax of its own": ("nf4", said("absmax", [1.0]), "says of itself"),
     "offset nan": ("nf4", said("nested_offset", float("nan")), "nested offset nan"),
-    "offset text": ("nf4", said("nested_offset", "0.5"), "nested offset '0.5'"),
     "offset beyond fp32": ("nf4", said("nested_offset", 1e300), "nested offset 1e"),
     "no JSON": ("nf4", turned(f"{RECORD}nf4", torch.zeros_like), "cannot be read"),
     "a list": ("nf4", turned(f"{RECORD}nf4", lambda r: torch.tensor([91, 93]).byte()), "cannot be"),
     "short nested absmax": ("nf4", cut(NESTED, 1), r"shape \(1,\) as its .nested_absmax"),
-    "no nested absmax": ("nf4", cut(NESTED, 0), r"shape \(0,\) as its .nested_absmax"),
     "short absmax": ("nf4", cut(".absmax", 359), r"shape \(359,\) as its .absmax"),
     "short table": ("nf4", cut(TABLE, 8), r"shape \(8,\) as its .quant_map"),
     "short nested table": ("nf4", cut(TABLE2, 128), r"shape \(128,\) as its .nested_quant_map"),
@@ -84,14 +79,11 @@ CRAFTED: dict[str, tuple[str, Change, str]] = {
     "absmax negative": ("fp4", valued(".absmax", -1.0), "absmax -1.0 at 1"),
     "nested absmax inf": ("nf4", valued(NESTED, float("inf")), "nested absmax inf at 1"),
     "half absmax": ("fp4", turned(".absmax", Tensor.half), "float16 of shape"),
-    "half table": ("fp4", turned(TABLE, Tensor.half), "float16 of shape"),
     "no table": ("nf4", lambda tensors: tensors.pop(TABLE), "nothing as its .quant_map"),
     "no record": ("nf4", lambda tensors: tensors.pop(f"{RECORD}nf4"), "nothing as its .quant_stat"),
     "a stray": ("fp4", lambda t: t.update({TABLE2: t[TABLE]}), "nested_quant_map"),
     "short scales": ("int8", cut(".SCB", 3), r"shape \(3,\) as its .SCB"),
-    "scale nan": ("int8", valued(".SCB", float("nan")), "scale nan at 1"),
     "half scales": ("int8", turned(".SCB", Tensor.half), "float16 of shape"),
-    "int8 codes, other shape": ("int8", turned("", lambda t: t.view(40, 8, 72)), "as its codes"),
 }
 
 

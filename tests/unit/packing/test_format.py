@@ -1,19 +1,25 @@
-"""The specified format against what packing, blank weights and state dicts really hold."""
+"""The specified format against what is really packed; the rule of skip patterns."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from transformers.quantizers.quantizers_utils import should_convert_module
+from upstream import SKIPPED_MODULES
 
-from moe_qlora.memory.planner import load_extra_nbytes
+from moe_qlora.layout import ExpertParam
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, restore
+from moe_qlora.packing.selection import is_skipped, skipping_pattern
 from moe_qlora.packing.settings import (
     FLOAT_DTYPES,
     STORAGE_DTYPES,
@@ -31,27 +37,26 @@ SETTINGS = [
 SHAPES = [(3, 5, 64), (4, 34, 30), (300, 64), (2, 3, 130, 64)]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_state_dicts_and_blank_weights_are_as_specified(
-    shape: tuple[int, ...], settings: CodecSettings
-) -> None:
+@pytest.mark.parametrize(
+    ("codec", "shape"), zip(SETTINGS, itertools.cycle(SHAPES), strict=False), ids=str
+)
+def test_state_dicts_and_blank_weights_are_as_specified(codec, shape):
     weight = torch.randn(shape)
     module = nn.Module()
-    packed = pack(weight, settings)
+    packed = pack(weight, codec)
     parametrize.attach(module, "up", packed)
     stored = {key.removeprefix("up"): tensor for key, tensor in module.state_dict().items()}
-    specs = packed_tensors(shape, settings)
+    specs = packed_tensors(shape, codec)
     assert stored.keys() == specs.keys()
     for end, spec in specs.items():
         assert stored[end].dtype == spec.dtype, end
         assert spec.shape is None or tuple(stored[end].shape) == spec.shape, end
-    again = restore(stored, shape, weight.dtype, settings)
+    again = restore(stored, shape, weight.dtype, codec)
     assert CodecSettings.of(again) == dataclasses.replace(
-        settings, compute_dtype=None if settings.kind == "int8" else settings.compute_dtype
+        codec, compute_dtype=None if codec.kind == "int8" else codec.compute_dtype
     )
-    assert packed_nbytes(shape, settings) == packed.nbytes
-    blank = parametrize.blank_weight(shape, weight.dtype, settings)
+    assert packed_nbytes(shape, codec) == packed.nbytes
+    blank = parametrize.blank_weight(shape, weight.dtype, codec)
     assert CodecSettings.of(blank) == CodecSettings.of(packed)
     assert (blank.shape, blank.dtype, blank.nbytes) == (packed.shape, packed.dtype, packed.nbytes)
     pairs = zip((packed.codes, *packed.statistics), (blank.codes, *blank.statistics), strict=True)
@@ -59,24 +64,10 @@ def test_state_dicts_and_blank_weights_are_as_specified(
         assert empty.is_meta and (empty.dtype, empty.shape) == (real.dtype, real.shape)
 
 
-def test_bytes_of_a_weight_and_of_its_load() -> None:
-    """0.5 + 4 / 64, and 0.5 + 1 / 64 + 4 / (64 * 256), where code tables do not count."""
-    shape, weights = (128, 1536, 2048), 128 * 1536 * 2048
-    plain = packed_nbytes(shape, CodecSettings("nf4")) / weights
-    nested = packed_nbytes(shape, CodecSettings("fp4", True)) / weights
-    assert plain == pytest.approx(0.5625, abs=1e-6)
-    assert nested == pytest.approx(0.515869, abs=1e-5)
-    shapes, matrix = [(8, 64, 128), (8, 128, 32)], 2 * 64 * 128
-    assert load_extra_nbytes(shapes, 2, CodecSettings("nf4")) == matrix
-    statistics = 4 * (8 * 64 * 128 // 64 + 8 * 128 * 32 // 64)
-    assert load_extra_nbytes(shapes, 2, CodecSettings("fp4", True)) == matrix + statistics
-    assert load_extra_nbytes([(30, 65)], 4, CodecSettings("int8", True)) == 4 * 30 * 65
-
-
 def test_settings_as_json_and_back() -> None:
     """A packed folder's manifest and an adapter's note are written with these keys."""
-    for settings, compute in itertools.product(SETTINGS, (None, *FLOAT_DTYPES)):
-        same = dataclasses.replace(settings, compute_dtype=compute, blocksize=128)
+    for codec, compute in itertools.product(SETTINGS, (None, *FLOAT_DTYPES)):
+        same = dataclasses.replace(codec, compute_dtype=compute, blocksize=128)
         assert CodecSettings.from_dict(json.loads(json.dumps(same.to_dict()))) == same
     assert CodecSettings("nf4", True, torch.bfloat16, torch.float16).to_dict() == {
         "kind": "nf4",
@@ -114,3 +105,36 @@ def test_settings_that_are_none(change: dict[str, Any], error: str) -> None:
 def test_unknown_kind() -> None:
     with pytest.raises(ValueError, match="kind is 'nf3'; expected one of nf4, fp4, int8"):
         CodecSettings("nf3")
+
+
+# Few components, so that patterns hit; names that start as others do, so that boundaries matter.
+COMPONENTS = st.sampled_from(["layers", "0", "1", "11", "mlp", "gate", "gate_proj", "experts"])
+NAMES = st.lists(COMPONENTS, max_size=5).map(".".join)
+PIECES = st.one_of(COMPONENTS, st.sampled_from([*".*+?^$|", "(", ")", r"\.", r"\d", "[01]", "1.m"]))
+PATTERNS = st.one_of(NAMES, st.lists(PIECES, max_size=5).map("".join))
+
+
+def answer(rule, *arguments):
+    try:
+        return rule(*arguments)
+    except re.error:
+        return "not a regex"
+
+
+@SKIPPED_MODULES
+@settings(max_examples=150, deadline=None)
+@given(NAMES, st.lists(PATTERNS, max_size=3))
+def test_the_rule_is_that_of_transformers(name: str, patterns: list[str]) -> None:
+    converted = answer(should_convert_module, name, patterns)
+    expected = converted if isinstance(converted, str) else not converted
+    assert answer(is_skipped, name, patterns) == expected
+
+
+def test_any_name_of_a_weight_or_of_its_module_counts() -> None:
+    shape = (2, 4, 4), *(2, 4, 4)
+    names = "a.experts.up", "a.experts", "up"
+    param = ExpertParam(*names, *shape, False, "up", "bfloat16", 64, "", ("b.w",))
+    assert skipping_pattern(param, ["c", "a.experts$", "b"]) == "a.experts$"
+    assert skipping_pattern(param, ["b.w"]) == "b.w"
+    assert skipping_pattern(param, ["experts"]) == "experts"
+    assert skipping_pattern(param, ["exp"]) is None

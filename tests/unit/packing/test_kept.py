@@ -14,7 +14,7 @@ from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.parametrize import blank_weight
 from moe_qlora.packing.settings import CodecSettings, packed_nbytes
-from tests.helpers.mxfp4 import keep, mxfp4_blocks, mxfp4_weight, random_mxfp4, slow_decode
+from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
 
 BOTH = pytest.mark.parametrize("transposed", [False, True])
 SHAPE = (3, 7, 96)  # as stored: an odd number of experts, and rows of three blocks
@@ -47,25 +47,6 @@ def test_every_scale_down_to_subnormal_numbers_and_in_chunks(monkeypatch):
     for chunk in (codec._CPU_CHUNK, 96):
         monkeypatch.setattr(codec, "_CPU_CHUNK", chunk)
         assert torch.equal(codec.unpack(packed), slow_decode(blocks, scales))
-
-
-@BOTH
-def test_the_codes_come_back_as_they_were(transposed):
-    blocks, scales = random_mxfp4(*SHAPE)
-    again = mxfp4_blocks(keep(blocks, scales, transposed=transposed))
-    assert torch.equal(again[0], blocks) and torch.equal(again[1], scales)
-
-
-def test_experts_may_arrive_one_at_a_time():
-    blocks, scales = random_mxfp4(*SHAPE)
-    settings = CodecSettings("mxfp4", stored_transposed=True)
-    packer = KeptPacker((3, 96, 7), torch.bfloat16, torch.device("cpu"), settings)
-    packer.add(blocks[:1], scales[:1])
-    with pytest.raises(ValueError, match="672 weights came"):
-        packer.finish()
-    packer.add(blocks[1:], scales[1:].view(torch.float8_e8m0fnu))
-    expected = keep(blocks, scales, transposed=True)
-    assert torch.equal(packer.finish().codes, expected.codes)
 
 
 @pytest.mark.parametrize(
@@ -103,27 +84,6 @@ class Host(nn.Module):
         parametrize.attach(self, "weight", packed)
 
 
-@BOTH
-def test_sits_on_a_module(transposed):
-    blocks, scales = random_mxfp4(*SHAPE)
-    expected = whole(blocks, scales, transposed)
-    host = Host(keep(blocks, scales, transposed=transposed))
-    assert torch.equal(host.weight, expected)
-    again = copy.deepcopy(host)
-    state = host.state_dict()
-    assert set(state) == {"weight", "weight.exponents"}
-    assert torch.equal(again.weight, expected)
-    assert parametrize.read_packed(again, "weight").stored_transposed == transposed
-    other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
-    assert not torch.equal(other.weight, expected)
-    other.load_state_dict(state)
-    assert torch.equal(other.weight, expected)
-    other.to("meta").to_empty(device="cpu")
-    other.load_state_dict(state, assign=True)
-    assert torch.equal(other.weight, expected)
-    assert torch.equal(host.bfloat16().weight, expected)  # codes are no numbers to cast
-
-
 def test_a_state_dict_of_another_weight_is_refused():
     host = Host(mxfp4_weight(*SHAPE))
     state = host.state_dict()
@@ -136,21 +96,27 @@ def test_a_state_dict_of_another_weight_is_refused():
 
 
 @BOTH
-def test_the_shardable_layout(transposed):
+def test_sits_on_a_module_in_either_layout(transposed):
     blocks, scales = random_mxfp4(*SHAPE)
     expected = whole(blocks, scales, transposed)
     host = Host(keep(blocks, scales, transposed=transposed))
     compact = host.state_dict()
+    assert set(compact) == {"weight", "weight.exponents"}
+    again = copy.deepcopy(host)
+    assert torch.equal(host.bfloat16().weight, expected)  # codes are no numbers to cast
     prepare_sharding(host)
-    assert torch.equal(host.weight, expected)
     assert all(p.dtype == torch.uint8 for p in host.parameters())
-    packed = parametrize.read_packed(host, "weight")
-    assert packed.stored_transposed == transposed
-    assert torch.equal(codec.unpack_range(packed, 1, 3), expected[1:3])
-    state = host.state_dict()
+    for held in (host, again):
+        packed = parametrize.read_packed(held, "weight")
+        assert packed.stored_transposed == transposed
+        assert torch.equal(codec.unpack_range(packed, 1, 3), expected[1:3])
+        assert torch.equal(held.weight, expected)
+    for prepare in (False, True):
+        other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
+        other = prepare_sharding(other) if prepare else other
+        other.load_state_dict(compact if prepare else host.state_dict())
+        assert torch.equal(other.weight, expected)
     other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
-    other.load_state_dict(state)
-    assert torch.equal(other.weight, expected)
-    prepare_sharding(other)
-    other.load_state_dict(compact)
+    other.to("meta").to_empty(device="cpu")
+    other.load_state_dict(compact, assign=True)
     assert torch.equal(other.weight, expected)

@@ -131,8 +131,7 @@ def test_what_is_not_converted_is_plain(tmp_path, method):
 @pytest.mark.parametrize(
     "pattern",
     [
-        *("lm_head", "layers.0", "model.layers.1", "model.layers.*.mlp.gate", "gate"),
-        *("model.layers.1.mlp", "(", "a|model"),
+        *("lm_head", "layers.0", "model.layers.1", "model.layers.*.mlp.gate", "gate", "("),
     ],
 )
 def test_modules_are_left_out_as_transformers_does(pattern):
@@ -144,16 +143,6 @@ def test_modules_are_left_out_as_transformers_does(pattern):
             assert not config.is_ignored(module)
         else:
             assert config.is_ignored(module) is not should_convert_module(module, [pattern]), module
-
-
-def test_modules_are_left_out_as_compressed_tensors_does():
-    match = pytest.importorskip("compressed_tensors.utils.match")
-    linear = torch.nn.Linear(1, 1)
-    for pattern in (HEAD, "re:.*gate$", r"re:model\.layers\.\d\.", "model.layers.1"):
-        config = MakerConfig({"quant_method": "compressed-tensors", "ignore": [pattern]})
-        modules = (HEAD, f"model.{HEAD}", "model.layers.1", "model.layers.1.mlp.gate")
-        for module in (*modules, "model.layers.11.gate"):
-            assert config.is_ignored(module) is match.is_match(module, linear, pattern), module
 
 
 def test_activations_and_the_cache_have_no_plain_tensors(tmp_path):
@@ -203,51 +192,40 @@ PARTS = {
         (ONE, lambda t: t[0], "wanted is codes of shape"),
         (INVERSE, lambda t: t[:2], r"wanted .* shape \(3, 3\)"),
         (INVERSE, lambda t: t.flatten(), r"shape \(9,\)"),
-        (INVERSE, lambda t: t[0, 0], r"shape \(\)"),
         (INVERSE, cast(torch.int32), "is int32"),
-        (INVERSE, cast(FP8), "is float8_e4m3fn"),
     ],
     "glm4_moe fp8 channel": [
         (SCALE, lambda t: t[:1], r"wanted .* \(40, 1\)"),
-        (SCALE, lambda t: t.t(), r"shape \(1, 40\)"),
     ],
     "glm4_moe fp8 tensor": [(SCALE, lambda t: t.repeat(40), r"shape \(40,\)")],
     "deepseek_v3 int4": [
         (SCALE, lacks, f"{SCALE} is missing"),
         (PACKED, lacks, ALONE),
         (PACKED, lambda t: t[:, 1:], "int32 of codes"),
-        (PACKED, lambda t: t[1:], r"shape \(95, 2\)"),
-        (PACKED, cast(torch.int64), "is int64"),
         (PACKED, cast(U8), f"{SCALE} is bfloat16"),
         (SCALE, lambda t: t[:, :1], "int32 of codes"),
     ],
     "deepseek_v3 int4 channel": [
         (f"{ONE}_shape", lacks, f"{ONE}_shape is missing"),
         (f"{ONE}_shape", lambda t: t + 8, f"{ONE}_shape go with"),
-        (f"{ONE}_shape", lambda t: t[0], f"{ONE}_shape go with"),
     ],
     "gpt_oss mxfp4": [
         (f"{STACK}_scales", lacks, f"{STACK}_scales is missing"),
         (f"{STACK}_blocks", lacks, ALONE),
         (f"{STACK}_scales", lambda t: t[:, 1:], r"fnu of shape \(4, 192, 2\)"),
         (f"{STACK}_blocks", lambda t: t[0], r"experts, rows, groups, 16"),
-        (f"{STACK}_blocks", lambda t: t[..., 1:], r"experts, rows, groups, 16"),
         (f"{STACK}_scales", cast(torch.float32), "is float32"),
     ],
     "qwen3_moe nvfp4": [
         (GLOBAL, lacks, "weight_global_scale is missing"),
         (SCALE, lacks, f"{SCALE} is missing"),
-        (SCALE, lambda t: t.view(U8), "is uint8"),
-        (SCALE, lambda t: t[:, 1:], r"wanted .* \(48, 4\)"),
         (GLOBAL, lambda t: t.repeat(2), "one floating"),
     ],
     "qwen3_moe modelopt nvfp4": [
         (f"{SCALE}_2", lacks, "weight_scale_2 is missing"),
-        (SCALE, lacks, f"{ONE} is uint8.*{SCALE}"),
     ],
     "deepseek_v4 fp4": [
         (f"{V4}.scale", lacks, f"{V4}.weight is int8.*scale"),
-        (f"{V4}.scale", lambda t: t[:, 1:], r"wanted .* \(96, 2\)"),
         (f"{V4}.weight", lambda t: t.view(U8), r"does not go with it in fp8"),
     ],
 }
@@ -281,14 +259,12 @@ def with_group(**weights):
     ("config", "said"),
     [
         ({"quant_method": "gptq", "bits": 4}, "says gptq"),
-        ({"quant_method": "awq"}, "says awq"),
         ({"bits": 4}, "says no quant_method"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         (with_group(symmetric=False), r"group_0\.weights\.symmetric False"),
         (with_group(num_bits=3), r"group_0\.weights\.num_bits 3"),
         (with_group(strategy="token"), r"group_0\.weights\.strategy 'token'"),
         (with_group(strategy="block", block_structure="16xa"), r"block_structure\.1 'a'"),
-        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "config_groups"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": 1}}, "config_groups.g 1"),
         ({**with_group(), "ignore": "lm_head"}, "ignore 'lm_head'"),
         ({**with_group(), "ignore": ["re:("]}, "no regular expression"),
@@ -296,53 +272,34 @@ def with_group(**weights):
         ({**with_group(), "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size\.1 \[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size\.1 0"),
-        ({"quant_method": "fp8", "weight_block_size": [128, True]}, r"weight_block_size\.1 True"),
         ({"quant_method": "fp8", "modules_to_not_convert": [1]}, "modules_to_not_convert"),
     ],
 )
-def test_a_format_that_is_not_read_is_named(tmp_path, config, said):
+def test_a_format_that_is_not_read_is_named(tmp_path, monkeypatch, config, said):
+    closed = []
+    monkeypatch.setattr(Checkpoint, "close", lambda self: closed.append(type(self)))
     with pytest.raises(CheckpointError, match=said) as caught:
         open_plain(write_tensors(tmp_path / "base", config, GPTQ))
-    assert str(caught.value).count("\n") == 0
-
-
-@pytest.mark.parametrize("end", ["weight_g_idx", "qweight", "pre_quant_scale"])
-def test_codes_of_other_tools_are_named(tmp_path, end):
-    config = {"quant_method": "fp8", "weight_block_size": None}
-    tensors = {**CODES, f"a.{end}": torch.ones(32, dtype=torch.int32)}
-    with pytest.raises(CheckpointError, match=rf"a\.{end} is int32.*a part of a quantized weight"):
-        open_plain(write_tensors(tmp_path, config, tensors))
+    assert str(caught.value).count("\n") == 0 and closed == [Checkpoint]
 
 
 STACK_OF_ONE = {"a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}
 STACK_OF_ONE["a_scales"] = torch.zeros(1, 2, 1, dtype=U8)
 
 
-def test_a_weight_that_is_stored_twice_is_named(tmp_path):
+def test_a_weight_that_is_stored_twice_or_in_parts_of_other_tools_is_named(tmp_path):
     tensors = {**STACK_OF_ONE, "a": torch.zeros(1, 32, 2)}
     with pytest.raises(CheckpointError, match="a is stored twice, once as a_blocks"):
-        open_plain(write_tensors(tmp_path, {"quant_method": "mxfp4"}, tensors))
+        open_plain(write_tensors(tmp_path / "a", {"quant_method": "mxfp4"}, tensors))
+    tensors = {**CODES, "a.weight_g_idx": torch.ones(32, dtype=torch.int32)}
+    with pytest.raises(CheckpointError, match=r"a\.weight_g_idx is int32.*a part of a quantized"):
+        open_plain(write_tensors(tmp_path / "b", {"quant_method": "fp8"}, tensors))
 
 
 @pytest.mark.parametrize("tensors", [CODES, {"a.weight": CODES["a.weight"]}, STACK_OF_ONE])
 def test_codes_without_a_configuration_are_named(tmp_path, tensors):
     with pytest.raises(CheckpointError, match=r"a\S* is .*no quantization_config that says how"):
         open_plain(write_tensors(tmp_path, None, tensors))
-
-
-def test_plain_folders_are_checkpoints_as_they_were(tmp_path):
-    tensors = {"a.weight": torch.ones(3, 2), "a.mask": torch.zeros(2, dtype=torch.uint8)}
-    for number, config in enumerate(
-        [None, {}, {"load_in_4bit": True, "quant_method": "bitsandbytes"}]
-    ):
-        folder = write_tensors(tmp_path / str(number), config, tensors)
-        with open_plain(folder) as checkpoint:
-            assert type(checkpoint) is Checkpoint
-            assert set(checkpoint) == set(tensors)
-            assert torch.equal(
-                checkpoint.read("a.weight", 1, 2, device="cpu"), tensors["a.weight"][1:2]
-            )
-            assert checkpoint.read("a.weight", device="meta").device.type == "meta"
 
 
 @pytest.mark.parametrize(
@@ -361,11 +318,3 @@ def test_the_method_of_a_configuration(said, method):
     assert maker_method({}) is None
     with pytest.raises(CheckpointError, match="quantization_config says 'fp8'"):
         maker_method({"quantization_config": "fp8"})
-
-
-def test_files_are_closed_where_a_folder_is_refused(tmp_path, monkeypatch):
-    closed = []
-    monkeypatch.setattr(Checkpoint, "close", lambda self: closed.append(type(self)))
-    with pytest.raises(CheckpointError):
-        open_plain(write_tensors(tmp_path / "base", {"quant_method": "gptq"}, GPTQ))
-    assert closed == [Checkpoint]
