@@ -113,7 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "storage": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
     "nf4": NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16},
 }
-DTYPES = (None, torch.bfloat16, torch.float16, torch.bfloat16)
+DTYPES = (torch.bfloat16, None, torch.float16, torch.bfloat16)
 DEVICE_MAPS: tuple[Any, ...] = ("auto", None, {"": "cpu"}, {"": "cpu"})
 
 
