@@ -304,8 +304,7 @@ class _Merge:
                 stored = base.disk[group.keys[0]][1]
                 dtype, place = training.dtype or stored, torch.device("cpu")
                 settings, linear = training.settings, name in training.linears
-                casts = linear and settings.codec.linear_dtype is not None
-                dtypes[name] = stored if casts else dtype
+                dtypes[name] = stored if linear and settings.codec.linear_dtype else dtype
                 form = name, group.shapes[name], dtype, place, settings
                 slots[name] = Slot(*form, linear=linear)
         self.rounded.update(slots)

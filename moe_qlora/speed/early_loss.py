@@ -23,11 +23,11 @@ _KEEPS = (Tensor.detach, Tensor.div, Tensor.mul, Tensor.mul_)
 
 
 def copy_losses_early(model: nn.Module) -> RemovableHandle:
-    """Let the loss in a model's output be an `EarlyLoss` in training; return how to undo it."""
+    """Let the loss in a model's output be an `EarlyLoss`; return how to undo it."""
 
-    def replace(module: nn.Module, _: Any, output: Any) -> None:
+    def replace(_: nn.Module, __: Any, output: Any) -> None:
         loss = output.get("loss") if isinstance(output, dict) else None
-        if torch.compiler.is_compiling() or not module.training:
+        if torch.compiler.is_compiling():
             return
         if type(loss) is Tensor and loss.dim() == 0 and loss.requires_grad:
             output["loss"] = EarlyLoss.of(loss)
@@ -44,7 +44,7 @@ class EarlyLoss(Tensor):
     def of(cls, loss: Tensor) -> EarlyLoss:
         """Return the same loss, whose copying has begun."""
         copy = loss.detach().to("cpu", non_blocking=True, copy=True)
-        done = torch.cuda.current_stream().record_event() if loss.is_cuda else None
+        done = torch.cuda.current_stream(loss.device).record_event() if loss.is_cuda else None
         early = loss.as_subclass(cls)
         early._copy = copy, done, loss._version
         return early

@@ -168,8 +168,10 @@ def test_the_order_is_liger_lora_graphs_fit_and_back(cuda, monkeypatch):
         prepare._YOURS,
     ]
     assert not any(is_ligers(m.forward) for layer in layers_of(model) for m in layer.modules())
+    assert len(model._forward_hooks) == 1, "its loss is copied early"
     prepared.remove()
     assert cuda[2:] == ["fit removed", "graphs removed"] and state(model) == before
+    assert not model._forward_hooks
     prepared.remove()
     assert len(cuda) == 4
 

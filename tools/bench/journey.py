@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--memory", help="of prepare_training, and of this process: 22GiB")
     parser.add_argument("--no-prepare", dest="prepare", action="store_false")
     parser.add_argument("--stock", action="store_true", help="bf16 experts, by PEFT")
-    parser.add_argument("--bits16", action="store_true", help="of Linear layers and adapters")
+    parser.add_argument("--bits16", action="store_true", help="16-bit Linear layers and adapters")
     parser.add_argument("--ampere", action="store_true", help="without Hopper's kernels")
     options = parser.parse_args()
     if options.ampere:

@@ -409,10 +409,7 @@ REFUSED: list[tuple[str, Places]] = [
     (DAMAGED, fields(rank_pattern={"(": 3})),
     (DAMAGED, fields(alpha_pattern={"x": "y"})),
     (DAMAGED, fields(target_parameters=[7])),
-    (
-        r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(",
-        weights(WIDEN),
-    ),
+    (r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(", weights(WIDEN)),
     ("lora_A.weight lacks its other half", weights(lambda w: w.pop(f"{Q_PROJ}.lora_B.weight"))),
     (r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module", weights(MOVE)),
     (r"score.weight \(2, 8\) has no place", also("score.weight", 2, 8)),

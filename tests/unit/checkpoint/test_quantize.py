@@ -21,10 +21,7 @@ from typer.testing import CliRunner
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
-from moe_qlora.errors import (
-    CheckpointError,
-    MoeQloraError,
-)
+from moe_qlora.errors import CheckpointError, MoeQloraError
 from moe_qlora.testing import tiny_model
 
 SHARD = "24KB"

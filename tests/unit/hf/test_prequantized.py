@@ -25,11 +25,7 @@ from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_inputs
 from tests.helpers.folders import bits, tensors
-from tests.helpers.prequantized import (
-    write_both,
-    write_folder,
-    write_plain,
-)
+from tests.helpers.prequantized import write_both, write_folder, write_plain
 from tests.helpers.training import NF4, loaded
 
 MERGE = "merge_quantization_configs"

@@ -4,6 +4,7 @@ import copy
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,12 +17,11 @@ from moe_qlora.speed.early_loss import EarlyLoss, copy_losses_early
 from moe_qlora.testing import tiny_model
 
 
-def early(value: float = 6.0, seen: float = math.nan) -> tuple[EarlyLoss, Tensor]:
-    """Return a loss, its weights, and as if another value had been copied."""
-    weights = torch.full((3,), value / 6, requires_grad=True)
-    loss = EarlyLoss.of((2 * weights).sum())
-    assert loss._copy is not None
-    loss._copy[0].fill_(seen)
+def early() -> tuple[EarlyLoss, Tensor]:
+    """Return a loss of 6, as if NaN had been copied, and its weights."""
+    weights = torch.ones(3, requires_grad=True)
+    loss = EarlyLoss.of((2 * weights).sum().add_(0))
+    loss._copy[0].fill_(math.nan)  # type: ignore[index]
     return loss, weights
 
 
@@ -49,10 +49,16 @@ def test_all_else_is_computed_of_the_loss() -> None:
     assert len(hooked) == 1 and loss.grad == 1
 
 
+def test_the_copy_is_waited_for_on_the_device_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, streams = MagicMock(is_cuda=True), MagicMock()
+    monkeypatch.setattr(torch.cuda, "current_stream", streams)
+    EarlyLoss.of(loss)
+    streams.assert_called_once_with(loss.device)
+
+
 def test_a_backward_runs_in_the_state_of_the_forward() -> None:
     """Compiled layers that it computes again would be compiled anew, and save other tensors."""
-    states = []
-    weights = torch.ones(3, requires_grad=True)
+    states, weights = [], torch.ones(3, requires_grad=True)
     doubled = 2 * weights
     doubled.register_hook(lambda _: states.append(torch._C._is_torch_function_enabled()))
     EarlyLoss.of(doubled.sum()).backward(retain_graph=True)
@@ -61,8 +67,7 @@ def test_a_backward_runs_in_the_state_of_the_forward() -> None:
 
 
 def test_trainer_looks_at_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = []
-    isnan = torch.isnan
+    looks, isnan = [], torch.isnan
     monkeypatch.setattr(torch, "isnan", lambda x: looks.append(x) or isnan(x))
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = moe_qlora.get_peft_model(tiny_model("qwen3_moe"), lora, unpacked_ok=True)
@@ -70,11 +75,12 @@ def test_trainer_looks_at_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 4
     args = TrainingArguments(
         tmp_path, use_cpu=True, max_steps=2, gradient_accumulation_steps=2, report_to=[],
-        per_device_train_batch_size=1, save_strategy="no", disable_tqdm=True,
+        per_device_train_batch_size=1, save_strategy="no",
     )  # fmt: skip
     Trainer(model, args, train_dataset=rows).train()
-    losses = [x for x in looks if isinstance(x, EarlyLoss)]
-    assert len(losses) == 4
-    assert all(x._copy is not None and x._copy[2] == x._version for x in losses)
+    assert [x._copy[2] == x._version for x in looks if isinstance(x, EarlyLoss)] == [True] * 4
+    batch = {name: row[None] for name, row in rows[0].items()}
+    with torch.no_grad():
+        assert type(model(**batch).loss) is Tensor
     handle.remove()
-    assert type(model(**{name: row[None] for name, row in rows[0].items()}).loss) is Tensor
+    assert type(model(**batch).loss) is Tensor

@@ -20,11 +20,7 @@ from safetensors.torch import load_file
 from transformers.quantizers.quantizers_utils import should_convert_module
 from upstream import SKIPPED_MODULES
 
-from moe_qlora.checkpoint.prequantized import (
-    MakerConfig,
-    maker_method,
-    open_plain,
-)
+from moe_qlora.checkpoint.prequantized import MakerConfig, maker_method, open_plain
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.errors import CheckpointError
 
