@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from moe_qlora.checkpoint.base import file_facts
 from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, read_header
 from moe_qlora.checkpoint.staging import ShardWriter, new_folder, plan_shards
@@ -112,6 +113,19 @@ def test_missing_keys_files_and_doubles_are_named(tmp_path):
         index(tmp_path, {key: f"m-{number}.safetensors" for key, number in files.items()})
         with pytest.raises(CheckpointError, match=said):
             open_checkpoint(tmp_path)
+
+
+def test_ranks_compare_configs_and_weights_alone(tmp_path):
+    two_shards(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("differs from host to host")
+    (tmp_path / "left.safetensors").mkdir()
+    names = {"config.json", *(file.name for file in tmp_path.glob("m*.safetensors*"))}
+    before = file_facts(tmp_path)
+    assert before.keys() == {f"{name} of the checkpoint" for name in names} and len(names) >= 3
+    save_file({"b": torch.ones(1)}, tmp_path / "m-2.safetensors")
+    (changed,) = dict(before.items() ^ file_facts(tmp_path).items())
+    assert changed == "m-2.safetensors of the checkpoint"
 
 
 @pytest.mark.parametrize("name", [*TRICKS, "x" * 5000])

@@ -206,7 +206,7 @@ def test_only_names_of_the_model_are_on_disk_and_they_are_all_of_it(tmp_path):
     assert config["moe_qlora"] == mark | {"entry": manifest.entry}
 
 
-def test_a_save_changes_nothing_of_the_model(tmp_path):
+def test_a_save_changes_nothing_of_the_model(tmp_path, monkeypatch):
     model = packed(vocab_size=8)
     model._keys_to_ignore_on_save = ["model.norm.weight"]  # what the class does not save
     model.model.embed_tokens.float()  # the first parameter, whose dtype is `model.dtype`
@@ -225,6 +225,13 @@ def test_a_save_changes_nothing_of_the_model(tmp_path):
     assert saved["dtype"] == "bfloat16"  # that of most weights
     left_out = model.state_dict().keys() - check_folder(tmp_path).tensors.keys()
     assert left_out == {"model.norm.weight"}
+
+    with moe_qlora.enabled(), pytest.raises(CheckpointError, match=r"model\.norm\.weight is missing"):
+        type(model).from_pretrained(tmp_path)
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_missing", ["norm"], raising=False)
+    with moe_qlora.enabled():
+        loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
 def test_the_signature_is_that_of_the_stock_method():

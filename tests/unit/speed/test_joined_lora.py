@@ -131,16 +131,23 @@ def held(model: Any) -> Any:
     return vars(member(model))["_moe_qlora_joined"].shared.held
 
 
-def test_layers_are_grouped_by_the_input_that_they_are_given(products: list[int]) -> None:
-    model = adapted()
+def test_layers_are_grouped_by_the_input_that_they_are_given(
+    products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, alone = adapted(), []
+    peft_forward = joined_lora.Linear.forward
+    monkeypatch.setattr(
+        joined_lora.Linear, "forward", lambda *args: (alone.append(1), peft_forward(*args))[1]
+    )
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     keys, random = list(model.state_dict()), torch.get_rng_state()
     with join_lora(model) as joined:
         assert (joined.layers, joined.products) == (12, 4)
         assert not join_lora(model).layers  # what is joined stays
-        products.clear()
+        products.clear(), alone.clear()
         results(model)
         assert products == [9] * 4 and held(model) is None
+        assert len(alone) == 4  # of each block, o
         assert list(model.state_dict()) == keys and torch.equal(torch.get_rng_state(), random)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
