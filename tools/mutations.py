@@ -76,7 +76,9 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
     for field, value in ast.iter_fields(node):
         if field not in LEFT_ALONE and not isinstance(node, ast.Raise):
             for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
+                # zip(strict=True) changes nothing where the lengths agree
+                strict = isinstance(child, ast.keyword) and child.arg == "strict"
+                if isinstance(child, ast.AST) and not strict:
                     yield from nodes(child)
 
 

@@ -126,6 +126,7 @@ class Journey:
         setting = f"peer={peer} model={options.model} layers={options.layers} seq={options.seq}"
         setting += f" rank={options.rank} memory={options.memory}{' ampere' * options.ampere}"
         setting += " bits16" * options.bits16
+        setting += f" median={options.median:g}" * (options.median != 420)
         self.rows = Rows(options.out, where, "journey", setting)
         self.rows.add("load", "s", self.loading)
 
