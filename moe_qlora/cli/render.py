@@ -85,12 +85,12 @@ def print_json(content: object) -> None:
 
 
 @contextmanager
-def working(doing: str, *, quiet: bool = False) -> Iterator[None]:
-    """Show a spinner on stderr during the block, if that is a terminal and not `quiet`.
+def working(doing: str) -> Iterator[None]:
+    """Show a spinner on stderr during the block, if that is a terminal.
 
     For everything that may take over two seconds without a bar, imports of torch included.
     """
-    if quiet or not sys.stderr.isatty():
+    if not sys.stderr.isatty():
         yield
         return
     with VisibleConsole(stderr=True).status(escape(visible(doing))):

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 import yaml
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
 from moe_qlora.cli import dump as dump_command
+from moe_qlora.cli.app import app
 from moe_qlora.packing.settings import CodecSettings, packed_nbytes
 
 LAYERS, EXPERTS, HIDDEN, WIDTH = 3, 4, 64, 32
@@ -86,6 +88,13 @@ def test_python_and_yaml_say_the_same(cli, folder):
     for name in ("target_parameters", "exclude_modules"):
         assert sorted(pasted[name]) == sorted(found[name])
         assert loaded[f"lora_{name}"] == found[name]
+
+
+def test_no_command_trusts_remote_code_or_takes_another_base_unless_told():
+    commands = typer.main.get_command(app).commands.values()
+    options = [option for command in commands for option in command.params]
+    flags = [option for option in options if option.name in ("trust_remote_code", "any_base")]
+    assert len(flags) >= 5 and not any(option.default for option in flags)
 
 
 @pytest.mark.parametrize(

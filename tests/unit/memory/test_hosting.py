@@ -180,6 +180,7 @@ def test_paces_of_cards():
     assert ada.against_measured == pytest.approx(165 / 989)
     assert pace_of(GPUS["T4"]).link == 11e9 and pace_of(GPUS["RTX5090"]).link == 55e9
     assert operations(3, 5) == 90
+    assert all(10 << 30 < gpu.nbytes < 200 << 30 for gpu in GPUS.values())
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,8 @@ def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
 
 
 def test_no_more_lengths_are_recorded_than_memory_holds() -> None:
+    memory = flat_rows.RowMemory(room=2, kept=0.5)  # With 4, 8 take 8 + 2, of 2 * 5 or 2 * 4
+    assert memory.holds([4], 8, 5) and not memory.holds([4], 8, 4) and memory.holds([], 9, 4)
     lengths = flat_rows.RowLengths(4096)
     lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
     assert [lengths.pick(*row) for row in ((4000, 9), (700, 9), (4000, 17), (700, 9))] == [
