@@ -8,7 +8,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from moe_qlora.kernels import grouped_mm  # noqa: E402
+from moe_qlora.kernels import grouped_mm, quantized_mm  # noqa: E402
 from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.grouped_mm import Cut  # noqa: E402
 
@@ -130,3 +130,14 @@ def test_outer_products_equal_a_loop_over_experts(p, q):
         rows = slice(int(offsets[e]), int(offsets[e + 1]))
         expected = a[rows].double().t() @ b[rows].double()
         assert (out[e].double() - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_cuts_are_made_for_every_tile_in_powers_of_two() -> None:
+    tiles = [16, 32, 64, 128]
+    tables = [grouped_mm._SMALL, grouped_mm._MIDDLE, grouped_mm._LARGE]
+    assert all(list(table) == tiles for table in tables)
+    assert [*quantized_mm._LARGE] == [(nested, tile) for nested in (False, True) for tile in tiles]
+    cuts = [cut for table in (*tables, quantized_mm._LARGE) for cut in table.values()]
+    for cut in (*cuts, quantized_mm._EIGHT_WARPS):
+        assert cut.features % 64 == 0 and cut.stages in (3, 4) and cut.warps in (4, 8)
+        assert all(size & (size - 1) == 0 for size in (cut.features, cut.step))
