@@ -104,8 +104,8 @@ def changes(node: Any) -> list[tuple[str, Callable[[], None]]]:
         case ast.Call(args=[one, two, *rest]):
             starred = isinstance(one, ast.Starred) or isinstance(two, ast.Starred)
             alike = starred or ast.unparse(one) == ast.unparse(two)
-            symmetric = ("min", "max", "minimum", "maximum", "transpose")
-            plain = alike or ast.unparse(node.func).rpartition(".")[2] in symmetric
+            called = ast.unparse(node.func).rpartition(".")[2]
+            plain = alike or called in ("min", "max", "minimum", "transpose")
             return [] if plain else [put("swap", args=[two, one, *rest])]
         case ast.Subscript(slice=ast.Constant(value=int(value))):
             return [put("index", slice=ast.Constant(value + step)) for step in (1, -1)]

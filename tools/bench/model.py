@@ -3,7 +3,6 @@
     python tools/bench/model.py                        qwen3-30b-a3b, one GPU with 80 GB or more
     python tools/bench/model.py --prepare 28GiB --optimizer adamw_fused --peers ours
     python tools/bench/model.py --liger-loss --compile --no-checkpointing --peers frozen
-    python tools/bench/model.py --model path/to/config.json --layers 12
     python tools/bench/model.py --tiny --device cpu    whether it runs at all
 
     ours        experts packed, nf4 with double quantization; LoRA as `--lora` says
@@ -13,11 +12,10 @@
     mxfp4       ours, on random experts in MXFP4 as a checkpoint's are kept: `--peers ours,mxfp4`
 
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
-`--liger` (its norms, rotary embedding and loss, not its experts), `--liger-loss` and `--compile`
-(each decoder layer) are the same for every peer. `--fit` is `fit_memory` for ours, `--prepare`
-`prepare_training`, `--offload` `offload_experts`; peers then keep all activations. A model is made
-on the device one module at a time, and an expert stack packed as soon as it is made, so that models
-fit that do not in 16 bits.
+`--liger-loss` and `--compile` (each decoder layer) are the same for every peer. `--fit` is
+`fit_memory` for ours, `--prepare` `prepare_training`, `--offload` `offload_experts`; peers then
+keep all activations. A model is made on the device one module at a time, and an expert stack packed
+as soon as it is made, so that models fit that do not in 16 bits.
 """
 
 from __future__ import annotations
@@ -98,7 +96,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lora", default="experts,attention", help="experts, attention or both")
-    parser.add_argument("--liger", action="store_true", help="norms, rotary embedding and loss")
     parser.add_argument("--liger-loss", action="store_true", help="Liger's loss alone")
     parser.add_argument("--chunk-mem-const", type=int, help="of Liger's loss: larger chunks")
     parser.add_argument("--compile", action="store_true", help="each decoder layer")
@@ -124,21 +121,16 @@ def _options() -> argparse.Namespace:
     options.peers = words_of(parser, "--peers", options.peers, KNOWN)
     if not set(options.lora) <= {"attention", "experts"}:
         parser.error(f"--lora {','.join(options.lora)}: expected experts, attention or both")
-    if options.warmup < 1 or options.steps < 1:
-        parser.error("--warmup and --steps: expected 1 or more")
     if options.prepare is not None:
         options.liger_loss = options.compile = True
         options.fit, options.chunk_mem_const = options.prepare, 8
-    if options.chunk_mem_const and not (options.liger or options.liger_loss):
-        parser.error("--chunk-mem-const: only with --liger or --liger-loss")
     if options.fit is not None:
         options.checkpointing = False
     return options
 
 
 def _lora(peer: str, options: argparse.Namespace) -> list[str]:
-    wanted: list[str] = options.lora if peer not in ("frozen", "bnb") else ["attention"]
-    return wanted
+    return [*options.lora] if peer not in ("frozen", "bnb") else ["attention"]
 
 
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
@@ -146,7 +138,7 @@ def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
     fitted = options.fit is not None and ours
     expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
     asked = {
-        "liger": options.liger, "liger-loss": options.liger_loss,
+        "liger-loss": options.liger_loss,
         "merge-lora": options.prepare is not None and ours, "offload": options.offload and ours,
         "compile": options.compile, "graphs": options.prepare is not None and ours,
         "expandable-segments": expandable, options.optimizer: options.optimizer != "adamw",
@@ -300,11 +292,10 @@ def prepared(
     library: Any = moe_qlora
     whole = ours and options.prepare is not None  # prepare_training does it all
     model = peft_model.get_base_model()
-    if (options.liger or options.liger_loss) and not whole:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    if options.liger_loss and not whole:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance as liger
 
-        others = {} if options.liger else {"rope": False, "rms_norm": False}
-        _apply_liger_kernel_to_instance(model=model, swiglu=False, **others)
+        liger(model=model, swiglu=False, rope=False, rms_norm=False)
     if options.compile and not whole:
         for layer in model.base_model.layers:
             layer.compile()
