@@ -610,21 +610,15 @@ class RankLoad:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        self.shards = getattr(config, "dp_size", 1) > 1  # by FSDP2
+        # By FSDP2. `dp_size`, with its copies of the shards, is of transformers 5.23.
+        self.shards = getattr(config, "dp_size", getattr(config, "fsdp_size", None) or 1) > 1
 
     def begin(self, facts: Facts) -> None:
         """Compare what the ranks were given; refuse a config that asks for more than FSDP2."""
         check_agreement("from_pretrained", facts)
-        if getattr(self.config, "fsdp_size", None) and not hasattr(self.config, "dp_size"):
-            raise ConfigError(
-                "distributed_config has fsdp_size, and transformers before 5.23 shards a model in "
-                "another way: update transformers, or load with moe_qlora.load_sharded."
-            )
         for field in ("tp_size", "pp_size", "ep_size"):
-            size = getattr(self.config, field, None) or 1
-            if size > 1:
+            if (size := getattr(self.config, field, None) or 1) > 1:
                 raise ConfigError(
                     f"distributed_config has {field}={size}, which packed experts do not support: "
-                    "shard the model by FSDP2 with DistributedConfig(fsdp_size=N), or load it "
-                    "whole on each rank for DDP."
+                    "shard by FSDP2 with DistributedConfig(fsdp_size=N), or load whole for DDP."
                 )

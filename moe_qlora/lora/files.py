@@ -36,6 +36,7 @@ from ..checkpoint.training_codec import CARD
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
+from ..packing.parametrize import share_like
 from ..world import NOT_GIVEN, WholeTensor, world
 from . import targets
 
@@ -75,7 +76,8 @@ def load_adapter(
                 "adapters before the engine is made, or go on from a checkpoint of the engine."
             )
     try:
-        with reading(called), warnings.catch_warnings():
+        hook = self.register_load_state_dict_pre_hook(_shard)
+        with reading(called), warnings.catch_warnings(), hook:
             # An adapter was trained as it is, also where it is to be trained further.
             warnings.filterwarnings("ignore", targets.WARNING, UserWarning)
             result = type(self).load_adapter(self, model_id, adapter_name, *args, **kwargs)
@@ -101,13 +103,18 @@ def use_own_files(model: PeftModel) -> None:
         model.__dict__[method.__name__] = MethodType(method, model)
 
 
+def _shard(model: nn.Module, tensors: dict[str, Any], *_: Any) -> None:
+    # As PEFT does, from 0.21.1 on.
+    own = dict(model.named_parameters())
+    tensors |= {name: share_like(tensors[name], own[name]) for name in own.keys() & tensors.keys()}
+
+
 def _is_alias(model: PeftModel, key: str, adapter_name: str) -> bool:
     """Whether a key is a second spelling of a tensor that has been loaded."""
     # With the embeddings, PEFT writes the state dict of their wrappers: X.modules_to_save.weight
     # beside X.weight, and a tied head's rows of tokens beside those of the embeddings.
-    path, _, rest = key.replace(".token_adapter.", ".modules_to_save.").partition(
-        ".modules_to_save."
-    )
+    key = key.replace(".token_adapter.", ".modules_to_save.")
+    path, _, rest = key.partition(".modules_to_save.")
     module: Any = dict(model.named_modules()).get(path)
     if isinstance(module, TrainableTokensWrapper):
         return module.token_adapter.tied_adapter is not None and rest == "trainable_tokens_delta"
@@ -142,9 +149,7 @@ def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub:
     # For some model types (mistral_large4, deepseek_ocr2) PEFT 0.21 treats every name in the file
     # as one of the published checkpoint and renames it, even names that it wrote itself.
     tensors = load_peft_weights(adapter, device="cpu", **hub)
-    places = get_peft_model_state_dict(
-        model, adapter_name=adapter_name, save_embedding_layers=False
-    )
+    places = get_peft_model_state_dict(model, None, adapter_name, save_embedding_layers=False)
     if places.keys() != tensors.keys() or any(
         place.is_meta or place.shape != tensors[key].shape for key, place in places.items()
     ):

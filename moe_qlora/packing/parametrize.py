@@ -433,10 +433,10 @@ def _taken(
             return None
         if not decoders.is_shardable(decoder):
             return loaded
-        state_dict[codes] = _like(loaded.flat_codes.unsqueeze(1), own)
+        state_dict[codes] = share_like(loaded.flat_codes.unsqueeze(1), own)
         for part, tensor in decoders.bits_of(loaded).items():
             if part in decoder._parameters:
-                state_dict[at + part] = _like(tensor, decoder._parameters[part])
+                state_dict[at + part] = share_like(tensor, decoder._parameters[part])
     elif isinstance(decoder, Decoder) and not decoders.is_shardable(decoder):
         parts = {part: at + part for part in decoder.shardable}
         if all(one in state_dict for one in parts.values()):
@@ -445,7 +445,7 @@ def _taken(
     return None
 
 
-def _like(whole: Tensor, own: Any) -> Tensor:
+def share_like(whole: Tensor, own: Any) -> Tensor:
     """Return this rank's share of a tensor where the module's own is sharded."""
     if not hasattr(own, "device_mesh"):
         return whole
@@ -471,8 +471,8 @@ def load_linears(
             if decoder is not None and scales in state_dict:
                 state_dict.pop(f"{at}weight_format", None)
                 scale_bits = state_dict.pop(scales).view(torch.int32)
-                state_dict[bits] = _like(scale_bits, decoder.scale_bits)
-                state_dict[weight] = _like(state_dict[weight], module.weight)
+                state_dict[bits] = share_like(scale_bits, decoder.scale_bits)
+                state_dict[weight] = share_like(state_dict[weight], module.weight)
             elif decoder is None and bits in state_dict:
                 state_dict[scales] = state_dict.pop(bits).view(torch.float32)
                 state_dict[f"{at}weight_format"] = torch.tensor(0, dtype=torch.uint8)

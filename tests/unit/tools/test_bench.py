@@ -79,9 +79,8 @@ def test_a_tiny_model_beside_its_peers(tmp_path, monkeypatch):
     # r=16 on both projections of every expert, and on attention
     experts = 2 * 4 * 16 * ((64 + 2 * 40) + (40 + 64))
     assert trained["o"] == trained["f"] + experts == float(theirs["trained weights"]["p50"])
-    assert float(ours["first loss"]["p50"]) == pytest.approx(
-        float(frozen["first loss"]["p50"]), rel=0.01
-    )
+    losses = [float(peer["first loss"]["p50"]) for peer in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert "lora=experts,attention" in ours["step"]["setting"]
     assert "lora=attention" in packed["step"]["setting"]
 
