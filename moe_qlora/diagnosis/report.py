@@ -11,7 +11,6 @@ import torch
 from ..errors import ConfigError
 from ..experts.backend import suits
 from ..kernels.cards import (
-    HOPPER,
     Card,
     acting_as,
     actual,
@@ -151,7 +150,7 @@ def _multipliers(card: Card) -> tuple[str, str]:
     if not suits(card):
         return _LOOP, _LOOP
     with acting_as(card):
-        hopper = card.capability == HOPPER and allows_hopper()
+        hopper = allows_hopper()
         by_torch = multiplies_by_torch(_CUDA, torch.bfloat16)
     tried = ", untested on ROCm" if card.maker == "amd" else ""
     return (

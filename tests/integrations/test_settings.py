@@ -42,6 +42,10 @@ CASES: list[tuple[str, str]] = [
         "torch_compile: auto\nmoe_qlora: {prepare_training: 40GiB}",
         "torch_compile is 'auto', and moe_qlora.prepare_training compiles the layers itself",
     ),
+    (
+        "deepspeed: configs/zero3_bf16.json",
+        "deepspeed is 'configs/zero3_bf16.json' beside the plugin",
+    ),
     ("moe_qlora: {lora_expert: true}", "moe_qlora.lora_expert is no setting (did you mean lora_e"),
     ("moe_qlora: {pack_experts: 4bit}", "moe_qlora.pack_experts is '4bit'; allowed are true and"),
     ("moe_qlora: {lora_experts: [sideways]}", "moe_qlora.lora_experts is ['sideways']; allowed"),
@@ -64,7 +68,7 @@ def test_one_sentence(text: str, message: str) -> None:
 
 def test_every_collision_is_tried() -> None:
     tried = {key for text, _ in CASES for key in yaml.safe_load(text)}
-    assert set(_COLLISIONS) - {"deepspeed"} <= tried
+    assert set(_COLLISIONS) <= tried
 
 
 @pytest.mark.parametrize("config", [QLORA, LORA])
@@ -72,6 +76,7 @@ def test_good_files(config: dict[str, Any]) -> None:
     check(config)
     harmless = {
         "tensor_parallel_size": 1,
+        "deepspeed": "configs/zero2.json",
         "expert_parallel_size": 1,
         "nf4_backend": "bitsandbytes",
         "quantize_moe_experts": False,
