@@ -261,10 +261,11 @@ def test_prepared_training_logs_the_same(kind, more, first, device, model_folder
         run.train()
     logs = zip(quick.state.log_history[:-1], plain.state.log_history[:-1], strict=True)
     times = ("step_time", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+    near = {"rel": 2e-2, "abs": 2e-3} if device == "cpu" else {"rel": 0.1, "abs": 1e-2}  # bf16
     for ours, theirs in logs:
         for name in times:
             ours.pop(name, None), theirs.pop(name, None)
-        assert ours == pytest.approx(theirs, rel=2e-2, abs=2e-3)
+        assert ours == pytest.approx(theirs, **near)
     assert len(losses(quick)) == more["max_steps"] and has_flat_rows(quick.model)
 
 
