@@ -33,7 +33,7 @@ REQUIRED = {
     "transformers": Range("5.20", "5.24"),
     "bitsandbytes": Range("0.50", "0.50"),
     "peft": Range("0.21", "0.21"),
-    "accelerate": Range("1.7", "1.15"),
+    "accelerate": Range("1.13", "1.15"),
     "safetensors": Range("0.8", "0.8"),
 }
 """Dependencies whose internals matter here; pip handles the others."""
