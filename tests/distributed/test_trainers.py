@@ -100,6 +100,7 @@ def trainer_of(folder: str, world: int, out: str, case: str) -> Any:
         )
 
 
+@moe_qlora.shards_integers()
 def run_trainer(folder: str, world: int, case: str) -> dict[str, Any]:
     out = f"{folder}, {case}, {world}"
     trainer = trainer_of(folder, world, out, case)
@@ -121,6 +122,7 @@ def run_trainer(folder: str, world: int, case: str) -> dict[str, Any]:
     return result
 
 
+@moe_qlora.shards_integers()
 def run_accelerate(folder: str, world: int, plugin: Any = None) -> dict[str, Any]:
     """Train in a loop of one's own, with what `accelerate launch` has."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
@@ -169,9 +171,8 @@ def run_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     for case in CASES:
         results[case] = run_trainer(folder, world, case)
         AcceleratorState._reset_state(reset_partial_state=True)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"]
-    )
+    layers: Any = FSDP2["transformer_layer_cls_to_wrap"]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, transformer_cls_names_to_wrap=layers)
     results["accelerate, fsdp2"] = run_accelerate(folder, world, plugin)
     distributed.barrier()
     return results
