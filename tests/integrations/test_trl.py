@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 
 import datasets
@@ -251,20 +252,20 @@ def test_prepared_training_logs_the_same(kind, more, first, device, model_folder
         torch.manual_seed(1)
         packed = load(model_folder, device_map={"": device})
         made.append(moe_qlora.get_peft_model(packed, lora_config(), experts=True))
-    sizes = {"batch_size": 4, "seq_len": 64}
-    flat = moe_qlora.prepare_training(made[1], **sizes) if first else None
+    if first:
+        moe_qlora.prepare_training(made[1], batch_size=4, seq_len=64)
     plain, quick = (trainer(kind, model, model_folder, tmp_path, **more) for model in made)
-    flat = flat or moe_qlora.prepare_training(quick.model, **sizes)
+    if not first:
+        moe_qlora.prepare_training(quick.model, batch_size=4, seq_len=64)
     for run in (plain, quick):
         if kind == "grpo":
             torch.manual_seed(2)  # of its completions
         run.train()
     logs = zip(quick.state.log_history[:-1], plain.state.log_history[:-1], strict=True)
-    times = ("step_time", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
     near = {"rel": 2e-2, "abs": 2e-3} if device == "cpu" else {"rel": 0.1, "abs": 1e-2}  # bf16
     for ours, theirs in logs:
-        for name in times:
-            ours.pop(name, None), theirs.pop(name, None)
+        for name in [name for name in theirs if re.search("time|per_second", name)]:
+            ours[name] = theirs[name]
         assert ours == pytest.approx(theirs, **near)
     assert len(losses(quick)) == more["max_steps"] and has_flat_rows(quick.model)
 
@@ -365,22 +366,6 @@ def test_reward_trainer(model_folder, tmp_path):
     assert not any(
         torch.equal(value, before[name]) for name, value in adapter(trained.model).items()
     )
-
-
-def test_the_switch_is_forgotten(model_folder, tmp_path):
-    config = moe_qlora.adapt_lora_config(
-        model_folder, lora_config(), experts=True, quantization_config=BNB
-    )
-    with pytest.raises(
-        moe_qlora.ConfigError, match=r"^model\S+gate_up_proj is not packed, .*moe_qlora\.enable\(\)"
-    ):
-        trl.SFTTrainer(
-            model=str(model_folder),
-            quantization_config=BNB,
-            peft_config=config,
-            args=trl.SFTConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True),
-            train_dataset=rows("sft"),
-        )
 
 
 def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path):

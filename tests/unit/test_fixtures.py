@@ -26,12 +26,6 @@ def test_folders_of_earlier_versions(folder, monkeypatch):
     assert list(corpus.differences(recorded, seen, corpus.TOLERANCE)) == []
 
 
-def test_fixtures_are_small():
-    sizes = [file.stat().st_size for file in (ROOT / "tests/fixtures").rglob("*") if file.is_file()]
-    assert 0 < max(sizes) < 150_000
-    assert sum(sizes) < 1_000_000
-
-
 def test_differences_are_found(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
     corpus = importlib.import_module("tools.corpus")

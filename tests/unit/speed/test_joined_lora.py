@@ -134,11 +134,9 @@ def held(model: Any) -> Any:
 def test_layers_are_grouped_by_the_input_that_they_are_given(
     products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, alone = adapted(), []
-    peft_forward = joined_lora.Linear.forward
-    monkeypatch.setattr(
-        joined_lora.Linear, "forward", lambda *args: (alone.append(1), peft_forward(*args))[1]
-    )
+    model, alone, own = adapted(), [], joined_lora.Linear.forward
+    count = lambda *args: (alone.append(1), own(*args))[1]  # noqa: E731
+    monkeypatch.setattr(joined_lora.Linear, "forward", count)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     keys, random = list(model.state_dict()), torch.get_rng_state()
     with join_lora(model) as joined:
