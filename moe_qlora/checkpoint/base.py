@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from .manifest import (
     is_packed,
 )
 from .prequantized import MODELOPT_CONFIG, describe_plain, maker_method, open_plain
-from .reader import INDEX_SUFFIX, Checkpoint, check_folder, check_link, header_bytes
+from .reader import INDEX_SUFFIX, Checkpoint, check_folder, check_link
 from .training_codec import SAMPLED_ROWS
 
 PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
@@ -266,40 +265,22 @@ def copy_files(files: Mapping[Path, Path], folder: Path) -> None:
         shutil.copyfile(file, folder / name)
 
 
-def describe_source(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
-    """Return the manifest's entry for the checkpoint in a folder, of which `files` are packed."""
-    return {
-        "folder": folder.name,
-        "config_sha256": _describe(folder / CONFIG)["sample_sha256"],
-        "files": {file.name: _describe(file) for file in files},
-    }
-
-
 def file_facts(folder: Path) -> dict[str, str]:
-    """Return size and content hash of each file, to compare copies that ranks read."""
+    """Return size and hash of samples of each file, to tell whether ranks read equal copies.
+
+    Object stores and reproducible archives give equal sizes and times to different files.
+    """
     facts = {}
     for file in sorted(folder.glob("*")):
         named = file.name in (CONFIG, MODELOPT_CONFIG)
         named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
         if named and file.is_file():  # opening a pipe would wait for its writer
-            nbytes, header, sample = _describe(file).values()
-            said = f"{nbytes:,} bytes, {header[:8]}{sample[:8]}"
-            facts[f"{file.name} of the checkpoint"] = said
+            sample = hashlib.sha256()
+            with reading(file), file.open("rb") as handle:
+                size = file.stat().st_size
+                last = max(size - _PIECE, 0)
+                for number in range(64):
+                    handle.seek(last * number // 63)
+                    sample.update(handle.read(_PIECE))
+            facts[f"{file.name} of the checkpoint"] = f"{size:,} bytes, {sample.hexdigest()[:16]}"
     return facts
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    """Return size, header and samples of the content, 64 pieces at even distances.
-
-    Object stores and reproducible archives give equal sizes and times to different files.
-    """
-    header, sample = "", hashlib.sha256()
-    with suppress(CheckpointError):  # configurations have none
-        header = hashlib.sha256(header_bytes(file)).hexdigest()
-    with reading(file), file.open("rb") as handle:
-        size = file.stat().st_size
-        last = size - _PIECE if size > 64 * _PIECE else 0
-        for number in range(64):
-            handle.seek(last * number // 63 if last else number * _PIECE)
-            sample.update(handle.read(_PIECE))
-    return {"nbytes": size, "header_sha256": header, "sample_sha256": sample.hexdigest()}

@@ -130,7 +130,7 @@ class Manifest:
     shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
     tensors: dict[str, TensorEntry]  # by key
     config: dict[str, Any]  # config.json without what this package adds to it
-    source: dict[str, Any] | None = None  # of FORMAT.md; None where a model in memory was saved
+    source: dict[str, Any] | None = None  # by earlier versions: the checkpoint that was packed
 
     @property
     def settings(self) -> CodecSettings:
@@ -228,7 +228,6 @@ def finish_packed(
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
     plain: Sequence[str] = (),
-    source: dict[str, Any] | None = None,
 ) -> Manifest:
     """Name the shards of a save, and write its manifest and config.json.
 
@@ -267,7 +266,6 @@ def finish_packed(
         shards=dict(zip(names, shards, strict=True)),
         tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
         config=config,
-        source=source,
     )
     check_experts(work, manifest)
     (work / manifest.file_name).write_bytes(manifest.to_bytes())

@@ -43,7 +43,7 @@ from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
-from .base import Base, auxiliary_files, copy_files, describe_source, resolve_checkpoint
+from .base import Base, auxiliary_files, copy_files, resolve_checkpoint
 from .manifest import (
     CONFIG,
     INT8_FORMAT,
@@ -369,8 +369,7 @@ def quantize_checkpoint(
                     experts[name] = PackedEntry(shape, dtype_name(opened.dtypes[name]), aliases)
         nbytes = {key: size for parts in keys.values() for key, size in parts.items()}
         files = _write_shards(work, nbytes, _packed(opened, keys, place, tell), max_shard_size)
-        origin = describe_source(folder, base.checkpoint.files)
-        return finish_packed(work, files, experts, plan.settings, source=origin)
+        return finish_packed(work, files, experts, plan.settings)
 
 
 def copy_config(config: Any) -> Any:

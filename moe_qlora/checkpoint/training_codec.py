@@ -10,7 +10,7 @@ configuration fields that change the forward, and for each of some hundred unpac
 (embeddings, routers) one bit, set if the weight is above their mean. Packing or further training of
 the base leaves most bits; of another model's bits, half agree by chance.
 
-The model card (README.md) says the same to people, between two markers; the rest is PEFT's.
+The model card (README.md) says it to people, between two markers; the rest is PEFT's.
 """
 
 from __future__ import annotations
@@ -280,75 +280,57 @@ _CLASSES = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 _PACKAGES = ("moe-qlora", "transformers", "peft", "bitsandbytes", "torch")
+_USAGE = """
+```python
+import moe_qlora
+from transformers import {model}, BitsAndBytesConfig
+
+with moe_qlora.enabled():
+    model = {model}.from_pretrained({base}, quantization_config=BitsAndBytesConfig({how}){dtype})
+model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
+```
+
+Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`.
+"""
 
 
-def write_card(folder: Path, facts: Mapping[str, str], base: str = "", usage: str = "") -> None:
-    """Write our part of a folder's model card; a card without it gets it at the end."""
-    file = folder / CARD
-    if file.is_file():
-        text = file.read_text(encoding="utf-8", errors="replace")
-    else:
-        named = f"base_model: {json.dumps(base)}\n" if base else ""
-        text = f"---\n{named}library_name: peft\ntags:\n- lora\n- moe\n---\n"
-    # as code, so that names are not read as markup
-    plain = {n: visible(f).replace("|", "\\|").replace("`", "'") for n, f in facts.items() if f}
-    rows = "".join(f"| {name} | `{value}` |\n" for name, value in plain.items())
-    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
-    part = f"{_START}\n\n{table}\n{_END}"
-    others = _PART.sub("\n", text).rstrip("\n")
-    replace_file(file, f"{others}\n\n{part}\n".encode())
-
-
-def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[str, str]:
-    """Return the rows of a card, given adapter_config.json and the note beside it."""
-    base = packed.base if packed else None
-    facts = {"base": base.name if base else str(config.get("base_model_name_or_path") or "")}
-    if base:
-        content = json.dumps({"bits": base.bits, "fields": base.fields}, sort_keys=True)
+def write_card(
+    folder: Path, config: Mapping[str, Any], packed: TrainingCodec | None, layout: str = ""
+) -> None:
+    """Write our part of an adapter's model card, given its config and note."""
+    noted = packed.base if packed else None
+    base = noted.name if noted else str(config.get("base_model_name_or_path") or "")
+    facts, usage = {"base": base}, ""
+    if noted:
+        content = json.dumps({"bits": noted.bits, "fields": noted.fields}, sort_keys=True)
         facts["fingerprint of the base"] = hashlib.sha256(content.encode()).hexdigest()[:16]
     if packed:
         double = ", double quantization" * packed.settings.double_quant
         how = f"{packed.settings.kind}, blocks of {packed.settings.blocksize}{double}"
         facts["base was packed as"] = how
-        experts, linears = len(packed.experts), len(packed.linears)
-        facts["packed"] = f"{experts} expert weights, {linears} Linear layers"
-        facts["dtype in training"] = dtype_name(packed.dtype) if packed.dtype else ""
-    patterns = config.get("rank_pattern") or {}
-    single = f" (and {len(patterns)} ranks of single targets)" if patterns else ""
-    facts["rank, alpha"] = f"{config.get('r')}, {config.get('lora_alpha')}{single}"
+        fields = packed.settings.bnb_fields().items()
+        options = [f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)]
+        usage = _USAGE.format(
+            model=_CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM"),
+            base=json.dumps(visible(base or "BASE")),
+            how=", ".join(options),
+            dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",
+        )
+    facts["rank, alpha"] = f"{config.get('r')}, {config.get('lora_alpha')}"
     for key in ("target_modules", "target_parameters"):
-        names = config.get(key)
-        listed = names if isinstance(names, (list, set)) else []
-        short = sorted({name_pattern(name) for name in listed if isinstance(name, str)})
-        facts[key] = names if isinstance(names, str) else ", ".join(short)
-    versions = (f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES)
-    return facts | {"versions": ", ".join(versions)}
-
-
-def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
-    """Return how a program loads and merges the adapter, in Markdown."""
-    base = packed.base.name if packed.base else config.get("base_model_name_or_path")
-    base = json.dumps(visible(str(base or "BASE")))
-    model = _CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM")
-    how = ", ".join(
-        f"{name}={json.dumps(value) if isinstance(value, str) else value}"
-        for name, value in packed.settings.bnb_fields().items()
-        if value is True or isinstance(value, str)
+        names = config.get(key) or ()
+        names = [names] if isinstance(names, str) else {name_pattern(str(name)) for name in names}
+        facts[key] = ", ".join(sorted(names))
+    facts["layout"] = layout
+    facts["versions"] = ", ".join(
+        f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
     )
-    dtype = f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else ""
-    return f"""
-```python
-import moe_qlora
-from transformers import {model}, BitsAndBytesConfig
-
-quantization = BitsAndBytesConfig({how})
-with moe_qlora.enabled():
-    model = {model}.from_pretrained(
-        {base}, quantization_config=quantization{dtype}
-    )
-model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
-```
-
-Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`, with `--like-training` to round
-the base as in training first.
-"""
+    # as code, so that names are not read as markup
+    plain = {n: visible(f).replace("|", "\\|").replace("`", "'") for n, f in facts.items() if f}
+    rows = "".join(f"| {name} | `{value}` |\n" for name, value in plain.items())
+    named = f"base_model: {json.dumps(base)}\n" if base else ""
+    text, file = f"---\n{named}library_name: peft\n---\n", folder / CARD
+    if file.is_file():
+        text = _PART.sub("\n", file.read_text(encoding="utf-8", errors="replace"))
+    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
+    replace_file(file, f"{text.rstrip()}\n\n{_START}\n\n{table}\n{_END}\n".encode())

@@ -238,8 +238,6 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
         f"| base | `{folders['base']}` |",
         "| base was packed as | `nf4, blocks of 64` |",
         "| target_modules | `q_proj` |",
-        "| packed | `4 expert weights, 8 Linear layers` |",
-        "| dtype in training | `bfloat16` |",
         "| target_parameters | `model.layers.*.mlp.experts.down_proj, ",
         "| rank, alpha | `2, 8` |",
         f"moe-qlora {moe_qlora.__version__}, transformers ",
