@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,16 +65,11 @@ _Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
 _EXACT = ConfigDict(extra="forbid")
 
 
-def _check_codec(codec: dict[str, Any]) -> dict[str, Any]:
-    known = CodecSettings.from_dict(codec).to_dict()
-    if codec != known:
-        raise ValueError(f"expected {known}")
-    return codec
-
-
-def _check_native_codec(codec: dict[str, Any] | None) -> dict[str, Any] | None:
-    if codec is not None and not CodecSettings.from_dict(_check_codec(codec)).codec.is_kept:
-        raise ValueError("expected a codec of native codes")
+def _check_codec(codec: dict[str, Any] | None, native: bool = False) -> dict[str, Any] | None:
+    if codec is not None:
+        known = CodecSettings.from_dict(codec)
+        if codec != known.to_dict() or (native and not known.codec.is_kept):
+            raise ValueError(f"expected {'a codec of native codes' if native else known.to_dict()}")
     return codec
 
 
@@ -87,7 +83,9 @@ class PackedEntry:
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     aliases: tuple[str, ...] = ()
-    codec: Annotated[dict[str, Any] | None, AfterValidator(_check_native_codec)] = None
+    codec: Annotated[dict[str, Any] | None, AfterValidator(partial(_check_codec, native=True))] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -181,30 +181,21 @@ class MakerConfig:
         elif method != COMPRESSED:  # transformers takes 128 x 128, vLLM one for a tensor
             self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
         lists = own.ignore, own.modules_to_not_convert, own.ignored_layers, own.exclude_modules
-        self.ignored = [
-            pattern for some in lists for name in some or () for pattern in _ignoring(method, name)
-        ]
+        self.ignored = [name for names in lists for name in names or ()]
+        for name in (name for name in self.ignored if name.startswith("re:")):
+            try:
+                re.compile(name[3:])
+            except re.error as error:
+                raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
 
     def is_ignored(self, module: str) -> bool:
-        """Whether the configuration says that a module is not converted."""
-        return any(pattern.match(module) for pattern in self.ignored)
-
-
-def _ignoring(method: str, name: str) -> Iterator[re.Pattern[str]]:
-    exact = re.escape(name)
-    try:
-        if method == COMPRESSED:
-            is_pattern = name.startswith("re:")
-            yield re.compile(name.removeprefix("re:") if is_pattern else rf"{exact}\Z")
-        elif method == MODELOPT:
-            yield re.compile(translate(name))
-            yield re.compile(rf"{exact}\.")
-        else:  # as transformers' should_convert_module
-            yield re.compile(rf".*{exact}\Z")
-            yield re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
-    except re.error as error:
-        if method == COMPRESSED:
-            raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
+        """Whether the configuration says, by any method's kind of name, not to convert a module."""
+        return any(
+            re.match(name[3:], module)
+            if name.startswith("re:")
+            else fnmatchcase(module, name) or module.endswith(name) or module.startswith(f"{name}.")
+            for name in self.ignored
+        )
 
 
 PIECE = 1 << 20
@@ -296,20 +287,6 @@ def _unpack_int8(words: Tensor) -> Tensor:
     return words.contiguous().view(torch.uint8).float() - 128
 
 
-def _unpack_bytes(codes: Tensor) -> Tensor:
-    """Return the fp32 values (r, c) of FP8 or INT8 codes (r, c).
-
-    The CPU converts FP8 one by one, four times slower than a table does. The table is of bfloat16,
-    which holds every FP8 value.
-    """
-    if not codes.is_cpu or codes.dtype == torch.int8:
-        return codes.float()
-    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(torch.bfloat16)
-    index = codes.contiguous().view(torch.uint8).int().flatten()
-    values = table.view(torch.int16).index_select(0, index).view(torch.bfloat16)
-    return values.float().view(codes.shape)
-
-
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 MXFP4_SCALES: tuple[torch.dtype, ...] = (torch.uint8, torch.float8_e8m0fnu)
@@ -339,14 +316,10 @@ def _misfit(key: str, info: TensorInfo, wanted: str) -> CheckpointError:
 
 
 class PrequantizedCheckpoint(Checkpoint):
-    """The plain tensors that the quantized ones of a checkpoint stand for, read-only.
+    """The 16-bit tensors that the quantized ones of a checkpoint stand for, decoded when read.
 
-    Keys, shapes and dtypes are those of the 16-bit checkpoint. A tensor, or rows of it, is decoded
-    when it is read: in fp32, in pieces, with one rounding. `disk` is what lies there.
-
-    That decides: codes with their scales are decoded, tensors of 16 bits or more are read as they
-    are, whatever the configuration lists. It says how codes are laid out, and of which modules
-    bytes are no codes and a tensor called scale is a weight.
+    What lies on `disk` decides: codes with their scales are decoded, tensors of 16 bits or more
+    are read as they are, whatever the configuration lists.
     """
 
     def __init__(
@@ -356,7 +329,8 @@ class PrequantizedCheckpoint(Checkpoint):
         self.disk = self.stored = checkpoint
         self._maker = maker = MakerConfig(config)
         modules = {key.rpartition(".")[0] for key in checkpoint}
-        check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
+        patterns = [name[3:] for name in maker.ignored if name.startswith("re:")]
+        check_patterns(patterns, modules, _SETTINGS)
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
         self._tensors: dict[str, Quantized] = {}
         for key, info in self.stored.items():
@@ -433,7 +407,7 @@ class PrequantizedCheckpoint(Checkpoint):
         for scale in (one for one in scales if one in self.stored and method != MXFP4):
             if info.dtype in FP8_DTYPES or (info.dtype == torch.int8 and method == COMPRESSED):
                 blocks = self._maker.blocks
-                return self._quantized(key, info.shape, scale, blocks, FP8_SCALES, _unpack_bytes)
+                return self._quantized(key, info.shape, scale, blocks, FP8_SCALES, Tensor.float)
             if (method, info.dtype) in ((FP8, torch.int8), (MODELOPT, torch.uint8)):
                 return self._fp4(key, scale)
         return None
@@ -448,10 +422,7 @@ class PrequantizedCheckpoint(Checkpoint):
         unpack: Callable[[Tensor], Tensor],
         *others: tuple[str, str],
     ) -> Quantized:
-        """Return codes whose scales fit one of these blocks.
-
-        `shape` is that of the codes once unpacked; `dtypes`, that such scales are stored in.
-        """
+        """Return codes of `shape`, unpacked, whose scales fit one of these blocks and dtypes."""
         info = self._part(scale, key)
         if len(shape) not in (2, 3) or 0 in shape:
             raise _misfit(key, self.stored[key], "codes of shape (out, in) or (experts, out, in)")
@@ -468,22 +439,16 @@ class PrequantizedCheckpoint(Checkpoint):
             same = same and info.shape[:1] == scales[:1]  # rows are read by the first dimension
             if info.dtype in dtypes and (one or same):
                 fitting.add((high, wide, one))
-        if len(fitting) == 1:
-            high, wide, one = fitting.pop()
-            parts = dict([(CODES, key), (SCALE, scale), *others])
-            return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
-        raise _misfit(
-            scale,
-            info,
-            f"scales of {key} of shape {shape}, which are {' or '.join(map(dtype_name, dtypes))} "
-            f"of shape {' or '.join(sorted(map(str, wanted)))}",
-        )
+        if len(fitting) != 1:
+            kinds, shapes = map(dtype_name, dtypes), sorted(map(str, wanted))
+            said = f"{' or '.join(kinds)} of shape {' or '.join(shapes)}"
+            raise _misfit(scale, info, f"scales of {key} of shape {shape}, which are {said}")
+        high, wide, one = fitting.pop()
+        parts = dict([(CODES, key), (SCALE, scale), *others])
+        return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
 
     def _int(self, key: str, scale: str) -> Quantized:
-        """Return words of codes, of as many columns as their groups have.
-
-        That spares reading thousands of shapes from disk; they are read where it does not tell.
-        """
+        """Return words of codes; shapes are read from disk only where groups do not tell them."""
         words, known = self.stored[key], self._maker.words
         count, said = (self._part(scale, key).shape or (0,))[-1], f"{self._name(key)}_shape"
         if len(known) == 1 and (group := min(known)[1]):
