@@ -82,10 +82,7 @@ class Base:
         return self.values(self.layout.by_name[name], start, stop)[name]
 
     def first_rows(self, name: str) -> Tensor | None:
-        """Return the first rows of a parameter, or all; None where it is not on disk.
-
-        `name` may be that of the model inside this one, or around it.
-        """
+        """Return the first rows of a parameter of this model, or of its inner or outer one."""
         known = canonical_name(self.model, name, self.layout.by_name)
         if known is None:
             return None
@@ -192,10 +189,7 @@ def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, T
 def open_base(
     folder: Path, adapter: Adapter | None = None, trust_remote_code: bool = False
 ) -> Base:
-    """Open a checkpoint folder with its model on meta.
-
-    Of a multimodal checkpoint that is its text model, if the adapter was trained on that alone.
-    """
+    """Open a checkpoint folder, or its text model alone if the adapter was trained on that."""
     source = resolve_checkpoint(folder, trust_remote_code, packed=True)
 
     def build(source: named.Source) -> Any:
@@ -215,11 +209,7 @@ def open_base(
 def resolve_checkpoint(
     folder: Path, trust_remote_code: bool, *, packed: bool = False
 ) -> named.Source:
-    """Return the source of a folder's model; of one that its maker quantized, dequantized.
-
-    What bitsandbytes quantized is refused, and what this package `packed` unless that is allowed.
-    Makers' methods are left to the reader, which refuses what it does not read.
-    """
+    """Return the source of a 16-bit folder, one that its maker quantized, or a `packed` one."""
     check_folder(folder)
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if packed and is_packed(folder):
@@ -241,10 +231,7 @@ _PIECE = 1 << 16  # of a file, where only samples are hashed
 
 
 def auxiliary_files(source: Path) -> dict[Path, Path]:
-    """Return files by their path in the folder; no configurations, weights, adapters, hidden files.
-
-    A link that leads out of the folder is a `CheckpointError`: its target is not the model's.
-    """
+    """Return files by path: no configurations, weights, adapters, hidden files."""
     files: list[Path] = []
     for file in sorted(source.iterdir()):
         name = file.name
@@ -266,10 +253,8 @@ def copy_files(files: Mapping[Path, Path], folder: Path) -> None:
 
 
 def file_facts(folder: Path) -> dict[str, str]:
-    """Return size and hash of samples of each file, to tell whether ranks read equal copies.
-
-    Object stores and reproducible archives give equal sizes and times to different files.
-    """
+    """Return size and hash of samples of each file, to tell whether ranks read equal copies."""
+    # object stores and reproducible archives give equal sizes and times to different files
     facts = {}
     for file in sorted(folder.glob("*")):
         named = file.name in (CONFIG, MODELOPT_CONFIG)

@@ -75,10 +75,7 @@ def _check_codec(codec: dict[str, Any] | None, native: bool = False) -> dict[str
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
 class PackedEntry:
-    """A packed expert weight: its decoded shape and dtype ("bfloat16"), and its tied names.
-
-    `codec` is set for native codes; None stands for the manifest's codec.
-    """
+    """A packed expert weight, decoded; `codec` is that of native codes, None the manifest's."""
 
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
@@ -227,11 +224,7 @@ def finish_packed(
     settings: CodecSettings,
     plain: Sequence[str] = (),
 ) -> Manifest:
-    """Name the shards of a save, and write its manifest and config.json.
-
-    `work` contains config.json as transformers writes it. `plain` are unpacked Linear layers that a
-    reload would pack: they are added to `llm_int8_skip_modules`.
-    """
+    """Name a save's shards, write manifest and config.json; `plain` Linear layers stay unpacked."""
     codec, written = settings.to_dict(), Checkpoint(files)
     infos = [written.info(key) for key in written]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -506,11 +499,7 @@ def check_experts(folder: Path, manifest: Manifest) -> None:
 
 
 class PackedWeights:
-    """The packed weights of a folder, experts' and Linear layers', one in memory at a time.
-
-    `keys` has the keys that hold each, by its name. `plain` has tensors of the shape and dtype of
-    Linear layers; of one without, the shape is what its record says.
-    """
+    """The packed weights of a folder; `plain` has shape and dtype of each Linear layer's weight."""
 
     def __init__(
         self, manifest: Manifest, files: Checkpoint, plain: Mapping[str, Tensor] | None = None
@@ -522,10 +511,7 @@ class PackedWeights:
     def parts(
         self, name: str, device: Any = None
     ) -> tuple[dict[str, Tensor], tuple[int, ...], torch.dtype | None, CodecSettings]:
-        """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec.
-
-        Of tensors that cannot be read: ValueError, KeyError or TypeError.
-        """
+        """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec."""
         entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
         fetched = {key: self._files.fetch(key, device=device) for key in self.keys[name]}
         parts = parts_of(name, self.keys[name], lambda key: fetched[key]())
@@ -564,10 +550,7 @@ def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
 
 
 def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
-    """Yield differences between a packed folder and the meta model, each as a sentence's start.
-
-    The model may have another class than the saved one; then missing tensors are no difference.
-    """
+    """Yield differences between a packed folder and a meta model, each as a sentence's start."""
     from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
 
     state = model.state_dict()

@@ -438,10 +438,7 @@ def _reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[
 
 
 def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> None:
-    """Put each change of a weight that the model on meta ties under names on disk, in place.
-
-    Embeddings and head that the adapter changes in different ways are untied: `updates.untied`.
-    """
+    """Put changes of weights that the model ties under names on disk, or untie these."""
     model, file, by_tensor = base.model, adapter.file, dict[int, list[str]]()
     deltas, replaced = updates.deltas, updates.replacements
     shared: list[tuple[str, str]] = []  # A changed name, and one tied to it

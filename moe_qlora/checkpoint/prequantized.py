@@ -228,10 +228,7 @@ class Quantized:
 def dequantize(
     tensor: Quantized, parts: Mapping[str, Tensor], start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:
-    """Decode rows [start, stop) of the first dimension from those rows of the parts.
-
-    Every value is made in fp32 and rounded once; a piece of them is in fp32 at a time.
-    """
+    """Decode rows [start, stop) from those of the parts: in fp32, by pieces, rounded once."""
     codes, (high, wide), stacked = parts[CODES], tensor.block, len(tensor.shape) == 3
     plain = torch.empty((stop - start, *tensor.shape[1:]), dtype=dtype, device=codes.device)
     target = plain if stacked else plain[None]
@@ -559,11 +556,7 @@ def unread_method(folder: str | Path) -> str:
 
 
 def codes_of_source(config: Any) -> tuple[int | None, str]:
-    """Return the bytes of the folder that a transformers configuration is of, and a note on it.
-
-    Nothing where the maker of the folder did not quantize it, or it has no safetensors files; a
-    note alone where it is not read.
-    """
+    """Return bytes on disk and a note on the codes of a folder that its maker quantized."""
     name = getattr(config, "name_or_path", "")
     if not name or not any(Path(name).glob("*.safetensors")):
         return None, ""

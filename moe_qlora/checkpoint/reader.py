@@ -222,10 +222,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def plain_weights(folder: Path) -> list[Path]:
-    """Return the weight files of a plain checkpoint: what its index names, and the index last.
-
-    Only files and links of the folder itself; where the index cannot be read, not what it names.
-    """
+    """Return a plain checkpoint's own weight files, as far as its index can be read; that last."""
     names = [SINGLE]
     if os.path.lexists(folder / INDEX):
         with suppress(CheckpointError):

@@ -52,10 +52,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
 
 
 def move_files(work: Path, folder: Path, last: str) -> None:
-    """Move the files of a finished save into a folder, each at once.
-
-    Files named `last` come at the end, that of the folder itself after those of folders in it.
-    """
+    """Move a finished save's files into a folder, those named `last` at the end."""
     files = [file for file in work.rglob("*") if file.is_file()]
     for file in files:
         flush(file)
@@ -82,10 +79,7 @@ def left_behind(target: Path) -> list[Path]:
 
 @contextmanager
 def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
-    """Yield an empty staging folder next to a target or `inside` it, and remove it at the end.
-
-    A second process that writes to the target meanwhile gets a `CheckpointError`.
-    """
+    """Yield an empty staging folder next to a target or `inside` it; other writers are refused."""
     work, lock = _places(target, inside)
     try:
         work.parent.mkdir(parents=True, exist_ok=True)

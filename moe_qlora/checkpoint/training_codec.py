@@ -98,7 +98,7 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     params = weights_to_pack(model, detect(model), config, settings)
     experts = frozenset(name for param in params for name in param.names)
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
-    base = of_model(model)
+    base = fingerprint(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     check_linears(model, settings)
     linears = frozenset(map(unwrapped_name, packed_linears(model)))
@@ -126,7 +126,7 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     dtypes = {weight.dtype for weight in weights.values()}
     dtypes |= {state.dtype for state in states if state is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return TrainingCodec(settings, frozenset(how), linears, of_model(model), native, dtype)
+    return TrainingCodec(settings, frozenset(how), linears, fingerprint(model), native, dtype)
 
 
 @checked
@@ -188,43 +188,52 @@ def choose(adapter: Path, by_config: TrainingCodec | None) -> TrainingCodec:
     return known
 
 
-def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:
-    """Return a model's fingerprint by these weights; None samples weights that packing skips.
+def fingerprint(
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    name: str = "",
+    weight: Callable[[str], Tensor | None] | None = None,
+) -> Fingerprint:
+    """Return a model's fingerprint by these weights, or some of those that packing skips.
 
     Of a weight that FSDP2 has sharded, the first rank has the rows to sample, and writes the note;
     no other rank could compare it, so that a comparison leaves such weights out on all of them.
     """
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    weights: dict[str, Tensor] = {}  # matrices outside of Linear layers, by name without adapters
-    for name, parameter in model.named_parameters():
-        weight: Any = parameter
-        if names is None and hasattr(weight, "to_local"):
-            rows: Any = () if any(weight.device_mesh.get_coordinate()) else weight.to_local()
-            if len(rows) >= min(SAMPLED_ROWS, len(weight)) and rows.shape[1:] == weight.shape[1:]:
-                weight = nn.Parameter(rows, requires_grad=False)
-        plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
-        inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
-        if plain and not inside and name.rpartition(".")[0] not in linears:
-            weights[unwrapped_name(name).replace(".original_module", "")] = weight
-    if names is None:
-        names = list(weights)[:: max(len(weights) // _WEIGHTS, 1)][:_WEIGHTS]
-    return fingerprint(model, getattr(model, "name_or_path", ""), names, weights.get)
-
-
-def fingerprint(
-    model: nn.Module, name: str, names: Iterable[str], weight: Callable[[str], Tensor | None]
-) -> Fingerprint:
-    """Return the fingerprint of a model called `name`; `weight(name)` returns a weight or None."""
+    if weight is None:
+        linears = {name for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+        own: dict[str, Tensor] = {}  # matrices outside of Linear layers, by name without adapters
+        for key, parameter in model.named_parameters():
+            value: Any = parameter
+            if names is None and hasattr(value, "to_local"):
+                rows: Any = () if any(value.device_mesh.get_coordinate()) else value.to_local()
+                if len(rows) >= min(SAMPLED_ROWS, len(value)) and rows.shape[1:] == value.shape[1:]:
+                    value = nn.Parameter(rows, requires_grad=False)
+            plain = type(value) is nn.Parameter and value.dim() == 2 and not value.is_meta
+            plain = plain and not re.search(r"\.(parametrizations|modules_to_save)\.|\.lora_", key)
+            if plain and key.rpartition(".")[0] not in linears:
+                own[unwrapped_name(key).replace(".original_module", "")] = value
+        weight, name = own.get, getattr(model, "name_or_path", "")
+        if names is None:
+            names = list(own)[:: max(len(own) // _WEIGHTS, 1)][:_WEIGHTS]
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     # Read from the dict: some attributes raise if they differ between layers.
     stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
-    fields = {field: stored.get(field) for field in _FIELDS}
-    bits = {one: _bits(values) for one in names if (values := weight(one)) is not None}
+    fields = {key: stored.get(key) for key in _FIELDS}
+    bits: dict[str, str] = {}
+    for key in names or ():
+        if (value := weight(key)) is None or not value.numel():
+            continue
+        sampled = value.detach()[:SAMPLED_ROWS].flatten()
+        places = torch.linspace(0, sampled.numel() - 1, _BITS).long()
+        values = sampled[places.to(sampled.device)].double().cpu()
+        if bool((values != values[0]).any()):  # equal ones tell nothing
+            above = "".join(map(str, (values > values.mean()).int().tolist()))
+            bits[key] = f"{int(above, 2):0{_BITS // 4}x}"
     return Fingerprint(
         name or f"an unnamed {fields['model_type']} model",
-        {field: value for field, value in fields.items() if isinstance(value, (bool, int, str))},
-        {one: text for one, text in bits.items() if text},
+        {key: value for key, value in fields.items() if isinstance(value, (bool, int, str))},
+        bits,
     )
 
 
@@ -234,15 +243,12 @@ def check_noted_base(
     name: str = "",
     weight: Callable[[str], Tensor | None] | None = None,
 ) -> None:
-    """Raise if a model is not the noted base, by its configuration or its weights.
-
-    `weight(name)` returns a weight or None; without it, the model's own are compared.
-    """
+    """Raise if a model is not the noted base; `weight(name)` stands for the model's own."""
     trained_on = from_note(adapter)
     noted = trained_on.base if trained_on else None
     if noted is None:
         return
-    base = fingerprint(model, name, noted.bits, weight) if weight else of_model(model, noted.bits)
+    base = fingerprint(model, noted.bits, name, weight)
     other = [
         f"{field}={now!r} and not {noted.fields[field]!r}"
         for field, now in base.fields.items()
@@ -258,17 +264,6 @@ def check_noted_base(
             f"{adapter} was trained on {noted.name}, and {base.name} has {other[0]}: use it with "
             "the model that it was trained on, or pass any_base=True (--any-base)."
         )
-
-
-def _bits(weight: Tensor) -> str:
-    # a bit for each sampled weight, set above the mean, in hex; "" if all are equal
-    rows = weight.detach()[:SAMPLED_ROWS].flatten()
-    places = torch.linspace(0, rows.numel() - 1, _BITS).long()
-    values = rows[places.to(rows.device)].double().cpu()
-    if not values.numel() or bool((values == values[0]).all()):
-        return ""
-    above = (values > values.mean()).tolist()
-    return f"{int(''.join(str(int(bit)) for bit in above), 2):0{_BITS // 4}x}"
 
 
 CARD = "README.md"
