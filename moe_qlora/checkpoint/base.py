@@ -115,13 +115,6 @@ class Base:
         self.layout.by_name[name] = group = Group((key,), {name: shape}, target=name)
         self.layout.groups.append(group)
 
-    def drop(self, name: str) -> None:
-        """Leave a parameter out of the merged folder."""
-        group = self.layout.by_name.pop(name)
-        self.layout.groups.remove(group)
-        for key in group.keys:
-            del self.disk[key]
-
     def close(self) -> None:
         """Close the files."""
         self.checkpoint.close()

@@ -417,7 +417,10 @@ def _reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[
         changes["tie_word_embeddings"] = False
     if head is not None:
         for name in by_name.keys() & vocabulary(model, inputs=False):
-            base.drop(name)
+            group = by_name.pop(name)
+            base.layout.groups.remove(group)
+            for key in group.keys:
+                del base.disk[key]
         new |= head.state_dict().keys() - model.state_dict().keys()
         fields = ("architectures", "id2label", "label2id")
         changes |= {key: getattr(head.config, key) for key in fields}

@@ -348,6 +348,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Any, type[Exception], str]] = {
     "size": ("saved", {"max_shard_size": "much"}, None, CheckpointError, "max_shard_size"),
     "file": ("file", {}, None, CheckpointError, "is a link or no folder"),
     "under": ("file/under", {}, None, CheckpointError, "cannot be written"),
+    "no tensor": (
+        "saved",
+        {"state_dict": {"model.norm.weight": 3}},
+        None,
+        CheckpointError,
+        "is int and no",
+    ),
     "meta": ("saved", {}, on_meta, CheckpointError, r"lm_head\.weight is on the meta device"),
     "adapter": ("saved", {}, adapter, AdapterError, "adapters of PEFT"),
 }
@@ -363,26 +370,6 @@ def test_what_cannot_be_saved_is_named(tmp_path, case):
     with pytest.raises(error, match=words):
         model.save_pretrained(tmp_path / place, **options)
     assert names(tmp_path) == {"file"}
-
-
-def test_what_is_no_tensor_is_named_and_a_sharded_weight_gathered(tmp_path):
-    from torch import distributed
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-
-    model, key = packed(), "model.norm.weight"
-    state = model.state_dict()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(CheckpointError, match=f"{key} is int and no tensor"):
-            model.save_pretrained(tmp_path / "saved", state_dict=state | {key: 3})
-        assert list(tmp_path.iterdir()) == []
-        whole = torch.rand_like(state[key])
-        weight = DTensor.from_local(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
-        model.save_pretrained(tmp_path / "saved", state_dict=state | {key: weight})
-    finally:
-        distributed.destroy_process_group()
-    saved = load_file(next((tmp_path / "saved").glob("*.safetensors")))
-    assert torch.equal(saved[key], whole)
 
 
 def config_of_stock(folder: Path) -> None:

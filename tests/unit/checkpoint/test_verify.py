@@ -211,19 +211,6 @@ def test_leftovers_are_warnings(cli, tmp_path):
     assert "warning:" not in out
 
 
-def test_an_adapter_is_named_as_one(cli, tmp_path):
-    config = {"peft_type": "LORA", "base_model_name_or_path": "some/base"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    code, _, err = cli(tmp_path)
-    assert code == 2
-    assert err.startswith(
-        f"error: {tmp_path} holds an adapter and no model: name its base (some/base)"
-    )
-    (tmp_path / "adapter_config.json").write_text("{")
-    assert "no model: name its base; moe-qlora merge" in cli(tmp_path)[2]
-
-
 # --- plain folders ------------------------------------------------------------------------------
 
 
