@@ -517,9 +517,8 @@ def fused_adapter(folder: Path, model: nn.Module) -> Iterator[Path]:
             save_file(written, work / WEIGHTS, metadata={"format": "pt"})
             (work / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         except WRITE_ERRORS as error:
-            place = f"The folder of temporary files, {tempfile.tempdir or 'TMPDIR'},"
-            instead = "let TMPDIR name another folder"
-            raise CheckpointError(not_written(place, error, instead)) from error
+            place = f"TMPDIR, which is {tempfile.tempdir},"
+            raise CheckpointError(not_written(place, error)) from error
         yield work
 
 

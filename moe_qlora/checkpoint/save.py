@@ -53,7 +53,7 @@ from .manifest import (
     is_packed,
     is_save_file,
 )
-from .reader import plain_weights
+from .reader import INDEX, SINGLE, inside, read_index
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .staging import (
     ShardWriter,
@@ -199,9 +199,12 @@ def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source:
 def _move_in(work: Path, folder: Path) -> None:
     """Move a finished save into a folder that exists; remove the weights of the model before."""
     outdated = [file for file in folder.iterdir() if is_save_file(file.name)]
-    with suppress(CheckpointError):  # a damaged config.json does not name its model's files
+    with suppress(CheckpointError):  # a damaged config.json or index names no files of its model
         if (folder / CONFIG).exists() and not is_packed(folder):
-            outdated += plain_weights(folder)
+            outdated.append(folder / SINGLE)
+            shards = set(read_index(inside(folder, INDEX)).values())
+            own = [name for name in shards if re.fullmatch(r"[^/\\\0]+\.safetensors", name)]
+            outdated += [folder / name for name in (*own, INDEX)]
     new = {file.name for file in work.iterdir()}
     move_files(work, folder, CONFIG)  # which turns the old model into the new one
     discard(*(file for file in outdated if file.name not in new))

@@ -130,13 +130,11 @@ def _lock(handle: int, lock: Path, target: Path) -> None:
         )
 
 
-def not_written(
-    target: str | Path, error: OSError | SafetensorError, instead: str = "name another folder"
-) -> str:
+def not_written(target: str | Path, error: OSError | SafetensorError) -> str:
     """Return the sentence for a failed write."""
     reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
     full = isinstance(error, SafetensorError) or error.errno in _NO_ROOM
-    advice = f"make room there or {instead}, and run it again" if full else instead
+    advice = "make room there or " * full + "name another folder" + ", and run it again" * full
     return f"{target} cannot be written: {reason}; {advice}."
 
 
