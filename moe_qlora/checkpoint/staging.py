@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -33,8 +33,6 @@ WRITE_ERRORS = (OSError, SafetensorError)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PIECE = 16 << 20
-
-_Key = TypeVar("_Key")
 
 
 @contextmanager
@@ -264,7 +262,7 @@ class ShardWriter:
             os.fsync(self._file.fileno())
 
 
-def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[list[_Key]]:
+def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
     """Divide keys in order into shards of at most this size; a larger tensor gets its own."""
     try:
         limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
@@ -272,7 +270,7 @@ def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[l
             raise ValueError(f"{limit} is no positive number of bytes")
     except ValueError as error:
         raise CheckpointError(f"max_shard_size: {error}.") from None
-    shards: list[list[_Key]] = []
+    shards: list[list[str]] = []
     room = 0
     for key, size in nbytes.items():
         if not shards or size > room:

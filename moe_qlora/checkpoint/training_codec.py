@@ -314,8 +314,9 @@ def write_card(
     facts["rank, alpha"] = f"{config.get('r')}, {config.get('lora_alpha')}"
     for key in ("target_modules", "target_parameters"):
         names = config.get(key) or ()
-        names = [names] if isinstance(names, str) else {name_pattern(str(name)) for name in names}
-        facts[key] = ", ".join(sorted(names))
+        listed = isinstance(names, (list, set, tuple))
+        patterns = {name_pattern(str(name)) for name in names} if listed else {str(names)}
+        facts[key] = ", ".join(sorted(patterns))
     facts["layout"] = layout
     facts["versions"] = ", ".join(
         f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
