@@ -314,10 +314,7 @@ _Pair = dict[str, str]  # keys of one LoRA layer: "Aweight", "Bweight", "Bbias",
 
 
 class Resolver:
-    """Finds the target of each adapter tensor in the tied meta model, or on its disk.
-
-    `head` has tensors by name that the model lacks, and the model with a trained head has.
-    """
+    """Finds each adapter tensor's target in the tied meta model, its new `head`, or on disk."""
 
     def __init__(
         self,
@@ -496,11 +493,7 @@ class Factors:
 
 @contextmanager
 def fused_adapter(folder: Path, model: nn.Module) -> Iterator[Path]:
-    """Yield an adapter folder with LoRA on the model's fused expert weights.
-
-    It is the folder itself if no key names a single expert or the model has no fused expert
-    weights; otherwise a temporary one.
-    """
+    """Yield an adapter folder with LoRA on fused expert weights: itself, or a temporary one."""
     modules: dict[str, dict[str, ExpertParam]] = {}
     for param in detect(model):
         modules.setdefault(unwrapped_name(param.module_name), {})[param.role] = param
@@ -524,9 +517,8 @@ def fused_adapter(folder: Path, model: nn.Module) -> Iterator[Path]:
             save_file(written, work / WEIGHTS, metadata={"format": "pt"})
             (work / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         except WRITE_ERRORS as error:
-            place = f"The folder of temporary files, {tempfile.tempdir or 'TMPDIR'},"
-            instead = "let TMPDIR name another folder"
-            raise CheckpointError(not_written(place, error, instead)) from error
+            place = f"TMPDIR, which is {tempfile.tempdir},"
+            raise CheckpointError(not_written(place, error)) from error
         yield work
 
 

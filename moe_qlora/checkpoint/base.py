@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from .manifest import (
     is_packed,
 )
 from .prequantized import MODELOPT_CONFIG, describe_plain, maker_method, open_plain
-from .reader import INDEX_SUFFIX, Checkpoint, check_folder, check_link, header_bytes
+from .reader import INDEX_SUFFIX, Checkpoint, check_folder, check_link
 from .training_codec import SAMPLED_ROWS
 
 PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
@@ -83,10 +82,7 @@ class Base:
         return self.values(self.layout.by_name[name], start, stop)[name]
 
     def first_rows(self, name: str) -> Tensor | None:
-        """Return the first rows of a parameter, or all; None where it is not on disk.
-
-        `name` may be that of the model inside this one, or around it.
-        """
+        """Return the first rows of a parameter of this model, or of its inner or outer one."""
         known = canonical_name(self.model, name, self.layout.by_name)
         if known is None:
             return None
@@ -118,13 +114,6 @@ class Base:
         self.disk[key] = shape, dtype
         self.layout.by_name[name] = group = Group((key,), {name: shape}, target=name)
         self.layout.groups.append(group)
-
-    def drop(self, name: str) -> None:
-        """Leave a parameter out of the merged folder."""
-        group = self.layout.by_name.pop(name)
-        self.layout.groups.remove(group)
-        for key in group.keys:
-            del self.disk[key]
 
     def close(self) -> None:
         """Close the files."""
@@ -193,10 +182,7 @@ def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, T
 def open_base(
     folder: Path, adapter: Adapter | None = None, trust_remote_code: bool = False
 ) -> Base:
-    """Open a checkpoint folder with its model on meta.
-
-    Of a multimodal checkpoint that is its text model, if the adapter was trained on that alone.
-    """
+    """Open a checkpoint folder, or its text model alone if the adapter was trained on that."""
     source = resolve_checkpoint(folder, trust_remote_code, packed=True)
 
     def build(source: named.Source) -> Any:
@@ -216,11 +202,7 @@ def open_base(
 def resolve_checkpoint(
     folder: Path, trust_remote_code: bool, *, packed: bool = False
 ) -> named.Source:
-    """Return the source of a folder's model; of one that its maker quantized, dequantized.
-
-    What bitsandbytes quantized is refused, and what this package `packed` unless that is allowed.
-    Makers' methods are left to the reader, which refuses what it does not read.
-    """
+    """Return the source of a 16-bit folder, one that its maker quantized, or a `packed` one."""
     check_folder(folder)
     source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
     if packed and is_packed(folder):
@@ -242,10 +224,7 @@ _PIECE = 1 << 16  # of a file, where only samples are hashed
 
 
 def auxiliary_files(source: Path) -> dict[Path, Path]:
-    """Return files by their path in the folder; no configurations, weights, adapters, hidden files.
-
-    A link that leads out of the folder is a `CheckpointError`: its target is not the model's.
-    """
+    """Return files by path: no configurations, weights, adapters, hidden files."""
     files: list[Path] = []
     for file in sorted(source.iterdir()):
         name = file.name
@@ -266,40 +245,20 @@ def copy_files(files: Mapping[Path, Path], folder: Path) -> None:
         shutil.copyfile(file, folder / name)
 
 
-def describe_source(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
-    """Return the manifest's entry for the checkpoint in a folder, of which `files` are packed."""
-    return {
-        "folder": folder.name,
-        "config_sha256": _describe(folder / CONFIG)["sample_sha256"],
-        "files": {file.name: _describe(file) for file in files},
-    }
-
-
 def file_facts(folder: Path) -> dict[str, str]:
-    """Return size and content hash of each file, to compare copies that ranks read."""
+    """Return size and hash of samples of each file, to tell whether ranks read equal copies."""
+    # object stores and reproducible archives give equal sizes and times to different files
     facts = {}
     for file in sorted(folder.glob("*")):
         named = file.name in (CONFIG, MODELOPT_CONFIG)
         named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
         if named and file.is_file():  # opening a pipe would wait for its writer
-            nbytes, header, sample = _describe(file).values()
-            said = f"{nbytes:,} bytes, {header[:8]}{sample[:8]}"
-            facts[f"{file.name} of the checkpoint"] = said
+            sample = hashlib.sha256()
+            with reading(file), file.open("rb") as handle:
+                size = file.stat().st_size
+                last = max(size - _PIECE, 0)
+                for number in range(64):
+                    handle.seek(last * number // 63)
+                    sample.update(handle.read(_PIECE))
+            facts[f"{file.name} of the checkpoint"] = f"{size:,} bytes, {sample.hexdigest()[:16]}"
     return facts
-
-
-def _describe(file: Path) -> dict[str, Any]:
-    """Return size, header and samples of the content, 64 pieces at even distances.
-
-    Object stores and reproducible archives give equal sizes and times to different files.
-    """
-    header, sample = "", hashlib.sha256()
-    with suppress(CheckpointError):  # configurations have none
-        header = hashlib.sha256(header_bytes(file)).hexdigest()
-    with reading(file), file.open("rb") as handle:
-        size = file.stat().st_size
-        last = size - _PIECE if size > 64 * _PIECE else 0
-        for number in range(64):
-            handle.seek(last * number // 63 if last else number * _PIECE)
-            sample.update(handle.read(_PIECE))
-    return {"nbytes": size, "header_sha256": header, "sample_sha256": sample.hexdigest()}

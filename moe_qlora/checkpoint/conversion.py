@@ -47,10 +47,7 @@ class Group:
     def slices(
         self, first: int = 0, last: int | None = None, elements: int | None = None
     ) -> Iterator[tuple[int, int | None]]:
-        """Yield ranges of the first dimension to work on in turn; (0, None) is everything.
-
-        They lie within `[first, last)`, but for everything, and have about so many elements.
-        """
+        """Yield ranges of rows within `[first, last)` to work on; (0, None) is everything."""
         shapes = list(self.shapes.values())
         if not self.unit or not shapes or not all(shapes):
             yield 0, None
@@ -63,10 +60,7 @@ class Group:
             yield start, min(start + step, last)
 
     def places(self, start: int, stop: int | None) -> Iterator[tuple[str, str, int, int | None]]:
-        """Yield the tensors of a slice: key, first and last row of it.
-
-        Second is the key that it is converted as: a slice's experts are converted as the first.
-        """
+        """Yield a slice's tensors: key, key that it is converted as, first and last row."""
         if self.unit != "key" or stop is None:
             rows = (start, stop) if self.unit == "row" and stop is not None else (0, None)
             yield from ((key, key, *rows) for key in self.keys)
@@ -162,10 +156,7 @@ def make_group(
     shapes: Mapping[str, tuple[int, ...]],
     disk: Mapping[str, tuple[int, ...]],
 ) -> Group:
-    """Return the group that a converter of transformers makes these parameters of.
-
-    `disk` has the shapes of tensors by key. Unknown operations are converted as a whole.
-    """
+    """Return a converter's group of parameters, given the shapes of tensors on `disk`."""
     keys = tuple(key for keys in sources.values() for key in keys)
     first, *others = operations = list(converter.operations)
     if not others and getattr(first, "check_dims", False):

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,30 +65,24 @@ _Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
 _EXACT = ConfigDict(extra="forbid")
 
 
-def _check_codec(codec: dict[str, Any]) -> dict[str, Any]:
-    known = CodecSettings.from_dict(codec).to_dict()
-    if codec != known:
-        raise ValueError(f"expected {known}")
-    return codec
-
-
-def _check_native_codec(codec: dict[str, Any] | None) -> dict[str, Any] | None:
-    if codec is not None and not CodecSettings.from_dict(_check_codec(codec)).codec.is_kept:
-        raise ValueError("expected a codec of native codes")
+def _check_codec(codec: dict[str, Any] | None, native: bool = False) -> dict[str, Any] | None:
+    if codec is not None:
+        known = CodecSettings.from_dict(codec)
+        if codec != known.to_dict() or (native and not known.codec.is_kept):
+            raise ValueError(f"expected {'a codec of native codes' if native else known.to_dict()}")
     return codec
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
 class PackedEntry:
-    """A packed expert weight: its decoded shape and dtype ("bfloat16"), and its tied names.
-
-    `codec` is set for native codes; None stands for the manifest's codec.
-    """
+    """A packed expert weight, decoded; `codec` is that of native codes, None the manifest's."""
 
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     aliases: tuple[str, ...] = ()
-    codec: Annotated[dict[str, Any] | None, AfterValidator(_check_native_codec)] = None
+    codec: Annotated[dict[str, Any] | None, AfterValidator(partial(_check_codec, native=True))] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
@@ -130,7 +125,7 @@ class Manifest:
     shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
     tensors: dict[str, TensorEntry]  # by key
     config: dict[str, Any]  # config.json without what this package adds to it
-    source: dict[str, Any] | None = None  # of FORMAT.md; None where a model in memory was saved
+    source: dict[str, Any] | None = None  # by earlier versions: the checkpoint that was packed
 
     @property
     def settings(self) -> CodecSettings:
@@ -228,13 +223,8 @@ def finish_packed(
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
     plain: Sequence[str] = (),
-    source: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Name the shards of a save, and write its manifest and config.json.
-
-    `work` contains config.json as transformers writes it. `plain` are unpacked Linear layers that a
-    reload would pack: they are added to `llm_int8_skip_modules`.
-    """
+    """Name a save's shards, write manifest and config.json; `plain` Linear layers stay unpacked."""
     codec, written = settings.to_dict(), Checkpoint(files)
     infos = [written.info(key) for key in written]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -267,7 +257,6 @@ def finish_packed(
         shards=dict(zip(names, shards, strict=True)),
         tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
         config=config,
-        source=source,
     )
     check_experts(work, manifest)
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
@@ -510,11 +499,7 @@ def check_experts(folder: Path, manifest: Manifest) -> None:
 
 
 class PackedWeights:
-    """The packed weights of a folder, experts' and Linear layers', one in memory at a time.
-
-    `keys` has the keys that hold each, by its name. `plain` has tensors of the shape and dtype of
-    Linear layers; of one without, the shape is what its record says.
-    """
+    """The packed weights of a folder; `plain` has shape and dtype of each Linear layer's weight."""
 
     def __init__(
         self, manifest: Manifest, files: Checkpoint, plain: Mapping[str, Tensor] | None = None
@@ -526,10 +511,7 @@ class PackedWeights:
     def parts(
         self, name: str, device: Any = None
     ) -> tuple[dict[str, Tensor], tuple[int, ...], torch.dtype | None, CodecSettings]:
-        """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec.
-
-        Of tensors that cannot be read: ValueError, KeyError or TypeError.
-        """
+        """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec."""
         entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
         fetched = {key: self._files.fetch(key, device=device) for key in self.keys[name]}
         parts = parts_of(name, self.keys[name], lambda key: fetched[key]())
@@ -568,10 +550,7 @@ def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
 
 
 def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
-    """Yield differences between a packed folder and the meta model, each as a sentence's start.
-
-    The model may have another class than the saved one; then missing tensors are no difference.
-    """
+    """Yield differences between a packed folder and a meta model, each as a sentence's start."""
     from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
 
     state = model.state_dict()

@@ -18,7 +18,6 @@ import copy
 import json
 import math
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -315,36 +314,28 @@ class _Merge:
         """Write config.json, and the index of several files."""
 
         def write(name: str, content: Any) -> None:
-            text = json.dumps(content, indent=2) + "\n"
-            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
         base, source, new = self._base, self._base.folder, self.new_config
         config = read_json(source / CONFIG)
-        same = self._dtype is None and base.keeps_files and not new
-        if same and not any(name in config for name in PACKED_KEYS):
-            shutil.copyfile(source / CONFIG, folder / CONFIG)
-        else:
-            text = []
-            for part in parts_of(config):
-                if not base.keeps_files:
-                    strip(part)
-                for name in PACKED_KEYS:
-                    part.pop(name, None)
-                for name in ("dtype", "torch_dtype"):
-                    if self._dtype is not None and part.get(name):
-                        part[name] = dtype_name(self._dtype)
-                if part.get("model_type") == base.model.config.get_text_config().model_type:
-                    text.append(part)
-            for key, value in new.items():
-                of_text = key in ("vocab_size", "tie_word_embeddings")
-                for part in [config] * (key != "vocab_size") + (text or [config]) * of_text:
-                    part[key] = value
-            write(CONFIG, config)
+        text = []
+        for part in parts_of(config):
+            if not base.keeps_files:
+                strip(part)
+            for name in PACKED_KEYS:
+                part.pop(name, None)
+            for name in ("dtype", "torch_dtype"):
+                if self._dtype is not None and part.get(name):
+                    part[name] = dtype_name(self._dtype)
+            if part.get("model_type") == base.model.config.get_text_config().model_type:
+                text.append(part)
+        for key, value in new.items():
+            of_text = key in ("vocab_size", "tie_word_embeddings")
+            for part in [config] * (key != "vocab_size") + (text or [config]) * of_text:
+                part[key] = value
+        write(CONFIG, config)
         index = index_of(source) if base.keeps_files else source / INDEX
         if index is None or (not base.keeps_files and len(self._files) == 1):
-            return
-        if same:
-            shutil.copyfile(index, folder / index.name)
             return
         content = read_json(index, MAX_JSON) if base.keeps_files else {}
         content["metadata"] = {**(content.get("metadata") or {}), "total_size": self.nbytes}
@@ -426,7 +417,10 @@ def _reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[
         changes["tie_word_embeddings"] = False
     if head is not None:
         for name in by_name.keys() & vocabulary(model, inputs=False):
-            base.drop(name)
+            group = by_name.pop(name)
+            base.layout.groups.remove(group)
+            for key in group.keys:
+                del base.disk[key]
         new |= head.state_dict().keys() - model.state_dict().keys()
         fields = ("architectures", "id2label", "label2id")
         changes |= {key: getattr(head.config, key) for key in fields}
@@ -447,10 +441,7 @@ def _reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[
 
 
 def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> None:
-    """Put each change of a weight that the model on meta ties under names on disk, in place.
-
-    Embeddings and head that the adapter changes in different ways are untied: `updates.untied`.
-    """
+    """Put changes of weights that the model ties under names on disk, or untie these."""
     model, file, by_tensor = base.model, adapter.file, dict[int, list[str]]()
     deltas, replaced = updates.deltas, updates.replacements
     shared: list[tuple[str, str]] = []  # A changed name, and one tied to it

@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -181,30 +181,21 @@ class MakerConfig:
         elif method != COMPRESSED:  # transformers takes 128 x 128, vLLM one for a tensor
             self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
         lists = own.ignore, own.modules_to_not_convert, own.ignored_layers, own.exclude_modules
-        self.ignored = [
-            pattern for some in lists for name in some or () for pattern in _ignoring(method, name)
-        ]
+        self.ignored = [name for names in lists for name in names or ()]
+        for name in (name for name in self.ignored if name.startswith("re:")):
+            try:
+                re.compile(name[3:])
+            except re.error as error:
+                raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
 
     def is_ignored(self, module: str) -> bool:
-        """Whether the configuration says that a module is not converted."""
-        return any(pattern.match(module) for pattern in self.ignored)
-
-
-def _ignoring(method: str, name: str) -> Iterator[re.Pattern[str]]:
-    exact = re.escape(name)
-    try:
-        if method == COMPRESSED:
-            is_pattern = name.startswith("re:")
-            yield re.compile(name.removeprefix("re:") if is_pattern else rf"{exact}\Z")
-        elif method == MODELOPT:
-            yield re.compile(translate(name))
-            yield re.compile(rf"{exact}\.")
-        else:  # as transformers' should_convert_module
-            yield re.compile(rf".*{exact}\Z")
-            yield re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
-    except re.error as error:
-        if method == COMPRESSED:
-            raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
+        """Whether the configuration says, by any method's kind of name, not to convert a module."""
+        return any(
+            re.match(name[3:], module)
+            if name.startswith("re:")
+            else fnmatchcase(module, name) or module.endswith(name) or module.startswith(f"{name}.")
+            for name in self.ignored
+        )
 
 
 PIECE = 1 << 20
@@ -237,10 +228,7 @@ class Quantized:
 def dequantize(
     tensor: Quantized, parts: Mapping[str, Tensor], start: int, stop: int, dtype: torch.dtype
 ) -> Tensor:
-    """Decode rows [start, stop) of the first dimension from those rows of the parts.
-
-    Every value is made in fp32 and rounded once; a piece of them is in fp32 at a time.
-    """
+    """Decode rows [start, stop) from those of the parts: in fp32, by pieces, rounded once."""
     codes, (high, wide), stacked = parts[CODES], tensor.block, len(tensor.shape) == 3
     plain = torch.empty((stop - start, *tensor.shape[1:]), dtype=dtype, device=codes.device)
     target = plain if stacked else plain[None]
@@ -292,22 +280,13 @@ _unpack_e2m1 = partial(unpack_nibbles, table=TABLES[MXFP4])
 _unpack_int4 = partial(unpack_nibbles, table=[float(code - 8) for code in range(16)])
 
 
-def _unpack_int8(words: Tensor) -> Tensor:
-    return words.contiguous().view(torch.uint8).float() - 128
-
-
 def _unpack_bytes(codes: Tensor) -> Tensor:
-    """Return the fp32 values (r, c) of FP8 or INT8 codes (r, c).
-
-    The CPU converts FP8 one by one, four times slower than a table does. The table is of bfloat16,
-    which holds every FP8 value.
-    """
     if not codes.is_cpu or codes.dtype == torch.int8:
         return codes.float()
-    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).to(torch.bfloat16)
+    # a CPU converts FP8 one by one, which takes twice as long
+    table = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
     index = codes.contiguous().view(torch.uint8).int().flatten()
-    values = table.view(torch.int16).index_select(0, index).view(torch.bfloat16)
-    return values.float().view(codes.shape)
+    return table.index_select(0, index).view(codes.shape)
 
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -339,14 +318,10 @@ def _misfit(key: str, info: TensorInfo, wanted: str) -> CheckpointError:
 
 
 class PrequantizedCheckpoint(Checkpoint):
-    """The plain tensors that the quantized ones of a checkpoint stand for, read-only.
+    """The 16-bit tensors that the quantized ones of a checkpoint stand for, decoded when read.
 
-    Keys, shapes and dtypes are those of the 16-bit checkpoint. A tensor, or rows of it, is decoded
-    when it is read: in fp32, in pieces, with one rounding. `disk` is what lies there.
-
-    That decides: codes with their scales are decoded, tensors of 16 bits or more are read as they
-    are, whatever the configuration lists. It says how codes are laid out, and of which modules
-    bytes are no codes and a tensor called scale is a weight.
+    What lies on `disk` decides: codes with their scales are decoded, tensors of 16 bits or more
+    are read as they are, whatever the configuration lists.
     """
 
     def __init__(
@@ -356,7 +331,8 @@ class PrequantizedCheckpoint(Checkpoint):
         self.disk = self.stored = checkpoint
         self._maker = maker = MakerConfig(config)
         modules = {key.rpartition(".")[0] for key in checkpoint}
-        check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
+        patterns = [name[3:] for name in maker.ignored if name.startswith("re:")]
+        check_patterns(patterns, modules, _SETTINGS)
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
         self._tensors: dict[str, Quantized] = {}
         for key, info in self.stored.items():
@@ -448,10 +424,7 @@ class PrequantizedCheckpoint(Checkpoint):
         unpack: Callable[[Tensor], Tensor],
         *others: tuple[str, str],
     ) -> Quantized:
-        """Return codes whose scales fit one of these blocks.
-
-        `shape` is that of the codes once unpacked; `dtypes`, that such scales are stored in.
-        """
+        """Return codes of `shape`, unpacked, whose scales fit one of these blocks and dtypes."""
         info = self._part(scale, key)
         if len(shape) not in (2, 3) or 0 in shape:
             raise _misfit(key, self.stored[key], "codes of shape (out, in) or (experts, out, in)")
@@ -468,22 +441,16 @@ class PrequantizedCheckpoint(Checkpoint):
             same = same and info.shape[:1] == scales[:1]  # rows are read by the first dimension
             if info.dtype in dtypes and (one or same):
                 fitting.add((high, wide, one))
-        if len(fitting) == 1:
-            high, wide, one = fitting.pop()
-            parts = dict([(CODES, key), (SCALE, scale), *others])
-            return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
-        raise _misfit(
-            scale,
-            info,
-            f"scales of {key} of shape {shape}, which are {' or '.join(map(dtype_name, dtypes))} "
-            f"of shape {' or '.join(sorted(map(str, wanted)))}",
-        )
+        if len(fitting) != 1:
+            kinds, shapes = map(dtype_name, dtypes), sorted(map(str, wanted))
+            said = f"{' or '.join(kinds)} of shape {' or '.join(shapes)}"
+            raise _misfit(scale, info, f"scales of {key} of shape {shape}, which are {said}")
+        high, wide, one = fitting.pop()
+        parts = dict([(CODES, key), (SCALE, scale), *others])
+        return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
 
     def _int(self, key: str, scale: str) -> Quantized:
-        """Return words of codes, of as many columns as their groups have.
-
-        That spares reading thousands of shapes from disk; they are read where it does not tell.
-        """
+        """Return words of codes; shapes are read from disk only where groups do not tell them."""
         words, known = self.stored[key], self._maker.words
         count, said = (self._part(scale, key).shape or (0,))[-1], f"{self._name(key)}_shape"
         if len(known) == 1 and (group := min(known)[1]):
@@ -500,7 +467,7 @@ class PrequantizedCheckpoint(Checkpoint):
         if len(fitting) != 1 or words.dtype != torch.int32:
             raise _misfit(key, words, f"int32 of codes that {scale} and {said} go with")
         bits, group = fitting[0]
-        unpack = _unpack_int4 if bits == 4 else _unpack_int8
+        unpack = _unpack_int4 if bits == 4 else lambda w: w.contiguous().view(torch.uint8) - 128.0
         return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, unpack)
 
     def _fp4(self, key: str, scale: str) -> Quantized:
@@ -594,11 +561,7 @@ def unread_method(folder: str | Path) -> str:
 
 
 def codes_of_source(config: Any) -> tuple[int | None, str]:
-    """Return the bytes of the folder that a transformers configuration is of, and a note on it.
-
-    Nothing where the maker of the folder did not quantize it, or it has no safetensors files; a
-    note alone where it is not read.
-    """
+    """Return bytes on disk and a note on the codes of a folder that its maker quantized."""
     name = getattr(config, "name_or_path", "")
     if not name or not any(Path(name).glob("*.safetensors")):
         return None, ""

@@ -221,21 +221,6 @@ def read_index(file: Path) -> dict[str, str]:
     return parse_fields(_WeightMap, value, file, "weight_map.")
 
 
-def plain_weights(folder: Path) -> list[Path]:
-    """Return the weight files of a plain checkpoint: what its index names, and the index last.
-
-    Only files and links of the folder itself; where the index cannot be read, not what it names.
-    """
-    names = [SINGLE]
-    if os.path.lexists(folder / INDEX):
-        with suppress(CheckpointError):
-            shards = sorted({*read_index(inside(folder, INDEX)).values()})
-            shards = [name for name in shards if name.endswith(".safetensors")]
-            names += [*(name for name in shards if not set(name) & set("/\\\0")), INDEX]
-    files = [folder / name for name in dict.fromkeys(names)]
-    return [file for file in files if file.is_symlink() or file.is_file()]
-
-
 def header_bytes(file: Path) -> bytes:
     """Return the JSON header of a safetensors file, its length not included."""
     with reading(file):

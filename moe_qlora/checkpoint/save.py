@@ -43,7 +43,7 @@ from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
-from .base import Base, auxiliary_files, copy_files, describe_source, resolve_checkpoint
+from .base import Base, auxiliary_files, copy_files, resolve_checkpoint
 from .manifest import (
     CONFIG,
     INT8_FORMAT,
@@ -53,7 +53,7 @@ from .manifest import (
     is_packed,
     is_save_file,
 )
-from .reader import plain_weights
+from .reader import INDEX, SINGLE, inside, read_index
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .staging import (
     ShardWriter,
@@ -199,9 +199,12 @@ def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source:
 def _move_in(work: Path, folder: Path) -> None:
     """Move a finished save into a folder that exists; remove the weights of the model before."""
     outdated = [file for file in folder.iterdir() if is_save_file(file.name)]
-    with suppress(CheckpointError):  # a damaged config.json does not name its model's files
+    with suppress(CheckpointError):  # a damaged config.json or index names no files of its model
         if (folder / CONFIG).exists() and not is_packed(folder):
-            outdated += plain_weights(folder)
+            outdated.append(folder / SINGLE)
+            shards = set(read_index(inside(folder, INDEX)).values())
+            own = [name for name in shards if re.fullmatch(r"[^/\\\0]+\.safetensors", name)]
+            outdated += [folder / name for name in (*own, INDEX)]
     new = {file.name for file in work.iterdir()}
     move_files(work, folder, CONFIG)  # which turns the old model into the new one
     discard(*(file for file in outdated if file.name not in new))
@@ -369,8 +372,7 @@ def quantize_checkpoint(
                     experts[name] = PackedEntry(shape, dtype_name(opened.dtypes[name]), aliases)
         nbytes = {key: size for parts in keys.values() for key, size in parts.items()}
         files = _write_shards(work, nbytes, _packed(opened, keys, place, tell), max_shard_size)
-        origin = describe_source(folder, base.checkpoint.files)
-        return finish_packed(work, files, experts, plan.settings, source=origin)
+        return finish_packed(work, files, experts, plan.settings)
 
 
 def copy_config(config: Any) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -33,8 +33,6 @@ WRITE_ERRORS = (OSError, SafetensorError)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PIECE = 16 << 20
-
-_Key = TypeVar("_Key")
 
 
 @contextmanager
@@ -52,10 +50,7 @@ def new_folder(destination: str | Path) -> Iterator[Path]:
 
 
 def move_files(work: Path, folder: Path, last: str) -> None:
-    """Move the files of a finished save into a folder, each at once.
-
-    Files named `last` come at the end, that of the folder itself after those of folders in it.
-    """
+    """Move a finished save's files into a folder, those named `last` at the end."""
     files = [file for file in work.rglob("*") if file.is_file()]
     for file in files:
         flush(file)
@@ -82,10 +77,7 @@ def left_behind(target: Path) -> list[Path]:
 
 @contextmanager
 def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
-    """Yield an empty staging folder next to a target or `inside` it, and remove it at the end.
-
-    A second process that writes to the target meanwhile gets a `CheckpointError`.
-    """
+    """Yield an empty staging folder next to a target or `inside` it; other writers are refused."""
     work, lock = _places(target, inside)
     try:
         work.parent.mkdir(parents=True, exist_ok=True)
@@ -136,13 +128,11 @@ def _lock(handle: int, lock: Path, target: Path) -> None:
         )
 
 
-def not_written(
-    target: str | Path, error: OSError | SafetensorError, instead: str = "name another folder"
-) -> str:
+def not_written(target: str | Path, error: OSError | SafetensorError) -> str:
     """Return the sentence for a failed write."""
     reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
     full = isinstance(error, SafetensorError) or error.errno in _NO_ROOM
-    advice = f"make room there or {instead}, and run it again" if full else instead
+    advice = "make room there or " * full + "name another folder" + ", and run it again" * full
     return f"{target} cannot be written: {reason}; {advice}."
 
 
@@ -272,7 +262,7 @@ class ShardWriter:
             os.fsync(self._file.fileno())
 
 
-def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[list[_Key]]:
+def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
     """Divide keys in order into shards of at most this size; a larger tensor gets its own."""
     try:
         limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
@@ -280,7 +270,7 @@ def plan_shards(nbytes: Mapping[_Key, int], max_shard_size: int | str) -> list[l
             raise ValueError(f"{limit} is no positive number of bytes")
     except ValueError as error:
         raise CheckpointError(f"max_shard_size: {error}.") from None
-    shards: list[list[_Key]] = []
+    shards: list[list[str]] = []
     room = 0
     for key, size in nbytes.items():
         if not shards or size > room:

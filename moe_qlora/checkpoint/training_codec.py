@@ -10,7 +10,7 @@ configuration fields that change the forward, and for each of some hundred unpac
 (embeddings, routers) one bit, set if the weight is above their mean. Packing or further training of
 the base leaves most bits; of another model's bits, half agree by chance.
 
-The model card (README.md) says the same to people, between two markers; the rest is PEFT's.
+The model card (README.md) says it to people, between two markers; the rest is PEFT's.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     params = weights_to_pack(model, detect(model), config, settings)
     experts = frozenset(name for param in params for name in param.names)
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
-    base = of_model(model)
+    base = fingerprint(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     check_linears(model, settings)
     linears = frozenset(map(unwrapped_name, packed_linears(model)))
@@ -126,7 +126,7 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     dtypes = {weight.dtype for weight in weights.values()}
     dtypes |= {state.dtype for state in states if state is not None}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return TrainingCodec(settings, frozenset(how), linears, of_model(model), native, dtype)
+    return TrainingCodec(settings, frozenset(how), linears, fingerprint(model), native, dtype)
 
 
 @checked
@@ -188,43 +188,52 @@ def choose(adapter: Path, by_config: TrainingCodec | None) -> TrainingCodec:
     return known
 
 
-def of_model(model: nn.Module, names: Iterable[str] | None = None) -> Fingerprint:
-    """Return a model's fingerprint by these weights; None samples weights that packing skips.
+def fingerprint(
+    model: nn.Module,
+    names: Iterable[str] | None = None,
+    name: str = "",
+    weight: Callable[[str], Tensor | None] | None = None,
+) -> Fingerprint:
+    """Return a model's fingerprint by these weights, or some of those that packing skips.
 
     Of a weight that FSDP2 has sharded, the first rank has the rows to sample, and writes the note;
     no other rank could compare it, so that a comparison leaves such weights out on all of them.
     """
-    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    weights: dict[str, Tensor] = {}  # matrices outside of Linear layers, by name without adapters
-    for name, parameter in model.named_parameters():
-        weight: Any = parameter
-        if names is None and hasattr(weight, "to_local"):
-            rows: Any = () if any(weight.device_mesh.get_coordinate()) else weight.to_local()
-            if len(rows) >= min(SAMPLED_ROWS, len(weight)) and rows.shape[1:] == weight.shape[1:]:
-                weight = nn.Parameter(rows, requires_grad=False)
-        plain = type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_meta
-        inside = any(part in name for part in (".parametrizations.", ".modules_to_save.", ".lora_"))
-        if plain and not inside and name.rpartition(".")[0] not in linears:
-            weights[unwrapped_name(name).replace(".original_module", "")] = weight
-    if names is None:
-        names = list(weights)[:: max(len(weights) // _WEIGHTS, 1)][:_WEIGHTS]
-    return fingerprint(model, getattr(model, "name_or_path", ""), names, weights.get)
-
-
-def fingerprint(
-    model: nn.Module, name: str, names: Iterable[str], weight: Callable[[str], Tensor | None]
-) -> Fingerprint:
-    """Return the fingerprint of a model called `name`; `weight(name)` returns a weight or None."""
+    if weight is None:
+        linears = {name for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+        own: dict[str, Tensor] = {}  # matrices outside of Linear layers, by name without adapters
+        for key, parameter in model.named_parameters():
+            value: Any = parameter
+            if names is None and hasattr(value, "to_local"):
+                rows: Any = () if any(value.device_mesh.get_coordinate()) else value.to_local()
+                if len(rows) >= min(SAMPLED_ROWS, len(value)) and rows.shape[1:] == value.shape[1:]:
+                    value = nn.Parameter(rows, requires_grad=False)
+            plain = type(value) is nn.Parameter and value.dim() == 2 and not value.is_meta
+            plain = plain and not re.search(r"\.(parametrizations|modules_to_save)\.|\.lora_", key)
+            if plain and key.rpartition(".")[0] not in linears:
+                own[unwrapped_name(key).replace(".original_module", "")] = value
+        weight, name = own.get, getattr(model, "name_or_path", "")
+        if names is None:
+            names = list(own)[:: max(len(own) // _WEIGHTS, 1)][:_WEIGHTS]
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     # Read from the dict: some attributes raise if they differ between layers.
     stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
-    fields = {field: stored.get(field) for field in _FIELDS}
-    bits = {one: _bits(values) for one in names if (values := weight(one)) is not None}
+    fields = {key: stored.get(key) for key in _FIELDS}
+    bits: dict[str, str] = {}
+    for key in names or ():
+        if (value := weight(key)) is None or not value.numel():
+            continue
+        sampled = value.detach()[:SAMPLED_ROWS].flatten()
+        places = torch.linspace(0, sampled.numel() - 1, _BITS).long()
+        values = sampled[places.to(sampled.device)].double().cpu()
+        if bool((values != values[0]).any()):  # equal ones tell nothing
+            above = "".join(map(str, (values > values.mean()).int().tolist()))
+            bits[key] = f"{int(above, 2):0{_BITS // 4}x}"
     return Fingerprint(
         name or f"an unnamed {fields['model_type']} model",
-        {field: value for field, value in fields.items() if isinstance(value, (bool, int, str))},
-        {one: text for one, text in bits.items() if text},
+        {key: value for key, value in fields.items() if isinstance(value, (bool, int, str))},
+        bits,
     )
 
 
@@ -234,15 +243,12 @@ def check_noted_base(
     name: str = "",
     weight: Callable[[str], Tensor | None] | None = None,
 ) -> None:
-    """Raise if a model is not the noted base, by its configuration or its weights.
-
-    `weight(name)` returns a weight or None; without it, the model's own are compared.
-    """
+    """Raise if a model is not the noted base; `weight(name)` stands for the model's own."""
     trained_on = from_note(adapter)
     noted = trained_on.base if trained_on else None
     if noted is None:
         return
-    base = fingerprint(model, name, noted.bits, weight) if weight else of_model(model, noted.bits)
+    base = fingerprint(model, noted.bits, name, weight)
     other = [
         f"{field}={now!r} and not {noted.fields[field]!r}"
         for field, now in base.fields.items()
@@ -260,17 +266,6 @@ def check_noted_base(
         )
 
 
-def _bits(weight: Tensor) -> str:
-    # a bit for each sampled weight, set above the mean, in hex; "" if all are equal
-    rows = weight.detach()[:SAMPLED_ROWS].flatten()
-    places = torch.linspace(0, rows.numel() - 1, _BITS).long()
-    values = rows[places.to(rows.device)].double().cpu()
-    if not values.numel() or bool((values == values[0]).all()):
-        return ""
-    above = (values > values.mean()).tolist()
-    return f"{int(''.join(str(int(bit)) for bit in above), 2):0{_BITS // 4}x}"
-
-
 CARD = "README.md"
 _START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
 _PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
@@ -280,75 +275,58 @@ _CLASSES = {
     "FEATURE_EXTRACTION": "AutoModel",
 }
 _PACKAGES = ("moe-qlora", "transformers", "peft", "bitsandbytes", "torch")
+_USAGE = """
+```python
+import moe_qlora
+from transformers import {model}, BitsAndBytesConfig
+
+with moe_qlora.enabled():
+    model = {model}.from_pretrained({base}, quantization_config=BitsAndBytesConfig({how}){dtype})
+model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
+```
+
+Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`.
+"""
 
 
-def write_card(folder: Path, facts: Mapping[str, str], base: str = "", usage: str = "") -> None:
-    """Write our part of a folder's model card; a card without it gets it at the end."""
-    file = folder / CARD
-    if file.is_file():
-        text = file.read_text(encoding="utf-8", errors="replace")
-    else:
-        named = f"base_model: {json.dumps(base)}\n" if base else ""
-        text = f"---\n{named}library_name: peft\ntags:\n- lora\n- moe\n---\n"
-    # as code, so that names are not read as markup
-    plain = {n: visible(f).replace("|", "\\|").replace("`", "'") for n, f in facts.items() if f}
-    rows = "".join(f"| {name} | `{value}` |\n" for name, value in plain.items())
-    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
-    part = f"{_START}\n\n{table}\n{_END}"
-    others = _PART.sub("\n", text).rstrip("\n")
-    replace_file(file, f"{others}\n\n{part}\n".encode())
-
-
-def facts_of(config: Mapping[str, Any], packed: TrainingCodec | None) -> dict[str, str]:
-    """Return the rows of a card, given adapter_config.json and the note beside it."""
-    base = packed.base if packed else None
-    facts = {"base": base.name if base else str(config.get("base_model_name_or_path") or "")}
-    if base:
-        content = json.dumps({"bits": base.bits, "fields": base.fields}, sort_keys=True)
+def write_card(
+    folder: Path, config: Mapping[str, Any], packed: TrainingCodec | None, layout: str = ""
+) -> None:
+    """Write our part of an adapter's model card, given its config and note."""
+    noted = packed.base if packed else None
+    base = noted.name if noted else str(config.get("base_model_name_or_path") or "")
+    facts, usage = {"base": base}, ""
+    if noted:
+        content = json.dumps({"bits": noted.bits, "fields": noted.fields}, sort_keys=True)
         facts["fingerprint of the base"] = hashlib.sha256(content.encode()).hexdigest()[:16]
     if packed:
         double = ", double quantization" * packed.settings.double_quant
         how = f"{packed.settings.kind}, blocks of {packed.settings.blocksize}{double}"
         facts["base was packed as"] = how
-        experts, linears = len(packed.experts), len(packed.linears)
-        facts["packed"] = f"{experts} expert weights, {linears} Linear layers"
-        facts["dtype in training"] = dtype_name(packed.dtype) if packed.dtype else ""
-    patterns = config.get("rank_pattern") or {}
-    single = f" (and {len(patterns)} ranks of single targets)" if patterns else ""
-    facts["rank, alpha"] = f"{config.get('r')}, {config.get('lora_alpha')}{single}"
+        fields = packed.settings.bnb_fields().items()
+        options = [f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)]
+        usage = _USAGE.format(
+            model=_CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM"),
+            base=json.dumps(visible(base or "BASE")),
+            how=", ".join(options),
+            dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",
+        )
+    facts["rank, alpha"] = f"{config.get('r')}, {config.get('lora_alpha')}"
     for key in ("target_modules", "target_parameters"):
-        names = config.get(key)
-        listed = names if isinstance(names, (list, set)) else []
-        short = sorted({name_pattern(name) for name in listed if isinstance(name, str)})
-        facts[key] = names if isinstance(names, str) else ", ".join(short)
-    versions = (f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES)
-    return facts | {"versions": ", ".join(versions)}
-
-
-def usage_of(config: Mapping[str, Any], packed: TrainingCodec) -> str:
-    """Return how a program loads and merges the adapter, in Markdown."""
-    base = packed.base.name if packed.base else config.get("base_model_name_or_path")
-    base = json.dumps(visible(str(base or "BASE")))
-    model = _CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM")
-    how = ", ".join(
-        f"{name}={json.dumps(value) if isinstance(value, str) else value}"
-        for name, value in packed.settings.bnb_fields().items()
-        if value is True or isinstance(value, str)
+        names = config.get(key) or ()
+        listed = isinstance(names, (list, set, tuple))
+        patterns = {name_pattern(str(name)) for name in names} if listed else {str(names)}
+        facts[key] = ", ".join(sorted(patterns))
+    facts["layout"] = layout
+    facts["versions"] = ", ".join(
+        f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
     )
-    dtype = f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else ""
-    return f"""
-```python
-import moe_qlora
-from transformers import {model}, BitsAndBytesConfig
-
-quantization = BitsAndBytesConfig({how})
-with moe_qlora.enabled():
-    model = {model}.from_pretrained(
-        {base}, quantization_config=quantization{dtype}
-    )
-model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
-```
-
-Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`, with `--like-training` to round
-the base as in training first.
-"""
+    # as code, so that names are not read as markup
+    plain = {n: visible(f).replace("|", "\\|").replace("`", "'") for n, f in facts.items() if f}
+    rows = "".join(f"| {name} | `{value}` |\n" for name, value in plain.items())
+    named = f"base_model: {json.dumps(base)}\n" if base else ""
+    text, file = f"---\n{named}library_name: peft\n---\n", folder / CARD
+    if file.is_file():
+        text = _PART.sub("\n", file.read_text(encoding="utf-8", errors="replace"))
+    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
+    replace_file(file, f"{text.rstrip()}\n\n{_START}\n\n{table}\n{_END}\n".encode())

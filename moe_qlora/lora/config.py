@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from ..checkpoint import training_codec
 from ..checkpoint.manifest import read_manifest
-from ..checkpoint.training_codec import TOP_K_FIELDS, facts_of, usage_of, write_card
+from ..checkpoint.training_codec import TOP_K_FIELDS, write_card
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import name_pattern
@@ -139,8 +139,7 @@ class AdaptedLoraConfig(LoraConfig):
         if packed is not None:
             folder = Path(save_directory)
             training_codec.write_note(folder, packed)
-            written, base = self.to_dict(), str(self.base_model_name_or_path or "")
-            write_card(folder, facts_of(written, packed), base, usage_of(written, packed))
+            write_card(folder, self.to_dict(), packed)
 
 
 def adapt(

@@ -46,7 +46,7 @@ from ..checkpoint.adapter import (
 from ..checkpoint.base import Base, open_base
 from ..checkpoint.reader import inside
 from ..checkpoint.staging import absolute, check_new, new_folder
-from ..checkpoint.training_codec import CARD, facts_of, write_card
+from ..checkpoint.training_codec import CARD, write_card
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, listed, name_pattern
@@ -139,9 +139,9 @@ def export_adapter(
         for name in (training_codec.NOTE, CARD):
             if (folder / name).is_file():
                 shutil.copyfile(inside(folder, name), work / name)
-        facts = facts_of(read_json(inside(folder, CONFIG)), training_codec.from_note(folder))
+        config = read_json(inside(folder, CONFIG))
         layout_of = f"{target} {layout.tested}, {'fused' if report.fused else 'single'} experts"
-        write_card(work, {**facts, "layout": layout_of}, str(base))
+        write_card(work, config, training_codec.from_note(folder), layout_of)
     return report
 
 

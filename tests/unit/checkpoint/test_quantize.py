@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -66,7 +65,7 @@ def test_what_is_no_file_and_not_of_the_model_is_not_opened(source, whole, tmp_p
     assert contents(tmp_path / "packed") == whole
 
 
-def test_the_folder_is_complete_and_its_manifest_names_the_source(source, whole, tmp_path):
+def test_the_folder_is_complete(source, whole, tmp_path):
     pack(source, tmp_path / "packed")
     assert verify(tmp_path / "packed").good and contents(tmp_path / "packed") == whole
     assert {"config.json", "generation_config.json", "tokenizer.json"} < set(whole)
@@ -74,20 +73,6 @@ def test_the_folder_is_complete_and_its_manifest_names_the_source(source, whole,
     manifest = check_folder(tmp_path / "packed")
     assert len(manifest.shards) > 1
     assert set(manifest.shards) == {name for name in whole if name.endswith(".safetensors")}
-    named = manifest.source
-    assert named is not None
-    assert named["folder"] == "qwen3_moe"
-    config = (source / "config.json").read_bytes()
-    assert named["config_sha256"] == hashlib.sha256(config).hexdigest()
-    assert set(named["files"]) == {file.name for file in source.glob("*.safetensors")}
-    for name, entry in named["files"].items():
-        raw = (source / name).read_bytes()
-        header = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
-        assert entry == {
-            "nbytes": len(raw),
-            "header_sha256": hashlib.sha256(header).hexdigest(),
-            "sample_sha256": hashlib.sha256(raw).hexdigest(),  # a small file is its sample
-        }
 
 
 def test_other_dtypes(source: Path, tmp_path: Path) -> None:

@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from moe_qlora.checkpoint.staging import (
-    check_new,
-    move_files,
-    new_folder,
-    replace_file,
-)
+from moe_qlora.checkpoint.staging import check_new, new_folder, replace_file
 from moe_qlora.errors import CheckpointError
 
 LOCK, PARTIAL = ".model.moe_qlora.lock", ".model.moe_qlora.partial"
@@ -46,27 +41,6 @@ def test_a_new_folder_appears_when_it_is_whole(tmp_path, empty):
     (tmp_path / "x").write_bytes(b"1")
     assert (goal / "x").stat().st_mode == (tmp_path / "x").stat().st_mode
     assert goal.stat().st_mode == goal.parent.stat().st_mode
-
-
-def test_the_root_file_of_the_last_name_is_moved_last(tmp_path, monkeypatch):
-    """It turns the old model into the new one; others of its name follow all other files."""
-    work, folder = tmp_path / "work", tmp_path / "folder"
-    files = ["config.json", "a.bin", "z/config.json", "z/y/config.json", "z/a.bin"]
-    for name in files:
-        (work / name).parent.mkdir(parents=True, exist_ok=True)
-        (work / name).write_text(name)
-    folder.mkdir()
-    moved, real = [], Path.replace
-
-    def replace(self, target):
-        moved.append(target.relative_to(folder).as_posix())
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "replace", replace)
-    move_files(work, folder, "config.json")
-    assert sorted(moved[:2]) == ["a.bin", "z/a.bin"]
-    assert moved[2:] == ["z/y/config.json", "z/config.json", "config.json"]
-    assert [(folder / name).read_text() for name in files] == files
 
 
 WRAPPED = SafetensorError(f"Error while serializing: I/O error: {FULL} (os error 28)")
