@@ -119,7 +119,8 @@ def test_ranks_compare_configs_and_weights_alone(tmp_path):
     two_shards(tmp_path)
     (tmp_path / "README.md").write_text("differs from host to host")
     (tmp_path / "left.safetensors").mkdir()
-    assert "README" not in str(before := file_facts(tmp_path))
+    before = file_facts(tmp_path)
+    assert "README" not in str(before)
     save_file({"b": torch.ones(1)}, tmp_path / "m-2.safetensors")
     changed = dict(before.items() ^ file_facts(tmp_path).items())
     assert [*changed] == ["m-2.safetensors of the checkpoint"]
