@@ -162,7 +162,6 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="w1", pad_token="w2")
 
 
-@moe_qlora.shards_integers()
 def run_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     join_as_torchrun(rank, world)
     training.take_fsdp_on_cpus()
