@@ -467,7 +467,9 @@ class PrequantizedCheckpoint(Checkpoint):
         if len(fitting) != 1 or words.dtype != torch.int32:
             raise _misfit(key, words, f"int32 of codes that {scale} and {said} go with")
         bits, group = fitting[0]
-        unpack = _unpack_int4 if bits == 4 else lambda w: w.contiguous().view(torch.uint8) - 128.0
+        unpack: Any = _unpack_int4
+        if bits == 8:  # in fp32, whatever torch's default dtype is
+            unpack = lambda words: words.contiguous().view(torch.uint8).float() - 128  # noqa: E731
         return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, unpack)
 
     def _fp4(self, key: str, scale: str) -> Quantized:

@@ -1,8 +1,7 @@
 """A loss whose NaN is known while the GPU still computes the backward.
 
-Trainer looks for NaN and infinity in the loss of each micro-batch, after its backward
-(`logging_nan_inf_filter`). That waits for the GPU, which then waits for clipping and the optimizer
-to be launched. `torch.isnan` and `isinf` of this loss look at a copy made before the backward.
+After each backward, Trainer looks for NaN in the loss (`logging_nan_inf_filter`), which waits for
+the GPU. `torch.isnan` and `isinf` of this loss look at a copy made before the backward.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 _LOOKS = (torch.isnan, torch.isinf)
-_BACKWARD = (Tensor.backward, torch.autograd.grad)
-"""What computes layers again, with subclasses of tensors as in forward."""
+_BACKWARD = (Tensor.backward, torch.autograd.grad)  # They compute layers again, as in forward
 _KEEPS = (Tensor.detach, Tensor.div, Tensor.mul, Tensor.mul_)
 """What leaves a finite loss finite: with numbers, such as those of steps and of processes."""
 

@@ -14,6 +14,7 @@ import torch
 from folders import same
 from prequantized import compressed, expand, write_tensors
 from torch import Tensor
+from transformers.modeling_utils import local_torch_dtype
 
 from moe_qlora.checkpoint.prequantized import open_plain
 from moe_qlora.errors import CheckpointError
@@ -250,7 +251,7 @@ def test_a_weight_is_the_one_that_compressed_tensors_decodes(name, dtype, tmp_pa
     stored, decoded = compressed_parts(form, weights, weight)
     tensors = {f"model.layers.0.mlp.up_proj.{key}": t.contiguous() for key, t in stored.items()}
     folder = write_tensors(tmp_path, compressed(form, weights, []), tensors, dtype="float32")
-    with open_plain(folder) as checkpoint:
+    with open_plain(folder) as checkpoint, local_torch_dtype(torch.bfloat16):  # loads set it
         assert list(checkpoint) == ["model.layers.0.mlp.up_proj.weight"]
         assert checkpoint.method == "compressed-tensors"
         value = checkpoint.read("model.layers.0.mlp.up_proj.weight")
