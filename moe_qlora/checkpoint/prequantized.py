@@ -26,7 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -181,21 +181,30 @@ class MakerConfig:
         elif method != COMPRESSED:  # transformers takes 128 x 128, vLLM one for a tensor
             self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
         lists = own.ignore, own.modules_to_not_convert, own.ignored_layers, own.exclude_modules
-        self.ignored = [name for names in lists for name in names or ()]
-        for name in (name for name in self.ignored if name.startswith("re:")):
-            try:
-                re.compile(name[3:])
-            except re.error as error:
-                raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
+        self.ignored = [
+            pattern for some in lists for name in some or () for pattern in _ignoring(method, name)
+        ]
 
     def is_ignored(self, module: str) -> bool:
-        """Whether the configuration says, by any method's kind of name, not to convert a module."""
-        return any(
-            re.match(name[3:], module)
-            if name.startswith("re:")
-            else fnmatchcase(module, name) or module.endswith(name) or module.startswith(f"{name}.")
-            for name in self.ignored
-        )
+        """Whether the configuration says that a module is not converted."""
+        return any(pattern.match(module) for pattern in self.ignored)
+
+
+def _ignoring(method: str, name: str) -> Iterator[re.Pattern[str]]:
+    exact = re.escape(name)
+    try:
+        if method == COMPRESSED:
+            is_pattern = name.startswith("re:")
+            yield re.compile(name.removeprefix("re:") if is_pattern else rf"{exact}\Z")
+        elif method == MODELOPT:
+            yield re.compile(translate(name))
+            yield re.compile(rf"{exact}\.")
+        else:  # as transformers' should_convert_module
+            yield re.compile(rf".*{exact}\Z")
+            yield re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
+    except re.error as error:
+        if method == COMPRESSED:
+            raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
 
 
 PIECE = 1 << 20
@@ -331,8 +340,7 @@ class PrequantizedCheckpoint(Checkpoint):
         self.disk = self.stored = checkpoint
         self._maker = maker = MakerConfig(config)
         modules = {key.rpartition(".")[0] for key in checkpoint}
-        patterns = [name[3:] for name in maker.ignored if name.startswith("re:")]
-        check_patterns(patterns, modules, _SETTINGS)
+        check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
         self._tensors: dict[str, Quantized] = {}
         for key, info in self.stored.items():

@@ -17,8 +17,10 @@ from prequantized import (
     write_tensors,
 )
 from safetensors.torch import load_file
+from transformers.quantizers.quantizers_utils import should_convert_module
+from upstream import SKIPPED_MODULES
 
-from moe_qlora.checkpoint.prequantized import maker_method, open_plain
+from moe_qlora.checkpoint.prequantized import MakerConfig, maker_method, open_plain
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.errors import CheckpointError
 
@@ -119,6 +121,24 @@ def test_what_is_not_converted_is_plain(tmp_path, method):
         damaged = {(renamed if name == key else name): t for name, t in tensors.items()}
         with pytest.raises(CheckpointError, match=renamed):
             open_plain(write_tensors(tmp_path / renamed, config, damaged))
+
+
+@SKIPPED_MODULES
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *("lm_head", "layers.0", "model.layers.1", "model.layers.*.mlp.gate", "gate", "("),
+    ],
+)
+def test_modules_are_left_out_as_transformers_does(pattern):
+    config = MakerConfig({"quant_method": "fp8", "modules_to_not_convert": [pattern]})
+    modules = ["lm_head", "model.lm_head", "model.layers.1", "model.layers.11.mlp.gate"]
+    modules += ["model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj", "model.layers.0"]
+    for module in modules:
+        if pattern == "(":  # transformers fails
+            assert not config.is_ignored(module)
+        else:
+            assert config.is_ignored(module) is not should_convert_module(module, [pattern]), module
 
 
 def test_activations_and_the_cache_have_no_plain_tensors(tmp_path):
