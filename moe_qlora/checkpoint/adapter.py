@@ -517,7 +517,7 @@ def fused_adapter(folder: Path, model: nn.Module) -> Iterator[Path]:
             save_file(written, work / WEIGHTS, metadata={"format": "pt"})
             (work / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
         except WRITE_ERRORS as error:
-            place = f"TMPDIR, which is {tempfile.tempdir},"
+            place = f"TMPDIR, which is {tempfile.tempdir or 'no folder'},"
             raise CheckpointError(not_written(place, error)) from error
         yield work
 
