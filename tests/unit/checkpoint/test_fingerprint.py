@@ -193,6 +193,21 @@ def test_a_merge_compares_weights_of_an_inner_models_adapter(folders, tmp_path):
         merge(folders["packed"], adapter)
 
 
+@pytest.mark.parametrize(("kind", "noted"), [("mixtral", True), ("qwen3_moe", False)])
+def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
+    kind: str, noted: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = shutil.copytree(folders["adapter"], tmp_path / "adapter")
+    if not noted:
+        (adapter / NOTE).unlink()
+    tiny_model(kind, hidden_size=32).save_pretrained(tmp_path / "other")
+    with pytest.raises(AdapterError) as caught:
+        merge(tmp_path / "other", adapter)
+    said = str(caught.value)
+    assert said.startswith(f"{adapter} was trained on {folders['base']}")
+    assert len(said.replace(str(tmp_path), "").replace(str(folders["base"]), "")) < 400
+
+
 @pytest.mark.parametrize("use", [load, merge])
 def test_a_note_without_a_fingerprint_is_taken(folders, tmp_path, use):
     adapter = shutil.copytree(folders["adapter"], tmp_path / "old")
