@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{entry}: {time.monotonic() - started:.0f} s", flush=True)
         else:
             kind = "gpu" if options.gpu else entry.split("/")[1]
-            tolerance = options.tolerance or TOLERANCES.get(kind, TOLERANCE)
+            tolerance = TOLERANCES.get(kind, TOLERANCE)
             for field, one, two in differences(recorded.get(entry, {}), seen, tolerance):
                 bad += 1
                 print(f"{entry}\t{field}\t{_short(one)}\t{_short(two)}", flush=True)
@@ -204,7 +204,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gpu", action="store_true", help="the entries of a GPU")
     parser.add_argument("--device", help="of --gpu; default: cuda")
     parser.add_argument("--out", type=Path, help="folder of the data, or of the fixtures")
-    parser.add_argument("--tolerance", type=float, help="in place of the codec's own")
     return parser.parse_args(arguments)
 
 

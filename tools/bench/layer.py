@@ -11,12 +11,10 @@
     portable    ours, as on a card of compute capability 8.6; only where asked for
     frozen      bf16 weights, no LoRA, transformers' grouped_mm
     peft        bf16 weights, PEFT's LoRA of both projections, transformers' grouped_mm
-    bnb         packed by bitsandbytes' parametrization, no LoRA, transformers' grouped_mm
 
 Random weights, uniform routing, bf16 activations. "step" is forward and backward to the input, the
 routing weights and the adapters; "checkpointed" runs the layer under non-reentrant checkpointing.
-Times are by events on the device. The floors count a step's products without LoRA's, and the bytes
-of codes (of the experts that have rows), rows and tokens, each moved once in either direction.
+Times are by events on the device. The floor counts a step's products without LoRA's.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from common import (
-    BYTES,
     FLOPS,
     Rows,
     allocated,
@@ -46,7 +44,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moe_qlora
 
-PEERS = ("ours", "frozen", "peft", "bnb")
+PEERS = ("ours", "frozen", "peft")
 OURS = ("ours", "mxfp4", "portable")
 KNOWN = (*PEERS, *OURS[1:])
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -118,11 +116,6 @@ def prepare(peer: str, options: argparse.Namespace, holder: Any, stack: ExitStac
         stack.enter_context(cards.acting_as(cards.PORTABLE))
     if peer in OURS:
         return _ours(peer, options, holder)
-    if peer == "bnb":
-        from bitsandbytes.nn.parametrize import replace_parameter_4bit
-
-        for name in PROJECTIONS:
-            replace_parameter_4bit(holder.experts, name, compress_statistics=True, quant_type="nf4")
     if peer == "peft":
         from peft import LoraConfig, inject_adapter_in_model
 
@@ -161,12 +154,8 @@ def _ours(peer: str, options: argparse.Namespace, holder: Any) -> list[Tensor]:
         a, b = a.bfloat16(), b.bfloat16()
         terms[name] = (operands.LoraFactors(a.requires_grad_(), b.requires_grad_(), 2.0),)
     forward_.activate(holder, ["experts"])
-
-    class Provider:
-        def active_lora(self, parameter_name: str) -> tuple[operands.LoraFactors, ...]:
-            return terms[parameter_name]
-
-    operands.set_lora_source(module, Provider())
+    source: Any = SimpleNamespace(active_lora=terms.__getitem__)
+    operands.set_lora_source(module, source)
     return [t for both in terms.values() for term in both for t in (term.a, term.b)]
 
 
@@ -211,16 +200,12 @@ def measure(
             release(device)
             _memory(forward, leaves, grad, device, rows)
         each = weights / count
-        active = index.unique().numel()
         flops = 2 * tokens * top_k * each / FLOPS * 1e3
-        moved = each * active * 0.516 + 4 * x.nbytes + 2 * tokens * top_k * each / hidden
         # Forward and backward to the input; once more forward where that is computed again.
         for name, run, passes in (("step", step, 2), ("step, checkpointed", checkpointed, 3)):
             taken = times(run, device, options.repeat)
             rows.add(name, "ms", *taken)
             rows.add(f"{name} over FLOP floor", "x", *(ms / (passes * flops) for ms in taken))
-            floor = passes * moved / BYTES * 1e3
-            rows.add(f"{name} over byte floor", "x", *(ms / floor for ms in taken))
 
 
 def _memory(

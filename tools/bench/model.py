@@ -8,7 +8,6 @@
     ours        experts packed, nf4 with double quantization; LoRA as `--lora` says
     frozen      bf16 experts, transformers' grouped_mm; LoRA on attention alone
     peft        bf16 experts, transformers' grouped_mm; PEFT's LoRA as `--lora` says
-    bnb         experts packed by bitsandbytes' parametrization; LoRA on attention alone
     mxfp4       ours, on random experts in MXFP4 as a checkpoint's are kept: `--peers ours,mxfp4`
 
 Only experts are packed; Linear layers stay in bf16 for every peer. AdamW trains the adapters.
@@ -47,7 +46,7 @@ from torch import Tensor, nn
 
 import moe_qlora
 
-PEERS = ("ours", "frozen", "peft", "bnb")
+PEERS = ("ours", "frozen", "peft")
 KNOWN = (*PEERS, "mxfp4")
 OURS = ("ours", "mxfp4")
 DEVICE = "device"  # the memory of --fit without a figure: all that the device has free
@@ -130,7 +129,7 @@ def _options() -> argparse.Namespace:
 
 
 def _lora(peer: str, options: argparse.Namespace) -> list[str]:
-    return [*options.lora] if peer not in ("frozen", "bnb") else ["attention"]
+    return [*options.lora] if peer != "frozen" else ["attention"]
 
 
 def _setting(peer: str, options: argparse.Namespace, layers: int) -> str:
@@ -223,12 +222,12 @@ class Packer:
             self.before += weight.nbytes
             synchronize(device)
             start = time.perf_counter()
-            (self._ours if self.peer in OURS else self._theirs)(module, parameter, weight)
+            self._pack(module, parameter, weight)
             del weight
             synchronize(device)
             self.seconds += time.perf_counter() - start
 
-    def _ours(self, module: Any, parameter: str, weight: Tensor) -> None:
+    def _pack(self, module: Any, parameter: str, weight: Tensor) -> None:
         from moe_qlora.packing import codec, parametrize
         from moe_qlora.packing.settings import CodecSettings
 
@@ -238,15 +237,6 @@ class Packer:
             packed = codec.pack(weight, CodecSettings.from_config(quantization()))
         self.after += packed.nbytes
         parametrize.attach(module, parameter, packed)
-
-    def _theirs(self, module: Any, parameter: str, weight: Tensor) -> None:
-        from bitsandbytes.nn.parametrize import replace_parameter_4bit
-
-        replace_parameter_4bit(module, parameter, compress_statistics=True, quant_type="nf4")
-        held = module.parametrizations[parameter]
-        state = held[0].quant_state
-        tensors = [held.original, state.absmax, state.offset, state.state2.absmax]
-        self.after += sum(tensor.nbytes for tensor in tensors)
 
 
 def adapt(peer: str, model: Any, options: argparse.Namespace) -> Any:
