@@ -101,7 +101,7 @@ def test_a_tiny_layer_beside_its_peers(tmp_path, monkeypatch):
         metrics = of_peer(rows, peer)
         assert figures <= metrics.keys(), peer
         for name in ("step", "step, checkpointed"):
-            assert {f"{name} over FLOP floor", f"{name} over byte floor"} <= metrics.keys(), peer
+            assert f"{name} over FLOP floor" in metrics, peer
     # Twice the arithmetic of a forward, and three times under checkpointing, in the same floor.
     frozen = of_peer(rows, "frozen")
     floors = [
