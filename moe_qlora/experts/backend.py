@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import cards
 from ..kernels.cards import HALVES, Card, planned_card
 from ..kernels.limits import GROUP, MAX_EXPERTS, MAX_LORA_RANK, dequantizes_whole, supports_fused
 from ..kernels.weights import PackedWeight, WeightSpec
@@ -85,23 +86,22 @@ def choose_backend(module: Any, call: Call) -> Backend:
         return FUSED
     name = "projection by projection"
     if not torch.compiler.is_compiling():  # there the custom operator chooses as it runs
-        if call.x.device.type == "cuda" and call.autocast is None and call.x.dtype in HALVES:
-            for parameter, weight in zip(call.names, call.weights, strict=True):
-                if weight is not None and weight.compute_dtype == torch.float32:
-                    _warn_of_float32(parameter, call.x.dtype)
-                    break
-        grouped = (
-            weight is not None
-            and runs_grouped(
-                weight.shape,
-                call.x,
-                call.autocast or weight.compute_dtype or call.x.dtype,
-                tuple(call.autocast or each.a.dtype for each in factors),
-                call.card,
-            )
-            for weight, factors in zip(call.weights, call.lora, strict=True)
-        )
-        name = name if all(grouped) else "reference loop"
+        dtypes = []
+        for weight in call.weights:
+            asked = None if weight is None else weight.compute_dtype
+            dtypes.append(call.autocast or asked or call.x.dtype)
+        if (
+            torch.float32 in dtypes
+            and call.x.device.type == "cuda"
+            and call.autocast is None
+            and call.x.dtype in HALVES
+        ):
+            _warn_of_float32(call.names[dtypes.index(torch.float32)], call.x.dtype)
+        if not all(
+            weight is not None and runs_grouped(weight.shape, call.x, dtype, call.card)
+            for weight, dtype in zip(call.weights, dtypes, strict=True)
+        ):
+            name = "reference loop"
     return Backend(name, *obstacle)
 
 
@@ -116,108 +116,77 @@ def _warn_of_float32(parameter: str, dtype: torch.dtype) -> None:
     )
 
 
-def fused_obstacle(module: Any, call: Call) -> Obstacle:
+def fused_obstacle(module: Any, call: Call) -> Obstacle:  # noqa: C901 - a list of reasons
     """Return why the fused layer does not compute a call, None where it does."""
-    x = call.x
+    x, autocast = call.x, call.autocast
+    dtype = autocast or x.dtype
     if not (kernels_run(x.device) if call.card is None else suits(call.card)):
         return _device_obstacle(x.device, call.card)
     if x.numel() == 0:
         return "there are no tokens", ()
     if module.has_post_expert_norm:
         return "a norm stands between the last projection and the routing weights", ()
-    dtype = call.autocast or x.dtype
     if find_gate(module) is None:
         name = type(module).__name__.removeprefix("Parametrized")  # torch's, of packed modules
         return "the kernels know no such activation as {}'s", (name,)
     if dtype not in HALVES:
         return "the activations are {}, not bfloat16 or float16", (dtype,)
-    for name, weight, factors in zip(call.names, call.weights, call.lora, strict=True):
+    for name, weight, lora in zip(call.names, call.weights, call.lora, strict=True):
         if weight is None:
             return "{} is not packed", (name,)
         if module.has_bias and getattr(module, f"{name}_bias").requires_grad:
             return "{}_bias is trained", (name,)
-        obstacle = _lora_obstacle(name, factors, weight.shape[0], dtype, call.autocast)
-        if obstacle is None:
-            obstacle = _weight_obstacle(name, weight, x.device, dtype, call.autocast)
-        if obstacle is not None:
-            return obstacle
+        # Adapters are concatenated into one of all their ranks. float32 factors are multiplied in
+        # 16 bit, as under autocast, and get float32 gradients.
+        rank = sum(factors.a.shape[0] for factors in lora) // weight.shape[0]
+        for factors in lora:
+            if factors.drops:
+                return "dropout stands before the LoRA of {}", (name,)
+            if factors.scaling != lora[0].scaling:
+                scalings = lora[0].scaling, factors.scaling
+                return "the adapters of {} are scaled by {} and {}", (name, *scalings)
+            if autocast is None and factors.a.dtype not in (dtype, torch.float32):
+                dtypes = factors.a.dtype, dtype
+                return "the LoRA of {} is {}, the activations are {}", (name, *dtypes)
+        if rank > MAX_LORA_RANK:
+            sizes = rank, MAX_LORA_RANK
+            return "ranks of the adapters of {} sum up to {}, over {}", (name, *sizes)
+        if len(weight.shape) != 3:
+            return "{} has {} dimensions, not 3", (name, len(weight.shape))
+        asked = weight.compute_dtype
+        if asked is not None and asked != dtype and autocast is None:
+            return "{} is to be computed in {}, the activations are {}", (name, asked, dtype)
+        if isinstance(weight, PackedOperand):  # in a graph, where a cache would not be read
+            plain, supports = weight.lies_on(x.device), _supports.__wrapped__
+        else:
+            codes, supports = weight.flat_codes, _supports
+            plain = type(codes) is Tensor and codes.device == x.device
+        if not plain:
+            return "{} is sharded, or not on {}", (name, x.device)
+        if not weight.spec.is_known:
+            return "{} is packed as {}, which no kernel decodes", (name, weight.spec.kind)
+        if not supports(weight.spec):
+            form = tuple(weight.shape), GROUP, MAX_EXPERTS
+            return "{} of shape {} is not all groups of {}, or has over {} experts", (name, *form)
     first, second = (stored_transposed(module, weight) for weight in call.weights)
     if first != second:
         return "{} and {} are stored in different orientations", call.names
     return None
 
 
-def _device_obstacle(device: torch.device, card: Card | None = None) -> Obstacle:
+def _device_obstacle(device: torch.device, card: Card | None) -> Obstacle:
     if card is not None and card.maker == "nvidia":
         if card.capability >= _LEAST_CAPABILITY:
             return "the fused kernels need Triton, which is not installed", ()
         return "the fused kernels need CUDA of compute capability 8.0, not {}.{}", card.capability
     if card is not None:
         device = torch.device({"amd": "cuda", "intel": "xpu"}.get(card.maker, "cpu"))
-    rocm = torch.version.hip is not None
-    if device.type == "cuda" and (rocm or _suit(rocm, torch.cuda.get_device_capability(device))):
+    if device.type == "cuda" and (torch.version.hip is not None or suits(cards.actual(device))):
         return "the fused kernels do not compile for {}, or are not right there", (device,)
     if device.type == "xpu":
-        return "the fused kernels are launched by CUDA or ROCm, not {} (XPU is not tested)", (
-            device,
-        )
+        said = "the fused kernels are launched by CUDA or ROCm, not {} (XPU is not tested)"
+        return said, (device,)
     return "the fused kernels need CUDA of compute capability 8.0 and Triton, not {}", (device,)
-
-
-def _lora_obstacle(
-    name: str,
-    lora: Sequence[LoraFactors],
-    experts: int,
-    dtype: torch.dtype,
-    autocast: torch.dtype | None,
-) -> Obstacle:
-    """Return why adapters cannot be concatenated into one of all their ranks.
-
-    float32 factors are multiplied in 16 bit, as under autocast, and get float32 gradients: stock
-    PEFT rounds the sum of weight and delta to 16 bit, which loses more.
-    """
-    rank = 0
-    for factors in lora:
-        if factors.drops:
-            return "dropout stands before the LoRA of {}", (name,)
-        if factors.scaling != lora[0].scaling:
-            return "the adapters of {} are scaled by {} and {}", (
-                name, lora[0].scaling, factors.scaling,
-            )  # fmt: skip
-        if autocast is None and factors.a.dtype not in (dtype, torch.float32):
-            return "the LoRA of {} is {}, the activations are {}", (name, factors.a.dtype, dtype)
-        rank += factors.a.shape[0] // experts
-    if rank > MAX_LORA_RANK:
-        return "ranks of the adapters of {} sum up to {}, over {}", (name, rank, MAX_LORA_RANK)
-    return None
-
-
-def _weight_obstacle(
-    name: str,
-    weight: PackedWeight | PackedOperand,
-    device: torch.device,
-    dtype: torch.dtype,
-    autocast: torch.dtype | None,
-) -> Obstacle:
-    compute = weight.compute_dtype
-    if len(weight.shape) != 3:
-        return "{} has {} dimensions, not 3", (name, len(weight.shape))
-    if compute is not None and compute != dtype and autocast is None:
-        return "{} is to be computed in {}, the activations are {}", (name, compute, dtype)
-    if isinstance(weight, PackedOperand):  # in a graph, where a cache would not be read
-        plain, supports = weight.lies_on(device), _supports.__wrapped__
-    else:
-        codes = weight.flat_codes
-        plain, supports = type(codes) is Tensor and codes.device == device, _supports
-    if not plain:
-        return "{} is sharded, or not on {}", (name, device)
-    if not weight.spec.is_known:
-        return "{} is packed as {}, which no kernel decodes", (name, weight.spec.kind)
-    if not supports(weight.spec):
-        return "{} of shape {} is not all groups of {}, or has over {} experts", (
-            name, tuple(weight.shape), GROUP, MAX_EXPERTS,
-        )  # fmt: skip
-    return None
 
 
 @lru_cache(maxsize=256)
@@ -227,45 +196,25 @@ def _supports(spec: WeightSpec) -> bool:
 
 
 def runs_grouped(
-    shape: Sequence[int],
-    x: Tensor,
-    dtype: torch.dtype,
-    lora_dtypes: tuple[torch.dtype, ...],
-    card: Card | None = None,
+    shape: Sequence[int], x: Tensor, dtype: torch.dtype, card: Card | None = None
 ) -> bool:
-    """Whether grouped matmuls compute a projection in such dtypes, else a loop over experts.
+    """Whether a grouped matmul of all experts computes a product with packed codes in a dtype.
 
-    `card`: the one to choose for, as in `Call`.
+    Else a loop over experts does. `card`: the one to choose for, as in `Call`.
     """
-    if (planned := card or planned_card(x.device)) is not None:
-        return _computes(tuple(shape), _multiplies(planned), dtype, lora_dtypes)
-    some = x.is_cuda and x.shape[0] > 0
-    return some and _grouped(tuple(shape), x.get_device(), dtype, lora_dtypes)
+    return dtype in HALVES and has_grouped(x, dtype, card) and dequantizes_whole(*shape)
 
 
-@lru_cache(maxsize=256)
-def _grouped(
-    shape: tuple[int, int, int],
-    device: int,
-    dtype: torch.dtype,
-    lora_dtypes: tuple[torch.dtype, ...],
-) -> bool:
-    if torch.version.hip is None:
-        capable = torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
-    else:
-        capable = kernels_run(torch.device("cuda", device))
-    return _computes(shape, capable, dtype, lora_dtypes)
+def has_grouped(x: Tensor, dtype: torch.dtype, card: Card | None = None) -> bool:
+    """Whether there are grouped matmuls for such rows."""
+    if card is None:
+        card = planned_card(x.device) or (cards.actual(x.device) if x.is_cuda else None)
+    some = card is not None and x.shape[0] > 0 and dtype in (*HALVES, torch.float32)
+    return some and _multiplies(card)
 
 
-def _computes(
-    shape: tuple[int, ...], capable: bool, dtype: torch.dtype, lora_dtypes: tuple[torch.dtype, ...]
-) -> bool:
-    known = dtype in HALVES and all(each in (*HALVES, torch.float32) for each in lora_dtypes)
-    return known and capable and dequantizes_whole(*shape)
-
-
-def _multiplies(card: Card) -> bool:
-    return suits(card) if card.maker == "amd" else card.capability >= _LEAST_CAPABILITY
+def _multiplies(card: Card | None) -> bool:
+    return card is not None and (card.maker == "amd" or card.capability >= _LEAST_CAPABILITY)
 
 
 @cache
@@ -285,11 +234,7 @@ def has_triton() -> bool:
 
 def suits(card: Card) -> bool:
     """Whether the fused kernels support a card, by its maker and capability; nothing is run."""
-    return _suit(card.maker == "amd", card.capability)
-
-
-def _suit(rocm: bool, capability: tuple[int, int]) -> bool:
-    return has_triton() and (rocm or capability >= _LEAST_CAPABILITY)
+    return has_triton() and _multiplies(card)
 
 
 def kernels_run(device: torch.device) -> bool:
@@ -307,17 +252,14 @@ def kernels_run(device: torch.device) -> bool:
     if index not in _kernels_run:
         if torch.compiler.is_compiling():
             return False
-        rocm = torch.version.hip is not None
-        _kernels_run[index] = _suit(
-            rocm, (0, 0) if rocm else torch.cuda.get_device_capability(device)
-        )
+        _kernels_run[index] = suits(cards.actual(device))
         if _kernels_run[index]:
             from ..kernels import table
             from .self_check import layer_is_right
 
             table.prepare(device)
             _kernels_run[index] = layer_is_right(device)
-            if rocm and _kernels_run[index]:
+            if torch.version.hip is not None and _kernels_run[index]:
                 warnings.warn(
                     f"moe_qlora's kernels are not tested on ROCm. A small layer is right on "
                     f"{device}; compare the first losses of a run with those of the same run on a "

@@ -19,18 +19,16 @@ k assignments a token, R = T k rows sorted by expert:
       |         kernels/table.py       few rows an expert: quantized_mm*.py, on the codes
       |                                else: grouped_mm.py, dequantized into workspace.py
       |
-      +- "projection by projection" or "reference loop": everything else, and the reference
-            Projection.packed, the gate in plain torch, Projection.packed    projection.py
-              kernels/projection.py  CUDA and 16 bit: dequantize, grouped matmul
-                                     any device: expert by expert
+      +- "projection by projection" or "reference loop": everything else, in plain autograd
+            projection.run    a product with decoded weights, the gate, another product
+                                CUDA and 16 bit: grouped matmuls of all experts
+                                any device: expert by expert
 
 No decoded weight is alive between forward and backward: backward decodes again. LoRA is two
 low-rank products added to the base product, never W + B A.
 
-Saved for backward, projection by projection, besides the layer's input, the router's output and the
-adapters: pre-activations, activations, the sorted order, and inputs after an adapter's dropout. The
-gate runs in ordinary autograd, under a checkpoint of its own, so that any gate a model defines is
-right and saves only its input.
+Projection by projection, the gate runs under a checkpoint of its own, so that any gate a model
+defines is right and saves only its input.
 """
 
 from __future__ import annotations
@@ -38,30 +36,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from functools import cache
 from types import MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..detection.detect import dispatches
 from ..errors import ConfigError
 from ..packing import parametrize
 from ..packing.codec import unpack
-from . import checks, forward_override, fused
+from . import checks, forward_override, fused, projection
 from .backend import (
     FUSED,
     UNPACKED,
-    Call,
     choose_backend,
     find_gate,
     kernels_run,
     read_call,
-    stored_transposed,
 )
 from .kept import in_experts
 from .operators import register_operators
-from .projection import Inputs, Projection
 
 IMPLEMENTATION = "moe_qlora"
 
@@ -179,17 +173,11 @@ def experts_forward(
     backend = choose_backend(self, call)
     if backend.name == UNPACKED.name:
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
-    compute = fused.run if backend.name == FUSED.name else _by_projection
+    compute = fused.run if backend.name == FUSED.name else projection.run
     if torch.compiler.is_compiling():
         return compute(self, call, top_k_index, top_k_weights)
     with in_experts():
         return compute(self, call, top_k_index, top_k_weights)
-
-
-class _Routing(NamedTuple):
-    order: Tensor  # `(R,)`: the assignment (token x k + slot) in each sorted row
-    expert_offsets: Tensor  # `(E + 1,)`: rows of expert e are [offsets[e], offsets[e + 1])
-    top_k: int
 
 
 @cache
@@ -215,34 +203,6 @@ def _prepare(module: nn.Module) -> None:
         kernels_run(parameter.device)
 
 
-def _by_projection(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
-    first = call.weights[0]
-    experts = int((getattr(module, call.names[0]) if first is None else first).shape[0])
-    sorted_ids, order = torch.sort(index.reshape(-1), stable=True)
-    each = torch.arange(experts + 1, device=index.device, dtype=sorted_ids.dtype)
-    routing = _Routing(order, torch.searchsorted(sorted_ids, each), index.shape[1])
-    pre = _project(module, call, 0, call.x, routing)
-    gate = module._apply_gate if module.has_gate else module.act_fn
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        inner = checkpoint(gate, pre, use_reentrant=False, preserve_rng_state=False)
-    else:
-        inner = gate(pre)
-    weights = routing_weights.reshape(-1).index_select(0, order)
-    if module.has_post_expert_norm:
-        rows = _project(module, call, 1, inner, routing)
-        return _normed(module, rows, routing, weights, call.x)
-    out = _project(module, call, 1, inner, routing, weights)
-    return out.to(call.x.dtype)
-
-
-def _normed(module: Any, rows: Tensor, routing: _Routing, weights: Tensor, like: Tensor) -> Tensor:
-    """Norm, weight and sum rows, where a norm stands between the last projection and the sum."""
-    rows = module.post_expert_norm(rows) * weights[:, None]
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    out = torch.zeros(like.shape, dtype=wide, device=rows.device)
-    return out.index_add(0, routing.order // routing.top_k, rows.to(wide)).to(like.dtype)
-
-
 def _previous_forward(module: Any) -> Any:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -254,31 +214,6 @@ def _previous_forward(module: Any) -> Any:
     if previous in (None, "eager", IMPLEMENTATION):
         return eager
     return ALL_EXPERTS_FUNCTIONS.get_interface(previous, eager)
-
-
-def _project(
-    module: Any, call: Call, which: int, x: Tensor, routing: _Routing, scale: Tensor | None = None
-) -> Tensor:
-    """Compute one projection with its bias and LoRA, from packed codes or from a plain weight.
-
-    The first one reads tokens; the one with a scale for its rows is summed to tokens.
-    """
-    name, weight, lora = call.names[which], call.weights[which], call.lora[which]
-    bias = getattr(module, f"{name}_bias") if module.has_bias else None
-    projection = Projection(
-        transposed=stored_transposed(module, weight),
-        top_k=routing.top_k,
-        gathers=which == 0,
-        scatters=scale is not None,
-        scalings=tuple(factors.scaling for factors in lora),
-        autocast=call.autocast,
-    )
-    dropped = [cast(nn.Module, f.dropout)(x) if f.drops else None for f in lora]
-    a, b = [f.a for f in lora], [f.b for f in lora]
-    inputs = Inputs(x, scale, bias, routing.order, routing.expert_offsets, dropped, a, b)
-    if weight is None:
-        return projection.plain(getattr(module, name), inputs)
-    return projection.packed(weight, inputs)
 
 
 def clear_quantized(model: nn.Module) -> None:

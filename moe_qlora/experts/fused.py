@@ -120,17 +120,15 @@ class _FusedLayer(torch.autograd.Function):
         else:  # Only a layer that needs the output computes again what the output is made of
             gate_up, layer = layer_kernels().gate_up_forward, work.layer
             work.state = lambda: gate_up(layer, index, operands)
-        ctx.work, ctx.rest = _Work(_for_backward(work.layer), work.scalings, n), _SavedTensors(rest)
-        others = [t for t in rest if not _is_leaf(t)]
-        ctx.save_for_backward(x, weights, *others, *saved)
+        ctx.work = _Work(_for_backward(work.layer), work.scalings, n)
+        ctx.save_for_backward(x, weights, *rest, *saved)
         return torch.empty_like(x)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         work = ctx.work
-        x, weights, *others, ints, pre, products = ctx.saved_tensors
-        rest = ctx.rest.all(others)
+        x, weights, *rest, ints, pre, products = ctx.saved_tensors
         operands = make_operands(
             x, weights, rest[: work.biases], rest[work.biases :], work.scalings
         )
@@ -138,34 +136,6 @@ class _FusedLayer(torch.autograd.Function):
         layer = work.layer() if callable(work.layer) else work.layer
         grads = layer_backward(layer, operands, grad, saved, ctx.needs_input_grad[2])
         return None, None, grads[0], grads[1], *[None] * work.biases, *grads[2:]
-
-
-def _is_leaf(tensor: Tensor) -> bool:
-    return tensor.is_leaf and not tensor.is_inference()
-
-
-class _SavedTensors:
-    """Tensors for backward: leaves by reference, since saving one through autograd costs 10 us.
-
-    (Under non-reentrant checkpointing, where each goes through three hooks.) Other tensors are
-    saved by autograd and not referenced here, so that a checkpoint can free them.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.leaves = [(t, t._version) if _is_leaf(t) else None for t in tensors]
-
-    def all(self, others: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors in their order; `others` are those that autograd saved."""
-        rest = iter(others)
-        tensors = []
-        for leaf in self.leaves:
-            if leaf is not None and leaf[0]._version != leaf[1]:
-                raise RuntimeError(
-                    "a LoRA weight or bias of the experts was changed in place between forward "
-                    "and backward: step the optimizer after the backward."
-                )
-            tensors.append(next(rest) if leaf is None else leaf[0])
-        return tensors
 
 
 def make_operands(

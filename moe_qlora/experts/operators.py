@@ -1,8 +1,8 @@
-"""The custom operators that a compiled graph calls: the fused layer, and one projection.
+"""The custom operator of the fused layer, which a compiled graph calls.
 
-An operator's arguments are tensors and plain numbers: packed weights as an
-`operands.PackedOperand`, a gate and a call's constants as lists and flags. Each family has a
-forward, a backward, and for both a fake version that returns only shapes to the compiler.
+Its arguments are tensors and plain numbers: packed weights as an `operands.PackedOperand`, a gate
+and a call's constants as lists and flags. Forward and backward have a fake version that returns
+only shapes to the compiler.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..kernels.limits import padded
 from .backend import layer_kernels
 from .fused import check_devices, layer_backward, make_layer, make_operands
 from .operands import packed_weight
-from .projection import Inputs, Projection, first_order, no_autocast
+from .projection import first_order, no_autocast, register_products
 
-# The fused layer: `_LAYER_CONSTANTS` follow the tensors of forward and backward alike.
+# `_LAYER_CONSTANTS` follow the tensors of forward and backward alike.
 
 _LAYER_CONSTANTS = (
     "int[] first, int[] second, str act, bool[] gate_flags, float[] gate_numbers, "
@@ -140,89 +140,6 @@ def split(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]
     return [*parts, rest]
 
 
-# One projection: only adapters with dropout have dropped inputs.
-
-_PROJECTION_INPUTS = (
-    "Tensor x, Tensor? scale, Tensor? bias, Tensor order, Tensor expert_offsets, "
-    "Tensor[] dropped, Tensor[] a, Tensor[] b, Tensor[] packed, int[] numbers, ScalarType dtype, "
-    "ScalarType? compute_dtype, bool transposed, int top_k, bool gathers, bool scatters, "
-    "float[] scalings, ScalarType? autocast, bool[] drops"
-)
-_PROJECTION_FORWARD = f"({_PROJECTION_INPUTS}) -> Tensor"
-_PROJECTION_BACKWARD = f"(Tensor grad, bool[] needs, {_PROJECTION_INPUTS}) -> Tensor[]"
-
-
-def _projection_of(
-    x: Tensor, scale: Any, bias: Any, order: Tensor, expert_offsets: Tensor, dropped: Any, a: Any,
-    b: Any, packed: Any, numbers: Any, dtype: torch.dtype, compute_dtype: torch.dtype | None,
-    *constants: Any,
-) -> tuple[Projection, Any, Inputs]:  # fmt: skip
-    *fields, drops = constants
-    weight = packed_weight(iter(packed), numbers, dtype)
-    weight.compute_dtype = compute_dtype
-    tensors = iter(dropped)
-    every = [next(tensors) if drop else None for drop in drops]
-    return Projection(*fields), weight, Inputs(x, scale, bias, order, expert_offsets, every, a, b)
-
-
-def _projection_forward(*args: Any) -> Tensor:
-    projection, weight, inputs = _projection_of(*args)
-    return projection.run(weight, inputs)
-
-
-def _projection_forward_fake(x: Tensor, *rest: Any) -> Tensor:
-    numbers, transposed, top_k, gathers, scatters = rest[8], *rest[11:15]
-    rows = x.shape[0] * top_k if gathers else x.shape[0]
-    out_features = numbers[-1] if transposed else numbers[-2]
-    return x.new_empty(rows // top_k if scatters else rows, out_features)
-
-
-def _projection_backward(grad: Tensor, needs: Sequence[bool], *args: Any) -> list[Tensor]:
-    projection, weight, inputs = _projection_of(*args)
-    drops, n = args[-1], len(inputs.a)
-    grads = projection.run_backward(weight, inputs, grad, needs)
-    asked = [g for i, g in enumerate(grads) if not (3 <= i < 3 + n) or drops[i - 3]]
-    return [grad.new_empty(0) if g is None else g for g in asked]
-
-
-def _projection_backward_fake(grad: Tensor, needs: Sequence[bool], *args: Any) -> list[Tensor]:
-    x, scale, bias, _, _, dropped, a, b, *_, drops = args
-    n = len(a)
-    source_needs = [need for need, drop in zip(needs[3 : 3 + n], drops, strict=True) if drop]
-    wanted = [*needs[:3], *source_needs, *needs[3 + n :]]
-    return [
-        torch.empty_like(like) if need and like is not None else grad.new_empty(0)
-        for like, need in zip([x, scale, bias, *dropped, *a, *b], wanted, strict=True)
-    ]
-
-
-def _projection_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, scale, bias, order, expert_offsets, dropped, a, b, packed, *constants = inputs
-    ctx.counts = len(dropped), len(a), len(b)
-    ctx.constants = constants
-    ctx.save_for_backward(x, scale, bias, order, expert_offsets, *dropped, *a, *b, *packed)
-
-
-@first_order
-def _projection_autograd(ctx: Any, grad: Tensor) -> Any:
-    # Read once: under a checkpoint, saved tensors can be read a single time.
-    single, dropped, a, b, packed = split(ctx.saved_tensors, (5, *ctx.counts))
-    # A list is one input: there are no flags of its members.
-    needs = [*ctx.needs_input_grad[:3], *ctx.constants[-1], *([True] * (len(a) + len(b)))]
-    grads = torch.ops.moe_qlora.experts_projection_backward(
-        grad, needs, *single, dropped, a, b, packed, *ctx.constants
-    )
-    lists = split(grads[3:], ctx.counts[:2])
-    return (
-        *(g if flag else None for g, flag in zip(grads[:3], needs[:3], strict=True)),
-        None,
-        None,
-        *lists,
-        [None] * len(packed),
-        *no_grads(ctx.constants),
-    )
-
-
 def register_operators() -> None:
     """Define the custom operators, once; nothing is registered on import."""
     if hasattr(torch.ops.moe_qlora, "experts_layer"):
@@ -234,12 +151,4 @@ def register_operators() -> None:
     layer.register_autograd(_layer_autograd, setup_context=_layer_setup)
     back = operator("moe_qlora::experts_layer_backward", _layer_backward, schema=_LAYER_BACKWARD)
     back.register_fake(_layer_backward_fake)
-    projection = operator(
-        "moe_qlora::experts_projection", _projection_forward, schema=_PROJECTION_FORWARD
-    )
-    projection.register_fake(_projection_forward_fake)
-    projection.register_autograd(_projection_autograd, setup_context=_projection_setup)
-    back = operator(
-        "moe_qlora::experts_projection_backward", _projection_backward, schema=_PROJECTION_BACKWARD
-    )
-    back.register_fake(_projection_backward_fake)
+    register_products()

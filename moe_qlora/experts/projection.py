@@ -1,38 +1,37 @@
-"""One projection over packed experts as an operation with gradients, eager and compiled.
+"""An experts module projection by projection, in plain autograd, where the fused layer cannot.
 
-Eager calls go through a `torch.autograd.Function`. Under `torch.compile` the same computation is
-one custom operator, opaque to the compiler, so that a loop whose length depends on the routing
-neither breaks the graph nor is unrolled. Both compute by `kernels/projection.py`.
+Shape legend: T tokens, k assignments a token, R = T k rows sorted by expert, E experts, r rank.
+
+For row i of expert e:  y_i = x_i W_e^T + b_e + sum_j s_j (d_j(x_i) A_je^T) B_je^T
+
+The product with packed codes decodes again in backward, which computes the same product with the
+weight the other way round. Both products, with codes and with LoRA's factors, are grouped matmuls
+where the card has them, which decode all experts at once; else a loop over the experts that have
+rows, which decodes one at a time. Sums over a token's rows have one order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import wraps
-from typing import Any, NamedTuple, cast
+from functools import partial, wraps
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import QuantizationError
-from ..kernels.projection import (
-    GROUPED,
-    LOOP,
-    Decode,
-    LoraInputs,
-    Needs,
-    Operands,
-    Rows,
-    Way,
-    Weight,
-)
+from ..kernels import cards
+from ..kernels.limits import GROUP, WIDE_TILE, wide_tile
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from ..packing.parametrize import is_autocast_on
-from .backend import runs_grouped
+from .backend import Call, has_grouped, runs_grouped, stored_transposed
 from .kept import keep, take
-from .operands import PackedOperand
+from .operands import PackedOperand, packed_weight
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,137 +77,254 @@ class _NoSecondOrder(torch.autograd.Function):
         )
 
 
-class Inputs(NamedTuple):
-    """Tensors of one projection; R sorted rows, E experts."""
-
-    x: Tensor  # `(N, in)`
-    scale: Tensor | None  # `(R,)` factors of the rows, or None
-    bias: Tensor | None  # `(E, out)`, or None
-    order: Tensor  # `(R,)`: the assignment (token x k + slot) of each sorted row
-    expert_offsets: Tensor  # `(E + 1,)` offsets of the experts' rows
-    dropped: Sequence[Tensor | None]  # For each adapter x after its dropout, None for x itself
-    a: Sequence[Tensor]  # `(E r, in)` for each adapter
-    b: Sequence[Tensor]  # `(out, r E)` for each adapter
-
-
-class Projection(NamedTuple):
-    """The constants of one call of one projection."""
-
-    transposed: bool  # Whether the weight is stored `(E, in, out)`
-    top_k: int  # k, assignments of a token
-    gathers: bool  # Whether x are tokens `(T, in)`, else sorted rows `(R, in)`
-    scatters: bool  # Whether the result is summed to tokens `(T, out)`, else rows `(R, out)`
-    scalings: tuple[float, ...]  # One factor for each adapter
-    autocast: torch.dtype | None  # None outside autocast
-
-    def plain(self, weight: Tensor, inputs: Inputs) -> Tensor:
-        """Compute it with an unpacked weight by ordinary autograd, which gives its gradient too."""
-        dtype = self.autocast or inputs.x.dtype
-        return LOOP.forward(
-            self._operands(inputs, weight.shape, dtype, lambda i, j: weight[i:j].to(dtype))
-        )
-
-    def packed(self, weight: PackedWeight | PackedOperand, inputs: Inputs) -> Tensor:
-        """Compute it from packed codes; these get no gradient."""
-        if isinstance(weight, PackedOperand):
-            return self._compiled(weight, inputs)
-        flat = (inputs.x, inputs.scale, inputs.bias, *inputs.dropped, *inputs.a, *inputs.b)
-        routing = (inputs.order, inputs.expert_offsets)
-        return cast(Tensor, _PackedProjection.apply(self, weight, routing, len(inputs.a), *flat))
-
-    def run(self, packed: PackedWeight, inputs: Inputs) -> Tensor:
-        """Compute the forward alone."""
-        with torch.no_grad(), no_autocast(inputs.x):
-            way, operands = self._on_codes(packed, inputs)
-            return way.forward(operands)
-
-    def run_backward(
-        self, packed: PackedWeight, inputs: Inputs, grad: Tensor, needs: Sequence[bool]
-    ) -> list[Tensor | None]:
-        """Return gradients in the order x, scale, bias, dropped, a, b; None where not needed."""
-        n = len(inputs.a)
-        parts = [list(needs[3 + i * n : 3 + (i + 1) * n]) for i in range(3)]
-        wanted = Needs(needs[0], needs[1], needs[2], *parts)
-        with torch.no_grad(), no_autocast(inputs.x):
-            way, operands = self._on_codes(packed, inputs)
-            grads = way.backward(grad, operands, wanted)
-        return [grads.x, grads.scale, grads.bias, *grads.dropped, *grads.a, *grads.b]
-
-    def _on_codes(self, packed: PackedWeight, inputs: Inputs) -> tuple[Way, Operands]:
-        # As in Linear4bit, whose product runs in autocast's dtype.
-        dtype = self.autocast or packed.compute_dtype or inputs.x.dtype
-        stored = packed.as_stored()
-        operands = self._operands(
-            inputs, stored.shape, dtype, lambda i, j: unpack_range(stored, i, j, dtype=dtype)
-        )
-        dtypes = tuple(each.dtype for each in operands.lora)
-        grouped = runs_grouped(stored.shape, inputs.x, dtype, dtypes)
-        return GROUPED if grouped else LOOP, operands
-
-    def _operands(
-        self, inputs: Inputs, shape: Sequence[int], dtype: torch.dtype, decode: Decode
-    ) -> Operands:
-        out_features = shape[2] if self.transposed else shape[1]
-        weight = Weight(decode, shape[0], out_features, self.transposed, dtype)
-        routing = inputs.order, inputs.expert_offsets
-        rows = Rows(*routing, self.top_k, self.gathers, self.scatters)
-        factors = zip(inputs.dropped, inputs.a, inputs.b, self.scalings, strict=True)
-        lora = [
-            LoraInputs(dropped, a, b, scaling, self.autocast or a.dtype)
-            for dropped, a, b, scaling in factors
-        ]
-        return Operands(inputs.x, weight, rows, inputs.scale, inputs.bias, lora)
-
-    def _compiled(self, weight: PackedOperand, inputs: Inputs) -> Tensor:
-        out: Tensor = torch.ops.moe_qlora.experts_projection(
-            *inputs[:5],
-            [dropped for dropped in inputs.dropped if dropped is not None],
-            list(inputs.a),
-            list(inputs.b),
-            weight.tensors,
-            weight.numbers,
-            weight.dtype,
-            weight.compute_dtype,
-            *self,
-            [dropped is not None for dropped in inputs.dropped],
-        )
-        return out
-
-
 def no_autocast(like: Tensor) -> Any:
     """Return a context that disables autocast; free where there is none."""
     on = is_autocast_on(like)
     return torch.autocast(like.device.type, enabled=False) if on else nullcontext()
 
 
-class _PackedProjection(torch.autograd.Function):
-    """Saves its inputs only."""
+def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
+    """Return the module's output `(T, H)` in x's dtype."""
+    x, (tokens, top_k) = call.x, index.shape
+    first = call.weights[0]
+    experts = int((getattr(module, call.names[0]) if first is None else first).shape[0])
+    ids, order = torch.sort(index.reshape(-1), stable=True)
+    each = torch.arange(experts + 1, device=index.device, dtype=ids.dtype)
+    offsets = torch.searchsorted(ids, each).to(torch.int32)
+    project = partial(_project, module, call, ids, offsets)
 
+    def spread(x: Tensor) -> Tensor:
+        # By copies of each token, whose gradients are summed at once, and rounded once.
+        rows = x[:, None].expand(-1, top_k, -1).reshape(tokens * top_k, x.shape[-1])
+        return rows.index_select(0, order)
+
+    pre = project(0, x, spread).to(x.dtype)
+    gate = module._apply_gate if module.has_gate else module.act_fn
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        inner = checkpoint(gate, pre, use_reentrant=False, preserve_rng_state=False)
+    else:
+        inner = gate(pre)
+    rows = project(1, inner, lambda x: x)
+    if module.has_post_expert_norm:
+        rows = module.post_expert_norm(rows.to(x.dtype))
+    rows = rows * routing_weights.reshape(-1).index_select(0, order)[:, None]
+    rows = rows.index_select(0, order.argsort()).view(tokens, top_k, x.shape[-1])
+    return rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)).to(x.dtype)
+
+
+def _project(
+    module: Any, call: Call, ids: Tensor, offsets: Tensor, which: int, x: Tensor,
+    spread: Callable[[Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """Return one projection of x's rows `(R, out)`, with its bias and LoRA.
+
+    `spread` makes sorted rows of x; `ids` `(R,)` are their experts.
+    """
+    name, weight, rows = call.names[which], call.weights[which], spread(x)
+    if weight is None:
+        plain = getattr(module, name).to(call.autocast or x.dtype)
+        y = _product(rows.to(plain.dtype), plain if module.is_transposed else plain.mT, offsets)
+    else:  # as in Linear4bit, whose product runs in autocast's dtype
+        rows = rows.to(call.autocast or weight.compute_dtype or x.dtype)
+        y = _packed_product(weight, rows, offsets, stored_transposed(module, weight), which == 0)
+    if module.has_bias:
+        y = y + getattr(module, f"{name}_bias").to(y.dtype).index_select(0, ids)
+    y = y.to(x.dtype)
+    for factors in call.lora[which]:
+        source = spread(cast(nn.Module, factors.dropout)(x)) if factors.drops else rows.to(x.dtype)
+        source, experts = source.to(call.autocast or factors.a.dtype), len(offsets) - 1
+        # Views, so that nothing but the parameters is saved: (E, in, r) and (E, r, out)
+        a = factors.a.view(experts, -1, factors.a.shape[-1]).mT
+        b = factors.b.view(factors.b.shape[0], -1, experts).permute(2, 1, 0)
+        y = y + _product(_product(source, a, offsets), b, offsets) * factors.scaling
+    return y
+
+
+def _product(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """Return x's sorted rows `(R, K)` times their expert's matrix of `(E, K, N)`, in x's dtype."""
+    return cast(Tensor, torch.ops.moe_qlora.experts_product(x, matrices, offsets))
+
+
+def _packed_product(
+    weight: PackedWeight | PackedOperand, x: Tensor, offsets: Tensor, transposed: bool, keeps: bool
+) -> Tensor:
+    """Return rows times packed matrices, `(E, in, out)` where transposed; no gradient for these.
+
+    `keeps`: whether a checkpoint that keeps tensors of the experts keeps the product.
+    """
+    if isinstance(weight, PackedWeight):
+        return cast(Tensor, _PackedProduct.apply(weight, transposed, keeps, offsets, x))
+    packed = weight.tensors, weight.numbers, weight.dtype
+    return cast(Tensor, torch.ops.moe_qlora.experts_projection(x, offsets, *packed, transposed))
+
+
+class _PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, projection: Projection, weight: PackedWeight, routing: Any, n: int, *flat: Any
+        ctx: Any, weight: PackedWeight, transposed: bool, keeps: bool, offsets: Tensor, x: Tensor
     ) -> Tensor:
-        ctx.projection, ctx.weight, ctx.n = projection, weight.again or weight, n
-        ctx.save_for_backward(*routing, *flat)
-        kept = None if projection.scatters else take()  # Backward needs no sum to tokens
-        if kept is not None:
+        # Codes in host memory, or gathered by ZeRO-3, are fetched again
+        ctx.weight, ctx.transposed = weight.again or weight, transposed
+        ctx.save_for_backward(offsets)
+        if keeps and (kept := take()) is not None:
             return kept[0]
-        out = projection.run(weight, _inputs(routing, n, flat))
-        if not projection.scatters:
+        out = multiply_codes(x, offsets, weight, transposed)
+        if keeps:
             keep([out])
         return out
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
-        saved = ctx.saved_tensors
-        inputs = _inputs(saved[:2], ctx.n, saved[2:])
-        needs = ctx.needs_input_grad[4:]
         weight = ctx.weight() if callable(ctx.weight) else ctx.weight
-        return (None,) * 4 + tuple(ctx.projection.run_backward(weight, inputs, grad, needs))
+        back = multiply_codes(grad, *ctx.saved_tensors, weight, not ctx.transposed)
+        return None, None, None, None, back
 
 
-def _inputs(routing: Any, n: int, flat: Any) -> Inputs:
-    x, scale, bias = flat[:3]
-    parts = [flat[3 + i * n : 3 + (i + 1) * n] for i in range(3)]
-    return Inputs(x, scale, bias, *routing, *parts)
+@torch.no_grad()
+def multiply_codes(x: Tensor, offsets: Tensor, weight: PackedWeight, transposed: bool) -> Tensor:
+    """Return x's sorted rows `(R, K)` times each expert's decoded matrix, in x's dtype."""
+    stored = weight.as_stored()
+
+    def decode(first: int, last: int) -> Tensor:
+        matrices = unpack_range(stored, first, last, dtype=x.dtype)
+        return matrices if transposed else matrices.mT
+
+    with no_autocast(x):
+        if runs_grouped(stored.shape, x, x.dtype):
+            return _grouped(x, decode(0, stored.shape[0]), offsets)
+        out = x.new_zeros(len(x), stored.shape[2 if transposed else 1])
+        for expert, low, high in _spans(x, offsets):
+            out[low:high] = x[low:high] @ decode(expert, expert + 1)[0]
+        return out
+
+
+def _spans(x: Tensor, offsets: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield each expert that has rows, the first one, and one past its last; waits for the device.
+
+    On meta the first expert has all rows, which is the most that one can have.
+    """
+    bounds = [0, len(x)] if offsets.is_meta else offsets.tolist()
+    for expert, (low, high) in enumerate(pairwise(bounds)):
+        if high > low:
+            yield expert, low, high
+
+
+def _grouped(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
+    """Return `(R, N)`: rows of x `(R, K)` times their expert's matrix `(K, N)`."""
+    features = matrices.shape[2]
+    if not has_grouped(x, x.dtype):
+        out = x.new_zeros(len(x), features)
+        for expert, low, high in _spans(x, offsets):
+            out[low:high] = x[low:high] @ matrices[expert].to(x.dtype)
+        return out
+    matrices = _padded(_padded(matrices.to(x.dtype), 1), 2)
+    matrices = matrices if 1 in matrices.stride()[1:] else matrices.contiguous()
+    x = _padded(x, 1)
+    if (kernels := _kernels(x)) is None:
+        return _by_torch(x, matrices, offsets)[:, :features]
+    grouped_mm, routing = kernels
+    tile = wide_tile(len(x), len(matrices), WIDE_TILE)
+    tiles = routing.tabulate(offsets, len(matrices), len(x), tile).tiles
+    cut = grouped_mm.default(tile, x.device)
+    y: Tensor = grouped_mm.launch(_aligned(x), matrices, offsets, tiles, tile, cut)
+    return y[:, :features]
+
+
+def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Return `(E, P, Q)`: a^T b over each expert's rows, of a `(R, P)` and b `(R, Q)`."""
+    if not has_grouped(a, a.dtype):
+        out = a.new_zeros(len(offsets) - 1, a.shape[1], b.shape[1])
+        for expert, low, high in _spans(a, offsets):
+            out[expert] = a[low:high].T @ b[low:high]
+        return out
+    (p, q), a, b = (a.shape[1], b.shape[1]), _padded(a, 1), _padded(b, 1)
+    if (kernels := _kernels(a)) is None:
+        return _by_torch(a.contiguous().T, b.contiguous(), offsets)[:, :p, :q]
+    found: Tensor = kernels[0].outer(_aligned(a), _aligned(b), offsets)
+    return found[:, :p, :q]
+
+
+def _padded(tensor: Tensor, dim: int) -> Tensor:
+    short = -tensor.shape[dim] % GROUP
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, short]) if short else tensor
+
+
+def _by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """torch's grouped matmul: of a's rows `(R, K)`, or of its columns `(P, R)`, before each end."""
+    ends = offsets[1:]
+    if a.is_meta and a.dtype != torch.bfloat16:  # which torch 2.13 computes, but not on meta
+        return a.new_empty(*([len(ends)] if b.ndim == 2 else []), a.shape[0], b.shape[-1])
+    return F.grouped_mm(a, b, offs=ends)
+
+
+def _kernels(x: Tensor) -> tuple[Any, Any] | None:
+    """Return the modules `grouped_mm` and `routing` where they multiply, None where torch does."""
+    if cards.multiplies_by_torch(x.device, x.dtype):
+        return None
+    from ..kernels import grouped_mm, routing
+    from ..kernels.lang import HAS_TRITON
+
+    return (grouped_mm, routing) if HAS_TRITON or x.is_meta else None
+
+
+def _aligned(x: Tensor) -> Tensor:
+    apart = x.stride(1) != 1 or x.stride(0) % GROUP or x.data_ptr() % 16
+    return x.clone(memory_format=torch.contiguous_format) if apart else x
+
+
+def register_products() -> None:
+    """Define the products as custom operators, which torch.compile does not look into."""
+    operator: Any = partial(torch.library.custom_op, mutates_args=())
+
+    # (R, K), (E, K, N), (E + 1,) -> (R, N)
+    @operator("moe_qlora::experts_product", schema="(Tensor x, Tensor m, Tensor offsets) -> Tensor")
+    def product(x: Tensor, m: Tensor, offsets: Tensor) -> Tensor:
+        with no_autocast(x):
+            return _grouped(x, m, offsets)
+
+    # (R, P), (R, Q), (E + 1,) -> (E, P, Q)
+    @operator("moe_qlora::experts_outer", schema="(Tensor a, Tensor b, Tensor offsets) -> Tensor")
+    def outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+        with no_autocast(a):
+            return _outer(a, b, offsets)
+
+    @operator(
+        "moe_qlora::experts_projection",
+        schema="(Tensor x, Tensor offsets, Tensor[] packed, int[] numbers, ScalarType dtype, "
+        "bool transposed) -> Tensor",
+    )
+    def projection(
+        x: Tensor, offsets: Tensor, packed: Any, numbers: Any, dtype: torch.dtype, transposed: bool
+    ) -> Tensor:
+        return multiply_codes(x, offsets, packed_weight(iter(packed), numbers, dtype), transposed)
+
+    def save(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @first_order
+    def product_backward(ctx: Any, grad: Tensor) -> Any:
+        x, m, offsets = ctx.saved_tensors
+        ops, needs = torch.ops.moe_qlora, ctx.needs_input_grad
+        back = ops.experts_product(grad, m.mT, offsets) if needs[0] else None
+        outer = ops.experts_outer(x, grad, offsets).to(m.dtype) if needs[1] else None
+        return back, outer, None
+
+    def save_projection(ctx: Any, inputs: Any, output: Tensor) -> None:
+        _, offsets, packed, *ctx.constants = inputs
+        ctx.save_for_backward(offsets, *packed)
+
+    @first_order
+    def projection_backward(ctx: Any, grad: Tensor) -> Any:
+        offsets, *packed = ctx.saved_tensors
+        *form, turned = ctx.constants
+        back = torch.ops.moe_qlora.experts_projection(grad, offsets, packed, *form, not turned)
+        return back, None, [None] * len(packed), None, None, None
+
+    product.register_fake(lambda x, m, offsets: x.new_empty(x.shape[0], m.shape[2]))
+    product.register_autograd(product_backward, setup_context=save)
+    outer.register_fake(lambda a, b, offsets: a.new_empty(len(offsets) - 1, a.shape[1], b.shape[1]))
+    projection.register_fake(
+        lambda x, _, __, numbers, ___, turned: x.new_empty(x.shape[0], numbers[-1 if turned else -2])
+    )
+    projection.register_autograd(projection_backward, setup_context=save_projection)

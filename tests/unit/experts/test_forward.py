@@ -390,8 +390,10 @@ def test_kept_bytes_follow_the_formula_and_do_not_depend_on_experts(lora, count,
         operands.set_lora_source(module, Provider(style))
     x, index, weights = routing(tokens=64)
     rows, b = 64 * K, 4
-    index_bytes = 3 * 8 * rows + 8 * (count + 1)
-    expected = rows * 2 * I * b + rows * I * b + rows * b + index_bytes
+    index_bytes = 5 * 8 * rows + 4 * (count + 1)
+    # pre-activations, activations, outputs to be weighted; with LoRA, inputs and inner products
+    each = 2 * I + I + H + 1 + (H + 2 * 9 if lora else 0)
+    expected = rows * each * b + index_bytes
     assert kept_bytes(module, x, index, weights) <= expected
 
 

@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from moe_qlora.experts import backend, fused, operators
 from moe_qlora.experts import forward as experts
+from moe_qlora.kernels import cards
+from moe_qlora.kernels.cards import Card, of_capability
 from moe_qlora.packing import parametrize
 from tests.helpers.lora_layer import INNER, E, H, K, add_lora, layer_gradients, packed_host
 
@@ -77,9 +79,9 @@ def test_operators_are_what_they_declare(case, fused, monkeypatch):
     checks = "test_schema", "test_autograd_registration", "test_faketensor"
     for operator, args in calls.made:
         torch.library.opcheck(operator, args, test_utils=checks)
-    name = "layer" if fused else "projection"
     names = {str(operator).removesuffix(".default") for operator, _ in calls.made}
-    assert names == {f"moe_qlora.experts_{name}", f"moe_qlora.experts_{name}_backward"}
+    wanted = ("layer", "layer_backward") if fused else ("projection", "product", "outer")
+    assert names == {f"moe_qlora.experts_{name}" for name in wanted}
 
 
 class Calls(TorchDispatchMode):
@@ -301,7 +303,7 @@ def test_factors_that_change_before_backward_are_an_error(case):
     factor = provider.leaves()[1]
     with torch.no_grad():
         factor.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 
 
@@ -377,7 +379,7 @@ def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
     asked = []
     monkeypatch.setattr(backend, "_kernels_run", {})
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (0, 0))
+    monkeypatch.setattr(cards, "actual", lambda device: Card("amd", (0, 0), 0))
     monkeypatch.setattr(table, "prepare", lambda device: None)
     monkeypatch.setattr(self_check, "layer_is_right", lambda device: asked.append(device) or right)
     with warnings.catch_warnings(record=True) as told:
@@ -386,30 +388,25 @@ def test_rocm_is_tried_and_said_to_be_untested(right, monkeypatch):
         assert backend.kernels_run(device) == right
     assert asked == [device]
     assert [("not tested on ROCm" in str(w.message)) for w in told] == [True] * right
-    grouped = backend._grouped.__wrapped__
-    assert grouped((E, 24, 16), 0, torch.bfloat16, ()) == right
-    template, values = backend._device_obstacle(device)
+    template, values = backend._device_obstacle(device, None)
     assert "cuda:0, or are not right there" in template.format(*values)
 
 
 def test_xpu_is_refused_for_its_launches():
-    template, values = backend._device_obstacle(torch.device("xpu", 1))
+    template, values = backend._device_obstacle(torch.device("xpu", 1), None)
     assert "launched by CUDA or ROCm, not xpu:1 (XPU is not tested)" in template.format(*values)
     assert not backend.kernels_run(torch.device("xpu", 1))
 
 
 def test_which_projections_run_grouped():
-    x = torch.empty(4, 16)
-    bf16 = torch.bfloat16
-    assert not backend.runs_grouped((E, 24, 16), x, bf16, ())  # no GPU
-    capable = pytest.MonkeyPatch()
-    with capable.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        grouped = backend._grouped.__wrapped__
-        assert grouped((E, 24, 16), 0, bf16, (torch.float32, bf16))
-        assert not grouped((E, 24, 12), 0, bf16, ())
-        assert not grouped((E, 24, 16), 0, torch.float32, ())
-        assert not grouped((E, 24, 16), 0, bf16, (torch.float64,))
-        assert not grouped((2**11, 2**10, 2**10), 0, bf16, ())
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-        assert not grouped((E, 24, 16), 0, bf16, ())
+    x, bf16, (card, old) = torch.empty(4, 16), torch.bfloat16, ((8, 0), (7, 5))
+    ask, card, old = backend.runs_grouped, of_capability(card), of_capability(old)
+    assert ask((E, 24, 16), x, bf16, card)
+    assert not ask((E, 24, 16), x, bf16)  # no GPU
+    assert not ask((E, 24, 16), x, bf16, old)
+    assert not ask((E, 24, 16), x[:0], bf16, card)
+    assert not ask((E, 24, 12), x, bf16, card)
+    assert not ask((E, 24, 16), x, torch.float32, card)
+    assert not ask((2**11, 2**10, 2**10), x, bf16, card)
+    assert backend.has_grouped(x, torch.float32, card)
+    assert not backend.has_grouped(x, torch.float64, card)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_qlora.experts import backend, self_check
-from moe_qlora.kernels import moe_layer, table
+from moe_qlora.kernels import cards, moe_layer, table
 from moe_qlora.versions import OPTIONAL
 
 CPU = torch.device("cpu")
@@ -42,6 +42,7 @@ def test_only_what_no_test_has_seen_is_checked(capability, triton, untested, mon
     monkeypatch.setattr(backend, "_kernels_run", {})
     monkeypatch.setattr(backend, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(cards, "actual", lambda device: cards.of_capability(capability))
     monkeypatch.setattr(self_check, "installed_version", lambda name: triton)
     monkeypatch.setattr(self_check, "_is_right", lambda *_: checked.append(1) or 1 / 0)
     monkeypatch.setattr(table, "prepare", lambda device: None)
@@ -49,7 +50,7 @@ def test_only_what_no_test_has_seen_is_checked(capability, triton, untested, mon
     if untested:
         with pytest.warns(UserWarning, match=r"do not run \(ZeroDivisionError\)"):
             assert not backend.kernels_run(device)
-        template, values = backend._device_obstacle(device)
+        template, values = backend._device_obstacle(device, None)
         assert "cuda:0, or are not right there" in template.format(*values)
     assert backend.kernels_run(device) is not untested
     assert len(checked) == untested

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_qlora.errors import ConfigError
-from moe_qlora.experts.projection import Projection
+from moe_qlora.experts import projection
 from moe_qlora.memory.choice import LEVELS, Ladder
 from moe_qlora.speed import fit as fit_module
 from moe_qlora.speed.fitted import fitted as fitted_layer
@@ -196,11 +196,12 @@ class _Attentions(TorchDispatchMode):
 def runs(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
     """How often layers computed norms, attention, and the experts' two projections in a step."""
     counted = Counter[Any]()
-    run = Projection.run
+    multiply = projection.multiply_codes
 
-    def count(self: Projection, *args: Any) -> Any:
-        counted["second" if self.scatters else "first"] += 1
-        return run(self, *args)
+    def count(x: torch.Tensor, offsets: Any, weight: Any, transposed: bool) -> Any:
+        if not transposed:  # as backward has them
+            counted["first" if x.shape[-1] == model.config.hidden_size else "second"] += 1
+        return multiply(x, offsets, weight, transposed)
 
     layers = model.get_base_model().model.layers
     hooks = [
@@ -208,7 +209,7 @@ def runs(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tupl
         for layer in layers
     ]
     with monkeypatch.context() as patched, _Attentions() as attentions:
-        patched.setattr(Projection, "run", count)
+        patched.setattr(projection, "multiply_codes", count)
         model(input_ids=ids, labels=ids).loss.backward()
     for hook in hooks:
         hook.remove()
