@@ -7,10 +7,8 @@ first: its docstring draws the path of a call, in this order.
     forward.py      `activate`, and the forward that transformers then calls; `dequantize`
     backend.py      `choose_backend`: which backend computes a call, and why; the module's gate
     operands.py     packed weights as operands of eager calls and compiled graphs; LoRA factors
-    fused.py        a whole module as one operation, by kernels/moe_layer.py
-    projection.py   one projection as one operation, by kernels/projection.py; second derivatives
-                    are refused
-    operators.py    both as custom operators, for torch.compile
+    fused.py        a whole module as one operation, by kernels/moe_layer.py, eager and compiled
+    projection.py   projection by projection in plain autograd, for all other calls
     forward_override.py
                     which forward runs where other code, such as Liger, has replaced it
     checks.py       checks before a packed model runs

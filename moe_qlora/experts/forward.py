@@ -55,7 +55,6 @@ from .backend import (
     read_call,
 )
 from .kept import in_experts
-from .operators import register_operators
 
 IMPLEMENTATION = "moe_qlora"
 
@@ -93,7 +92,7 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
             continue
         served.append(module)
     if served and IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
-        register_operators()
+        fused.register_operators()
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     for module in model.modules():
         config = getattr(module, "config", None)

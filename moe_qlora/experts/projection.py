@@ -222,13 +222,13 @@ def _grouped(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     matrices = matrices if 1 in matrices.stride()[1:] else matrices.contiguous()
     x = _padded(x, 1)
     if (kernels := _kernels(x)) is None:
-        return _by_torch(x, matrices, offsets)[:, :features]
+        return _by_torch(x, matrices, offsets)[:, :features].contiguous()
     grouped_mm, routing = kernels
     tile = wide_tile(len(x), len(matrices), WIDE_TILE)
     tiles = routing.tabulate(offsets, len(matrices), len(x), tile).tiles
     cut = grouped_mm.default(tile, x.device)
     y: Tensor = grouped_mm.launch(_aligned(x), matrices, offsets, tiles, tile, cut)
-    return y[:, :features]
+    return y[:, :features].contiguous()
 
 
 def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -240,9 +240,9 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return out
     (p, q), a, b = (a.shape[1], b.shape[1]), _padded(a, 1), _padded(b, 1)
     if (kernels := _kernels(a)) is None:
-        return _by_torch(a.contiguous().T, b.contiguous(), offsets)[:, :p, :q]
+        return _by_torch(a.contiguous().T, b.contiguous(), offsets)[:, :p, :q].contiguous()
     found: Tensor = kernels[0].outer(_aligned(a), _aligned(b), offsets)
-    return found[:, :p, :q]
+    return found[:, :p, :q].contiguous()
 
 
 def _padded(tensor: Tensor, dim: int) -> Tensor:
@@ -325,6 +325,8 @@ def register_products() -> None:
     product.register_autograd(product_backward, setup_context=save)
     outer.register_fake(lambda a, b, offsets: a.new_empty(len(offsets) - 1, a.shape[1], b.shape[1]))
     projection.register_fake(
-        lambda x, _, __, numbers, ___, turned: x.new_empty(x.shape[0], numbers[-1 if turned else -2])
+        lambda x, _, __, numbers, ___, turned: x.new_empty(
+            x.shape[0], numbers[-1 if turned else -2]
+        )
     )
     projection.register_autograd(projection_backward, setup_context=save_projection)

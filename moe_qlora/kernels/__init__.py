@@ -19,8 +19,6 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     launch.py               launches kernels with little of the host's time; nothing on meta
     lang.py                 Triton, or what stands for it where it is not installed
 
-A kernel is one of these files with a `KERNEL` record, and its row in `table.py`.
-`projection.py` computes a single projection, by grouped matmuls or, on any device, expert by
-expert, which is the reference for all others. `weights.py` defines the packed weight, `limits.py`
-the numbers and size rules that decide between all of these.
+A kernel is one of these files with a `KERNEL` record, and its row in `table.py`. `weights.py`
+defines the packed weight, `limits.py` the numbers and size rules that decide between all of these.
 """

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.experts import projection
 from moe_qlora.experts.backend import runs_grouped
-from moe_qlora.experts.operators import register_operators
+from moe_qlora.experts.fused import register_operators
 from moe_qlora.packing import codec
 from moe_qlora.packing.codec import pack
 from moe_qlora.packing.settings import CodecSettings

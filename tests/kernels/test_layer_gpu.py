@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_qlora.experts import backend, operands, operators
+from moe_qlora.experts import backend, fused, operands
 from moe_qlora.experts.backend import plain_gate
 from moe_qlora.packing import codec
 from moe_qlora.packing.settings import CodecSettings
@@ -263,8 +263,8 @@ def test_compiles_whole(tests, style, monkeypatch):
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     calls = []
-    real = operators.make_layer
-    monkeypatch.setattr(operators, "make_layer", lambda *a: calls.append(1) or real(*a))
+    real = fused.make_layer
+    monkeypatch.setattr(fused, "make_layer", lambda *a: calls.append(1) or real(*a))
     for mine, other in zip(gradients(module, provider, *parts, call=compiled), plain, strict=True):
         assert torch.equal(mine, other)
     assert calls

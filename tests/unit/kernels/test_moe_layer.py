@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_qlora.experts import operators
+from moe_qlora.experts import fused
 from moe_qlora.packing import codec
 
 triton = pytest.importorskip("triton")
@@ -243,10 +243,10 @@ def test_the_compiler_is_told_the_right_shapes(tokens, transposed):
         case.transposed,
     )  # fmt: skip
     arguments = x, weights, index, [], lora, packed, *constants
-    real, promised = operators._layer_forward(*arguments), operators._layer_forward_fake(*arguments)
+    real, promised = fused._layer_forward(*arguments), fused._layer_forward_fake(*arguments)
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
     later = x, x, weights, [], lora, packed, real[1:], True, *constants
-    real, promised = operators._layer_backward(*later), operators._layer_backward_fake(*later)
+    real, promised = fused._layer_backward(*later), fused._layer_backward_fake(*later)
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
 
 

@@ -82,7 +82,8 @@ def test_projections_allocate_on_meta_what_they_allocate_elsewhere(host, card, m
     grouped = card.capability >= (8, 0)
     monkeypatch.setattr(backend, "fused_obstacle", lambda module, call: ("by projection", ()))
     planned = on_meta(host, 40, card)
-    monkeypatch.setattr("moe_qlora.experts.projection.runs_grouped", lambda *args: grouped)
+    for name in ("runs_grouped", "has_grouped"):
+        monkeypatch.setattr(f"moe_qlora.experts.projection.{name}", lambda *args: grouped)
     real = allocations(activated(host, "cpu"), 40, "cpu")
     assert planned[0] == real[0]
     assert planned == pytest.approx(real, rel=0.02)

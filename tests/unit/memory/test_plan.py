@@ -15,7 +15,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
-from moe_qlora.experts import backend
 from moe_qlora.kernels import limits
 from moe_qlora.kernels.cards import PORTABLE, of_capability
 from moe_qlora.memory import budget, devices, meta_ops, meta_step
@@ -200,24 +199,6 @@ def test_a_card_that_is_named_computes_as_it_does(no_levels):
     # An eighth of the device's memory bounds a buffer, and weights then go in slices.
     small = plan(gpus="4GiB").peak.parts["decode scratch"]
     assert 0 < small <= 2 * (4 * GIB // limits.WORKSPACE_PART) and small < DEQUANTIZED
-
-
-def test_a_peak_without_checkpointing_that_was_measured_on_an_h200(monkeypatch):
-    """Of a model on meta, by projections one by one, as before whole layers had kernels.
-
-    Experts alone are packed, adapters are bfloat16: tools/bench/results/model.csv.
-    """
-    monkeypatch.setattr(backend, "fused_obstacle", lambda module, call: ("as then", ()))
-    with torch.device("meta"):
-        model = model_class("qwen3_moe")._from_config(qwen3_30b(), dtype=torch.bfloat16)
-    skips = [r"model.layers.\d+.self_attn", "lm_head"]
-    quantization = BitsAndBytesConfig(**PACKINGS["nf4 double"], llm_int8_skip_modules=skips)
-    asked = {"targets": "attention,experts", "checkpointing": False}
-    made = moe_qlora.plan(model, quantization, adapter_dtype="bfloat16", **asked)
-    assert made.trained_weights == 642514944
-    assert made.resident == pytest.approx(18.0411e9, rel=1e-3)
-    assert made.peak.nbytes == pytest.approx(48.9848e9, rel=0.01)
-    assert made.peak.moment == "backward of lm_head"
 
 
 LIGER = (  # layers=48 or 32, lora=experts,attention, with=liger,graphs,adamw_fused: model.csv

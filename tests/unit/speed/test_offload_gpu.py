@@ -18,7 +18,7 @@ from training import NF4
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.experts import fused, operators
+from moe_qlora.experts import fused
 from moe_qlora.packing import parametrize
 from moe_qlora.speed.offload import Offload
 from moe_qlora.speed.slots import CudaCopier
@@ -81,9 +81,8 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param == "copies":
         monkeypatch.setattr(CudaCopier, "copy", copied)
     if request.param == "kernels":
-        for module in (fused, operators):
-            for name in ("make_layer", "layer_backward"):
-                monkeypatch.setattr(module, name, late(getattr(module, name)))
+        for name in ("make_layer", "layer_backward"):
+            monkeypatch.setattr(fused, name, late(getattr(fused, name)))
 
 
 slowed = pytest.mark.parametrize("slow", ["nothing", "copies", "kernels"], indirect=True)
