@@ -138,11 +138,6 @@ def takes_ptx(device: torch.device) -> bool:
     return actual(device).maker in ("nvidia", "")
 
 
-def allows_hopper() -> bool:
-    """Whether the kernels for Hopper may be chosen, where they run."""
-    return _acting is None or _acting.capability == HOPPER
-
-
 def multiplies_by_torch(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch's grouped matmul computes a product there, else `grouped_mm.py`."""
     if device.type == "cpu" or dtype not in HALVES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,17 +13,15 @@ from fused_layer import CASES, SILU, Case, check_layer, close, stack_of  # noqa:
 
 from moe_qlora.kernels import (  # noqa: E402
     cards,
-    expert_mm,
     grouped_mm,
     limits,
-    moe_layer,
     quantized_mm,
     quantized_mm_hopper,
     quantized_mm_rs,
     table,
-    workspace,
 )
 from moe_qlora.kernels import routing as routing_  # noqa: E402
+from moe_qlora.kernels.expert_mm import Kernel, Matmul  # noqa: E402
 from moe_qlora.kernels.factors import Factors  # noqa: E402
 from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
@@ -36,37 +35,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 RS, HOPPER = (module.KERNEL for module in (quantized_mm_rs, quantized_mm_hopper))
 
 
-@pytest.mark.parametrize(
-    ("name", "cap"),
-    [
-        *((name, None) for name in CASES if name.startswith("few")),
-        *((name, 1) for name in ("few", "few-transposed", "few-mxfp4")),
-    ],
-)
-def test_the_quantized_matmul_fetches_rows_itself(name, cap, monkeypatch):
-    """As on Hopper: nobody copies the tokens' rows in order."""
-    fetched = []
-
-    def launch(x, matmul, absmax, routing, span, products=None):
-        fetched.append(products is not None)
-        return quantized_mm.launch(x, matmul, absmax, routing, span, products)
-
-    fetches = replace(quantized_mm.KERNEL, gathers=True, launch=launch)
-    monkeypatch.setattr(table, "KERNELS", [fetches])
-    real = moe_layer._permute
-
-    def permute(routing, x, *others):
-        rows = real(routing, x, *others)
-        assert rows is x, "copied"
-        return rows
-
-    monkeypatch.setattr(moe_layer, "_permute", permute)
-    workspace.set_workspace_cap(cap)
-    try:
-        check_layer(CASES[name])
-    finally:
-        workspace.set_workspace_cap(None)
-    assert any(fetched) and not all(fetched)  # the down projection's rows are in order
+HOPPER_CARD = cards.Card("nvidia", cards.HOPPER, 227 << 10)
 
 
 @pytest.mark.parametrize(
@@ -82,21 +51,21 @@ def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
 
     def launch(x, matmul, absmax, routing, span, products=None):
         columns = matmul.packed.spec.shape[2]
-        assert matmul.problem.by_rows and x.shape[1] in (columns, columns + 16)
+        assert matmul.by_rows and x.shape[1] in (columns, columns + 16)
         restored.append(columns)
         tile = matmul.tile
         other = matmul._replace(cut=quantized_mm.Config(64, 128, 2, 4, False), tile=tile)
-        x = quantized_mm.restore(x, columns, quantized_mm_rs.ORDER)
+        x = quantized_mm.restore(x, columns)
         return quantized_mm.launch(x, other, absmax, routing, span, products)
 
-    def supports(problem):
-        return RS.supports(problem._replace(dtype=torch.bfloat16))
+    def supports(matmul):
+        return RS.supports(matmul._replace(dtype=torch.bfloat16))
 
     stand_in = replace(
-        RS, supports=supports, launch=launch, reorder=reordered, tried=lambda spec: None
+        RS, supports=supports, launch=launch, reorder=reordered, hopper=False, tried=lambda _: None
     )
     monkeypatch.setattr(table, "KERNELS", [stand_in, *table.KERNELS])
-    monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (1, 1024))
+    monkeypatch.setattr(quantized_mm_rs, "ROWS_IN_REGISTERS", (1, 1024))
     check_layer(case)
     assert restored == ([] if transposed else [512, 512])
 
@@ -116,15 +85,15 @@ def test_reordered_columns_and_back():
     ours = quantized_mm_rs.reorder(x)
     assert torch.equal(ours, reordered(x))
     tail = torch.randn(37, 16).bfloat16()
-    back = quantized_mm.restore(torch.cat([ours, tail], 1), 512, quantized_mm_rs.ORDER)
+    back = quantized_mm.restore(torch.cat([ours, tail], 1), 512)
     assert torch.equal(back, torch.cat([x, tail], 1))
 
 
 def test_which_matmuls_hold_weights_in_registers(monkeypatch):
     """Out alone, of as many rows an expert as suit, in whole groups of 256 columns."""
-    monkeypatch.setattr(table, "validated", {(RS.name, "nf4", -1): True})
-    monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (128, 200))
-    bf16 = torch.bfloat16
+    known = {(HOPPER.name, kind, -1): False for kind in ("nf4", "mxfp4")}
+    monkeypatch.setattr(table, "validated", known | {(RS.name, "nf4", -1): True})
+    monkeypatch.setattr(quantized_mm_rs, "ROWS_IN_REGISTERS", (128, 200))
     for columns, kind, many, by_rows, taken in [
         (512, ("nf4", True), 130, True, True),
         (512, ("fp4", False), 130, True, True),
@@ -137,18 +106,18 @@ def test_which_matmuls_hold_weights_in_registers(monkeypatch):
         (512, ("mxfp4", False), 130, True, False),
     ]:
         packed = stack_of((2, 128, columns), *kind)
-        count = 2 * many
-        matmul = table.choose(packed, count, bf16, by_rows=by_rows)
+        asked = Matmul(packed, torch.bfloat16, 2 * many, by_rows)
+        with cards.acting_as(HOPPER_CARD):
+            matmul = table.choose(asked)
+            backward = table.choose(asked._replace(backward=True))
+            held = table.choose(asked._replace(held=True))
         assert (matmul.kernel is RS) == taken, (columns, kind, many, by_rows)
         assert matmul.tile == (limits.WIDEST_TILE if taken else limits.WIDE_TILE)
-        assert (matmul.kernel.order is not None) == taken
-        routing = routing_.route(torch.arange(count)[:, None] % 2, 2)
+        routing = routing_.route(torch.arange(2 * many)[:, None] % 2, 2)
         assert routing.table(matmul.tile) is (routing.widest if taken else routing.wide)
-        backward = table.choose(packed, count, bf16, by_rows=by_rows, backward=True)
         assert backward.kernel is not RS
-        held = table.choose(packed, count, bf16, by_rows=by_rows, held=True)
         assert not held.kernel.on_codes
-    assert not table.choose(packed, 4 * 10**6, bf16, by_rows=True).kernel.on_codes
+    assert not table.choose(asked._replace(rows=4 * 10**6, by_rows=True)).kernel.on_codes
 
 
 @pytest.mark.parametrize(
@@ -158,15 +127,17 @@ def test_which_matmuls_hold_weights_in_registers(monkeypatch):
 )  # fmt: skip
 def test_which_matmuls_hopper_takes(each, reused, taken, monkeypatch):
     """In whole tiles, up to fewer rows where a dequantized weight would serve two products."""
-    monkeypatch.setattr(table, "validated", {(HOPPER.name, "nf4", -1): True})
+    known = {(HOPPER.name, "nf4", -1): True, (RS.name, "nf4", -1): False}
+    monkeypatch.setattr(table, "validated", known)
     packed = stack_of((4, 128, 320), "nf4", True)
     for by_rows in (True, False):
-        matmul = table.choose(packed, 4 * each, torch.bfloat16, by_rows=by_rows, reused=reused)
+        asked = Matmul(packed, torch.bfloat16, 4 * each, by_rows, reused=reused)
+        with cards.acting_as(HOPPER_CARD):
+            matmul = table.choose(asked)
         assert (matmul.kernel is HOPPER) == taken
         assert not taken or matmul.tile == limits.WIDE_TILE
-    with cards.acting_as(cards.PORTABLE):
-        matmul = table.choose(packed, 4 * each, torch.bfloat16, by_rows=True, reused=reused)
-        assert matmul.kernel is not HOPPER
+        with cards.acting_as(cards.PORTABLE):
+            assert table.choose(asked).kernel is not HOPPER
 
 
 @pytest.mark.parametrize(
@@ -197,21 +168,17 @@ def test_each_card_tries_the_kernels_that_it_may_have(monkeypatch, card, asked):
         ((8, 0), torch.bfloat16, grouped_mm.KERNEL),
         (cards.HOPPER, torch.bfloat16, grouped_mm.BY_TORCH),
         (cards.HOPPER, torch.float16, grouped_mm.KERNEL),
-        ((10, 0), torch.bfloat16, grouped_mm.ON_BLACKWELL),
+        ((10, 0), torch.bfloat16, grouped_mm.BY_TORCH),
         ((10, 0), torch.float16, grouped_mm.KERNEL),
         ((12, 0), torch.bfloat16, grouped_mm.KERNEL),
     ],
 )
 def test_who_multiplies_many_rows(monkeypatch, capability, dtype, wanted):
-    """Rows are copied for torch's on Blackwell alone."""
     card = cards.of_capability(capability)
     monkeypatch.setattr(cards, "actual", lambda device: card)
-    spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
-    problem = expert_mm.Problem(spec, dtype, 1 << 20, by_rows=False, backward=True, held=True)
-    kernels = (kernel for kernel in table.KERNELS if not kernel.on_codes)
-    chosen = next(kernel for kernel in kernels if kernel.supports(problem))
-    assert chosen is wanted
-    assert chosen.gathers == (wanted is not grouped_mm.ON_BLACKWELL)
+    packed = SimpleNamespace(spec=WeightSpec((2, 192, 512), "nf4", 64, 0, 0))
+    matmul = Matmul(packed, dtype, 1 << 20, by_rows=False, backward=True, held=True)
+    assert table.choose(matmul).kernel is wanted
 
 
 def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
@@ -255,8 +222,8 @@ def test_what_does_not_compile_is_multiplied_in_order(kernel, gathers, monkeypat
     """The portable kernel takes over a product, whatever the order of its rows' columns is."""
     known = {(kernel.name, "nf4", -1): True}
     monkeypatch.setattr(quantized_mm, "validated", known)
-    for module in (quantized_mm_rs, quantized_mm_hopper):
-        monkeypatch.setattr(module, "_launch", refused)
+    monkeypatch.setattr(quantized_mm_hopper, "run_kernel", refused)
+    monkeypatch.setattr(quantized_mm_hopper, "table_asm", lambda kind, dtype: "")  # not of fp32
     order = reordered if kernel is RS else torch.clone
     packed = stack_of((3, 72, 512), "nf4", False)
     index = torch.randint(4, (90, 2))  # of which 3 is held elsewhere
@@ -278,10 +245,9 @@ def test_what_does_not_compile_is_multiplied_in_order(kernel, gathers, monkeypat
 
 def matmul_of(kernel, packed, rows, factor=None):
     """A matmul by this kernel, whatever the table says."""
-    problem = expert_mm.Problem(packed.spec, torch.bfloat16, rows, True)
     factors = None if factor is None else Factors(torch.empty(0, factor.shape[2]), factor, 1.0)
-    tile = kernel.tile(problem)
-    return expert_mm.ExpertMatmul(packed, factors, problem, kernel, tile, None)
+    matmul = Matmul(packed, torch.bfloat16, rows, True, factors=factors, kernel=kernel)
+    return matmul._replace(tile=kernel.tile(matmul))
 
 
 @pytest.mark.parametrize("blocksize", [32, 64])
@@ -297,13 +263,13 @@ def test_what_is_given_up_is_that_kernel_alone(monkeypatch, blocksize):
         matmul = matmul_of(kernel, packed, 80)
         with pytest.warns(UserWarning, match="does not compile"):
             quantized_mm.fall_back(
-                RuntimeError(), "x", torch.randn(80, 512), matmul, packed.absmax, routing, (0, 64)
+                RuntimeError(), torch.randn(80, 512), matmul, packed.absmax, routing, (0, 64)
             )
         kind = "mxfp4" if kernel is HOPPER and blocksize == 32 else "nf4"
         assert {key for key, works in known.items() if not works} == {(kernel.name, kind, -1)}
 
 
-def refused(*_):
+def refused(*_, **__):
     raise RuntimeError("refused")
 
 
@@ -313,22 +279,30 @@ def test_a_kernel_is_a_file_and_a_row(monkeypatch):
 
     def prepare(matmul, routing, span, name):
         weight = codec.unpack(matmul.packed)
-        return weight if matmul.problem.by_rows else weight.transpose(1, 2)
+        return weight if matmul.by_rows else weight.transpose(1, 2)
 
     def launch(x, matmul, weight, routing, span, products=None):
         """Expert by expert, in plain torch: rows after the last expert's are left as zeros."""
-        seen.append((matmul.problem.backward, span))
+        seen.append((matmul.backward, span))
         part, y = slice(*span), x.new_zeros(routing.count, span[1] - span[0])
-        offsets, inner = routing.expert_offsets.tolist(), matmul.problem.inner
+        offsets, inner = routing.expert_offsets.tolist(), matmul.inner
         for e in range(routing.experts):
             rows = slice(offsets[e], offsets[e + 1])
-            y[rows] = x[rows, :inner] @ weight[e, part].t()
+            read, tail = x[rows, :inner], x[rows, inner:]
+            if products is not None:
+                read = x[routing.order[rows].long() // routing.top_k]
+                tail = products.view(routing.count, -1)[rows]
+            y[rows] = read @ weight[e, part].t()
             if matmul.factor is not None:
-                y[rows] += x[rows, inner:] @ matmul.factor[e, part].t()
+                y[rows] += tail @ matmul.factor[e, part].t()
         return y
 
-    toy = expert_mm.Kernel(
-        "toy", lambda problem: problem.rows <= 200, lambda problem: problem.tile, prepare, launch
+    toy = Kernel(
+        "toy",
+        lambda matmul: matmul.rows <= 200,
+        lambda matmul: limits.tile_rows(matmul.rows, matmul.experts),
+        prepare,
+        launch,
     )
     monkeypatch.setattr(table, "KERNELS", [toy, *table.KERNELS])
     check_layer(CASES["few-transposed"])
@@ -336,5 +310,5 @@ def test_a_kernel_is_a_file_and_a_row(monkeypatch):
     seen.clear()
     check_layer(CASES["gelu"])
     assert [span for _, span in seen] == [(0, 80), (0, 72), (0, 40), (0, 72)]
-    many = table.choose(stack_of((1, 64, 64), "nf4", True), 201, torch.float32, by_rows=True)
-    assert many.kernel is quantized_mm.KERNEL
+    many = Matmul(stack_of((1, 64, 64), "nf4", True), torch.float32, 201, by_rows=True)
+    assert table.choose(many).kernel is quantized_mm.KERNEL
