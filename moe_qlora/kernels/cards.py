@@ -85,7 +85,7 @@ def of_capability(capability: tuple[int, int]) -> Card:
 def planned_for(card: Card) -> Iterator[None]:
     """Choose kernels for tensors on meta as for this card, in this thread, as long as this lasts.
 
-    Launches on meta compute nothing (`launch.py`), so that a layer's allocations can be counted.
+    Launches on meta compute nothing (`lang.py`), so that a layer's allocations can be counted.
     """
     token = _planned.set(card)
     try:

@@ -36,8 +36,8 @@ from .limits import WIDE_TILE, cdiv, row_stride, wide_tile
 from .routing import Routing
 from .weights import PackedWeight
 
-BLOCK, UNROLL, WARPS = 256, 1, 4
-"""Groups of 8 weights that a program decodes at a time, how often, and its warps."""
+BLOCK = 256
+"""Groups of 8 weights that a program decodes."""
 
 
 @triton.jit
@@ -63,57 +63,54 @@ def _copy_factor(out, source, stride_r, stride_c, out_stride, first, total, WIDT
 
 # A copied factor is read in any strides; specializing on the other sizes gains nothing.
 @triton.jit(
-    do_not_specialize=["first_expert", "first_row", "first_col", "right_se", "right_sr", "right_sc",
-                       "below_se", "below_sr", "below_sc"]
+    do_not_specialize=["first_row", "first_col", "right_se", "right_sr", "right_sc", "below_se",
+                       "below_sr", "below_sc"]
 )  # fmt: skip
 def _decode_kernel(
     out, words, absmax, table, table2, absmax2, offset, expert_offsets, right, below,
-    first_expert, first_row, first_col,
-    right_se, right_sr, right_sc, below_se, below_sr, below_sc,
+    first_row, first_col, right_se, right_sr, right_sc, below_se, below_sr, below_sc,
     ROWS: tl.constexpr, COLS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr,
     RANK_R: tl.constexpr, RANK_B: tl.constexpr, STRIDE: tl.constexpr,
     BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr, SKIP: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One expert's matrix (program 1) in pieces of BLOCK x UNROLL groups of 8 weights (program 0).
+    """One expert's matrix (program 1) in pieces of BLOCK groups of 8 weights (program 0).
 
-    out: (E', ROWS + RANK_B, COLS + RANK_R), rows STRIDE apart, of weights (E, ALL_ROWS, ALL_COLS);
+    out: (E, ROWS + RANK_B, COLS + RANK_R), rows STRIDE apart, of weights (E, ALL_ROWS, ALL_COLS);
     right: (E, ROWS, RANK_R); below: (E, RANK_B, COLS).
     """
     GROUPS: tl.constexpr = ROWS * COLS // 8
-    PIECES: tl.constexpr = (GROUPS + BLOCK * UNROLL - 1) // (BLOCK * UNROLL)
+    PIECES: tl.constexpr = (GROUPS + BLOCK - 1) // BLOCK
     piece = tl.program_id(0)
-    local = tl.program_id(1)
-    expert = first_expert + local
+    expert = tl.program_id(1)
     if SKIP:
         if tl.load(expert_offsets + expert) == tl.load(expert_offsets + expert + 1):
             return
     expert = expert.to(tl.int64)
-    out += local.to(tl.int64) * ((ROWS + RANK_B) * STRIDE)
+    out += expert * ((ROWS + RANK_B) * STRIDE)
     if piece < PIECES:
         eighth = tl.arange(0, 8)
-        for i in tl.static_range(UNROLL):
-            group = (piece * UNROLL + i) * BLOCK + tl.arange(0, BLOCK)
-            live = group < GROUPS
-            row = group // (COLS // 8)
-            whole_row = first_row + row
-            at = expert * (ALL_ROWS * ALL_COLS // 8) + whole_row * (ALL_COLS // 8)
-            at += first_col // 8 + group % (COLS // 8)
-            if INT8:
-                place = (at * 8)[:, None] + eighth[None, :]
-                value = tl.load(words + place, mask=live[:, None], other=0).to(tl.float32)
-                scale = tl.load(absmax + expert * ALL_ROWS + whole_row, mask=live, other=0.0)
-                value = value * scale[:, None] * 7.874015718698502e-3
-            else:
-                word = tl.load(words + at, mask=live, other=0)
-                block = at // (BLOCKSIZE // 8)
-                scale = block_absmax(absmax, table2, absmax2, offset, block, live, NESTED)
-                # The first weight of a byte is its high half.
-                nibble = (word[:, None] >> ((eighth ^ 1) * 4)[None, :]) & 15
-                value = tl.load(table + nibble) * scale[:, None]
-            to = group * 8 + row * (STRIDE - COLS)
-            spots = out + to[:, None] + eighth[None, :]
-            tl.store(spots, value.to(out.dtype.element_ty), mask=live[:, None])
+        group = piece * BLOCK + tl.arange(0, BLOCK)
+        live = group < GROUPS
+        row = group // (COLS // 8)
+        whole_row = first_row + row
+        at = expert * (ALL_ROWS * ALL_COLS // 8) + whole_row * (ALL_COLS // 8)
+        at += first_col // 8 + group % (COLS // 8)
+        if INT8:
+            place = (at * 8)[:, None] + eighth[None, :]
+            value = tl.load(words + place, mask=live[:, None], other=0).to(tl.float32)
+            scale = tl.load(absmax + expert * ALL_ROWS + whole_row, mask=live, other=0.0)
+            value = value * scale[:, None] * 7.874015718698502e-3
+        else:
+            word = tl.load(words + at, mask=live, other=0)
+            block = at // (BLOCKSIZE // 8)
+            scale = block_absmax(absmax, table2, absmax2, offset, block, live, NESTED)
+            # The first weight of a byte is its high half.
+            nibble = (word[:, None] >> ((eighth ^ 1) * 4)[None, :]) & 15
+            value = tl.load(table + nibble) * scale[:, None]
+        to = group * 8 + row * (STRIDE - COLS)
+        spots = out + to[:, None] + eighth[None, :]
+        tl.store(spots, value.to(out.dtype.element_ty), mask=live[:, None])
     else:
         first = (piece - PIECES) * (BLOCK * 8)
         if RANK_R > 0:
@@ -131,16 +128,17 @@ def _decode_kernel(
 
 
 def decode(
-    packed: PackedWeight, out: Tensor, *, first: int = 0, corner: tuple[int, int] = (0, 0),
+    packed: PackedWeight, out: Tensor, *, corner: tuple[int, int] = (0, 0),
     expert_offsets: Tensor | None = None, right: Tensor | None = None, below: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Decode experts [first, first + len(out)), or a part of each, into `out`.
+    """Decode a weight, or a part of each expert's matrix, into `out`.
 
-    `packed.dequantizes()` is true, and its tensors start at multiples of 16 bytes. `out` is `(E',
-    rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows and cols are the
-    weight's, or fewer, from `corner` on, whose column is a multiple of 8. `expert_offsets` `(E +
-    1,)` leave out experts without rows; None decodes all. `right` `(E, rows, r_r)` and `below` `(E,
-    r_b, cols)`, of any strides, are written to the right of each matrix and below it.
+    Rows and blocks are whole groups of 8 weights, and the packed tensors start at multiples of 16
+    bytes. `out` is `(E, rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart;
+    rows and cols are the weight's, or fewer, from `corner` on, whose column is a multiple of 8.
+    `expert_offsets` `(E + 1,)` leave out experts without rows; None decodes all. `right` `(E, rows,
+    r_r)` and `below` `(E, r_b, cols)`, of any strides, are written to the right of each matrix and
+    below it.
     """
     assert out.stride(0) == out.shape[1] * out.stride(1) and out.stride(2) == 1
     spec, none = packed.spec, packed.absmax
@@ -149,7 +147,7 @@ def decode(
     rows, cols = out.shape[1] - rank_b, out.shape[2] - rank_r
     assert cols % 8 == 0 and corner[1] % 8 == 0
     assert corner[0] + rows <= spec.shape[1] and corner[1] + cols <= spec.shape[2]
-    pieces = cdiv(rows * cols // 8, BLOCK * UNROLL)
+    pieces = cdiv(rows * cols // 8, BLOCK)
     extra = cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
     run_kernel(
         _decode_kernel, (pieces + extra, len(out)), out,
@@ -158,12 +156,12 @@ def decode(
         *((none,) * 3 if packed.nested is None else packed.nested[:3]),
         none if expert_offsets is None else expert_offsets,
         out if right is None else right, out if below is None else below,
-        first, *corner, *((0, 0, 0) if right is None else right.stride()),
+        *corner, *((0, 0, 0) if right is None else right.stride()),
         *((0, 0, 0) if below is None else below.stride()),
         ROWS=rows, COLS=cols, ALL_ROWS=spec.shape[1], ALL_COLS=spec.shape[2], RANK_R=rank_r,
         RANK_B=rank_b, STRIDE=out.stride(1), BLOCKSIZE=spec.blocksize, NESTED=spec.nested,
-        INT8=spec.is_int8, SKIP=expert_offsets is not None, BLOCK=BLOCK, UNROLL=UNROLL,
-        num_warps=WARPS, enable_fp_fusion=False,
+        INT8=spec.is_int8, SKIP=expert_offsets is not None, BLOCK=BLOCK, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -59,18 +59,13 @@ def padded(rank: int) -> int:
     return max(16, 1 << (rank - 1).bit_length())
 
 
-def whole_blocks(blocksize: int) -> bool:
-    """Whether a 4-bit block is a power of two of at least 8 weights, as all kernels need it."""
-    return blocksize >= 8 and blocksize & (blocksize - 1) == 0
-
-
 def supports_fused(experts: int, sizes: tuple[int, ...], blocksize: int) -> bool:
     """Whether the fused layer's kernels support a weight of these sizes (rows and columns).
 
-    `blocksize` is 0 for int8.
+    A 4-bit block is a power of two of at least 8 weights; `blocksize` is 0 for int8.
     """
-    whole = (blocksize == 0 or whole_blocks(blocksize)) and all(size % GROUP == 0 for size in sizes)
-    return whole and experts <= MAX_EXPERTS
+    blocks = blocksize == 0 or (blocksize >= 8 and blocksize & (blocksize - 1) == 0)
+    return blocks and all(size % GROUP == 0 for size in sizes) and experts <= MAX_EXPERTS
 
 
 def supports_quantized(columns: int, blocksize: int) -> bool:

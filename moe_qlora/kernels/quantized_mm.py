@@ -14,7 +14,6 @@ in 30 rounds to the neighbour of its dequantized value. On Hopper and for many r
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from typing import NamedTuple
 
@@ -22,10 +21,10 @@ import torch
 from torch import Tensor
 
 from . import cards, workspace
-from .expert_mm import Kernel, Matmul, validated
+from .expert_mm import Kernel, Matmul
 from .grouped_mm import block_absmax
 from .lang import run_kernel, tl, triton
-from .limits import ORDER, WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
+from .limits import TILE, WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
 from .routing import Routing, Tiled
 from .weights import TABLES
 
@@ -37,32 +36,19 @@ class Config(NamedTuple):
     step: int  # Features summed over in a step, a multiple of 64
     stages: int  # Steps loaded ahead
     warps: int  # Warps in a program
-    direct: bool  # Whether a nested absmax is decoded by each program, else in a pass of its own
 
 
-_LARGE = {
-    (False, 16): Config(128, 64, 3, 4, True),
-    (False, 32): Config(128, 64, 3, 4, True),
-    (False, 64): Config(256, 64, 3, 4, False),
-    (False, 128): Config(128, 64, 3, 4, False),
-    (True, 16): Config(64, 64, 3, 4, False),
-    (True, 32): Config(128, 64, 3, 4, False),
-    (True, 64): Config(128, 64, 3, 4, False),
-    (True, 128): Config(128, 64, 3, 4, False),
-}
-"""The cut, by direction (True: over stored rows) and tile: the quickest on an H200 for
+_CUT = Config(128, 64, 3, 4)
+_OTHERS = {(False, 64): _CUT._replace(features=256), (True, 16): _CUT._replace(features=64)}
+"""By direction (True: over stored rows) and tile, where not `_CUT`: the quickest on an H200 for
 Qwen3-30B-A3B."""
-
-_EIGHT_WARPS = Config(128, 64, 3, 8, False)
-
-_SMALL = _LARGE | {(back, tile): _EIGHT_WARPS for back in (False, True) for tile in (64, 128)}
-"""The same on cards whose operands lie in registers: four warps have too few of them."""
 
 
 def default(matmul: Matmul, tile: int) -> Config:
     """Return the cut for tiles of so many rows."""
-    card = cards.of_index(matmul.spec.device)
-    return (_LARGE if card.runs_on else _SMALL)[not matmul.by_rows, tile]
+    if tile >= TILE and not cards.of_index(matmul.spec.device).runs_on:
+        return _CUT._replace(warps=8)  # Operands lie in registers: four warps have too few of them
+    return _OTHERS.get((not matmul.by_rows, tile), _CUT)
 
 
 @cache
@@ -135,9 +121,9 @@ def absmax_kernel(
 
 @triton.jit
 def _weights(
-    codes, absmax, table, table2, absmax2, offset, expert, row, col, stride_r, stride_b, like,
+    codes, absmax, table, expert, row, col, stride_r, stride_b, like,
     ROWS: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr, BLOCKSIZE: tl.constexpr,
-    NESTED: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+    INT8: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Weights (R, C) of an expert: these rows, and C columns from `col` on, a multiple of C."""
     dtype = like.dtype.element_ty
@@ -163,15 +149,15 @@ def _weights(
             more = tl.arange(0, MANY)
             live = inside[:, None] & (block + more < BLOCKS)[None, :]
             at = spots[:, None] + more[None, :] * stride_b
-            each = block_absmax(absmax, table2, absmax2, offset, at, live, NESTED)[:, :, None]
+            each = tl.load(absmax + at, mask=live, other=0.0)[:, :, None]
             each = tl.broadcast_to(each, (each.shape[0], MANY, BLOCKSIZE // 2))
             scale = tl.reshape(each, (each.shape[0], C // 2))
         else:
-            scale = block_absmax(absmax, table2, absmax2, offset, spots, inside, NESTED)[:, None]
+            scale = tl.load(absmax + spots, mask=inside, other=0.0)[:, None]
         if C > BLOCKSIZE and BLOCKSIZE >= 64:  # the tile's second block
             more = inside & (block + 1 < BLOCKS)
             spots += stride_b
-            second = block_absmax(absmax, table2, absmax2, offset, spots, more, NESTED)[:, None]
+            second = tl.load(absmax + spots, mask=more, other=0.0)[:, None]
             scale = tl.where((half < BLOCKSIZE // 2)[None, :], scale, second)
         high, low = _halves(packed, table, ASM)
         # A byte's high half is the first of two neighbours.
@@ -182,12 +168,11 @@ def _weights(
 
 @triton.jit
 def quantized_kernel(
-    x, order, products, codes, absmax, table, table2, absmax2, offset, factor, tiles,
-    expert_offsets, y, stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
+    x, order, products, codes, absmax, table, factor, tiles, expert_offsets, y,
+    stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
     ROWS: tl.constexpr, COLS: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    RANK: tl.constexpr, BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr,
-    INT8: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr,
+    RANK: tl.constexpr, BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, INT8: tl.constexpr,
+    ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y (R, n_end - n_first) = features [n_first, n_end) of x W^T, or of x W where BACK.
 
@@ -215,14 +200,14 @@ def quantized_kernel(
         a = tl.load(left + start, mask=live[:, None] & (start + k < K)[None, :], other=0.0)
         if BACK:
             w = _weights(
-                codes, absmax, table, table2, absmax2, offset, expert, start + k, first,
-                stride_r, stride_b, x, ROWS, COLS, BN, BLOCKSIZE, NESTED, INT8, ASM,
+                codes, absmax, table, expert, start + k, first,
+                stride_r, stride_b, x, ROWS, COLS, BN, BLOCKSIZE, INT8, ASM,
             )  # fmt: skip
             total = tl.dot(a, w, total, input_precision="ieee")
         else:
             w = _weights(
-                codes, absmax, table, table2, absmax2, offset, expert, n, start,
-                stride_r, stride_b, x, ROWS, COLS, BK, BLOCKSIZE, NESTED, INT8, ASM,
+                codes, absmax, table, expert, n, start,
+                stride_r, stride_b, x, ROWS, COLS, BK, BLOCKSIZE, INT8, ASM,
             )  # fmt: skip
             total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     inside = n < n_end
@@ -249,9 +234,9 @@ def supports(matmul: Matmul) -> bool:
 
 
 def prepare(matmul: Matmul, routing: Routing | Tiled, span: tuple[int, int], name: str) -> Tensor:
-    """Return the absmax: as it is stored, or fp32 `(E, blocks, rows)` where a pass decodes it."""
+    """Return the absmax: as it is stored, or decoded, fp32 `(E, blocks, rows)`."""
     packed, nested = matmul.packed, matmul.packed.nested
-    if nested is None or (matmul.cut is not None and matmul.cut.direct):
+    if nested is None:
         return packed.absmax
     shape, device = tuple(packed.absmax.shape), packed.absmax.device
     room, _ = workspace.allocate("absmax", shape, torch.float32, device)
@@ -315,47 +300,12 @@ def launch(
         quantized_kernel, (cdiv(span[1] - span[0], config.features), len(o.tiles) // 2),
         x, o.order, o.products, packed.flat_codes, absmax,
         packed.absmax if packed.table is None else packed.table,
-        *((packed.absmax,) * 3 if packed.nested is None else packed.nested[:3]),
         o.factor, o.tiles, routing.expert_offsets, o.y, *o.numbers, **o.constants,
-        BACK=not matmul.by_rows, NESTED=spec.nested if absmax is packed.absmax else 0,
-        INT8=spec.is_int8, ASM="" if plain else lookup_asm(spec.kind), BM=matmul.tile,
-        BN=config.features, BK=config.step, STAGES=config.stages, num_warps=config.warps,
-        enable_fp_fusion=False,
+        BACK=not matmul.by_rows, INT8=spec.is_int8, ASM="" if plain else lookup_asm(spec.kind),
+        BM=matmul.tile, BN=config.features, BK=config.step, STAGES=config.stages,
+        num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return o.y
-
-
-FAILURES = RuntimeError, triton.compiler.errors.CompilationError
-"""Errors of a kernel in Gluon that does not compile: the language changes between versions."""
-
-
-def fall_back(
-    error: Exception, x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
-    span: tuple[int, int], products: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Disable Hopper's kernel on this device after a compile failure; compute by the portable one.
-
-    The columns of x are in the kernel's order.
-    """
-    spec, kernel = matmul.spec, matmul.kernel
-    if kernel.reorder is not None:
-        x = restore(x, spec.shape[2])
-    validated[kernel.name, kernel.tried(spec) or "", spec.device] = False
-    warnings.warn(
-        f"the kernel for Hopper does not compile for experts of shape {spec.shape} "
-        f"({type(error).__name__}); this process goes on with the slower portable kernel",
-        stacklevel=3,
-    )
-    cut = Config(128, 64, 3, 4, False)
-    matmul = matmul._replace(kernel=KERNEL, tile=KERNEL.tile(matmul), cut=cut)
-    return launch(x, matmul, absmax, routing, span, products)
-
-
-def restore(x: Tensor, columns: int) -> Tensor:
-    """Return rows `(R, K + r)` whose first K `columns` are in `limits.ORDER` in their own order."""
-    groups, runs = ORDER
-    pairs = x[:, :columns].reshape(x.shape[0], -1, runs, groups, 2).transpose(2, 3)
-    return torch.cat([pairs.reshape(x.shape[0], columns), x[:, columns:]], 1)
 
 
 KERNEL = Kernel(

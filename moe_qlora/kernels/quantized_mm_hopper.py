@@ -35,7 +35,7 @@ from .limits import (
     tile_rows,
     wide_tile,
 )
-from .quantized_mm import FAILURES, Operands, fall_back, prepare
+from .quantized_mm import Operands, prepare
 from .routing import Routing, Tiled
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES
 
@@ -377,18 +377,15 @@ def launch_on(
     kernel: Any, x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
     span: tuple[int, int], products: Tensor | None, **cut: int,
 ) -> Tensor:  # fmt: skip
-    """Launch one of Hopper's two kernels, or the portable one where it does not compile."""
+    """Launch one of Hopper's two kernels."""
     codes = matmul.packed.flat_codes.view(torch.int32)
     o = Operands.of(x, matmul, absmax, routing, span, products)
-    try:
-        run_kernel(
-            kernel, (cdiv(span[1] - span[0], FEATURES), len(o.tiles) // 2),
-            x, o.order, o.products, codes, absmax, o.factor, o.tiles, routing.expert_offsets, o.y,
-            routing.count - 1, *o.numbers, **o.constants,
-            TABLE=table_asm(matmul.spec.kind, x.dtype), LOOKUP=lookup_asm(), **cut,
-        )  # fmt: skip
-    except FAILURES as error:
-        return fall_back(error, x, matmul, absmax, routing, span, products)
+    run_kernel(
+        kernel, (cdiv(span[1] - span[0], FEATURES), len(o.tiles) // 2),
+        x, o.order, o.products, codes, absmax, o.factor, o.tiles, routing.expert_offsets, o.y,
+        routing.count - 1, *o.numbers, **o.constants,
+        TABLE=table_asm(matmul.spec.kind, x.dtype), LOOKUP=lookup_asm(), **cut,
+    )  # fmt: skip
     return o.y
 
 

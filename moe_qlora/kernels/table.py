@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import cards, grouped_mm, quantized_mm
 from .expert_mm import Kernel, Matmul, validated
+from .factors import Factors
 from .routing import Routing, Tiled, route
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES, PackedWeight, WeightSpec
 
@@ -68,9 +69,7 @@ def works(kernel: Kernel, spec: WeightSpec) -> bool:
     if key not in validated:
         if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
             return False  # validated at a later call
-        validated[key] = True  # until a launch fails
-        right = is_right(kernel, cards.device_of(spec.device), kind)
-        validated[key] &= right
+        validated[key] = is_right(kernel, cards.device_of(spec.device), kind)
     return validated[key]
 
 
@@ -88,30 +87,41 @@ def is_right(kernel: Kernel, device: torch.device, kind: str) -> bool:
     """
     # Several steps and blocks of features, the last one half full.
     packed = random_weight((2, 192, 512), kind, device, torch.Generator(device).manual_seed(0))
-    matmuls = [
+    asked = [
         Matmul(packed, packed.dtype, rows, by_rows)
         for rows in (20, 300)
         for by_rows in (True, False)
     ]
+    tried = [matmul for matmul in asked if kernel.supports(matmul)]
     try:
-        return all(_is_right(kernel, each) for each in matmuls if kernel.supports(each))
+        return bool(tried) and all(_is_right(kernel, matmul) for matmul in tried)
     except Exception:  # noqa: BLE001 - this Triton does not compile it: another kernel runs
         return False
 
 
 def _is_right(kernel: Kernel, matmul: Matmul) -> bool:
-    packed, count = matmul.packed, matmul.rows
-    device = packed.device
-    generator = torch.Generator(device).manual_seed(0)
-    weight = torch.empty(packed.shape, device=device, dtype=packed.dtype)
-    grouped_mm.decode(packed, weight)
-    x = torch.randn(count, matmul.inner, device=device, generator=generator).to(packed.dtype)
-    routing = route((torch.arange(count, device=device) >= 5).long()[:, None], 2)
+    """Whether a product of tokens, with LoRA, is right."""
+    packed, count, inner, out = matmul.packed, matmul.rows, matmul.inner, matmul.features
+    generator = torch.Generator(packed.device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        values = torch.randn(shape, device=packed.device, generator=generator)
+        return values.to(packed.dtype)
+
+    x, products, factor = random(count, inner), random(count, 16), random(2, out, 16)
+    routing = route((torch.arange(count, device=packed.device) >= 5).long()[:, None], 2)
     tile = kernel.tile(matmul)
-    matmul = matmul._replace(kernel=kernel, tile=tile, cut=kernel.cut(matmul, tile))
-    y = multiply(x if kernel.reorder is None else kernel.reorder(x), matmul, routing)
-    operand = weight.transpose(1, 2) if matmul.by_rows else weight
-    right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
+    matmul = matmul._replace(
+        kernel=kernel, tile=tile, cut=kernel.cut(matmul, tile),
+        factors=Factors(factor[..., :0].transpose(1, 2), factor, 1.0),
+    )  # fmt: skip
+    ordered = x if kernel.reorder is None else kernel.reorder(x)
+    y = multiply(ordered, matmul, routing, products.flatten())
+    weight = torch.empty(packed.shape, device=packed.device, dtype=packed.dtype)
+    grouped_mm.decode(packed, weight)
+    weight = torch.cat([weight.transpose(1, 2) if matmul.by_rows else weight, factor.mT], 1)
+    read = torch.cat([x, products], 1)
+    right = torch.cat([read[:5] @ weight[0], read[5:] @ weight[1]]).float()
     return bool((y.float() - right).norm() < 4e-3 * right.norm())
 
 

@@ -270,12 +270,12 @@ def matmul_launches() -> Iterator[str]:
         (64, False, "mxfp4"),
     ):  # fmt: skip
         inner, out = (rows, cols) if back else (cols, rows)
-        matmul = Matmul(packed_like((2, rows, cols), kind, False), torch.bfloat16, 16, not back)
-        config = KERNEL.cut(matmul, tile)
-        # Else a nested absmax is decoded before, by a kernel of its own.
-        stack = packed_like((2, rows, cols), kind, nested=config.direct and kind == "nf4")
-        x, factor = bf16(16, inner + rank), bf16(2, out, rank)
-        multiply(KERNEL, x, stack, factor, tile, back, cut=config)
+        stack = packed_like((2, rows, cols), kind, nested=False)
+        config = KERNEL.cut(Matmul(stack, torch.bfloat16, 16, not back), tile)
+        fetches, factor = tile == 64 or not back, bf16(2, out, rank)
+        x = bf16(8, inner) if fetches else bf16(16, inner + rank)
+        products = bf16(16 * rank) if fetches else None
+        multiply(KERNEL, x, stack, factor, tile, back, cut=config, products=products)
         yield f"quantized {kind}, {tile} rows, {'back' if back else 'out'}"
     for tile, by_rows in ((16, True), (64, True), (128, True), (128, False)):
         # Rows of 2048 and LoRA's 16 features; the last step is not a whole one.
@@ -528,7 +528,6 @@ def multiply(
     from moe_qlora.kernels.factors import Factors
     from moe_qlora.kernels.routing import Tiled
 
-    # A nested absmax is decoded by each program: else in a pass before, by a kernel of its own.
     offsets = torch.zeros(16, dtype=torch.int32)
     factors = None if factor is None else Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
     matmul = Matmul(
@@ -537,7 +536,8 @@ def multiply(
     assert kernel.supports(matmul), matmul
     tiled = Tiled(offsets, packed.experts, 16, offsets, offsets, 2)
     span = 0, packed.shape[2 if back else 1]
-    kernel.launch(x, matmul, packed.absmax, tiled, span, products)
+    absmax = packed.absmax if packed.nested is None else packed.absmax.float()
+    kernel.launch(x, matmul, absmax, tiled, span, products)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from fused_layer import CASES, SILU, Case, check_layer, close, stack_of  # noqa: E402
+from fused_layer import CASES, SILU, Case, check_layer, stack_of  # noqa: E402
 
 from moe_qlora.kernels import (  # noqa: E402
     cards,
@@ -22,7 +22,6 @@ from moe_qlora.kernels import (  # noqa: E402
 )
 from moe_qlora.kernels import routing as routing_  # noqa: E402
 from moe_qlora.kernels.expert_mm import Kernel, Matmul  # noqa: E402
-from moe_qlora.kernels.factors import Factors  # noqa: E402
 from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
 from moe_qlora.packing import codec  # noqa: E402
@@ -54,8 +53,8 @@ def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
         assert matmul.by_rows and x.shape[1] in (columns, columns + 16)
         restored.append(columns)
         tile = matmul.tile
-        other = matmul._replace(cut=quantized_mm.Config(64, 128, 2, 4, False), tile=tile)
-        x = quantized_mm.restore(x, columns)
+        other = matmul._replace(cut=quantized_mm.Config(64, 128, 2, 4), tile=tile)
+        x = torch.cat([restored_order(x[:, :columns]), x[:, columns:]], 1)
         return quantized_mm.launch(x, other, absmax, routing, span, products)
 
     def supports(matmul):
@@ -80,13 +79,15 @@ def reordered(x, out=None):
     return out
 
 
+def restored_order(x):
+    places = reordered(torch.arange(x.shape[1])[None].float()).long()
+    return torch.empty_like(x).index_copy_(1, places[0], x)
+
+
 def test_reordered_columns_and_back():
     x = torch.randn(37, 512).bfloat16()
-    ours = quantized_mm_rs.reorder(x)
-    assert torch.equal(ours, reordered(x))
-    tail = torch.randn(37, 16).bfloat16()
-    back = quantized_mm.restore(torch.cat([ours, tail], 1), 512)
-    assert torch.equal(back, torch.cat([x, tail], 1))
+    assert torch.equal(quantized_mm_rs.reorder(x), reordered(x))
+    assert torch.equal(restored_order(reordered(x)), x)
 
 
 def test_which_matmuls_hold_weights_in_registers(monkeypatch):
@@ -184,8 +185,7 @@ def test_who_multiplies_many_rows(monkeypatch, capability, dtype, wanted):
 def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
     """A trial waits for the device; the next call finds out."""
     monkeypatch.setattr(table, "validated", {})
-    hopper = cards.Card("nvidia", cards.HOPPER, 232448)
-    monkeypatch.setattr(cards, "actual", lambda device: hopper)
+    monkeypatch.setattr(cards, "actual", lambda device: HOPPER_CARD)
     monkeypatch.setattr(table, "is_right", lambda *_: True)
     spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
     for records in (True, False):
@@ -196,81 +196,16 @@ def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
     assert (quantized_mm.KERNEL.name, "int8", 0) in table.validated
 
 
-def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
-    """What they fall back to is right, which says nothing about the kernels themselves."""
-    hopper = cards.Card("nvidia", cards.HOPPER, 232448)
-    monkeypatch.setattr(cards, "actual", lambda device: hopper)
+def test_kernels_that_do_not_compile_are_not_chosen(monkeypatch):
+    monkeypatch.setattr(cards, "actual", lambda device: HOPPER_CARD)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    known = {}
-    for module in (table, quantized_mm):
-        monkeypatch.setattr(module, "validated", known)
-
-    def falls_back(kernel, device, kind):
-        known[kernel.name, kind, device.index] = False
-        return True
-
-    monkeypatch.setattr(table, "is_right", falls_back)
+    monkeypatch.setattr(table, "validated", {})
+    monkeypatch.setattr(table, "_is_right", lambda kernel, matmul: 1 / 0)
+    packed = stack_of((2, 192, 512), "nf4", False, torch.bfloat16)
+    monkeypatch.setattr(table, "random_weight", lambda *_: packed)
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda n: n))
     table.prepare(torch.device("cuda", 0))
-    spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
-    assert len(known) == 2 and not any(known.values())
-    assert not any(table.works(kernel, spec) for kernel in (HOPPER, RS))
-
-
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("kernel", [HOPPER, RS])
-def test_what_does_not_compile_is_multiplied_in_order(kernel, gathers, monkeypatch):
-    """The portable kernel takes over a product, whatever the order of its rows' columns is."""
-    known = {(kernel.name, "nf4", -1): True}
-    monkeypatch.setattr(quantized_mm, "validated", known)
-    monkeypatch.setattr(quantized_mm_hopper, "run_kernel", refused)
-    monkeypatch.setattr(quantized_mm_hopper, "table_asm", lambda kind, dtype: "")  # not of fp32
-    order = reordered if kernel is RS else torch.clone
-    packed = stack_of((3, 72, 512), "nf4", False)
-    index = torch.randint(4, (90, 2))  # of which 3 is held elsewhere
-    routing = routing_.route(index, 3)
-    tokens, products = torch.randn(90, 512), torch.randn(180 * 16)
-    factor = torch.randn(3, 72, 16)
-    assignments = routing.order[:180].long()
-    rows = torch.cat([tokens[assignments // 2], products.view(180, 16)], 1)
-    x = order(tokens) if gathers else torch.cat([order(rows[:, :512]), rows[:, 512:]], 1)
-    matmul = matmul_of(kernel, packed, 180, factor)
-    with pytest.warns(UserWarning, match="kernel for Hopper does not compile"):
-        y = table.multiply(x, matmul, routing, products if gathers else None)
-    weight, offsets = codec.unpack(packed), routing.expert_offsets.tolist()
-    for e in range(3):
-        some = rows[offsets[e] : offsets[e + 1]]
-        close(y[offsets[e] : offsets[e + 1]], some @ torch.cat([weight[e], factor[e]], 1).t())
-    assert known == {(kernel.name, "nf4", -1): False}
-
-
-def matmul_of(kernel, packed, rows, factor=None):
-    """A matmul by this kernel, whatever the table says."""
-    factors = None if factor is None else Factors(torch.empty(0, factor.shape[2]), factor, 1.0)
-    matmul = Matmul(packed, torch.bfloat16, rows, True, factors=factors, kernel=kernel)
-    return matmul._replace(tile=kernel.tile(matmul))
-
-
-@pytest.mark.parametrize("blocksize", [32, 64])
-def test_what_is_given_up_is_that_kernel_alone(monkeypatch, blocksize):
-    """Hopper's kernel that does not take blocks of 32 still takes those of 64."""
-    every = {(k.name, "nf4", -1): True for k in (RS, HOPPER)}
-    every[HOPPER.name, "mxfp4", -1] = True
-    packed = stack_of((2, 64, 512), "mxfp4" if blocksize == 32 else "nf4", False)
-    routing = routing_.route(torch.randint(2, (40, 2)), 2)
-    for kernel in (RS, HOPPER):
-        known = dict(every)
-        monkeypatch.setattr(quantized_mm, "validated", known)
-        matmul = matmul_of(kernel, packed, 80)
-        with pytest.warns(UserWarning, match="does not compile"):
-            quantized_mm.fall_back(
-                RuntimeError(), torch.randn(80, 512), matmul, packed.absmax, routing, (0, 64)
-            )
-        kind = "mxfp4" if kernel is HOPPER and blocksize == 32 else "nf4"
-        assert {key for key, works in known.items() if not works} == {(kernel.name, kind, -1)}
-
-
-def refused(*_, **__):
-    raise RuntimeError("refused")
+    assert table.validated == {(k.name, "nf4", 0): False for k in (HOPPER, RS)}
 
 
 def test_a_kernel_is_a_file_and_a_row(monkeypatch):
