@@ -44,7 +44,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..detection.detect import dispatches
+from ..detection.structure import dispatches
 from ..errors import ConfigError
 from ..packing import parametrize
 from ..packing.codec import unpack
