@@ -118,7 +118,7 @@ def _problem(group: ExpertGroup, chain: Chain | None) -> str | None:
             f"{name} reads {router.width} features, and these matrices chain over {chain.hidden} "
             f"({first.shape_text})"
         )
-    if chain.inner > 8 * chain.hidden:
+    if chain.inner > 8 * chain.hidden or (not chain.gated and chain.hidden > 8 * chain.inner):
         return f"low-rank factors: these matrices chain over {chain.hidden} ({first.shape_text})"
     if not chain.fused and (router.num_choices >= router.width or len(set(group.counts)) > 1):
         return f"{name} ({router.leaf.shape_text}) is wider than a router would be"
@@ -137,7 +137,7 @@ def _accepted(
     inside, outside = (None, None) if transposed is None else chain.sides(key)
     how = "the sizes of its siblings leave one orientation"
     if transposed is None:
-        how = "undecided: its matrices are square"
+        how = "undecided: its shapes fit both ways round"
     elif stated_orientation(leaf) is not None:
         how = "its module says so, and its siblings' sizes agree"
     expert = ExpertParam(
@@ -167,9 +167,11 @@ def _orient_by_class(found: dict[Leaf, Classification]) -> None:
         if item.expert is not None and is_transformers(leaf.node.module):
             known[written_class(leaf.node.module)].add(item.expert.transposed)
     for leaf, item in found.items():
-        kind, expert, side = written_class(leaf.node.module), item.expert, leaf.shape[-1]
+        kind, expert, (*_, rows, side) = written_class(leaf.node.module), item.expert, leaf.shape
         ways = known[kind] - {None}
-        if expert is not None and expert.transposed is None and len(ways) == 1:
+        if expert is None or expert.transposed is not None:
+            continue
+        if rows == side and len(ways) == 1:
             how = f"other weights of {kind.__name__} are stored so"
             expert = replace(expert, in_features=side, out_features=side, orientation_evidence=how)
             found[leaf] = replace(item, expert=replace(expert, transposed=ways.pop()))

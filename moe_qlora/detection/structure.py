@@ -2,8 +2,8 @@
 
 Whatever its orientation, an expert's matrix has the sizes `{H, I}` (non-gated input, gate, up or
 output projection) or `{H, 2 I}` (gate and up in one), and H is common to all of its matrices. Sizes
-alone leave several readings where no side differs; `choose` takes one only where the router, the
-module's own attributes or transformers' order of registration leave no other.
+alone leave several readings of a pair without a gate, and of three alike; the router, the module's
+own attributes and the order of registration tell which holds.
 """
 
 from __future__ import annotations
@@ -204,9 +204,10 @@ def slice_of(leaf: Leaf, count: int) -> tuple[int, ...]:
 def choose(
     members: Sequence[Leaf], readings: Sequence[Chain], widths: Collection[int | None]
 ) -> Chain | None:
-    """Return the one reading that holds, or None; `widths` are sizes that hidden states may have.
+    """Return the reading that holds, or None; `widths` are sizes that hidden states may have.
 
-    transformers registers gate, up and down in this order.
+    Of two matrices the first is taken as the input projection where nothing else tells, and their
+    orientation stays open. Of three alike, in transformers alone the third is surely the output's.
     """
     module, stated = members[0].node.module, [stated_orientation(leaf) for leaf in members]
     serves = dispatches(module)
@@ -218,8 +219,10 @@ def choose(
             ways = tuple(said if way is None else way for way, said in pairs)
             left.append(replace(chain, transposed=ways))
     left = [chain for chain in left if chain.hidden in widths] or left
-    alike = len({chain.transposed for chain in left}) == 1 or len(members[0].shape) == 2
-    return left[0] if len(left) == 1 or (left and alike and is_transformers(module)) else None
+    if len(left) > 1 and len(members) == 2:
+        ways = zip(*(chain.transposed for chain in left), strict=True)
+        return replace(left[0], transposed=tuple(w[0] if len({*w}) == 1 else None for w in ways))
+    return left[0] if len(left) == 1 or (left and is_transformers(module)) else None
 
 
 def find_groups(

@@ -87,6 +87,19 @@ EXPERTS = {
         lambda: fused(r=nn.Sequential(nn.Linear(H, 16), nn.Tanh(), nn.Linear(16, E))),
         {"a": ("gate_up", F), "b": ("down", F)},
     ),
+    # So look per-head projections under a gate for each head, and layers under an early exit.
+    "not gated": (
+        lambda: module(x=P(E, I, H), y=P(E, H, I), z=router()),
+        {"x": ("up", None), "y": ("down", None)},
+    ),
+    "not gated, square": (
+        lambda: module(x=P(E, H, H), y=P(E, H, H), z=router()),
+        {"x": ("up", None), "y": ("down", None)},
+    ),
+    "a bare router in one with them": (
+        lambda: module(kernel=P(E, H), a=P(E, 2 * I, H), b=P(E, H, I)),
+        {"a": ("gate_up", F), "b": ("down", F)},
+    ),
     "a rank's share": (
         lambda: fused(router=router(4 * E)),
         {"a": ("gate_up", F), "b": ("down", F)},
@@ -124,9 +137,6 @@ EXPERTS = {
 
 # A block without experts, and a part of the reason for each of its parameters.
 TRAPS = {
-    # Per-head projections, layers of an early exit, adapters for languages look the same.
-    "not gated": (lambda: module(x=P(E, I, H), y=P(E, H, I), z=router()), "no single reading"),
-    "square": (lambda: module(x=P(E, H, H), y=P(E, H, H), z=router()), "no single reading"),
     "three alike": (
         lambda: module(x=P(E, I, H), y=P(E, I, H), z=P(E, I, H), r=router()),
         "no single reading",
@@ -142,6 +152,7 @@ TRAPS = {
         "no single reading",
     ),
     "weights by position": (fused, "a bias for each slice"),
+    "a bare router in one with biases": (lambda: fused(kernel=P(E, H)), "a bias for each slice"),
     "no router": (lambda: module(a=P(E, 2 * I, H), b=P(E, H, I)), "chooses among 6"),
     "a matrix alone": (lambda: module(a=P(E, 2 * I, H), r=router()), "chains with none"),
     "scores of other features": (
@@ -151,6 +162,10 @@ TRAPS = {
     "low-rank factors": (
         lambda: module(base=nn.Linear(H, 2 * H), a=P(E, 4, H), b=P(E, 2 * H, 4), task=router()),
         "task reads 48 features, and these matrices chain over 4",
+    ),
+    "low-rank factors of a square matrix": (
+        lambda: module(base=nn.Linear(H, H), a=P(E, 4, H), b=P(E, H, 4), task=router()),
+        "low-rank factors",
     ),
     "low-rank factors, a deep router": (
         lambda: module(a=P(E, 4, H), b=P(E, 2 * H, 4), r=nn.Sequential(nn.Linear(16, E))),
@@ -226,8 +241,10 @@ def test_layers_in_one_parameter_say_what_to_do():
     assert f"if these are 3 layers of {E} experts, give each layer a parameter" in reason.lower()
 
 
-def test_a_pair_that_is_not_gated_says_what_to_do():
-    for rejected in moe_qlora.detect(TRAPS["not gated"][0]()).rejected:
+def test_an_open_orientation_says_so():
+    for expert in moe_qlora.detect(EXPERTS["not gated"][0]()).experts:
+        assert expert.orientation_evidence == "undecided: its shapes fit both ways round"
+    for rejected in moe_qlora.detect(TRAPS["three alike"][0]()).rejected:
         assert "use_experts_implementation" in rejected.reason
 
 
