@@ -29,9 +29,6 @@ MAX_CLIMB = 3
 _PAIRS = ((GATE_UP, DOWN), (DOWN, GATE_UP), (UP, DOWN), (DOWN, UP))
 _TRIPLES = ((GATE, UP, DOWN), (GATE, DOWN, UP), (DOWN, GATE, UP))
 
-# Attributes of modules with one matrix for each expert, as of torch's own layers.
-_SIDES = (("in_features", "out_features"), ("input_size", "output_size"))
-
 
 @dataclass(frozen=True, slots=True)
 class RouterCandidate:
@@ -168,7 +165,8 @@ def stated_orientation(leaf: Leaf) -> bool | None:
     module = leaf.node.module
     if dispatches(module):
         return bool(module.is_transposed)
-    for names in _SIDES:
+    # Attributes that torch's layers have; some modules with a matrix for each expert have them too.
+    for names in (("in_features", "out_features"), ("input_size", "output_size")):
         sides = tuple(getattr(module, name, None) for name in names)
         if len({*sides}) == 2 and {*sides} == {*leaf.shape[1:]}:
             return sides == leaf.shape[1:]
@@ -220,9 +218,11 @@ def choose(
             left.append(replace(chain, transposed=ways))
     left = [chain for chain in left if chain.hidden in widths] or left
     if len(left) > 1 and len(members) == 2:
-        ways = zip(*(chain.transposed for chain in left), strict=True)
-        return replace(left[0], transposed=tuple(w[0] if len({*w}) == 1 else None for w in ways))
-    return left[0] if len(left) == 1 or (left and is_transformers(module)) else None
+        said_by_all = zip(*(chain.transposed for chain in left), strict=True)
+        ways = tuple(way[0] if len({*way}) == 1 else None for way in said_by_all)
+        return replace(left[0], transposed=ways)
+    in_order = len(members[0].shape) == 2 or len({chain.transposed for chain in left}) == 1
+    return left[0] if len(left) == 1 or (in_order and left and is_transformers(module)) else None
 
 
 def find_groups(
