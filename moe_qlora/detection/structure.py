@@ -92,10 +92,7 @@ class RouterIndex:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One reading of an expert's matrices, H -> I -> H: role and orientation of each.
-
-    `transposed` is None for a square matrix.
-    """
+    """One reading of an expert's matrices: role and orientation of each, None for a square one."""
 
     hidden: int
     inner: int
@@ -233,9 +230,8 @@ def find_groups(
     number = Counter(leaf.node for leaf in deep)
     sets: dict[object, list[Leaf]] = defaultdict(list)
     for leaf in deep:
-        node = leaf.node
-        alone = number[node] == 1 and node.parent is not None
-        sets[(node.parent, leaf.shape[0]) if alone else node].append(leaf)
+        alone = number[leaf.node] == 1 and leaf.node.parent is not None
+        sets[(leaf.node.parent, leaf.shape[0]) if alone else leaf.node].append(leaf)
     for members in joined.from_iterable(map(_runs, sets.values())):
         counts = [leaf.shape[0] for leaf in members]
         routers = _routers(members, max(counts), index)

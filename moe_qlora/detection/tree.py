@@ -151,7 +151,6 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
 
     A tensor that several modules share is one Leaf, under its first name.
     """
-    # The tensors live as long as this call: the tree, which is cyclic, does not keep them.
     seen: dict[int, tuple[Leaf, torch.Tensor]] = {}
     visited: set[int] = set()
     leaves: list[Leaf] = []
@@ -183,4 +182,6 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
                     seen[id(parameter)][0].aliases.append(alias)
         return node
 
-    return visit("", model, None), leaves
+    root = visit("", model, None)
+    seen.clear()  # `visit` refers to itself: weights would live until a garbage collection.
+    return root, leaves
