@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..detection.trace import tensors_of
 from ..errors import ConfigError, first_line
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from .blocks import block_modules, blocks_of, packed_parts
 from .budget import Activity, Block
 from .meta_model import alike

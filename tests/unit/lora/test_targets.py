@@ -20,8 +20,7 @@ from torch import nn
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.lora.names import ExactName
-from moe_qlora.lora.targets import resolve_targets
+from moe_qlora.lora.targets import ExactName, resolve_targets
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -324,21 +323,6 @@ def test_other_adapter_types_leave_packed_experts_alone() -> None:
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     wrapped = moe_qlora.get_peft_model(build("mixtral"), prompt)
     wrapped(input_ids=torch.arange(6).view(1, 6)).logits.sum().backward()
-
-
-def test_an_untested_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_qlora.lora import model as ours
-
-    versions = {"peft": "0.22.0", "transformers": "5.23.0"}
-    monkeypatch.setattr(ours, "installed_version", versions.__getitem__)
-    ours.warn_untested.cache_clear()
-    model, config = build("mixtral", packed=False), LoraConfig(target_modules=["q_proj"])
-    with pytest.warns(UserWarning, match=r"peft 0\.22\.0 is not one of"):
-        model = moe_qlora.get_peft_model(model, config, unpacked_ok=True)
-    moe_qlora.get_peft_model(
-        build("mixtral"), config
-    )  # warnings are errors: it does not warn again
-    ours.warn_untested.cache_clear()
 
 
 @dataclasses.dataclass
