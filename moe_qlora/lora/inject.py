@@ -71,18 +71,14 @@ def coverage(model: nn.Module, adapter: str) -> str:
     """
     experts = packed_parameters(model)
     adapted: dict[str, list[str]] = {"layers": [], "expert weights": [], "other parameters": []}
-    for path, module in base_model(model).named_modules():
-        layer: Any = module
-        if not isinstance(module, BaseTunerLayer) or not any(
-            adapter in getattr(layer, factor) for factor in layer.adapter_layer_names
-        ):
-            continue
-        name = unwrapped_name(path)
-        if isinstance(module, StockParamWrapper):
-            name = f"{name}.{module.parameter_name}"
-            adapted["expert weights" if name in experts else "other parameters"].append(name)
-        else:
-            adapted["layers"].append(name)
+    for path, layer in base_model(model).named_modules():
+        factors = getattr(layer, "adapter_layer_names", ())
+        if isinstance(layer, BaseTunerLayer) and any(adapter in getattr(layer, f) for f in factors):
+            name, kind = unwrapped_name(path), "layers"
+            if isinstance(layer, StockParamWrapper):
+                name = f"{name}.{layer.parameter_name}"
+                kind = "expert weights" if name in experts else "other parameters"
+            adapted[kind].append(name)
     parts = []
     for kind, names in adapted.items():
         leaves = listed(sorted({name.rpartition(".")[2] for name in names}), most=8)

@@ -51,8 +51,6 @@ from ..packing.parametrize import (
 )
 from .targets import check_dropout
 
-_ADDS = "_moe_qlora_adds_on_read"
-
 
 class ExpertAdapters:
     """The wrappers of one experts module by parameter name: the `LoraSource` of its forward."""
@@ -83,6 +81,7 @@ class ParamWrapper(StockParamWrapper):
     ) -> None:
         super().__init__(target, adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
+        self.__dict__["_add_on_read"] = _AddOnRead(self)  # no submodule
 
     def update_layer(
         self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
@@ -171,13 +170,6 @@ class ParamWrapper(StockParamWrapper):
             f"lora_dropout on {self.parameter_name} needs the 'moe_qlora' experts "
             f"implementation, and {what}."
         )
-
-    @property
-    def _add_on_read(self) -> _AddOnRead:
-        made: _AddOnRead | None = self.__dict__.get(_ADDS)
-        if made is None:
-            made = self.__dict__[_ADDS] = _AddOnRead(self)
-        return made
 
     def add_lora(self, weight: Tensor, factors: tuple[LoraFactors, ...]) -> Tensor:
         """Return `weight` + the sum of s B A, computed in fp32 and rounded to its dtype."""

@@ -27,7 +27,7 @@ from ..checkpoint.reader import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import checks, forward
-from ..layout import unwrapped, unwrapped_name
+from ..layout import unwrapped
 from ..packing.decoders import restore_linear
 from ..packing.parametrize import check_resident
 from ..world import world
@@ -49,7 +49,6 @@ from .targets import (
     check_adapter_names,
     check_packed,
     packed_parameters,
-    reached_modules,
     rewritten,
 )
 
@@ -82,7 +81,7 @@ def get_peft_model(
     experts this is stock PEFT with a copy of the config, and a warning if the model has experts.
 
         adapt_lora_config          config.py     a new config for PEFT:
-        |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, notes)
+        |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, ...)
         |   check_supported        targets.py    no DoRA, no PiSSA, ...
         |   make_adapted           config.py     the AdaptedLoraConfig
         v
@@ -139,7 +138,7 @@ def make_peft_model(
             "mixed=True combines adapter types, which packed experts cannot take; leave it out."
         )
     world().prepare_adapters(model, config)
-    with without_false_warning(model, config):
+    with without_false_warning(config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     return connect_adapters(peft_model)
 
@@ -202,7 +201,7 @@ def load_adapter(
         config = adapt(base, config)
         creation = {key: peft_kwargs[key] for key in _CREATION_KEYS if key in peft_kwargs}
         peft_model: Any = model
-        with without_false_warning(base, config):
+        with without_false_warning(config):
             if isinstance(model, PeftModel):
                 model.add_adapter(adapter_name, config, **creation)
             else:
@@ -296,7 +295,7 @@ class LoraModel(StockLoraModel):
         world().check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
-        with without_false_warning(model, config):
+        with without_false_warning(config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         self._post_injection_hook(model, config, adapter_name)
 
@@ -423,24 +422,10 @@ class LoraModel(StockLoraModel):
 
 
 @contextmanager
-def without_false_warning(model: nn.Module, config: PeftConfig) -> Iterator[None]:
-    """Suppress PEFT's false "pattern did not match" warning for expert parameters.
-
-    PEFT still warns of patterns that match nothing at all.
-    """
-    parameters = getattr(config, "target_parameters", None) or ()
-    fields = ("rank_pattern", "alpha_pattern")
-    patterns = {field: list(getattr(config, field, None) or ()) for field in fields}
-    if not parameters or not any(patterns.values()):
-        yield
-        return
-    names = [*parameters, *map(unwrapped_name, reached_modules(model, config))]
-    message = "The following {} keys did not match any targeted module and were ignored"
+def without_false_warning(config: PeftConfig) -> Iterator[None]:
+    """Suppress what PEFT says of patterns for expert parameters: it looks at modules alone."""
     with warnings.catch_warnings():
-        for field in fields:
-            warnings.filterwarnings("ignore", message.format(field), RuntimeWarning)
+        if getattr(config, "target_parameters", None):
+            said = "The following (rank|alpha)_pattern keys did not match any targeted module"
+            warnings.filterwarnings("ignore", said, RuntimeWarning)
         yield
-    for field, keys in patterns.items():
-        idle = [key for key in keys if not any(re.match(rf"(.*\.)?({key})$", n) for n in names)]
-        if idle:
-            warnings.warn(f"{message.format(field)}: {sorted(idle)}.", RuntimeWarning, stacklevel=4)

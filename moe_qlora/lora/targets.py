@@ -28,7 +28,6 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -49,7 +48,7 @@ from transformers.pytorch_utils import Conv1D
 from ..checkpoint.adapter import LORA_VARIANTS, Variant, unsupported
 from ..detection.detect import detect
 from ..detection.tree import join
-from ..errors import AdapterError, ConfigError
+from ..errors import AdapterError, ConfigError, did_you_mean
 from ..experts.forward import can_serve
 from ..layout import Router, listed, name_pattern, unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed_linear, packed_names, read_packed
@@ -345,11 +344,10 @@ def patterns(names: Iterable[str]) -> str:
     return listed(list(dict.fromkeys(name_pattern(name) for name in names)))
 
 
-def _nearest(target: str, names: Iterable[str], others: Collection[str] = ()) -> str:
+def _guess(target: str, names: Iterable[str], others: Collection[str] = ()) -> str:
     depth = target.count(".") + 1
-    ends = _merge(".".join(name.split(".")[-depth:]) for name in names)
-    near = get_close_matches(target, [end for end in ends if end not in others], n=3)
-    return " or ".join(map(repr, near))
+    ends = {".".join(name.split(".")[-depth:]): None for name in names}
+    return did_you_mean(target, [end for end in ends if end not in others])
 
 
 # The fields for PEFT.
@@ -557,11 +555,10 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
         if any(names_parameter(target, name) for name in elsewhere):
             others.append(target)
         elif not any(names_parameter(target, name) for name in full):
-            near = _nearest(target, [*known, *sorted(elsewhere)])
-            say = f"did you mean {near}; " if near else ""
             raise ConfigError(
-                f"target_parameters names {target!r}, which is no parameter of this model: {say}"
-                "the experts' names are what moe_qlora.target_parameters(model) returns."
+                f"target_parameters names {target!r}, which is no parameter of this model"
+                f"{_guess(target, [*known, *sorted(elsewhere)])}: the experts' names are what "
+                "moe_qlora.target_parameters(model) returns."
             )
     return _merge(full, others)
 
@@ -754,6 +751,13 @@ def notes_on(
             f"target_modules names {', '.join(sorted(lost))}, and no module of this model is "
             "called so: all else gets LoRA; mend the name or leave it out."
         )
+    named = [*(targets.parameters or ()), *map(unwrapped_name, reached)]
+    for setting in ("rank_pattern", "alpha_pattern"):
+        keys = getattr(asked, setting, None) or ()
+        # As PEFT looks, at layers alone
+        idle = [k for k in keys if not any(re.match(rf"(.*\.)?({k})$", name) for name in named)]
+        if idle and targets.parameters:
+            yield f"{setting} names {', '.join(sorted(idle))}, and nothing that gets LoRA; mend it."
     if targets.left_out:
         yield targets.left_out
     if targets.reload and is_all_linear(asked):
@@ -785,8 +789,7 @@ def _misspelt(model: nn.Module, asked: Any, packed: Collection[str]) -> list[str
         probe = changed(asked, target_modules={word}, **anywhere)
         reaches = any(check_target_module_exists(probe, name) for name in names if name)
         if not reaches and not any(names_expert(probe, name) for name in packed):
-            near = _nearest(word, names, asked.target_modules)
-            lost.append(f"{word!r}" + (f" (did you mean {near}?)" if near else ""))
+            lost.append(f"{word!r}{_guess(word, names, asked.target_modules)}")
     return lost if len(lost) < len(asked.target_modules) else []  # PEFT raises where none is left
 
 

@@ -207,12 +207,6 @@ def test_a_plan_notes_experts_that_its_targets_leave_out() -> None:
     assert not any("get no LoRA" in note for note in notes)
 
 
-# Misspelt parameters.
-
-
-# What was done, in the log.
-
-
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("moe_qlora")]
 
@@ -245,9 +239,9 @@ def test_rank_patterns_of_experts_are_not_said_to_be_ignored(add: bool) -> None:
 
 def test_a_pattern_that_matches_nothing_is_still_named_alone() -> None:
     patterns = {"gate_up_proj": 5, "q_proj": 3, "gate_up_prj": 7}
-    with pytest.warns(RuntimeWarning, match=r"rank_pattern .* \['gate_up_prj'\]\.$") as caught:
+    with pytest.warns(UserWarning, match="rank_pattern names gate_up_prj, and nothing") as caught:
         moe_qlora.get_peft_model(packed(), lora(rank_pattern=patterns), experts=True)
-    assert sum(one.category is RuntimeWarning for one in caught) == 1
+    assert not any(one.category is RuntimeWarning for one in caught)
 
 
 # Adapters that cannot be loaded.
@@ -379,11 +373,11 @@ def test_a_frozen_adapter_and_plain_experts_are_not_called_trained(
     [("v_porj", "v_proj"), ("self_attn.v_prj", "self_attn.v_proj"), ("zzz", "")],
 )
 def test_a_misspelt_target_beside_right_ones_is_said(word: str, near: str) -> None:
-    said = rf"{word}' \(did you mean '{near}'" if near else f"{word}', and"
+    said = rf"{word}' \(did you mean {near}" if near else f"{word}', and"
     with pytest.warns(UserWarning, match=said) as caught:
         moe_qlora.get_peft_model(packed(), lora("q_proj", word))
     messages = [str(one.message) for one in caught if one.category is UserWarning]
-    assert len(messages) == 1 and "or 'q_proj'" not in messages[0]
+    assert len(messages) == 1 and "or q_proj" not in messages[0]
 
 
 @pytest.mark.parametrize("fields", [{"layers_to_transform": [1]}, {"exclude_modules": ["o_proj"]}])

@@ -374,15 +374,6 @@ def test_stock_loading_of_full_names_raises_and_names_the_call(tmp_path: Path) -
     assert torch.equal(logits(again), logits(model))
 
 
-def test_the_guard_is_silent_without_experts_and_can_be_removed() -> None:
-    base = build()
-    model = peft.get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
-    model(input_ids=IDS)
-    checks.install(base)
-    checks.remove(base)
-    assert not base._forward_pre_hooks
-
-
 @pytest.mark.parametrize(
     ("family", "skips"),
     [

@@ -20,7 +20,6 @@ from torch import nn
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.lora.targets import ExactName, resolve_targets
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -269,20 +268,6 @@ def test_the_callers_config_is_never_touched(model_type: str, packed: bool) -> N
     assert "x" not in config.rank_pattern
 
 
-@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "down_proj"], r".*_proj"])
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen2_moe"])
-def test_resolving_targets_changes_nothing(model_type: str, target_modules: Any) -> None:
-    model = build(model_type)
-    config = LoraConfig(target_modules=target_modules, target_parameters=["experts.down_proj"])
-    before = copy.deepcopy(vars(config)), [(n, type(m)) for n, m in model.named_modules()]
-    targets = resolve_targets(model, config, experts=["gate_up"], router=True)
-    assert (vars(config), [(n, type(m)) for n, m in model.named_modules()]) == before
-    assert list(targets.experts) == moe_qlora.target_parameters(model)
-    assert set(targets.excludes or ()) >= set(moe_qlora.exclude_modules(model))
-    assert targets.written["exclude_modules"] is None
-    assert all(name in (targets.parameters or ()) for name in targets.experts)
-
-
 def test_an_unpacked_model_gets_an_equal_copy() -> None:
     config = config_with_everything()
     adapted = moe_qlora.adapt_lora_config(build("qwen3_moe", packed=False), config)
@@ -300,14 +285,6 @@ def test_the_file_says_what_the_caller_asked_for(tmp_path: Path) -> None:
     assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
     assert written["target_parameters"] == ["experts.gate_up_proj"]
     assert written["exclude_modules"] == ["lm_head"]
-
-
-def test_exact_names_survive_what_peft_does_to_names() -> None:
-    name = ExactName("model.layers.0.mlp.down_proj")
-    assert not name.endswith(".down_proj")
-    assert name == "model.layers.0.mlp.down_proj" and {str(name)} == {name}
-    assert json.loads(json.dumps([name])) == ["model.layers.0.mlp.down_proj"]
-    assert not copy.deepcopy(name).endswith("j")
 
 
 def test_other_adapter_types_leave_packed_experts_alone() -> None:
