@@ -106,7 +106,6 @@ class AdaptedLoraConfig(LoraConfig):
     _callers: Mapping[str, Any] = {}  # fields that have another value here, in their spelling
     _reload: str = ""  # a warning for a save, where stock PEFT would not load the file
     _packed: TrainingCodec | None = None  # of the model that it was adapted to, or that has it
-    _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
 
     def to_dict(self) -> dict[str, Any]:
         written: dict[str, Any] = super().to_dict()
@@ -194,10 +193,7 @@ def adapt(
     if scale_expert_rank and scaled:
         _scale_rank(model, asked, scaled, scale_expert_rank)
     codec = to_be_loaded or training_codec.from_packed(model)
-    adapted: Any = make_adapted(asked, replace(targets, reload=reload), codec)
-    if to_be_loaded and is_lora(adapted):
-        adapted._awaited = frozenset(targets.experts)
-    return cast(PeftConfig, adapted)
+    return make_adapted(asked, replace(targets, reload=reload), codec)
 
 
 def top_k_of(config: Any) -> int | None:

@@ -40,7 +40,8 @@ def wrap_parameter(
     PEFT wraps in alphabetical order; here the parameter that was registered first is innermost.
     """
     base, name = unwrapped(target), kwargs.get("target_name")
-    if name in getattr(config, "_awaited", ()) and parameter_name not in packed_names(base):
+    adapted_to = getattr(getattr(config, "_packed", None), "experts", ())
+    if name in adapted_to and parameter_name not in packed_names(base):
         raise ConfigError(
             f"{name} is not packed, and this LoRA config was adapted to a model whose experts are: "
             "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "

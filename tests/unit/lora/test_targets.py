@@ -151,24 +151,6 @@ def test_all_linear_that_stock_peft_cannot_load_is_said_once_before_training(
     assert adapted_modules(moe_qlora.load_adapter(again, tmp_path)) == reached
 
 
-@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
-@pytest.mark.parametrize("router", [False, True])
-def test_all_linear_beside_routers_that_are_linear_by_class(model_type: str, router: bool) -> None:
-    """They give two values, so that LoRA's Linear layer in their place cannot run."""
-    model: Any = tiny_model(model_type)
-    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
-    routers = {found.name for found in moe_qlora.detect(model).routers}
-    assert all(isinstance(model.get_submodule(name), nn.Linear) for name in routers)
-    config = LoraConfig(target_modules="all-linear", r=4)
-    wrapped = moe_qlora.get_peft_model(model, config, router=router)
-    adapted = adapted_modules(wrapped)
-    assert adapted & routers == (routers if router else set())
-    assert any(name.endswith("q_proj") for name in adapted)
-    wrapped(**tiny_inputs(model)).logits.sum().backward()
-    for name, parameter in wrapped.named_parameters():
-        assert not parameter.requires_grad or parameter.grad is not None, name
-
-
 @pytest.mark.parametrize("options", [{}, {"experts": True}, {"router": True}], ids=str)
 @pytest.mark.parametrize("model_type", ["diffusion_gemma", "jetmoe", "llama4_text"])
 def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path, monkeypatch):
