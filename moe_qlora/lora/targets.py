@@ -696,17 +696,14 @@ def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
     """
     if len(adapters) < 2:
         return
-    parts = dict.fromkeys(_PARTS_OF_KEYS, "what PEFT puts into every name")
-    for full in (name for name, _ in model.named_modules()):
-        path = _ADAPTERS_OWN.split(full)[0]
-        parts.setdefault(_leaf(path), path)
-    for name in adapters:
-        if name in parts:
-            raise AdapterError(
-                f"adapter {name!r} has the name of {parts[name]}, and PEFT would leave LoRA there "
-                "out of the files of other adapters: give it another name, which a saved adapter "
-                "gets as it is loaded."
-            )
+    names = (_ADAPTERS_OWN.split(name)[0] for name, _ in model.named_modules())
+    parts = {*_PARTS_OF_KEYS}.union(*(name.split(".") for name in names))
+    for name in sorted(parts.intersection(adapters)):
+        raise AdapterError(
+            f"adapter {name!r} has the name of a part of the model, and PEFT would leave LoRA "
+            "there out of the files of other adapters: give it another name, which a saved "
+            "adapter gets as it is loaded."
+        )
 
 
 def notes_on(
