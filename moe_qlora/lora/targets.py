@@ -411,8 +411,10 @@ def resolve_targets(
         is_rewritten = rewritten(model, probe) is not None
         bare = [name.removesuffix(".weight") for name in routers] if is_rewritten else []
         exact, weights, left_out = _exactly(model, probe, bare)
-        if is_rewritten or left_out or (everything and packed):
+        if is_rewritten or left_out:
             modules = exact
+        elif everything and packed:  # plain names, which PEFT shortens as those of its own
+            modules = set(map(str, exact))
         if is_rewritten:
             written = changed(probe, target_modules=set(map(str, exact))) if everything else probe
             reload = _reload_note(model, written, exact, weights)
