@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, first_line
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from .blocks import block_modules, blocks_of, packed_parts
 from .budget import Activity, Block
 from .meta_model import alike

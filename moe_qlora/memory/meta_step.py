@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from ..kernels.cards import PORTABLE, Card, planned_for
 from ..kernels.workspace import PlannedWorkspace, planned
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from ..models.named import quiet
 from . import levels
 from .attention import counted_attention
