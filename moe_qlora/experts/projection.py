@@ -177,7 +177,8 @@ class _PackedProduct(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight = ctx.weight() if callable(ctx.weight) else ctx.weight
-        back = multiply_codes(grad, *ctx.saved_tensors, weight, not ctx.transposed)
+        (offsets,) = ctx.saved_tensors
+        back = multiply_codes(grad, offsets, weight, not ctx.transposed)
         return None, None, None, None, back
 
 
