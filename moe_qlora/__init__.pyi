@@ -26,9 +26,9 @@ from .kernels.workspace import set_workspace_cap as set_workspace_cap
 from .layout import ExpertParam as ExpertParam
 from .layout import ModelLayout as ModelLayout
 from .lora.config import adapt_lora_config as adapt_lora_config
-from .lora.load import load_adapter as load_adapter
 from .lora.model import connect_adapters as connect_adapters
 from .lora.model import get_peft_model as get_peft_model
+from .lora.model import load_adapter as load_adapter
 from .lora.targets import exclude_modules as exclude_modules
 from .lora.targets import target_parameters as target_parameters
 from .memory.plan import plan as plan

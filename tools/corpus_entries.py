@@ -8,7 +8,6 @@ what passes through a matrix product differs by rounding alone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import io
 import json
@@ -76,11 +75,10 @@ def quantization(
 # --- numbers that are the same everywhere ---------------------------------------------------------
 
 
-@functools.cache
-def use_generic_kernel() -> Any:
-    """Decode Linear layers by bitsandbytes' generic code: its AVX-512 kernel (0.50.2) is wrong.
+def generic_kernel() -> Any:
+    """Let bitsandbytes' generic code decode Linear layers, while what this returns is alive.
 
-    Namely where a row is no whole number of blocks, so that other CPUs give other numbers.
+    Its AVX-512 kernel (0.50.2) is wrong where a row is no whole number of blocks.
     """
 
     def decode(codes: Tensor, absmax: Tensor, size: int, kind: str, *form: Any) -> Tensor:
@@ -89,7 +87,7 @@ def use_generic_kernel() -> Any:
 
     library = torch.library.Library("bitsandbytes", "IMPL")
     library.impl("dequantize_4bit", decode, "CPU", allow_override=True)
-    return library  # which undoes it when it goes
+    return library
 
 
 def _generator(name: str) -> torch.Generator:
@@ -283,7 +281,7 @@ def attempt(found: dict[str, Any], name: str, call: Callable[[], Any]) -> bool:
 def measure(entry: str) -> dict[str, Any]:
     """Return everything that is recorded of an entry."""
     quietly()
-    use_generic_kernel()
+    _kernel = generic_kernel()
     torch.set_num_threads(1)
     kind, codec = entry.split("/")
     with tempfile.TemporaryDirectory() as scratch:

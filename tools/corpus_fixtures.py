@@ -57,6 +57,7 @@ def write_fixtures(folder: Path, commit: str) -> None:
 def read_fixtures(folder: Path) -> dict[str, Any]:
     """Load, adapt, resume, merge and export the folders, and return numbers of it."""
     found: dict[str, Any] = {}
+    _kernel = on_cpu.generic_kernel()
     with tempfile.TemporaryDirectory() as scratch:
         for name in PACKED:
             model = _load(name, folder / name)

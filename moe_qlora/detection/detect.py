@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, islice
+from itertools import groupby
 
 from torch import nn
 
 from ..errors import DetectionError
 from ..layout import ExpertsModule, LinearExperts, ModelLayout, RejectedParam, Router
-from .rules import Classification, Classifier
-from .structure import Matrix, RouterIndex, find_chain, is_list
+from .rules import Classification, classify
+from .structure import RouterIndex, chains, dispatches, is_list
 from .tree import Leaf, Node, build_tree
 
 
 def detect(model: nn.Module) -> ModelLayout:
     """Find every parameter that holds the fused weights of a Mixture-of-Experts layer.
 
-    Only structure decides: the shapes of parameters, the router beside them, and a dry run of a
-    copy of their block. The model is neither run nor changed, and may live on meta.
+    Only structure decides: the shapes of parameters and the router beside them; attributes of
+    transformers' experts interface confirm it. The model is not run, and may live on meta.
 
     Raises:
         DetectionError: `model` is not an `nn.Module`.
@@ -27,13 +27,13 @@ def detect(model: nn.Module) -> ModelLayout:
         raise DetectionError(f"The model is a {type(model).__name__}: give a built nn.Module.")
     root, leaves = build_tree(model)
     index = RouterIndex()
-    classified = Classifier(leaves, index).classify()
+    classified = classify(leaves, index)
     linear_experts, linear_routers = _find_linear_experts(root, index)
     modules = _modules(classified)
     routers = [module.router for module in modules if module.router is not None]
     routers += [_router(leaf, leaf.shape[0]) for leaf in linear_routers]
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    layout = ModelLayout(
+    return ModelLayout(
         experts=tuple(item.expert for item in classified if item.expert is not None),
         rejected=tuple(
             RejectedParam(item.leaf.name, item.leaf.shape, item.rejection, tuple(item.leaf.aliases))
@@ -45,16 +45,6 @@ def detect(model: nn.Module) -> ModelLayout:
         routers=tuple({router.name: router for router in routers}.values()),
         model_type=model_type if isinstance(model_type, str) and model_type else None,
     )
-    for leaf in leaves:  # The tree is cyclic: weights would live until a garbage collection.
-        del leaf.tensor
-    return layout
-
-
-def dispatches(module: nn.Module) -> bool:
-    """Return whether the module's forward goes through transformers' experts interface."""
-    # Attributes that `use_experts_implementation` sets; no other class has all of them.
-    names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate", "config")
-    return all(hasattr(module, name) for name in names)
 
 
 def _router(leaf: Leaf, num_choices: int) -> Router:
@@ -112,9 +102,12 @@ def _find_linear_experts(
         if len({(type(item.module), *of) for item, of in zip(items, shapes, strict=True)}) > 1:
             continue
         linears = [leaf for leaf in leaves[0] if leaf.kind == "linear"]
-        if find_chain([Matrix(i, *leaf.shape) for i, leaf in enumerate(linears)]) is None:
+        if not chains([leaf.shape for leaf in linears]):
             continue
-        router = _router_near(node, index, len(items))
+        above = [n for n in node.ancestors() if n is not node and not is_list(n)]
+        near = (leaf for block in above[:2] for leaf in index.visible(block))
+        scoring = (leaf for leaf in near if leaf.shape[0] == len(items))
+        router = next((leaf for leaf in scoring if not node.contains(leaf.node)), None)
         if router is None:
             continue
         prefix = len(items[0].name) + 1
@@ -122,13 +115,3 @@ def _find_linear_experts(
         experts.append(LinearExperts(node.name, len(items), names))
         routers.append(router)
     return tuple(experts), tuple(routers)
-
-
-def _router_near(node: Node, index: RouterIndex, count: int) -> Leaf | None:
-    blocks = (above for above in node.ancestors() if above is not node and not is_list(above))
-    for block in islice(blocks, 2):
-        for leaf in index.visible(block):
-            matrix = leaf.kind in ("linear", "bare") and len(leaf.shape) == 2
-            if matrix and leaf.shape[0] == count and not node.contains(leaf.node):
-                return leaf
-    return None

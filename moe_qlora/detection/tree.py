@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,22 +14,20 @@ from ..layout import dtype_name
 
 _ORIGINAL = re.compile(r"\bparametrizations\.([^.]+)\.original$")  # the name of a packed weight
 
-LOOKUP_TABLES = (nn.Embedding, nn.EmbeddingBag)
-
 # Layers of torch: the class, not a name, determines the meaning of their tensors.
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
     "conv": (nn.modules.conv._ConvNd,),
-    "table": LOOKUP_TABLES,
+    "table": (nn.Embedding, nn.EmbeddingBag),
     "layer": (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Bilinear),
 }
 
 
 @dataclass(eq=False, slots=True)
 class Leaf:
-    """One parameter or buffer as the model's code sees it, packed weights with their decoded shape.
+    """One parameter as the model's code sees it, packed weights with their decoded shape.
 
     `kind` is "linear" (weight of an nn.Linear), "bare" (a parameter on a module that the model
-    defines itself), "buffer", or one of `_KINDS`.
+    defines itself), or one of `_KINDS`.
     """
 
     name: str
@@ -39,14 +36,9 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: str
-    tensor: torch.Tensor
     packed: str | None = None
     nbytes: int = 0
     aliases: list[str] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
     @property
     def shape_text(self) -> str:
@@ -126,17 +118,16 @@ def _leaf(node: Node, attribute: str, tensor: torch.Tensor, kind: str) -> Leaf:
         shape=shape,
         dtype=dtype,
         kind=kind,
-        tensor=tensor,
         packed=packed,
         nbytes=tensor.numel() * tensor.element_size(),
     )
 
 
-def _own_leaves(node: Node) -> Iterator[Leaf]:
+def _own_leaves(node: Node) -> Iterator[tuple[Leaf, torch.Tensor]]:
     module = node.module
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
-            yield _leaf(node, attribute, parameter, _kind(module, attribute))
+            yield _leaf(node, attribute, parameter, _kind(module, attribute)), parameter
     parametrized = module._modules.get("parametrizations")
     for attribute, steps in parametrized.items() if isinstance(parametrized, nn.ModuleDict) else ():
         original: Any = getattr(steps, "original", None)
@@ -152,10 +143,7 @@ def _own_leaves(node: Node) -> Iterator[Leaf]:
                 elif shape is not None and dtype is not None:
                     leaf.shape, leaf.dtype = tuple(shape), dtype
                     leaf.packed = str(getattr(state, "quant_type", "packed"))
-            yield leaf
-    for attribute, buffer in module._buffers.items():
-        if buffer is not None:
-            yield _leaf(node, attribute, buffer, "buffer")
+            yield leaf, original
 
 
 def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
@@ -163,18 +151,17 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
 
     A tensor that several modules share is one Leaf, under its first name.
     """
-    seen: dict[int, Leaf] = {}
+    seen: dict[int, tuple[Leaf, torch.Tensor]] = {}
     visited: set[int] = set()
     leaves: list[Leaf] = []
 
     def visit(name: str, module: nn.Module, parent: Node | None) -> Node:
         node = Node(name, module, parent, 0 if parent is None else parent.depth + 1)
-        for leaf in _own_leaves(node):
-            first = seen.get(id(leaf.tensor))
-            if first is not None and first.kind != "buffer":
-                first.aliases.append(leaf.name)
+        for leaf, tensor in _own_leaves(node):
+            if id(tensor) in seen:
+                seen[id(tensor)][0].aliases.append(leaf.name)
             else:
-                seen[id(leaf.tensor)] = leaf
+                seen[id(tensor)] = leaf, tensor
                 node.leaves.append(leaf)
         leaves.extend(node.leaves)
         visited.add(id(module))
@@ -192,7 +179,9 @@ def build_tree(model: nn.Module) -> tuple[Node, list[Leaf]]:
             for inner, parameter in adapted.named_parameters(remove_duplicate=False):
                 if id(parameter) in seen:
                     alias = _ORIGINAL.sub(r"\1", join(path, inner))
-                    seen[id(parameter)].aliases.append(alias)
+                    seen[id(parameter)][0].aliases.append(alias)
         return node
 
-    return visit("", model, None), leaves
+    root = visit("", model, None)
+    seen.clear()  # `visit` refers to itself: weights would live until a garbage collection.
+    return root, leaves

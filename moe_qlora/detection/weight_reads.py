@@ -6,9 +6,8 @@ adds. Longcat's routers are so, and Mamba layers, where `mamba_ssm` computes the
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
+import re
 from collections.abc import Iterator
 from functools import cache
 from types import FunctionType
@@ -19,8 +18,11 @@ from torch import nn
 from ..layout import unwrapped
 from .tree import join
 
-# What a packed weight says as a plain one does.
-_FACTS = frozenset({"device", "dtype", "is_cuda", "is_meta", "ndim", "requires_grad", "shape"})
+# Not what a packed weight says as a plain one does, nor an assignment.
+_READ = (
+    r"(?<!isinstance\()\b{owner}\.(\w+)\.weight\b(?!\s*=[^=])"
+    r"(?!\.(?:device|dtype|is_cuda|is_meta|ndim|requires_grad|shape)\b)"
+)
 
 
 def weights_read(model: nn.Module) -> dict[str, str]:
@@ -30,18 +32,15 @@ def weights_read(model: nn.Module) -> dict[str, str]:
     source file is taken to call its layers, as is a method that asks whether the model is
     quantized, as jamba's does; and a weight's device or dtype may be read.
     """
-    found = {}
-    for name, module in model.named_modules():
-        children = {
-            child
-            for child, layer in module.named_children()
-            if isinstance(unwrapped(layer), nn.Linear)
-        }
-        if children:
-            for function in functions_run(module):
-                for child in children & _read_by(function):
-                    found[join(name, child)] = type(module).__name__
-    return found
+    return {
+        join(name, child): type(module).__name__
+        for name, module in model.named_modules()
+        if any(isinstance(unwrapped(layer), nn.Linear) for layer in module.children())
+        for function in functions_run(module)
+        for child in _read_by(function)
+        if isinstance(layer := module._modules.get(child), nn.Module)
+        if isinstance(unwrapped(layer), nn.Linear)
+    }
 
 
 def functions_run(module: nn.Module) -> Iterator[FunctionType]:
@@ -66,19 +65,7 @@ def _read_by(function: FunctionType) -> frozenset[str]:
     if "weight" not in code.co_names or "_is_quantized" in code.co_names + code.co_consts:
         return frozenset()
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        source = inspect.getsource(function)
     except (OSError, SyntaxError):
         return frozenset()
-    owner = code.co_varnames[:1]
-    nodes = list(ast.walk(tree))
-    facts = {id(n.value) for n in nodes if isinstance(n, ast.Attribute) and n.attr in _FACTS}
-    for node in nodes:
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "isinstance":
-            facts.add(id(node.args[0]))
-    return frozenset(
-        node.value.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and node.attr == "weight" and id(node) not in facts
-        if isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Attribute)
-        if isinstance(node.value.value, ast.Name) and (node.value.value.id,) == owner
-    )
+    return frozenset(re.findall(_READ.format(owner=code.co_varnames[0]), source))

@@ -31,7 +31,7 @@ from ..experts.forward import can_serve
 from ..experts.operands import LoraFactors
 from ..kernels.cards import Card
 from ..layout import ExpertsModule, ModelLayout, name_pattern, unwrapped_name
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from ..memory import meta_model
 from ..memory.attention import EagerAttention, eager_attention
 from ..memory.budget import Settings

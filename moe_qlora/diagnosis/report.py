@@ -10,14 +10,7 @@ import torch
 
 from ..errors import ConfigError
 from ..experts.backend import suits
-from ..kernels.cards import (
-    Card,
-    acting_as,
-    actual,
-    allows_hopper,
-    multiplies_by_torch,
-    of_capability,
-)
+from ..kernels.cards import HOPPER, Card, acting_as, actual, multiplies_by_torch, of_capability
 from ..memory.devices import GPUS, gpu_named, unknown_gpu
 from ..versions import OPTIONAL, PYTHON, REQUIRED, Range, installed_version, release_of
 
@@ -150,7 +143,7 @@ def _multipliers(card: Card) -> tuple[str, str]:
     if not suits(card):
         return _LOOP, _LOOP
     with acting_as(card):
-        hopper = allows_hopper()
+        hopper = card.capability == HOPPER
         by_torch = multiplies_by_torch(_CUDA, torch.bfloat16)
     tried = ", untested on ROCm" if card.maker == "amd" else ""
     return (

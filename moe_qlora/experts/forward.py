@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..detection.detect import dispatches
+from ..detection.structure import dispatches
 from ..errors import ConfigError
 from ..packing import parametrize
 from ..packing.codec import unpack

@@ -264,7 +264,7 @@ def _layer_autograd(ctx: Any, grads: Sequence[Tensor | None]) -> Any:
             grads[0], x, weights, biases, lora, packed, saved, need[0], *ctx.constants
         )
     # torch treats an empty list among the constants as one of tensors
-    none = [[] if value == [] else None for value in ctx.constants]
+    none: list[Any] = [[] if value == [] else None for value in ctx.constants]
     first, second = (found[i] if need[i] else None for i in (0, 1))
     lists = [None] * len(biases), list(found[2:]), [None] * len(packed)
     return first, second, None, *lists, *none

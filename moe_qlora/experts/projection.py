@@ -177,7 +177,8 @@ class _PackedProduct(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight = ctx.weight() if callable(ctx.weight) else ctx.weight
-        back = multiply_codes(grad, *ctx.saved_tensors, weight, not ctx.transposed)
+        (offsets,) = ctx.saved_tensors
+        back = multiply_codes(grad, offsets, weight, not ctx.transposed)
         return None, None, None, None, back
 
 
@@ -277,27 +278,21 @@ def register_products() -> None:
     """Define the products as custom operators, which torch.compile does not look into."""
     operator: Any = partial(torch.library.custom_op, mutates_args=())
 
-    # (R, K), (E, K, N), (E + 1,) -> (R, N)
-    @operator("moe_qlora::experts_product", schema="(Tensor x, Tensor m, Tensor offsets) -> Tensor")
-    def product(x: Tensor, m: Tensor, offsets: Tensor) -> Tensor:
-        with no_autocast(x):
-            return _grouped(x, m, offsets)
-
-    # (R, P), (R, Q), (E + 1,) -> (E, P, Q)
-    @operator("moe_qlora::experts_outer", schema="(Tensor a, Tensor b, Tensor offsets) -> Tensor")
-    def outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-        with no_autocast(a):
-            return _outer(a, b, offsets)
-
-    @operator(
-        "moe_qlora::experts_projection",
-        schema="(Tensor x, Tensor offsets, Tensor[] packed, int[] numbers, ScalarType dtype, "
-        "bool transposed) -> Tensor",
-    )
-    def projection(
+    def by_codes(
         x: Tensor, offsets: Tensor, packed: Any, numbers: Any, dtype: torch.dtype, transposed: bool
     ) -> Tensor:
         return multiply_codes(x, offsets, packed_weight(iter(packed), numbers, dtype), transposed)
+
+    def plain(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        with no_autocast(tensors[0]):
+            return function(*tensors)
+
+    form = "(Tensor a, Tensor b, Tensor offsets) -> Tensor"
+    product = operator("moe_qlora::experts_product", partial(plain, _grouped), schema=form)
+    outer = operator("moe_qlora::experts_outer", partial(plain, _outer), schema=form)
+    form = "(Tensor x, Tensor offsets, Tensor[] packed, int[] numbers, ScalarType dtype, "
+    form += "bool transposed) -> Tensor"
+    projection = operator("moe_qlora::experts_projection", by_codes, schema=form)
 
     def save(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.save_for_backward(*inputs)

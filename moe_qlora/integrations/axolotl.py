@@ -276,8 +276,7 @@ def _load_saved(loader: Any, cfg: Any, build: Callable[[], Any]) -> Any:
     from axolotl.utils.lora_precision import upcast_lora_parameters
     from axolotl.utils.lora_tying import tie_lora_output_embeddings
 
-    from ..lora.load import load_adapter
-    from ..lora.model import set_dropout
+    from ..lora.model import load_adapter, set_dropout
 
     model = loader.model
     if hasattr(model, "enable_input_require_grads"):

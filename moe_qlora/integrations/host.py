@@ -129,7 +129,7 @@ class ExpertsHost:
         self._switch.close()
         if not self.settings.pack_experts:
             return None
-        from ..lora.names import base_model
+        from ..lora.targets import base_model
         from ..packing.selection import weights_to_pack
         from ..packing.settings import CodecSettings
         from ..quantize import quantize_experts
@@ -194,7 +194,7 @@ class ExpertsHost:
                 )
             return peft_model
         from ..lora.model import apply_adapted_config, connect_adapters
-        from ..lora.names import expert_parameters, names_parameter
+        from ..lora.targets import expert_parameters, names_parameter
 
         connect_adapters(peft_model)
         if self._adapted is not None:

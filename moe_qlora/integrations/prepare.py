@@ -23,7 +23,7 @@ from torch import nn
 
 from ..errors import ConfigError, check_numbers, first_line
 from ..experts.backend import has_triton
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from ..memory.measure import Loss
 from ..progress import reporting
 from ..speed.early_loss import copy_losses_early

@@ -6,7 +6,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     moe_layer.py            the whole layer, forward and backward
     routing.py              sorts top-k assignments by expert, cuts the rows into tiles
     factors.py              pads LoRA's factors for the kernels; their gradients
-    row_kernels.py          kernels over sorted rows: permute, unpermute
+    row_kernels.py          kernels over sorted rows: products with a factor, sums to tokens
     gate_kernels.py         the gate between both projections, and its backward
     table.py                which kernel multiplies each expert's rows; tries them
     expert_mm.py            the interface of such a kernel: supports, prepare, launch
@@ -16,8 +16,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     workspace.py            the buffer that is dequantized into
     streams.py              a second branch of a graph, for small kernels beside large ones
     cards.py                device capabilities
-    launch.py               launches kernels with little of the host's time; nothing on meta
-    lang.py                 Triton, or what stands for it where it is not installed
+    lang.py                 Triton, or names for it without; launches kernels, nothing on meta
 
 A kernel is one of these files with a `KERNEL` record, and its row in `table.py`. `weights.py`
 defines the packed weight, `limits.py` the numbers and size rules that decide between all of these.

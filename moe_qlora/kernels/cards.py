@@ -85,7 +85,7 @@ def of_capability(capability: tuple[int, int]) -> Card:
 def planned_for(card: Card) -> Iterator[None]:
     """Choose kernels for tensors on meta as for this card, in this thread, as long as this lasts.
 
-    Launches on meta compute nothing (`launch.py`), so that a layer's allocations can be counted.
+    Launches on meta compute nothing (`lang.py`), so that a layer's allocations can be counted.
     """
     token = _planned.set(card)
     try:
@@ -136,11 +136,6 @@ def actual(device: torch.device) -> Card:
 def takes_ptx(device: torch.device) -> bool:
     """Whether kernels may contain PTX, NVIDIA's assembly; on the CPU they only compile."""
     return actual(device).maker in ("nvidia", "")
-
-
-def allows_hopper() -> bool:
-    """Whether the kernels for Hopper may be chosen, where they run."""
-    return _acting is None or _acting.capability == HOPPER
 
 
 def multiplies_by_torch(device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""The gate between both projections of the experts, and its backward: kernels, and their launches.
+"""The gate between both projections of the experts, and its backward.
 
 Shapes are those of `row_kernels.py`. What LoRA needs of the rows that the gate writes is computed
 in the same pass: their product with the second projection's A, or with the first's B in backward.
@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import cards, row_kernels
-from .lang import tl, triton
-from .launch import Geometry, launcher
-from .limits import ColumnOrder
-from .row_kernels import ROWS, factor_rows, rows_of_tile
+import torch
+from torch import Tensor
+
+from . import cards
+from .lang import run_kernel, tl, triton
+from .limits import ORDER
+from .routing import Routing
+from .row_kernels import FACTOR_PART, ROWS, factor_rows, rows_of_tile
 
 ACTS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
-_FEW = {"BM": ROWS, "num_warps": 8, "num_stages": 1}
-"""For tiles of 16 rows, as `row_kernels._PERMUTE_FEW`."""
-_GATE = {"BM": ROWS, "BI": 256, "num_warps": 4, "num_stages": 2}
-_ORDERED = {"BM": ROWS, "num_warps": 4, "num_stages": 2}
-"""For columns in a `ColumnOrder`, whose width is a step's. Loads of the next step in this one: 176
-us for 16,384 tokens, 213 without."""
-_BACKWARD = {"BM": ROWS, "BI": 128, "num_warps": 4, "num_stages": 3}
-_BACKWARD_FEW = {"BM": ROWS, "BI": 64, "num_warps": 2, "num_stages": 1}
+# A step's columns BI are those that `limits.ORDER` permutes together. Two stages: 176 us for 16,384
+# tokens, 213 with one.
+_GATE = {"BI": 256, "num_warps": 4, "num_stages": 2}
+_BACKWARD = {"BI": 128, "num_warps": 4, "num_stages": 3}
+_BACKWARD_FEW = {"BI": 64, "num_warps": 2, "num_stages": 1}
+"""For tiles of 16 rows."""
 
 
 _SIGMOID = tl.constexpr("""{
@@ -51,17 +52,6 @@ class Gate(NamedTuple):
     def numbers(self) -> tuple[float, float, float]:
         """Limit, alpha and shift, the kernels' arguments."""
         return self.limit or 0.0, self.alpha, self.shift
-
-    @property
-    def flags(self) -> dict[str, int | bool]:
-        """The kernels' constants."""
-        return {
-            "ACT": ACTS[self.act],
-            "GATED": self.gated,
-            "INTERLEAVED": self.gated and self.interleaved,
-            "LIMITED": self.limit is not None,
-            "PLAIN": self.alpha == 1 and self.shift == 0,
-        }
 
 
 @triton.jit
@@ -161,12 +151,12 @@ def gate_kernel(
     I: tl.constexpr, STRIDE: tl.constexpr, RANK: tl.constexpr, GROUPS: tl.constexpr,
     RUNS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     LIMITED: tl.constexpr, PLAIN: tl.constexpr, BIASED: tl.constexpr, PTX: tl.constexpr,
-    STEPS: tl.constexpr, BM: tl.constexpr, BI: tl.constexpr,
+    BM: tl.constexpr, BI: tl.constexpr,
 ):  # fmt: skip
     """out[i] = (h_i, scaling h_i F_e) with h the gate of pre_i; small[i] the same product.
 
     out (R, I + RANK) in rows STRIDE apart, F (E, I, RANK), stored (E, RANK, I). Where GROUPS, h's
-    columns are in such a `ColumnOrder` of width BI. STEPS: as of `permute_kernel`.
+    columns are in `limits.ORDER`, BI at a time.
     """
     expert, rows, live = rows_of_tile(tiles, expert_offsets, BM)
     if expert < 0:
@@ -174,27 +164,11 @@ def gate_kernel(
     j = tl.arange(0, RANK if RANK > 0 else 16)
     product = tl.zeros([BM, RANK if RANK > 0 else 16], tl.float32)
     factor += expert.to(tl.int64) * (I * RANK)
-    if STEPS > 1:
-        i = tl.arange(0, BI)
-        next_gate, next_up = _load_pre(
+    for start in tl.range(0, I, BI):
+        i = start + tl.arange(0, BI)
+        gate, up = _load_pre(
             pre, bias, expert, rows, i, live, I, BI, GATED, INTERLEAVED, BIASED
         )  # fmt: skip
-        if RANK > 0:
-            next_f = factor_rows(factor, i, j, I, RANK, True)
-    for start in tl.range(0, I, BI, loop_unroll_factor=STEPS):
-        i = start + tl.arange(0, BI)
-        if STEPS > 1:
-            gate, up = next_gate, next_up
-            next_gate, next_up = _load_pre(
-                pre, bias, expert, rows, i + BI, live, I, BI, GATED, INTERLEAVED, BIASED
-            )  # fmt: skip
-            if RANK > 0:
-                f = next_f
-                next_f = factor_rows(factor, i + BI, j, I, RANK, True)
-        else:
-            gate, up = _load_pre(
-                pre, bias, expert, rows, i, live, I, BI, GATED, INTERLEAVED, BIASED
-            )  # fmt: skip
         h, _, _ = _gate(gate, up, limit, alpha, shift, ACT, GATED, LIMITED, PLAIN, PTX)
         h = tl.where((i < I)[None, :], h, 0.0).to(out.dtype.element_ty)
         ok = live[:, None] & (i < I)[None, :]
@@ -204,8 +178,7 @@ def gate_kernel(
             ordered = tl.reshape(tl.permute(groups, (0, 2, 1, 3)), (BM, BI))
         tl.store(out + rows[:, None] * STRIDE + i[None, :], ordered, mask=ok)
         if RANK > 0:
-            if STEPS == 1:
-                f = factor_rows(factor, i, j, I, RANK, True)
+            f = factor_rows(factor, i, j, I, RANK, True)
             product = tl.dot(h, f, product, input_precision="ieee")
     if RANK > 0:
         tail = (product * scaling).to(out.dtype.element_ty)
@@ -292,35 +265,48 @@ def gate_backward_kernel(
     tl.store(grad_weights + assignment, dot.to(grad_weights.dtype.element_ty), mask=live)
 
 
-def _takes_ptx(device: int) -> bool:
-    return not triton.knobs.runtime.interpret and cards.takes_ptx(cards.device_of(device))
-
-
-@launcher(gate_kernel)
-def launch_gate(
-    gate: Gate, size: int, stride: int, rank: int, tile: int, tiles: int,
-    order: ColumnOrder | None, biased: bool, device: int = -1,
-) -> Geometry:  # fmt: skip
-    """The gate with the second factor's product; `order`: of the columns, or None."""
-    cut = _GATE if order is None else {**_ORDERED, "BI": order.width}
-    if tile == ROWS:
-        cut = {"BI": min(256, row_kernels.FACTOR_PART // max(rank, 16)), **_FEW}
-    return (tiles, tile // cut["BM"]), {
-        "I": size, "STRIDE": stride, "RANK": rank, "GROUPS": order.groups if order else 0,
-        "RUNS": order.runs if order else 0, "BIASED": biased,
-        "STEPS": row_kernels.unrolled(size, cut["BI"], tile), "PTX": _takes_ptx(device),
-        **gate.flags, **cut,
+def _flags(gate: Gate, device: torch.device) -> dict[str, int | bool]:
+    ptx = not triton.knobs.runtime.interpret and cards.takes_ptx(device)
+    return {
+        "ACT": ACTS[gate.act], "GATED": gate.gated, "INTERLEAVED": gate.gated and gate.interleaved,
+        "LIMITED": gate.limit is not None, "PLAIN": gate.alpha == 1 and gate.shift == 0,
+        "PTX": ptx,
     }  # fmt: skip
 
 
-@launcher(gate_backward_kernel)
-def launch_gate_backward(
-    gate: Gate, size: int, stride: int, rank: int, rank2: int, tile: int, tiles: int,
-    biased: bool, dots: bool, device: int = -1,
-) -> Geometry:  # fmt: skip
-    """Back through the gate."""
-    cut = _BACKWARD_FEW if tile == ROWS else _BACKWARD
-    return (tiles, tile // cut["BM"]), {
-        "I": size, "STRIDE": stride, "RANK": rank, "BIASED": biased, "DOTS": dots, "RANK2": rank2,
-        "PTX": _takes_ptx(device), **gate.flags, **cut,
-    }  # fmt: skip
+def apply_gate(
+    gate: Gate, pre: Tensor, bias: Tensor | None, routing: Routing, out: Tensor,
+    factor: Tensor | None, rank: int, scaling: float, small: Tensor, *, ordered: bool,
+) -> None:  # fmt: skip
+    """Write the gate of `pre` and its product with a factor to `out` `(R, I + rank)`.
+
+    The product is written to `small` as well. `ordered`: the gate's columns in `limits.ORDER`.
+    """
+    size = out.shape[1] - rank
+    groups, runs = ORDER if ordered else (0, 0)
+    cut = _GATE
+    if routing.tile == ROWS:
+        cut = {"BI": min(256, FACTOR_PART // max(rank, 16)), "num_warps": 8, "num_stages": 1}
+    run_kernel(
+        gate_kernel, (routing.counts[0], routing.tile // ROWS), pre, pre if bias is None else bias,
+        pre if factor is None else factor, routing.tiles, routing.expert_offsets, out, small,
+        scaling, *gate.numbers, I=size, STRIDE=out.stride(0), RANK=rank, GROUPS=groups, RUNS=runs,
+        BIASED=bias is not None, BM=ROWS, **_flags(gate, pre.device), **cut,
+    )  # fmt: skip
+
+
+def gate_backward(
+    gate: Gate, u: Tensor, pre: Tensor, bias: Tensor | None, weights: Tensor,
+    dots: Tensor | None, routing: Routing, out: Tensor, d_weights: Tensor, factor: Tensor | None,
+    rank: int, scaling: float, product_g: Tensor, product2: Tensor, weighted2: Tensor, rank2: int,
+) -> None:  # fmt: skip
+    """Go back through the gate, as `gate_backward_kernel` says."""
+    cut = _BACKWARD_FEW if routing.tile == ROWS else _BACKWARD
+    run_kernel(
+        gate_backward_kernel, (routing.counts[0], routing.tile // ROWS),
+        u, pre, u if bias is None else bias, weights, routing.order, u if dots is None else dots,
+        u if factor is None else factor, routing.tiles, routing.expert_offsets, out, d_weights,
+        product_g, product2, weighted2, scaling, *gate.numbers, I=u.shape[1],
+        STRIDE=out.stride(0), RANK=rank, RANK2=rank2, BIASED=bias is not None,
+        DOTS=dots is not None, BM=ROWS, **_flags(gate, u.device), **cut,
+    )  # fmt: skip

@@ -23,22 +23,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import cards, workspace
-from .expert_mm import ExpertMatmul, Kernel, Problem
-from .lang import tl, triton
-from .launch import Geometry, launcher
+from .expert_mm import Kernel, Matmul
+from .lang import run_kernel, tl, triton
 from .limits import WIDE_TILE, cdiv, row_stride, wide_tile
 from .routing import Routing
-from .weights import PackedWeight, WeightSpec
+from .weights import PackedWeight
 
-BLOCK, UNROLL, WARPS = 256, 1, 4
-"""Groups of 8 weights that a program decodes at a time, how often, and its warps."""
+BLOCK = 256
+"""Groups of 8 weights that a program decodes."""
 
 
 @triton.jit
@@ -64,57 +63,54 @@ def _copy_factor(out, source, stride_r, stride_c, out_stride, first, total, WIDT
 
 # A copied factor is read in any strides; specializing on the other sizes gains nothing.
 @triton.jit(
-    do_not_specialize=["first_expert", "first_row", "first_col", "right_se", "right_sr", "right_sc",
-                       "below_se", "below_sr", "below_sc"]
+    do_not_specialize=["first_row", "first_col", "right_se", "right_sr", "right_sc", "below_se",
+                       "below_sr", "below_sc"]
 )  # fmt: skip
 def _decode_kernel(
     out, words, absmax, table, table2, absmax2, offset, expert_offsets, right, below,
-    first_expert, first_row, first_col,
-    right_se, right_sr, right_sc, below_se, below_sr, below_sc,
+    first_row, first_col, right_se, right_sr, right_sc, below_se, below_sr, below_sc,
     ROWS: tl.constexpr, COLS: tl.constexpr, ALL_ROWS: tl.constexpr, ALL_COLS: tl.constexpr,
     RANK_R: tl.constexpr, RANK_B: tl.constexpr, STRIDE: tl.constexpr,
     BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr, INT8: tl.constexpr, SKIP: tl.constexpr,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One expert's matrix (program 1) in pieces of BLOCK x UNROLL groups of 8 weights (program 0).
+    """One expert's matrix (program 1) in pieces of BLOCK groups of 8 weights (program 0).
 
-    out: (E', ROWS + RANK_B, COLS + RANK_R), rows STRIDE apart, of weights (E, ALL_ROWS, ALL_COLS);
+    out: (E, ROWS + RANK_B, COLS + RANK_R), rows STRIDE apart, of weights (E, ALL_ROWS, ALL_COLS);
     right: (E, ROWS, RANK_R); below: (E, RANK_B, COLS).
     """
     GROUPS: tl.constexpr = ROWS * COLS // 8
-    PIECES: tl.constexpr = (GROUPS + BLOCK * UNROLL - 1) // (BLOCK * UNROLL)
+    PIECES: tl.constexpr = (GROUPS + BLOCK - 1) // BLOCK
     piece = tl.program_id(0)
-    local = tl.program_id(1)
-    expert = first_expert + local
+    expert = tl.program_id(1)
     if SKIP:
         if tl.load(expert_offsets + expert) == tl.load(expert_offsets + expert + 1):
             return
     expert = expert.to(tl.int64)
-    out += local.to(tl.int64) * ((ROWS + RANK_B) * STRIDE)
+    out += expert * ((ROWS + RANK_B) * STRIDE)
     if piece < PIECES:
         eighth = tl.arange(0, 8)
-        for i in tl.static_range(UNROLL):
-            group = (piece * UNROLL + i) * BLOCK + tl.arange(0, BLOCK)
-            live = group < GROUPS
-            row = group // (COLS // 8)
-            whole_row = first_row + row
-            at = expert * (ALL_ROWS * ALL_COLS // 8) + whole_row * (ALL_COLS // 8)
-            at += first_col // 8 + group % (COLS // 8)
-            if INT8:
-                place = (at * 8)[:, None] + eighth[None, :]
-                value = tl.load(words + place, mask=live[:, None], other=0).to(tl.float32)
-                scale = tl.load(absmax + expert * ALL_ROWS + whole_row, mask=live, other=0.0)
-                value = value * scale[:, None] * 7.874015718698502e-3
-            else:
-                word = tl.load(words + at, mask=live, other=0)
-                block = at // (BLOCKSIZE // 8)
-                scale = block_absmax(absmax, table2, absmax2, offset, block, live, NESTED)
-                # The first weight of a byte is its high half.
-                nibble = (word[:, None] >> ((eighth ^ 1) * 4)[None, :]) & 15
-                value = tl.load(table + nibble) * scale[:, None]
-            to = group * 8 + row * (STRIDE - COLS)
-            spots = out + to[:, None] + eighth[None, :]
-            tl.store(spots, value.to(out.dtype.element_ty), mask=live[:, None])
+        group = piece * BLOCK + tl.arange(0, BLOCK)
+        live = group < GROUPS
+        row = group // (COLS // 8)
+        whole_row = first_row + row
+        at = expert * (ALL_ROWS * ALL_COLS // 8) + whole_row * (ALL_COLS // 8)
+        at += first_col // 8 + group % (COLS // 8)
+        if INT8:
+            place = (at * 8)[:, None] + eighth[None, :]
+            value = tl.load(words + place, mask=live[:, None], other=0).to(tl.float32)
+            scale = tl.load(absmax + expert * ALL_ROWS + whole_row, mask=live, other=0.0)
+            value = value * scale[:, None] * 7.874015718698502e-3
+        else:
+            word = tl.load(words + at, mask=live, other=0)
+            block = at // (BLOCKSIZE // 8)
+            scale = block_absmax(absmax, table2, absmax2, offset, block, live, NESTED)
+            # The first weight of a byte is its high half.
+            nibble = (word[:, None] >> ((eighth ^ 1) * 4)[None, :]) & 15
+            value = tl.load(table + nibble) * scale[:, None]
+        to = group * 8 + row * (STRIDE - COLS)
+        spots = out + to[:, None] + eighth[None, :]
+        tl.store(spots, value.to(out.dtype.element_ty), mask=live[:, None])
     else:
         first = (piece - PIECES) * (BLOCK * 8)
         if RANK_R > 0:
@@ -131,67 +127,42 @@ def _decode_kernel(
                 )  # fmt: skip
 
 
-def decoding(
-    packed: PackedWeight,
-    out: Tensor,
-    *,
-    first: int = 0,
-    corner: tuple[int, int] = (0, 0),
-    expert_offsets: Tensor | None = None,
-    right: Tensor | None = None,
-    below: Tensor | None = None,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return sizes and arguments of `_launch_decode`, to decode experts into `out`.
+def decode(
+    packed: PackedWeight, out: Tensor, *, corner: tuple[int, int] = (0, 0),
+    expert_offsets: Tensor | None = None, right: Tensor | None = None, below: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Decode a weight, or a part of each expert's matrix, into `out`.
 
-    Experts [first, first + len(out)), or a part of each, are decoded.
-
-    `packed.dequantizes()` is true, and all tensors start at multiples of 16 bytes. `out` is `(E',
-    rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart; rows and cols are the
-    weight's, or fewer, from `corner` on, whose column is a multiple of 8. `expert_offsets` `(E +
-    1,)` leave out experts without rows; None decodes all. `right` `(E, rows, r_r)` and `below` `(E,
-    r_b, cols)`, of any strides, are written to the right of each matrix and below it.
+    Rows and blocks are whole groups of 8 weights, and the packed tensors start at multiples of 16
+    bytes. `out` is `(E, rows + r_b, cols + r_r)`, bf16, fp16 or fp32, in rows any distance apart;
+    rows and cols are the weight's, or fewer, from `corner` on, whose column is a multiple of 8.
+    `expert_offsets` `(E + 1,)` leave out experts without rows; None decodes all. `right` `(E, rows,
+    r_r)` and `below` `(E, r_b, cols)`, of any strides, are written to the right of each matrix and
+    below it.
     """
     assert out.stride(0) == out.shape[1] * out.stride(1) and out.stride(2) == 1
-    nested = packed.nested
-    none = packed.absmax
-    table2, absmax2, offset, _ = nested if nested is not None else (none, none, none, 0)
-    sizes = (
-        packed.spec, out.shape, out.stride(1), corner, expert_offsets is not None,
-        0 if right is None else right.shape[2], 0 if below is None else below.shape[1],
-    )  # fmt: skip
-    return sizes, (
-        out,
-        packed.flat_codes if packed.spec.is_int8 else packed.flat_codes.view(torch.int32),
-        packed.absmax, none if packed.table is None else packed.table,
-        table2, absmax2, offset, none if expert_offsets is None else expert_offsets,
-        out if right is None else right, out if below is None else below,
-        first, *corner, *((0, 0, 0) if right is None else right.stride()),
-        *((0, 0, 0) if below is None else below.stride()),
-    )  # fmt: skip
-
-
-@launcher(_decode_kernel)
-def _launch_decode(
-    spec: WeightSpec, shape: tuple[int, int, int], stride: int, corner: tuple[int, int],
-    skips: bool, rank_r: int, rank_b: int,
-) -> Geometry:  # fmt: skip
-    experts, rows, cols = shape[0], shape[1] - rank_b, shape[2] - rank_r
+    spec, none = packed.spec, packed.absmax
+    rank_r = 0 if right is None else right.shape[2]
+    rank_b = 0 if below is None else below.shape[1]
+    rows, cols = out.shape[1] - rank_b, out.shape[2] - rank_r
     assert cols % 8 == 0 and corner[1] % 8 == 0
     assert corner[0] + rows <= spec.shape[1] and corner[1] + cols <= spec.shape[2]
-    pieces = cdiv(rows * cols // 8, BLOCK * UNROLL)
+    pieces = cdiv(rows * cols // 8, BLOCK)
     extra = cdiv(max(rows * rank_r, rank_b * cols), BLOCK * 8)
-    return (pieces + extra, experts), {
-        "ROWS": rows, "COLS": cols, "ALL_ROWS": spec.shape[1], "ALL_COLS": spec.shape[2],
-        "RANK_R": rank_r, "RANK_B": rank_b, "STRIDE": stride, "BLOCKSIZE": spec.blocksize,
-        "NESTED": spec.nested, "INT8": spec.is_int8, "SKIP": skips, "BLOCK": BLOCK,
-        "UNROLL": UNROLL, "num_warps": WARPS, "enable_fp_fusion": False,
-    }  # fmt: skip
-
-
-def decode(packed: PackedWeight, out: Tensor, **parts: Any) -> None:
-    """Decode experts into `out`; see `decoding`."""
-    sizes, arguments = decoding(packed, out, **parts)
-    _launch_decode(sizes, *arguments)
+    run_kernel(
+        _decode_kernel, (pieces + extra, len(out)), out,
+        packed.flat_codes if spec.is_int8 else packed.flat_codes.view(torch.int32),
+        packed.absmax, none if packed.table is None else packed.table,
+        *((none,) * 3 if packed.nested is None else packed.nested[:3]),
+        none if expert_offsets is None else expert_offsets,
+        out if right is None else right, out if below is None else below,
+        *corner, *((0, 0, 0) if right is None else right.stride()),
+        *((0, 0, 0) if below is None else below.stride()),
+        ROWS=rows, COLS=cols, ALL_ROWS=spec.shape[1], ALL_COLS=spec.shape[2], RANK_R=rank_r,
+        RANK_B=rank_b, STRIDE=out.stride(1), BLOCKSIZE=spec.blocksize, NESTED=spec.nested,
+        INT8=spec.is_int8, SKIP=expert_offsets is not None, BLOCK=BLOCK, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 class Cut(NamedTuple):
@@ -298,17 +269,30 @@ def grouped_kernel(
 
 
 def launch(
-    x: Tensor, matrices: Tensor, expert_offsets: Tensor, tiles: Tensor, tile: int, cut: Cut
-) -> Tensor:
+    x: Tensor, matrices: Tensor, expert_offsets: Tensor, tiles: Tensor, tile: int, cut: Cut,
+    routing: Routing | None = None, products: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return `(R, N)`: each expert's rows of x `(R, K)` times its matrix of `(E, K, N)`.
 
     Rows of x lie any distance apart, as do the rows of matrices, or their columns. `expert_offsets`
-    and `tiles` are `routing.Routing`'s, `tile` the rows in each of the tiles.
+    and `tiles` are `routing.Routing`'s, `tile` the rows in each of the tiles. With a `routing` and
+    `products` `(R r,)`, x are the tokens `(T, K - r)`.
     """
-    y = torch.empty(x.shape[0], matrices.shape[2], dtype=x.dtype, device=x.device)
-    count = tiles.numel() // 2
-    sizes = matrices.shape[1:], matrices.stride(), 0, 0, x.stride(0), tile, count, cut
-    _launch_grouped(sizes, x, x, x, matrices, tiles, expert_offsets, y, count)
+    (across, down, along), (_, inner, out) = matrices.stride(), matrices.shape
+    assert 1 in (down, along)
+    order, top_k, rank, count = x, 0, 0, len(x)
+    if routing is not None:
+        order, top_k, rank, count = routing.order, routing.top_k, inner - x.shape[1], routing.count
+    y = torch.empty(count, out, dtype=x.dtype, device=x.device)
+    many = tiles.numel() // 2
+    run_kernel(
+        grouped_kernel, (many * cdiv(out, cut.features),),
+        x, order, x if products is None else products, matrices, tiles, expert_offsets, y, many,
+        K=inner - rank, N=out, TOP_K=top_k, RANK=rank,
+        RP=max(16, triton.next_power_of_2(rank)), STRIDE=x.stride(0), SE=across, SK=down, SN=along,
+        BM=tile, BN=cut.features, BK=cut.step, STAGES=cut.stages, GROUP=cut.group,
+        num_warps=cut.warps,
+    )  # fmt: skip
     return y
 
 
@@ -347,34 +331,15 @@ def outer(a: Tensor, b: Tensor, expert_offsets: Tensor) -> Tensor:
     """
     experts = len(expert_offsets) - 1
     out = torch.empty(experts, a.shape[1], b.shape[1], dtype=a.dtype, device=a.device)
-    sizes = experts, a.shape[1], b.shape[1], a.stride(0), b.stride(0)
-    _launch_outer(sizes, a, b, expert_offsets, out)
+    most_p, most_q = (
+        min(64, max(16, triton.next_power_of_2(size))) for size in (a.shape[1], b.shape[1])
+    )
+    run_kernel(
+        outer_kernel, (cdiv(b.shape[1], most_q), cdiv(a.shape[1], most_p), experts),
+        a, b, expert_offsets, out, P=a.shape[1], Q=b.shape[1], A_STRIDE=a.stride(0),
+        B_STRIDE=b.stride(0), BP=most_p, BQ=most_q, BK=64, STAGES=3, num_warps=4,
+    )  # fmt: skip
     return out
-
-
-@launcher(outer_kernel)
-def _launch_outer(experts: int, p: int, q: int, a_stride: int, b_stride: int) -> Geometry:
-    most = [min(64, max(16, triton.next_power_of_2(size))) for size in (p, q)]
-    return (cdiv(q, most[1]), cdiv(p, most[0]), experts), {
-        "P": p, "Q": q, "A_STRIDE": a_stride, "B_STRIDE": b_stride, "BP": most[0], "BQ": most[1],
-        "BK": 64, "STAGES": 3, "num_warps": 4,
-    }  # fmt: skip
-
-
-@launcher(grouped_kernel)
-def _launch_grouped(
-    sizes: tuple[int, int], strides: tuple[int, int, int], top_k: int, rank: int, stride: int,
-    tile: int, count: int, cut: Cut,
-) -> Geometry:  # fmt: skip
-    (inner, out), (across, down, along) = sizes, strides
-    assert 1 in (down, along)
-    return (count * cdiv(out, cut.features),), {
-        "K": inner, "N": out, "TOP_K": top_k, "RANK": rank,
-        "RP": max(16, triton.next_power_of_2(rank)), "STRIDE": stride, "SE": across, "SK": down,
-        "SN": along, "BM": tile,
-        "BN": cut.features, "BK": cut.step, "STAGES": cut.stages, "GROUP": cut.group,
-        "num_warps": cut.warps,
-    }  # fmt: skip
 
 
 def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
@@ -384,17 +349,17 @@ def owner_of(packed: PackedWeight, routing: Routing) -> tuple[int, int]:
     return routing.ints.data_ptr() or routing.ints.untyped_storage()._cdata, codes
 
 
-def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name: str) -> Tensor:
+def prepare(matmul: Matmul, routing: Routing, span: tuple[int, int], name: str) -> Tensor:
     """Return the operand `(E, K + r, span)` of a grouped matmul, as a view of the workspace.
 
     With all features at once both factors are appended, so that backward can reuse the buffer.
     """
-    packed, rank, by_rows = matmul.packed, matmul.rank, matmul.problem.by_rows
-    (right, below), dtype = matmul.beside, matmul.problem.dtype
+    packed, rank, by_rows, dtype = matmul.packed, matmul.rank, matmul.by_rows, matmul.dtype
+    right, below = matmul.beside
     experts, n_rows, n_cols = packed.spec.shape
     offsets, (first, end) = routing.expert_offsets, span
     corner, held = (0, 0), False
-    if end - first == matmul.problem.features:
+    if end - first == matmul.features:
         width = n_cols + rank
         room = experts, n_rows + rank, row_stride(width, dtype.itemsize)
         owner = owner_of(packed, routing)
@@ -412,64 +377,33 @@ def prepare(matmul: ExpertMatmul, routing: Routing, span: tuple[int, int], name:
         right, below = None, None if below is None else below[:, :, first:end]
         view = out
     if not held:
-        sizes, arguments = decoding(
-            packed, out, corner=corner, expert_offsets=offsets, right=right, below=below
-        )
-        _launch_decode(sizes, *arguments)
+        decode(packed, out, corner=corner, expert_offsets=offsets, right=right, below=below)
     return view
 
 
 def _multiply(
-    by_torch: bool, x: Tensor, matmul: ExpertMatmul, matrices: Tensor, routing: Routing,
+    by_torch: bool, x: Tensor, matmul: Matmul, matrices: Tensor, routing: Routing,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     if products is None and by_torch:
         return F.grouped_mm(x, matrices, offs=routing.ends)
-    tiles, tile, offsets = routing.table(matmul.tile), matmul.tile, routing.expert_offsets
-    if products is None:
-        return launch(x, matrices, offsets, tiles, tile, matmul.cut)
-    # Without a function in between: each takes the host 1 us.
-    y = torch.empty(routing.count, matrices.shape[2], dtype=x.dtype, device=x.device)
-    inner, count = x.shape[1], tiles.numel() // 2
-    sizes = (
-        (inner, y.shape[1]), matrices.stride(), routing.top_k, matrices.shape[1] - inner,
-        x.stride(0), tile, count, matmul.cut,
-    )  # fmt: skip
-    _launch_grouped(sizes, x, routing.order, products, matrices, tiles, offsets, y, count)
-    return y
-
-
-def _cut(problem: Problem, tile: int) -> Cut:
-    return default(tile, cards.device_of(problem.spec.device))
-
-
-def _by_torch(problem: Problem) -> bool:
-    return cards.multiplies_by_torch(cards.device_of(problem.spec.device), problem.dtype)
-
-
-def _on_blackwell(problem: Problem) -> bool:
-    """Whether torch's product is one for tcgen05, beside which ours has not been measured."""
-    return _by_torch(problem) and cards.of_index(problem.spec.device).capability[0] == 10
+    tables = routing.expert_offsets, routing.table(matmul.tile), matmul.tile, matmul.cut
+    return launch(x, matrices, *tables, None if products is None else routing, products)
 
 
 BY_TORCH = Kernel(
     "dequantize + torch",
-    _by_torch,
-    lambda problem: wide_tile(problem.rows, problem.experts, WIDE_TILE),
+    lambda matmul: cards.multiplies_by_torch(cards.device_of(matmul.spec.device), matmul.dtype),
+    lambda matmul: wide_tile(matmul.rows, matmul.experts, WIDE_TILE),
     prepare,
     partial(_multiply, True),
     on_codes=False,
-    gathers=True,
-    cut=_cut,
-)
-
-ON_BLACKWELL = replace(
-    BY_TORCH, name="dequantize + torch, of copied rows", supports=_on_blackwell, gathers=False
+    cut=lambda matmul, tile: default(tile, cards.device_of(matmul.spec.device)),
 )
 
 KERNEL = replace(
     BY_TORCH,
     name="dequantize + grouped",
-    supports=lambda problem: True,
+    supports=lambda matmul: True,
     launch=partial(_multiply, False),
 )

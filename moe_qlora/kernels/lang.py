@@ -1,13 +1,18 @@
-"""Triton and its language; without Triton, names that stand for them.
+"""Triton and its language, and how a kernel is launched.
 
-Kernels are then defined and never launched: a plan on meta still runs what surrounds them.
+Without Triton, names stand for both: kernels are then defined and never launched, and a plan on
+meta still runs what surrounds them.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
-__all__ = ["HAS_TRITON", "tl", "triton"]
+import torch
+from torch import Tensor
+
+__all__ = ["HAS_TRITON", "aligned", "run_kernel", "tl", "triton"]
 
 try:
     import triton
@@ -33,3 +38,23 @@ except ImportError:
             return args[0] if args else self
 
     triton = tl = _Absent()
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch on the current stream of the device of the first argument, a tensor.
+
+    On meta nothing runs, as of torch's operators, nor does an empty grid. `options` are the
+    kernel's constants and Triton's compile options.
+    """
+    device = args[0].device
+    if device.type == "meta" or not all(grid):
+        return
+    # The default until Triton 3.10, with which the kernels were tested.
+    options = {"enable_fp_fusion": True, **options}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](*args, **options)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy that starts at a multiple of 16 bytes, as wide copies need."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

@@ -5,8 +5,6 @@ Kernels, experts and memory plans read them here. Standard library only.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 ROWS_ON_QUANTIZED, ROWS_ON_QUANTIZED_HOPPER = 256, 512
 """Rows an expert, on average, up to which the quantized matmul beats dequantizing. H200, gate_up of
 Qwen3-30B-A3B at 256 rows: 0.69 ms against 0.73 forward, 0.76 against 0.75 backward; with Hopper's
@@ -47,23 +45,12 @@ WORKSPACE_PART = 8
 """The workspace's cap is the device memory divided by this, unless the user sets one."""
 
 
-class ColumnOrder(NamedTuple):
-    """An order of rows' columns in which a matmul sums over them.
-
-    In each `width` columns, pair (g, i) of (groups, runs) pairs comes at (i, g).
-    """
-
-    groups: int
-    runs: int
-
-    @property
-    def width(self) -> int:
-        """Columns that are put in order together."""
-        return 2 * self.groups * self.runs
+ORDER = 4, 32
+"""The rs kernel's order of columns: pair (g, i) of 4 x 32, of each 256 columns, comes at (i, g)."""
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; `triton.cdiv` costs 5 us a call, and a step has some 25."""
+    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -72,18 +59,13 @@ def padded(rank: int) -> int:
     return max(16, 1 << (rank - 1).bit_length())
 
 
-def whole_blocks(blocksize: int) -> bool:
-    """Whether a 4-bit block is a power of two of at least 8 weights, as all kernels need it."""
-    return blocksize >= 8 and blocksize & (blocksize - 1) == 0
-
-
 def supports_fused(experts: int, sizes: tuple[int, ...], blocksize: int) -> bool:
     """Whether the fused layer's kernels support a weight of these sizes (rows and columns).
 
-    `blocksize` is 0 for int8.
+    A 4-bit block is a power of two of at least 8 weights; `blocksize` is 0 for int8.
     """
-    whole = (blocksize == 0 or whole_blocks(blocksize)) and all(size % GROUP == 0 for size in sizes)
-    return whole and experts <= MAX_EXPERTS
+    blocks = blocksize == 0 or (blocksize >= 8 and blocksize & (blocksize - 1) == 0)
+    return blocks and all(size % GROUP == 0 for size in sizes) and experts <= MAX_EXPERTS
 
 
 def supports_quantized(columns: int, blocksize: int) -> bool:
@@ -94,27 +76,12 @@ def supports_quantized(columns: int, blocksize: int) -> bool:
     return blocksize == 0 or (blocksize % 32 == 0 and columns % blocksize == 0)
 
 
-def suits_rs(rows: int, experts: int) -> bool:
-    """Whether the rs kernel is chosen for so many rows, of all experts (`ROWS_IN_REGISTERS`)."""
-    least, most = ROWS_IN_REGISTERS
-    return least * experts <= rows <= most * experts
-
-
 def prefers_quantized(rows: int, experts: int, *, hopper: bool = False) -> bool:
     """Whether so many rows, of all experts, are few enough for the quantized matmul.
 
     `hopper`: on Hopper's own kernel, where no second product would reuse the dequantized weight.
     """
     return rows <= (ROWS_ON_QUANTIZED_HOPPER if hopper else ROWS_ON_QUANTIZED) * experts
-
-
-def reads_stored_factors(rows: int, experts: int) -> bool:
-    """Whether reading lora_B as PEFT stores it, `(out, r E)`, moves fewer bytes than a transpose.
-
-    For each number a row then reads a sector of 32 bytes, or all experts' 2 bytes where that is
-    less. To transpose B to `(E, out, r)` moves 4 bytes for each expert: 2 read, 2 written.
-    """
-    return rows * min(32, 2 * experts) <= 4 * experts
 
 
 def dequantizes_whole(experts: int, in_features: int, out_features: int) -> bool:

@@ -18,7 +18,7 @@ and backward, from the tokens' gradient g:
     dw     <u, h>       needs no saved output: u includes LoRA's part
     dA, dB               outer products over each expert's rows, with (R, r) on one side
 
-Where a matmul gathers tokens' rows itself, only the r columns of `rows` exist.
+Of both `rows` only the r columns exist: a matmul reads the tokens' own rows by index.
 Saved for backward besides the inputs: pre, s1 x A1^T, s2 h A2^T and 8 R bytes of routing. The host
 never waits for the device, and every sum has one order.
 """
@@ -26,21 +26,20 @@ never waits for the device, and every sum has one order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import table, workspace
-from .expert_mm import ExpertMatmul
-from .factors import Factors, Lora, factor_grad, pad_factors
-from .gate_kernels import Gate, launch_gate, launch_gate_backward
+from .expert_mm import Matmul
+from .factors import Lora, factor_grad, pad_factors
+from .gate_kernels import Gate, apply_gate, gate_backward
 from .grouped_mm import owner_of
-from .launch import aligned
-from .limits import reads_stored_factors, row_stride
+from .lang import aligned
+from .limits import row_stride
 from .routing import Routing, route
-from .row_kernels import copies_apart, launch_copy_rows, launch_permute, launch_unpermute
+from .row_kernels import multiply_tokens, sum_to_tokens
 from .streams import SecondStream
 from .weights import PackedWeight
 
@@ -87,7 +86,7 @@ class ForwardState(NamedTuple):
     routing: Routing
     saved: Saved
     inner: Tensor  # `(R, I + r2)`
-    matmul: ExpertMatmul  # Of the down projection
+    matmul: Matmul  # Of the down projection
     name: str  # The workspace's buffer
     operand: Any  # Of its first slice of features, None if it has not been prepared
 
@@ -103,52 +102,63 @@ class Grads(NamedTuple):
     b2: Tensor | None
 
 
-def _strip(count: int, width: int, like: Tensor, matmul: ExpertMatmul) -> Tensor:
+def _strip(count: int, width: int, like: Tensor, matmul: Matmul) -> Tensor:
     stride = row_stride(width, like.dtype.itemsize, quantized=matmul.kernel.on_codes)
-    room = torch.empty(count, stride, dtype=like.dtype, device=like.device)
-    return room if stride == width else room[:, :width]
+    return torch.empty(count, stride, dtype=like.dtype, device=like.device)[:, :width]
+
+
+def _ordered(x: Tensor, matmul: Matmul, second: SecondStream) -> Tensor:
+    """Return tokens' rows as the matmul's kernel reads them, put in order on the second stream."""
+    if matmul.kernel.reorder is None:
+        return x
+    out = torch.empty_like(x)
+    with second.beside():
+        matmul.kernel.reorder(x, out)
+    return out
 
 
 def _gather_gemm(
-    routing: Routing, x: Tensor, ordered: Tensor, matmul: ExpertMatmul, factor: Tensor | None,
-    name: str, product: Tensor, second: SecondStream, bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the matmul of the tokens' rows, and those rows' own products with a bias.
+    routing: Routing, x: Tensor, ordered: Tensor, matmul: Matmul, name: str, product: Tensor,
+    second: SecondStream, bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the matmul of the tokens' rows `ordered`, and the products of those of x with a bias.
 
-    `ordered` is what `ExpertMatmul.ordered` returns of x. Products with a factor, `(E, r, K)` if it
-    is `matmul.factors.a`, else `(E, K, r)`, are written to `product`. The second stream is joined.
+    Products with LoRA's factor, A or in backward B, are written to `product`. The second stream is
+    joined.
     """
-    count, kernel = routing.count, matmul.kernel
-    dots = torch.empty(count if bias is not None else 0, dtype=torch.float32, device=x.device)
-    reads_b = matmul.factors is not None and factor is matmul.factors.b
-    if reads_b and not _copies_apart(routing, matmul):
+    factors, dots, out = matmul.factors, None, None
+    if bias is not None:
+        dots = torch.empty(routing.count, dtype=torch.float32, device=x.device)
+    if factors is not None and matmul.backward:
         second.join()  # b is written there, and read by the first stream
-    operand, rows = _first_operand(matmul, routing, name, second), ordered
-    if not kernel.gathers or factor is not None or bias is not None:
-        copied = _permute(routing, x, matmul, factor, product, second, dots, bias)
-        rows = rows if kernel.gathers else copied
+    operand = _first_operand(matmul, routing, name, second)
+    if factors is not None or bias is not None:
+        factor = None if factors is None else factors.b if matmul.backward else factors.a
+        scaling = 1.0 if factors is None else factors.scaling
+        multiply_tokens(
+            x, routing, factor, matmul.rank, not matmul.backward, scaling, product, bias, dots
+        )
     second.join()
-    products, out = product if kernel.gathers else None, None
-    for span in matmul.spans(count):
+    for span in matmul.spans():
         if span[0]:
-            operand = kernel.prepare(matmul, routing, span, name)
-        y = kernel.launch(rows, matmul, operand, routing, span, products)
-        if y.shape == (count, matmul.problem.features):
+            operand = matmul.kernel.prepare(matmul, routing, span, name)
+        y = matmul.kernel.launch(ordered, matmul, operand, routing, span, product)
+        if span == (0, matmul.features):
             return y, dots
         if out is None:
-            out = y.new_empty(count, matmul.problem.features)
+            out = y.new_empty(routing.count, matmul.features)
         out[:, slice(*span)] = y
     assert out is not None
     return out, dots
 
 
-def _first_operand(matmul: ExpertMatmul, routing: Routing, name: str, second: SecondStream) -> Any:
+def _first_operand(matmul: Matmul, routing: Routing, name: str, second: SecondStream) -> Any:
     """Return what the matmul of the first features reads instead of the weight.
 
     It is prepared on the second stream, beside what launches next.
     """
     with second.beside():
-        span = next(iter(matmul.spans(routing.count)))
+        span = next(matmul.spans())
         return matmul.kernel.prepare(matmul, routing, span, name)
 
 
@@ -158,34 +168,28 @@ def gate_up_forward(layer: Layer, index: Tensor, operands: Operands) -> ForwardS
     index: `(T, k)` integers below E.
     """
     x, bias1 = aligned(operands.x), operands.biases[0]
-    count, recomputed = index.numel(), workspace.in_backward()
-    by_rows = not layer.transposed
-    # Backward reuses a recomputation's dequantized weights in the workspace, if still there.
-    matmul1 = table.choose(layer.first, count, layer.dtype, by_rows=by_rows, reused=recomputed)
-    matmul2 = table.choose(layer.second, count, layer.dtype, by_rows=by_rows)
-    few = reads_stored_factors(count, layer.first.experts)
-    as_stored = few and matmul1.kernel.on_codes, few and matmul2.kernel.on_codes
+    count, recomputed, experts = index.numel(), workspace.in_backward(), layer.first.experts
     second = SecondStream(x.device, count)
-    ordered = matmul1.ordered(x, second)
-    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype, second, as_stored)
-    routing = route(aligned(index.contiguous()), layer.first.experts)
-    matmul1, matmul2 = matmul1._replace(factors=f1), matmul2._replace(factors=f2)
+    f1, f2 = pad_factors(operands.loras, experts, layer.dtype, second)
+    # Backward reuses a recomputation's dequantized weights in the workspace, if still there.
+    matmul1, matmul2 = (
+        table.choose(
+            Matmul(packed, layer.dtype, count, not layer.transposed, reused=reused, factors=f)
+        )
+        for packed, reused, f in ((layer.first, recomputed, f1), (layer.second, False, f2))
+    )
+    ordered = _ordered(x, matmul1, second)
+    routing = route(aligned(index.contiguous()), experts)
     sizes = count * matmul1.rank, count * matmul2.rank
     products = torch.empty(sum(sizes), dtype=layer.dtype, device=x.device)
     product1, product2 = products.split_with_sizes(sizes)
-    factor = None if f1 is None else f1.a
-    pre, _ = _gather_gemm(routing, x, ordered, matmul1, factor, "first", product1, second)
+    pre, _ = _gather_gemm(routing, x, ordered, matmul1, "first", product1, second)
     name = "second" if recomputed else "first"
     operand = None if recomputed else _first_operand(matmul2, routing, name, second)
-    inner_size = layer.sizes[-1]
-    inner = _strip(count, inner_size + matmul2.rank, x, matmul2)
-    bias = None if bias1 is None else aligned(bias1)
-    launch_gate(
-        (layer.gate, inner_size, inner.stride(0), matmul2.rank, routing.tile, routing.counts[0],
-         matmul2.kernel.order, bias is not None, layer.first.spec.device),
-        pre, pre if bias is None else bias, x if f2 is None else f2.a, routing.tiles,
-        routing.expert_offsets, inner, product2, 1.0 if f2 is None else f2.scaling,
-        *layer.gate.numbers,
+    inner = _strip(count, layer.sizes[-1] + matmul2.rank, x, matmul2)
+    apply_gate(
+        layer.gate, pre, bias1, routing, inner, None if f2 is None else f2.a, matmul2.rank,
+        1.0 if f2 is None else f2.scaling, product2, ordered=matmul2.kernel.reorder is not None,
     )  # fmt: skip
     second.join()
     saved = Saved(pre, products)
@@ -200,42 +204,8 @@ def down_forward(layer: Layer, state: ForwardState, out: Tensor | None = None) -
     )  # fmt: skip
 
 
-def _copies_apart(routing: Routing, matmul: ExpertMatmul) -> bool:
-    return not matmul.kernel.gathers and copies_apart(routing.tile)
-
-
-def _permute(
-    routing: Routing, x: Tensor, matmul: ExpertMatmul, factor: Tensor | None, product: Tensor,
-    second: SecondStream, dots: Tensor, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return the tokens' sorted rows with their product with a factor; fill `product` and `dots`.
-
-    For a kernel that fetches rows itself, none are copied, and x is returned. Many rows are copied
-    by a kernel of their own, and multiplied on the second stream.
-    """
-    out, factors, size, copies = x, matmul.factors, x.shape[-1], not matmul.kernel.gathers
-    apart = _copies_apart(routing, matmul)
-    if copies:
-        out = _strip(routing.count, size + matmul.rank, x, matmul)
-    stride = out.stride(0) if copies else 0
-    f = x if factor is None else factor
-    over_rows = factors is not None and factor is factors.a
-    with second.beside() if apart else nullcontext():
-        if not apart or factor is not None or bias is not None:
-            launch_permute(
-                (size, stride, matmul.rank, over_rows, routing.top_k, routing.tile,
-                 routing.counts[0], bias is not None),
-                x, routing.order, f, routing.tiles, routing.expert_offsets, out, product,
-                f if bias is None else bias, dots, 1.0 if factors is None else factors.scaling,
-            )  # fmt: skip
-    if apart:
-        sizes = len(x), size, stride, routing.top_k, routing.experts
-        launch_copy_rows(sizes, x, routing.inverse, routing.expert_offsets, out)
-    return out
-
-
 def _unpermute(
-    layer: Layer, x: Tensor, matmul: ExpertMatmul, routing: Routing, name: str, operand: Any,
+    layer: Layer, x: Tensor, matmul: Matmul, routing: Routing, name: str, operand: Any,
     out: Tensor | None = None, weights: Tensor | None = None, index: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
@@ -243,19 +213,14 @@ def _unpermute(
 
     `operand` is what `_first_operand` has returned, or None.
     """
-    size, tokens = matmul.problem.features, routing.count // routing.top_k
     if out is None:
-        out = torch.empty(tokens, size, dtype=layer.dtype, device=x.device)
-    weights, index, bias = (None if t is None else aligned(t) for t in (weights, index, bias))
-    for span in matmul.spans(routing.count):
+        tokens = routing.count // routing.top_k
+        out = torch.empty(tokens, matmul.features, dtype=layer.dtype, device=x.device)
+    for span in matmul.spans():
         if span[0] or operand is None:
             operand = matmul.kernel.prepare(matmul, routing, span, name)
         y = matmul.kernel.launch(x, matmul, operand, routing, span)
-        launch_unpermute(
-            (tokens, *span, size, routing.top_k, weights is not None, bias is not None),
-            y, routing.inverse, y if weights is None else weights, y if index is None else index,
-            y if bias is None else bias, out, tokens, span[0], size,
-        )  # fmt: skip
+        sum_to_tokens(y, routing, out, span, weights, index, bias)
     return out
 
 
@@ -269,25 +234,38 @@ def backward(
     needs_x: bool = True,
 ) -> Grads:
     """Return the gradients of a forward, from its operands, its state and `grad` `(T, H)`."""
-    _, hidden, width, inner_size = layer.sizes
-    count = routing.count
+    experts, hidden, width, inner_size = layer.sizes
+    count, device = routing.count, routing.ints.device
     grad = aligned(grad.to(layer.dtype).contiguous())
-    x, weights = aligned(operands.x), aligned(operands.weights)
-    bias1, bias2 = (None if b is None else aligned(b) for b in operands.biases)
+    x, weights = aligned(operands.x), operands.weights
+    bias1, bias2 = operands.biases
     lora1, lora2 = operands.loras
     second = SecondStream(x.device, count)
-    f1, f2 = pad_factors(operands.loras, layer.first.experts, layer.dtype, second)
-    matmul1, matmul2, name = _backward_matmuls(layer, routing, f1, f2)
+    f1, f2 = pad_factors(operands.loras, experts, layer.dtype, second)
+
+    owners = [owner_of(packed, routing) for packed in (layer.first, layer.second)]
+    held1 = workspace.is_current("first", device, owners[0])
+    held2 = workspace.is_current("second", device, owners[1])
+    name = "second" if held1 or held2 else "first"
+    held2 = held2 or workspace.is_current(name, device, owners[1])
+    matmul1, matmul2 = (
+        table.choose(Matmul(packed, layer.dtype, count, layer.transposed, True, held, factors=f))
+        for packed, held, f in ((layer.first, held1, f1), (layer.second, held2, f2))
+    )
+
     product_g = torch.empty(count * matmul2.rank, dtype=layer.dtype, device=grad.device)
-    factor = None if f2 is None else f2.b
-    ordered = matmul2.ordered(grad, second)
-    u, dots = _gather_gemm(routing, grad, ordered, matmul2, factor, name, product_g, second, bias2)
+    ordered = _ordered(grad, matmul2, second)
+    u, dots = _gather_gemm(routing, grad, ordered, matmul2, name, product_g, second, bias2)
     operand = _first_operand(matmul1, routing, "first", second) if needs_x else None
     sizes = count * matmul1.rank, count * matmul2.rank
     product1, product2 = saved.products.split_with_sizes(sizes)
-    d_pre, d_weights, weighted2 = _gate_backward(
-        layer, routing, saved.pre, u, dots, weights, bias1, bias2, matmul1, product_g, product2,
-        matmul2.rank,
+    # u becomes h, the gate's output, and product_g is weighted, where a factor's gradient needs it.
+    d_pre = _strip(count, width + matmul1.rank, u, matmul1)
+    d_weights, weighted2 = torch.empty_like(weights), torch.empty_like(product2)
+    gate_backward(
+        layer.gate, u, saved.pre, bias1, weights, dots, routing, d_pre, d_weights,
+        None if f1 is None else f1.b, matmul1.rank, 1.0 if f1 is None else f1.scaling, product_g,
+        product2, weighted2, matmul2.rank,
     )  # fmt: skip
     second.join()
     a1 = b1 = a2 = b2 = None
@@ -303,48 +281,3 @@ def backward(
     dx = _unpermute(layer, d_pre, matmul1, routing, "first", operand) if needs_x else None
     second.join()
     return Grads(dx, d_weights, a1, b1, a2, b2)
-
-
-def _gate_backward(
-    layer: Layer, routing: Routing, pre: Tensor, u: Tensor, dots: Tensor, weights: Tensor,
-    bias1: Tensor | None, bias2: Tensor | None, matmul: ExpertMatmul,
-    product_g: Tensor, product2: Tensor, rank2: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of the pre-activation, with LoRA's columns, and of the routing weights.
-
-    Also product2 `(R, r2)`, each row times its routing weight, as `product_g` becomes in its place.
-    u `(R, I)` is the gate's gradient before the routing weights, `dots` those of `_gather_gemm`.
-    With LoRA on the second projection, h, the gate's output, is written over u: a factor's gradient
-    needs it.
-    """
-    factors, size = matmul.factors, layer.sizes[-1]
-    d_pre = _strip(routing.count, pre.shape[1] + matmul.rank, u, matmul)
-    d_weights, weighted2 = torch.empty_like(weights), torch.empty_like(product2)
-    launch_gate_backward(
-        (layer.gate, size, d_pre.stride(0), matmul.rank, rank2, routing.tile, routing.counts[0],
-         bias1 is not None, bias2 is not None, layer.first.spec.device),
-        u, pre, u if bias1 is None else bias1, weights, routing.order, dots,
-        u if factors is None else factors.b, routing.tiles, routing.expert_offsets, d_pre,
-        d_weights, product_g, product2, weighted2, 1.0 if factors is None else factors.scaling,
-        *layer.gate.numbers,
-    )  # fmt: skip
-    return d_pre, d_weights, weighted2
-
-
-def _backward_matmuls(
-    layer: Layer, routing: Routing, f1: Factors | None, f2: Factors | None
-) -> tuple[ExpertMatmul, ExpertMatmul, str]:
-    by_rows, device = layer.transposed, routing.ints.device
-    owners = [owner_of(packed, routing) for packed in (layer.first, layer.second)]
-    held1 = workspace.is_current("first", device, owners[0])
-    held2 = workspace.is_current("second", device, owners[1])
-    name = "second" if held1 or held2 else "first"
-    held2 = held2 or workspace.is_current(name, device, owners[1])
-
-    def matmul(packed: PackedWeight, factors: Factors | None, held: bool) -> ExpertMatmul:
-        chosen = table.choose(
-            packed, routing.count, layer.dtype, by_rows=by_rows, backward=True, held=held
-        )
-        return chosen._replace(factors=factors)
-
-    return matmul(layer.first, f1, held1), matmul(layer.second, f2, held2), name

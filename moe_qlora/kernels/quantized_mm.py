@@ -14,7 +14,6 @@ in 30 rounds to the neighbour of its dequantized value. On Hopper and for many r
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from typing import NamedTuple
 
@@ -22,13 +21,12 @@ import torch
 from torch import Tensor
 
 from . import cards, workspace
-from .expert_mm import ExpertMatmul, Kernel, Problem, validated
+from .expert_mm import Kernel, Matmul
 from .grouped_mm import block_absmax
-from .lang import tl, triton
-from .launch import Geometry, launcher
-from .limits import WIDE_TILE, ColumnOrder, cdiv, prefers_quantized, supports_quantized, wide_tile
-from .routing import Routing, Tiled, tabulate
-from .weights import TABLES, WeightSpec
+from .lang import run_kernel, tl, triton
+from .limits import TILE, WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
+from .routing import Routing, Tiled
+from .weights import TABLES
 
 
 class Config(NamedTuple):
@@ -38,32 +36,19 @@ class Config(NamedTuple):
     step: int  # Features summed over in a step, a multiple of 64
     stages: int  # Steps loaded ahead
     warps: int  # Warps in a program
-    direct: bool  # Whether a nested absmax is decoded by each program, else in a pass of its own
 
 
-_LARGE = {
-    (False, 16): Config(128, 64, 3, 4, True),
-    (False, 32): Config(128, 64, 3, 4, True),
-    (False, 64): Config(256, 64, 3, 4, False),
-    (False, 128): Config(128, 64, 3, 4, False),
-    (True, 16): Config(64, 64, 3, 4, False),
-    (True, 32): Config(128, 64, 3, 4, False),
-    (True, 64): Config(128, 64, 3, 4, False),
-    (True, 128): Config(128, 64, 3, 4, False),
-}
-"""The cut, by direction (True: over stored rows) and tile: the quickest on an H200 for
+_CUT = Config(128, 64, 3, 4)
+_OTHERS = {(False, 64): _CUT._replace(features=256), (True, 16): _CUT._replace(features=64)}
+"""By direction (True: over stored rows) and tile, where not `_CUT`: the quickest on an H200 for
 Qwen3-30B-A3B."""
 
-_EIGHT_WARPS = Config(128, 64, 3, 8, False)
 
-_SMALL = _LARGE | {(back, tile): _EIGHT_WARPS for back in (False, True) for tile in (64, 128)}
-"""The same on cards whose operands lie in registers: four warps have too few of them."""
-
-
-def default(problem: Problem, tile: int) -> Config:
+def default(matmul: Matmul, tile: int) -> Config:
     """Return the cut for tiles of so many rows."""
-    card = cards.of_index(problem.spec.device)
-    return (_LARGE if card.runs_on else _SMALL)[not problem.by_rows, tile]
+    if tile >= TILE and not cards.of_index(matmul.spec.device).runs_on:
+        return _CUT._replace(warps=8)  # Operands lie in registers: four warps have too few of them
+    return _OTHERS.get((not matmul.by_rows, tile), _CUT)
 
 
 @cache
@@ -136,9 +121,9 @@ def absmax_kernel(
 
 @triton.jit
 def _weights(
-    codes, absmax, table, table2, absmax2, offset, expert, row, col, stride_r, stride_b, like,
+    codes, absmax, table, expert, row, col, stride_r, stride_b, like,
     ROWS: tl.constexpr, COLS: tl.constexpr, C: tl.constexpr, BLOCKSIZE: tl.constexpr,
-    NESTED: tl.constexpr, INT8: tl.constexpr, ASM: tl.constexpr,
+    INT8: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Weights (R, C) of an expert: these rows, and C columns from `col` on, a multiple of C."""
     dtype = like.dtype.element_ty
@@ -164,15 +149,15 @@ def _weights(
             more = tl.arange(0, MANY)
             live = inside[:, None] & (block + more < BLOCKS)[None, :]
             at = spots[:, None] + more[None, :] * stride_b
-            each = block_absmax(absmax, table2, absmax2, offset, at, live, NESTED)[:, :, None]
+            each = tl.load(absmax + at, mask=live, other=0.0)[:, :, None]
             each = tl.broadcast_to(each, (each.shape[0], MANY, BLOCKSIZE // 2))
             scale = tl.reshape(each, (each.shape[0], C // 2))
         else:
-            scale = block_absmax(absmax, table2, absmax2, offset, spots, inside, NESTED)[:, None]
+            scale = tl.load(absmax + spots, mask=inside, other=0.0)[:, None]
         if C > BLOCKSIZE and BLOCKSIZE >= 64:  # the tile's second block
             more = inside & (block + 1 < BLOCKS)
             spots += stride_b
-            second = block_absmax(absmax, table2, absmax2, offset, spots, more, NESTED)[:, None]
+            second = tl.load(absmax + spots, mask=more, other=0.0)[:, None]
             scale = tl.where((half < BLOCKSIZE // 2)[None, :], scale, second)
         high, low = _halves(packed, table, ASM)
         # A byte's high half is the first of two neighbours.
@@ -183,12 +168,11 @@ def _weights(
 
 @triton.jit
 def quantized_kernel(
-    x, order, products, codes, absmax, table, table2, absmax2, offset, factor, tiles,
-    expert_offsets, y, stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
+    x, order, products, codes, absmax, table, factor, tiles, expert_offsets, y,
+    stride_r, stride_b, n_first, n_end, factor_se, factor_sn, factor_sj,
     ROWS: tl.constexpr, COLS: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    RANK: tl.constexpr, BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, NESTED: tl.constexpr,
-    INT8: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    STAGES: tl.constexpr,
+    RANK: tl.constexpr, BACK: tl.constexpr, BLOCKSIZE: tl.constexpr, INT8: tl.constexpr,
+    ASM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y (R, n_end - n_first) = features [n_first, n_end) of x W^T, or of x W where BACK.
 
@@ -216,14 +200,14 @@ def quantized_kernel(
         a = tl.load(left + start, mask=live[:, None] & (start + k < K)[None, :], other=0.0)
         if BACK:
             w = _weights(
-                codes, absmax, table, table2, absmax2, offset, expert, start + k, first,
-                stride_r, stride_b, x, ROWS, COLS, BN, BLOCKSIZE, NESTED, INT8, ASM,
+                codes, absmax, table, expert, start + k, first,
+                stride_r, stride_b, x, ROWS, COLS, BN, BLOCKSIZE, INT8, ASM,
             )  # fmt: skip
             total = tl.dot(a, w, total, input_precision="ieee")
         else:
             w = _weights(
-                codes, absmax, table, table2, absmax2, offset, expert, n, start,
-                stride_r, stride_b, x, ROWS, COLS, BK, BLOCKSIZE, NESTED, INT8, ASM,
+                codes, absmax, table, expert, n, start,
+                stride_r, stride_b, x, ROWS, COLS, BK, BLOCKSIZE, INT8, ASM,
             )  # fmt: skip
             total = tl.dot(a, tl.trans(w), total, input_precision="ieee")
     inside = n < n_end
@@ -240,149 +224,94 @@ def quantized_kernel(
     tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
-def supports(problem: Problem) -> bool:
+def supports(matmul: Matmul) -> bool:
     """Whether blocks lie within rows, and rows are few enough."""
-    spec = problem.spec
-    if not supports_quantized(spec.shape[2], spec.blocksize):
-        return False
+    spec = matmul.spec
     # Up to 256 rows an expert it beats dequantizing (`limits.ROWS_ON_QUANTIZED`).
-    return prefers_quantized(problem.rows, problem.experts)
+    return supports_quantized(spec.shape[2], spec.blocksize) and prefers_quantized(
+        matmul.rows, matmul.experts
+    )
 
 
-def prepare(
-    matmul: ExpertMatmul, routing: Routing | Tiled, span: tuple[int, int], name: str
-) -> Tensor:
-    """Return the absmax: as it is stored, or fp32 `(E, blocks, rows)` where a pass decodes it."""
+def prepare(matmul: Matmul, routing: Routing | Tiled, span: tuple[int, int], name: str) -> Tensor:
+    """Return the absmax: as it is stored, or decoded, fp32 `(E, blocks, rows)`."""
     packed, nested = matmul.packed, matmul.packed.nested
-    if nested is None or (matmul.cut is not None and matmul.cut.direct):
+    if nested is None:
         return packed.absmax
     shape, device = tuple(packed.absmax.shape), packed.absmax.device
     room, _ = workspace.allocate("absmax", shape, torch.float32, device)
-    _launch_absmax((packed.spec,), packed.absmax, *nested[:3], routing.expert_offsets, room)
+    experts, n_rows, n_cols = packed.spec.shape
+    blocks = n_cols // packed.blocksize
+    run_kernel(
+        absmax_kernel, (cdiv(n_rows, 64), cdiv(blocks, 32), experts),
+        packed.absmax, *nested[:3], routing.expert_offsets, room,
+        ROWS=n_rows, BLOCKS=blocks, NESTED=nested.blocksize, BR=64, BB=32, enable_fp_fusion=False,
+    )  # fmt: skip
     return room
 
 
 class Operands(NamedTuple):
-    """The arguments of kernels on codes besides rows, codes and absmax."""
+    """The arguments of kernels on codes besides codes and absmax.
+
+    x stands in for absent tensors, and is not read as such.
+    """
 
     order: Tensor  # Assignment of each row, where rows are gathered
     products: Tensor  # The rows' last columns, where rows are gathered
     factor: Tensor
     tiles: Tensor
     y: Tensor  # The output, not yet written
-    top_k: int  # 0 where rows are not gathered
-    rank: int
     numbers: tuple[int, ...]  # Strides of the absmax by row and block, the span, the factor's
+    constants: dict[str, int]
 
     @staticmethod
     def of(
-        x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+        x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
         span: tuple[int, int], products: Tensor | None,
     ) -> Operands:  # fmt: skip
-        """Return them; x stands in for absent tensors, and is not read as such.
-
-        absmax is the one of `prepare`.
-        """
-        packed, factor = matmul.packed, matmul.factor
-        spec = packed.spec
+        """Return those of a product; absmax is the one of `prepare`."""
+        spec, factor = matmul.spec, matmul.factor
         strides = 1 if spec.is_int8 else spec.shape[2] // spec.blocksize, 1
-        if absmax is not packed.absmax:
+        if absmax is not matmul.packed.absmax:
             strides = 1, spec.shape[1]
         y = torch.empty(routing.count, span[1] - span[0], dtype=x.dtype, device=x.device)
         across = (0, 0, 0) if factor is None else factor.stride()
         order, top_k = (x, 0) if products is None else (routing.order, routing.top_k)
+        assert order is not None
+        constants = {
+            "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": x.stride(0), "TOP_K": top_k,
+            "RANK": 0 if factor is None else factor.shape[2], "BLOCKSIZE": spec.blocksize,
+        }  # fmt: skip
         return Operands(
-            x if order is None else order, x if products is None else products,
-            x if factor is None else factor, routing.table(matmul.tile), y, top_k,
-            0 if factor is None else factor.shape[2], (*strides, *span, *across),
+            order, x if products is None else products, x if factor is None else factor,
+            routing.table(matmul.tile), y, (*strides, *span, *across), constants,
         )  # fmt: skip
 
 
 def launch(
-    x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute a product as `expert_mm.Kernel` says; it may gather rows as well."""
-    packed, back = matmul.packed, not matmul.problem.by_rows
+    """Compute a product as `expert_mm.Kernel` says."""
+    packed, spec, config = matmul.packed, matmul.spec, matmul.cut
     o = Operands.of(x, matmul, absmax, routing, span, products)
-    nested = packed.spec.nested if absmax is packed.absmax else 0
-    _launch_quantized(
-        (packed.spec, x.stride(0), o.top_k, o.rank, nested, back, matmul.tile, len(o.tiles) // 2,
-         matmul.cut, o.numbers),
+    plain = spec.is_int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(x.device)
+    run_kernel(
+        quantized_kernel, (cdiv(span[1] - span[0], config.features), len(o.tiles) // 2),
         x, o.order, o.products, packed.flat_codes, absmax,
         packed.absmax if packed.table is None else packed.table,
-        *((packed.absmax,) * 3 if packed.nested is None else packed.nested[:3]),
-        o.factor, o.tiles, routing.expert_offsets, o.y, *o.numbers,
+        o.factor, o.tiles, routing.expert_offsets, o.y, *o.numbers, **o.constants,
+        BACK=not matmul.by_rows, INT8=spec.is_int8, ASM="" if plain else lookup_asm(spec.kind),
+        BM=matmul.tile, BN=config.features, BK=config.step, STAGES=config.stages,
+        num_warps=config.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return o.y
-
-
-FAILURES = RuntimeError, triton.compiler.errors.CompilationError
-"""Errors of a kernel in Gluon that does not compile: the language changes between versions."""
-
-
-def fall_back(
-    error: Exception, name: str, x: Tensor, matmul: ExpertMatmul, absmax: Tensor,
-    routing: Routing | Tiled, span: tuple[int, int], products: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Disable a kernel on this device after a compile failure; compute by the portable one.
-
-    `name` is the kernel's for the warning; the columns of x are in the kernel's order.
-    """
-    spec, kernel = matmul.packed.spec, matmul.kernel
-    if kernel.order is not None:
-        x = restore(x, spec.shape[2], kernel.order)
-    validated[kernel.name, kernel.tried(spec) or "", spec.device] = False
-    warnings.warn(
-        f"the kernel for {name} does not compile for experts of shape {spec.shape} "
-        f"({type(error).__name__}); this process goes on with the slower portable kernel",
-        stacklevel=3,
-    )
-    tile = KERNEL.tile(matmul.problem._replace(rows=routing.count))
-    tiled = tabulate(
-        routing.expert_offsets, routing.experts, routing.count, tile, routing.order, routing.top_k
-    )
-    matmul = matmul._replace(kernel=KERNEL, tile=tile, cut=Config(128, 64, 3, 4, False))
-    return launch(x, matmul, absmax, tiled, span, products)
-
-
-def restore(x: Tensor, columns: int, order: ColumnOrder) -> Tensor:
-    """Return rows `(R, K + r)` whose first K `columns` are in `order` in their own order."""
-    pairs = x[:, :columns].reshape(x.shape[0], -1, order.runs, order.groups, 2).transpose(2, 3)
-    return torch.cat([pairs.reshape(x.shape[0], columns), x[:, columns:]], 1)
-
-
-@launcher(absmax_kernel)
-def _launch_absmax(spec: WeightSpec) -> Geometry:
-    experts, n_rows, n_cols = spec.shape
-    blocks = n_cols // spec.blocksize
-    return (cdiv(n_rows, 64), cdiv(blocks, 32), experts), {
-        "ROWS": n_rows, "BLOCKS": blocks, "NESTED": spec.nested, "BR": 64, "BB": 32,
-        "enable_fp_fusion": False,
-    }  # fmt: skip
-
-
-@launcher(quantized_kernel)
-def _launch_quantized(
-    spec: WeightSpec, stride: int, top_k: int, rank: int, nested: int, back: bool, tile: int,
-    tiles: int, config: Config, numbers: tuple[int, ...],
-) -> Geometry:  # fmt: skip
-    int8 = spec.is_int8
-    where = torch.device("cpu") if spec.device < 0 else torch.device("cuda", spec.device)
-    plain = int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(where)
-    return (cdiv(numbers[3] - numbers[2], config.features), tiles), {
-        "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": stride, "TOP_K": top_k,
-        "RANK": rank, "BACK": back, "BLOCKSIZE": spec.blocksize, "NESTED": nested, "INT8": int8,
-        "ASM": "" if plain else lookup_asm(spec.kind), "BM": tile, "BN": config.features,
-        "BK": config.step, "STAGES": config.stages, "num_warps": config.warps,
-        "enable_fp_fusion": False,
-    }  # fmt: skip
 
 
 KERNEL = Kernel(
     "portable",
     supports,
-    lambda problem: wide_tile(problem.rows, problem.experts, WIDE_TILE),
+    lambda matmul: wide_tile(matmul.rows, matmul.experts, WIDE_TILE),
     prepare,
     launch,
     # int8 codes have branches of their own in the kernel.

@@ -23,13 +23,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
-from .expert_mm import ExpertMatmul, Kernel, Problem
+from .expert_mm import Kernel, Matmul
 from .gluon_names import async_load, barrier, reinterpret
-from .launch import Geometry, Launcher, launcher
-from .limits import TILE, WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
-from .quantized_mm import FAILURES, Operands, fall_back, prepare
+from .lang import run_kernel
+from .limits import (
+    TILE,
+    WIDE_TILE,
+    cdiv,
+    prefers_quantized,
+    supports_quantized,
+    tile_rows,
+    wide_tile,
+)
+from .quantized_mm import Operands, prepare
 from .routing import Routing, Tiled
-from .weights import MX_BLOCK, MXFP4, NF4, TABLES, WeightSpec
+from .weights import MX_BLOCK, MXFP4, NF4, TABLES
 
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
@@ -340,77 +348,55 @@ def hopper_kernel(
         )  # fmt: skip
 
 
-def supports(problem: Problem) -> bool:
+def supports(matmul: Matmul) -> bool:
     """Whether 16-bit rows in tiles of 64 and more are whole steps, and this kernel is quickest."""
-    spec = problem.spec
-    if problem.dtype not in cards.HALVES or not cards.allows_hopper() or problem.tile < TILE:
+    spec, few = matmul.spec, tile_rows(matmul.rows, matmul.experts) < TILE
+    if few or matmul.dtype not in cards.HALVES or spec.is_int8:
         return False
     if not supports_quantized(spec.shape[2], spec.blocksize):
         return False
     # Whole steps of 64: a thread looks up 64 weights of a row. Two steps at least: Triton 3.6 fails
     # on the loop of a single one.
-    whole = problem.inner % 64 == 0 and spec.shape[2] % 64 == 0
-    if not whole or problem.inner < 128 or spec.is_int8:
+    if matmul.inner % 64 or spec.shape[2] % 64 or matmul.inner < 128:
         return False
     # Up to 512 rows an expert, half of that where dequantizing would serve two products
     # (`limits.ROWS_ON_QUANTIZED_HOPPER`).
-    return prefers_quantized(problem.rows, problem.experts, hopper=not problem.reused)
+    return prefers_quantized(matmul.rows, matmul.experts, hopper=not matmul.reused)
 
 
 def launch(
-    x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a product as `expert_mm.Kernel` says."""
-    ways = not matmul.problem.by_rows, matmul.tile
-    return launch_on(_launch, x, matmul, absmax, routing, span, products, ways)
+    cut = {"BACK": not matmul.by_rows, "BM": matmul.tile, "BN": FEATURES, "num_warps": WARPS}
+    return launch_on(hopper_kernel, x, matmul, absmax, routing, span, products, **cut)
 
 
 def launch_on(
-    launch: Launcher, x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
-    span: tuple[int, int], products: Tensor | None, ways: tuple[Any, ...] = (),
+    kernel: Any, x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
+    span: tuple[int, int], products: Tensor | None, **cut: int,
 ) -> Tensor:  # fmt: skip
-    """Launch one of Hopper's two kernels, or the portable one where it does not compile.
-
-    `ways` are the arguments of `launch`'s geometry after the common ones.
-    """
-    packed = matmul.packed
+    """Launch one of Hopper's two kernels."""
+    codes = matmul.packed.flat_codes.view(torch.int32)
     o = Operands.of(x, matmul, absmax, routing, span, products)
-    sizes = packed.spec, x.dtype, x.stride(0), o.top_k, o.rank, len(o.tiles) // 2, o.numbers
-    try:
-        launch(
-            (*sizes, *ways),
-            x, o.order, o.products, packed.flat_codes.view(torch.int32), absmax, o.factor, o.tiles,
-            routing.expert_offsets, o.y, routing.count - 1, *o.numbers,
-        )  # fmt: skip
-    except FAILURES as error:
-        return fall_back(error, "Hopper", x, matmul, absmax, routing, span, products)
+    run_kernel(
+        kernel, (cdiv(span[1] - span[0], FEATURES), len(o.tiles) // 2),
+        x, o.order, o.products, codes, absmax, o.factor, o.tiles, routing.expert_offsets, o.y,
+        routing.count - 1, *o.numbers, **o.constants,
+        TABLE=table_asm(matmul.spec.kind, x.dtype), LOOKUP=lookup_asm(), **cut,
+    )  # fmt: skip
     return o.y
-
-
-@launcher(hopper_kernel)
-def _launch(
-    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int, tiles: int,
-    numbers: tuple[int, ...], back: bool, tile: int,
-) -> Geometry:  # fmt: skip
-    return (cdiv(numbers[3] - numbers[2], FEATURES), tiles), {
-        "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": stride, "TOP_K": top_k,
-        "RANK": rank, "BACK": back, "BLOCKSIZE": spec.blocksize,
-        "TABLE": table_asm(spec.kind, dtype), "LOOKUP": lookup_asm(), "BM": tile, "BN": FEATURES,
-        "num_warps": WARPS,
-    }  # fmt: skip
 
 
 KERNEL = Kernel(
     "hopper",
     supports,
     # 128 rows by far fewer rows an expert than the portable kernel.
-    lambda problem: wide_tile(problem.rows, problem.experts, WIDE_TILE, least=TILE),
+    lambda matmul: wide_tile(matmul.rows, matmul.experts, WIDE_TILE, least=TILE),
     prepare,
     launch,
-    gathers=True,
-    capable=lambda card: card.capability == cards.HOPPER,
+    hopper=True,
     # Blocks of 32 have branches of their own in the kernel.
     tried=lambda spec: MXFP4 if spec.blocksize == MX_BLOCK else NF4,
-    tried_tiles=(128,),
 )

@@ -27,22 +27,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
-from .expert_mm import ExpertMatmul, Kernel, Problem
+from .expert_mm import Kernel, Matmul
 from .gluon_names import async_load, barrier
-from .launch import Geometry, launcher
-from .limits import TILE, WIDEST_TILE, ColumnOrder, cdiv, suits_rs
+from .lang import run_kernel
+from .limits import ROWS_IN_REGISTERS, TILE, WIDEST_TILE, cdiv, tile_rows
 from .quantized_mm import prepare
-from .quantized_mm_hopper import (
-    block_values,
-    launch_on,
-    load_tail,
-    look_up,
-    lookup_asm,
-    source_rows,
-    table_asm,
-)
+from .quantized_mm_hopper import block_values, launch_on, load_tail, look_up, source_rows
 from .routing import Routing, Tiled
-from .weights import NF4, WeightSpec
+from .weights import NF4
 
 UNPACK: gl.constexpr = gl.constexpr("mov.b32 {$0, $1}, $2;")
 
@@ -99,10 +91,7 @@ def weights(words, v, dtype: gl.constexpr, LOOKUP: gl.constexpr, LAYOUT: gl.cons
 SLOTS: gl.constexpr = gl.constexpr(4)
 """Tiles of rows in shared memory: two being multiplied, two on their way."""
 
-FEATURES, WARPS = 128, 8
-
-ORDER = ColumnOrder(groups=4, runs=32)
-"""The order in which the kernel reads the columns of rows."""
+WARPS = 8
 
 
 @gluon.constexpr_function
@@ -266,30 +255,26 @@ def reorder_kernel(x, out, rows, COLS: tl.constexpr, BM: tl.constexpr):
     tl.store(out + base + to[None, :], value, mask=live)
 
 
-@launcher(reorder_kernel)
-def _launch_reorder(columns: int, rows: int) -> Geometry:
-    grid = cdiv(rows, 16), columns // ORDER.width
-    return grid, {"COLS": columns, "BM": 16, "num_warps": 4}
-
-
 def reorder(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return rows `(R, K)` of 16 bits, contiguous, in `ORDER`: in `out`, if it is given."""
+    """Return rows `(R, K)` of 16 bits, contiguous, in `limits.ORDER`: in `out`, if it is given."""
     out = torch.empty_like(x) if out is None else out
-    words, rows = x.view(torch.int32), x.shape[0]
-    _launch_reorder((x.shape[1], rows), words, out.view(torch.int32), rows)
+    rows, columns = x.shape
+    run_kernel(
+        reorder_kernel, (cdiv(rows, 16), columns // 256), x.view(torch.int32),
+        out.view(torch.int32), rows, COLS=columns, BM=16, num_warps=4,
+    )  # fmt: skip
     return out
 
 
-def supports(problem: Problem) -> bool:
+def supports(matmul: Matmul) -> bool:
     """Whether it sums over whole groups of stored columns of 16-bit rows, and is quickest."""
-    spec = problem.spec
-    if not problem.by_rows or problem.dtype not in cards.HALVES or not cards.allows_hopper():
-        return False
+    spec, (least, most) = matmul.spec, ROWS_IN_REGISTERS
     # Backward's gradients of pre-activations meet LoRA's factors too, in their own order.
-    if problem.backward or problem.tile != TILE:
+    if matmul.dtype not in cards.HALVES or not matmul.by_rows or matmul.backward:
         return False
-    # 128 to 1,024 rows an expert (`limits.ROWS_IN_REGISTERS`).
-    if not suits_rs(problem.rows, problem.experts):
+    if tile_rows(matmul.rows, matmul.experts) < TILE:
+        return False
+    if not least * matmul.experts <= matmul.rows <= most * matmul.experts:
         return False
     # Four threads have a group of 64 columns each, which is one block or part of one. Two rounds
     # of them at least: Triton 3.6 fails on the loop of a single one.
@@ -298,37 +283,21 @@ def supports(problem: Problem) -> bool:
 
 
 def launch(
-    x: Tensor, matmul: ExpertMatmul, absmax: Tensor, routing: Routing | Tiled,
+    x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a product as `expert_mm.Kernel` says, in tiles of `WIDEST_TILE` rows."""
-    return launch_on(_launch, x, matmul, absmax, routing, span, products)
-
-
-@launcher(rs_kernel)
-def _launch(
-    spec: WeightSpec, dtype: torch.dtype, stride: int, top_k: int, rank: int, tiles: int,
-    numbers: tuple[int, ...],
-) -> Geometry:  # fmt: skip
-    width = numbers[3] - numbers[2]
-    return (cdiv(width, FEATURES), tiles), {
-        "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": stride, "TOP_K": top_k,
-        "RANK": rank, "BLOCKSIZE": spec.blocksize, "WIDTH": width,
-        "TABLE": table_asm(spec.kind, dtype), "LOOKUP": lookup_asm(), "num_warps": WARPS,
-    }  # fmt: skip
+    cut = {"WIDTH": span[1] - span[0], "num_warps": WARPS}
+    return launch_on(rs_kernel, x, matmul, absmax, routing, span, products, **cut)
 
 
 KERNEL = Kernel(
     "rs_gemm",
     supports,
-    lambda problem: WIDEST_TILE,
+    lambda matmul: WIDEST_TILE,
     prepare,
     launch,
-    gathers=True,
-    order=ORDER,
     reorder=reorder,
-    capable=lambda card: card.capability == cards.HOPPER,
+    hopper=True,
     tried=lambda spec: NF4,
-    tried_tiles=(WIDEST_TILE,),
-    both_ways=False,
 )

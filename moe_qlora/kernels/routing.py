@@ -5,22 +5,18 @@ counts are summed over the blocks before, and each block's assignments placed. T
 the counts, and no sum depends on the order in which programs run. It takes three launches; torch's
 sort, search and conversions take some fifteen.
 
-A few assignments, as in decoding a token, are sorted by one launch of one program: it compares each
-assignment with every other, and counts those that come before it.
-
 The results are parts of one int32 tensor, so that autograd and a checkpoint save only one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .lang import tl, triton
-from .launch import Geometry, launcher
+from .lang import run_kernel, tl, triton
 from .limits import WIDE_TILE, WIDEST_TILE, cdiv, tile_counts, tile_rows
 
 _BLOCK, _CHUNK = 256, 128
@@ -28,10 +24,6 @@ _BLOCK, _CHUNK = 256, 128
 
 _TILES = 32
 """Tiles whose table entries one program writes."""
-
-_FEW, _FEW_COMPARED = 128, 1 << 15
-"""Most assignments that one program sorts, and most comparisons of them with all experts: 256 for
-each of its threads."""
 
 
 @triton.jit
@@ -106,34 +98,6 @@ def sort_kernel(
         _tabulate(low, total, widest, count_widest, E, EP, WIDEST, TB)
 
 
-@triton.jit(do_not_specialize=["rows", "count"])
-def sort_few_kernel(
-    index, order, inverse, expert_offsets, tiles, rows, count,
-    E: tl.constexpr, EP: tl.constexpr, RP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """All that `sort_kernel` writes, for `rows` <= RP assignments, where there are no wide tiles.
-
-    The only program: it reads none of its writes, and no two of its stores overlap. 2 RP tiles are
-    more than there can be: rows / TILE full ones, and one more for each expert with rows.
-    """
-    i, e = tl.arange(0, RP), tl.arange(0, EP)
-    key = _experts_of(index, i, rows, E, EP)
-    place = key * RP + i  # by which to sort
-    earlier = place[:, None] < place[None, :]
-    spot = tl.sum(earlier.to(tl.int32), 0)
-    tl.store(order + spot, i, mask=i < rows)
-    tl.store(inverse + i, spot, mask=i < rows)
-    tl.store(expert_offsets + e, tl.sum((key[:, None] < e[None, :]).to(tl.int32), 0), mask=e <= E)
-    low = tl.sum((place[:, None] < (key * RP)[None, :]).to(tl.int32), 0)
-    starts = (key < E) & ((spot - low) % TILE == 0)
-    tile = tl.sum((earlier & starts[:, None]).to(tl.int32), 0)
-    tl.store(tiles + 2 * tile, key, mask=starts)
-    tl.store(tiles + 2 * tile + 1, spot, mask=starts)
-    t = tl.arange(0, 2 * RP)
-    beyond = (t >= tl.sum(starts.to(tl.int32), 0)) & (t < count)
-    tl.store(tiles + 2 * t, -1, mask=beyond)
-
-
 @triton.jit(do_not_specialize=["count"])
 def tiles_kernel(
     expert_offsets, tiles, count,
@@ -193,7 +157,6 @@ class Routing:
         return self.wide if tile == WIDE_TILE else self.widest
 
 
-@lru_cache(maxsize=256)
 def _sizes(count: int, experts: int) -> tuple[int, tuple[int, int, int], list[int]]:
     tile = tile_rows(count, experts)
     some, wide, widest = (cdiv(n, 2) * 2 for n in tile_counts(count, experts, tile))
@@ -218,66 +181,23 @@ def route(index: Tensor, experts: int) -> Routing:
     count = index.numel()
     ints = torch.empty(ints_size(count, experts), dtype=torch.int32, device=index.device)
     routing = Routing(ints, count, experts, index.shape[-1])
-    sizes, one, bins = (count, experts), *_sorting(count, experts)
-    if one:
-        _launch_sort_few(
-            sizes, index, routing.order, routing.inverse, routing.expert_offsets, routing.tiles,
-            count, routing.counts[0],
-        )  # fmt: skip
-        return routing
-    blocks = cdiv(count, _BLOCK)
+    # One bin for ids of no expert, one beyond the last assignment.
+    bins = triton.next_power_of_2(experts + 2)
+    blocks, together = cdiv(count, _BLOCK), min(bins, 8)
     room = torch.empty((blocks + 1) * bins, dtype=torch.int32, device=index.device)
     totals, counts = room.split_with_sizes([bins, blocks * bins])
-    _launch_count(sizes, index, counts, count)
-    _launch_scan(sizes, counts, totals, blocks)
-    _launch_sort(
-        sizes, index, counts, totals, routing.order, routing.inverse, routing.expert_offsets,
+    run_kernel(count_kernel, (blocks,), index, counts, count, E=experts, EP=bins, BLOCK=_BLOCK)
+    run_kernel(
+        scan_kernel, (bins // together,), counts, totals, blocks, EP=bins, BE=together, BB=256
+    )
+    run_kernel(
+        sort_kernel, (max(1, blocks, *(cdiv(n, _TILES) for n in routing.counts)),),
+        index, counts, totals, routing.order, routing.inverse, routing.expert_offsets,
         routing.tiles, routing.wide, routing.widest, count, blocks, *routing.counts,
+        E=experts, EP=bins, TILE=routing.tile, WIDE=WIDE_TILE, WIDEST=WIDEST_TILE, BLOCK=_BLOCK,
+        CHUNK=_CHUNK, TB=_TILES,
     )  # fmt: skip
     return routing
-
-
-@lru_cache(maxsize=256)
-def _sorting(count: int, experts: int) -> tuple[bool, int]:
-    """Return whether one program sorts so many assignments, and the bins that they are counted in.
-
-    There are more bins than experts: one for ids of none, one beyond the last assignment.
-    """
-    bins: int = triton.next_power_of_2(experts + 2)
-    room = max(16, triton.next_power_of_2(count))
-    one = count <= _FEW and room * bins <= _FEW_COMPARED and _sizes(count, experts)[1][1] == 0
-    return one, bins
-
-
-@launcher(sort_few_kernel)
-def _launch_sort_few(count: int, experts: int) -> Geometry:
-    return (1,), {
-        "E": experts, "EP": _sorting(count, experts)[1],
-        "RP": max(16, triton.next_power_of_2(count)), "TILE": _sizes(count, experts)[0],
-        "num_warps": 4,
-    }  # fmt: skip
-
-
-@launcher(count_kernel)
-def _launch_count(count: int, experts: int) -> Geometry:
-    bins = _sorting(count, experts)[1]
-    return (cdiv(count, _BLOCK),), {"E": experts, "EP": bins, "BLOCK": _BLOCK}
-
-
-@launcher(scan_kernel)
-def _launch_scan(count: int, experts: int) -> Geometry:
-    bins = _sorting(count, experts)[1]
-    together = min(bins, 8)
-    return (bins // together,), {"EP": bins, "BE": together, "BB": 256}
-
-
-@launcher(sort_kernel)
-def _launch_sort(count: int, experts: int) -> Geometry:
-    tile, counts, _ = _sizes(count, experts)
-    return (max(cdiv(count, _BLOCK), *(cdiv(n, _TILES) for n in counts)),), {
-        "E": experts, "EP": _sorting(count, experts)[1], "TILE": tile, "WIDE": WIDE_TILE,
-        "WIDEST": WIDEST_TILE, "BLOCK": _BLOCK, "CHUNK": _CHUNK, "TB": _TILES,
-    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -303,13 +223,8 @@ def tabulate(
     """Return `count` sorted rows in tiles of `tile` rows; `expert_offsets` are int32."""
     most = cdiv(tile_counts(count, experts, tile)[0], 2) * 2
     tiles = torch.empty(2 * most, dtype=torch.int32, device=expert_offsets.device)
-    launch_tiles((experts, tile, most), expert_offsets, tiles, most)
+    run_kernel(
+        tiles_kernel, (cdiv(most, _TILES),), expert_offsets, tiles, most,
+        E=experts, EP=triton.next_power_of_2(experts), TILE=tile, TB=_TILES,
+    )  # fmt: skip
     return Tiled(expert_offsets, experts, count, tiles, order, top_k)
-
-
-@launcher(tiles_kernel)
-def launch_tiles(experts: int, tile: int, count: int) -> Geometry:
-    """The table of so many tiles."""
-    return (cdiv(count, _TILES),), {
-        "E": experts, "EP": triton.next_power_of_2(experts), "TILE": tile, "TB": _TILES,
-    }  # fmt: skip

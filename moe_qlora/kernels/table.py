@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from . import cards, grouped_mm, quantized_mm
-from .expert_mm import ExpertMatmul, Kernel, Problem, validated
-from .grouped_mm import decode
-from .routing import Routing, Tiled, tabulate
+from .expert_mm import Kernel, Matmul, validated
+from .factors import Factors
+from .routing import Routing, Tiled, route
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES, PackedWeight, WeightSpec
 
 
@@ -33,64 +33,43 @@ def _in_gluon() -> list[Kernel]:
     return [module.KERNEL for module in modules]
 
 
-KERNELS = [
-    *_in_gluon(),
-    quantized_mm.KERNEL,
-    grouped_mm.ON_BLACKWELL,
-    grouped_mm.BY_TORCH,
-    grouped_mm.KERNEL,
-]
+KERNELS = [*_in_gluon(), quantized_mm.KERNEL, grouped_mm.BY_TORCH, grouped_mm.KERNEL]
 """In the order in which they are asked; the last supports everything."""
 
 
-def choose(
-    packed: PackedWeight,
-    rows: int,
-    dtype: torch.dtype,
-    *,
-    by_rows: bool,
-    backward: bool = False,
-    held: bool = False,
-    reused: bool = False,
-) -> ExpertMatmul:
-    """Return the matmul of a weight, without LoRA; the arguments are those of `Problem`."""
-    problem = Problem(packed.spec, dtype, rows, by_rows, backward, held, reused)
+def choose(matmul: Matmul) -> Matmul:
+    """Return the matmul with its kernel."""
     for kernel in KERNELS:
-        if held and kernel.on_codes:
+        if matmul.held and kernel.on_codes:
             continue
-        if kernel.supports(problem) and works(kernel, problem.spec):
-            tile = kernel.tile(problem)
-            return ExpertMatmul(packed, None, problem, kernel, tile, kernel.cut(problem, tile))
+        if kernel.supports(matmul) and works(kernel, matmul.spec):
+            tile = kernel.tile(matmul)
+            return matmul._replace(kernel=kernel, tile=tile, cut=kernel.cut(matmul, tile))
     raise AssertionError("the last row of the table supports everything")
 
 
 def multiply(
-    x: Tensor, matmul: ExpertMatmul, routing: Routing | Tiled, products: Tensor | None = None
+    x: Tensor, matmul: Matmul, routing: Routing | Tiled, products: Tensor | None = None
 ) -> Tensor:
     """Return `(R, N)`: a product of all features by itself, outside of a layer."""
-    whole = 0, matmul.problem.features
+    whole = 0, matmul.features
     operand = matmul.kernel.prepare(matmul, routing, whole, "first")
-    return matmul.kernel.launch(x, matmul, operand, routing, whole, products)
+    y: Tensor = matmul.kernel.launch(x, matmul, operand, routing, whole, products)
+    return y
 
 
 def works(kernel: Kernel, spec: WeightSpec) -> bool:
     """Whether a kernel is right for such codes on their device; validates it at the first call."""
     kind = kernel.tried(spec)
-    if kind is None:
+    if kernel.hopper and cards.of_index(spec.device).capability != cards.HOPPER:
+        return False
+    if kind is None or spec.device == cards.META:
         return True
-    if spec.device == cards.META:
-        return kernel.capable(cards.of_index(spec.device))
     key = kernel.name, kind, spec.device
     if key not in validated:
-        device = cards.device_of(spec.device)
-        if not kernel.capable(cards.actual(device)):
-            validated[key] = False
-        elif torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
             return False  # validated at a later call
-        else:
-            validated[key] = True  # until a launch fails
-            right = is_right(kernel, device, kind)
-            validated[key] &= right
+        validated[key] = is_right(kernel, cards.device_of(spec.device), kind)
     return validated[key]
 
 
@@ -102,33 +81,47 @@ def prepare(device: torch.device) -> None:
 
 
 def is_right(kernel: Kernel, device: torch.device, kind: str) -> bool:
-    """Whether a kernel's small random products are those of the decoded weights."""
+    """Whether a kernel's small random products are those of the decoded weights.
+
+    Those of few rows and of many, and in the directions, that it supports.
+    """
+    # Several steps and blocks of features, the last one half full.
+    packed = random_weight((2, 192, 512), kind, device, torch.Generator(device).manual_seed(0))
+    asked = [
+        Matmul(packed, packed.dtype, rows, by_rows)
+        for rows in (20, 300)
+        for by_rows in (True, False)
+    ]
+    tried = [matmul for matmul in asked if kernel.supports(matmul)]
     try:
-        return all(
-            _is_right(kernel, device, kind, tile, by_rows)
-            for tile in kernel.tried_tiles
-            for by_rows in ((True, False) if kernel.both_ways else (True,))
-        )
+        return bool(tried) and all(_is_right(kernel, matmul) for matmul in tried)
     except Exception:  # noqa: BLE001 - this Triton does not compile it: another kernel runs
         return False
 
 
-def _is_right(kernel: Kernel, device: torch.device, kind: str, tile: int, by_rows: bool) -> bool:
-    generator = torch.Generator(device).manual_seed(0)
-    # Several steps and blocks of features, the last one half full.
-    shape = 2, 192, 256 if kernel.both_ways else 512
-    packed = random_weight(shape, kind, device, generator)
-    weight = torch.empty(shape, device=device, dtype=packed.dtype)
-    decode(packed, weight)
-    count, inner = 144, shape[2 if by_rows else 1]
-    x = torch.randn(count, inner, device=device, generator=generator).to(packed.dtype)
-    expert_offsets = torch.tensor([0, 5, count], device=device, dtype=torch.int32)
-    problem = Problem(packed.spec, packed.dtype, count, by_rows)
-    matmul = ExpertMatmul(packed, None, problem, kernel, tile, kernel.cut(problem, tile))
-    rows = x if kernel.reorder is None else kernel.reorder(x)
-    y = multiply(rows, matmul, tabulate(expert_offsets, 2, count, tile))
-    operand = weight.transpose(1, 2) if by_rows else weight
-    right = torch.cat([x[:5] @ operand[0], x[5:] @ operand[1]]).float()
+def _is_right(kernel: Kernel, matmul: Matmul) -> bool:
+    """Whether a product of tokens, with LoRA, is right."""
+    packed, count, inner, out = matmul.packed, matmul.rows, matmul.inner, matmul.features
+    generator = torch.Generator(packed.device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        values = torch.randn(shape, device=packed.device, generator=generator)
+        return values.to(packed.dtype)
+
+    x, products, factor = random(count, inner), random(count, 16), random(2, out, 16)
+    routing = route((torch.arange(count, device=packed.device) >= 5).long()[:, None], 2)
+    tile = kernel.tile(matmul)
+    matmul = matmul._replace(
+        kernel=kernel, tile=tile, cut=kernel.cut(matmul, tile),
+        factors=Factors(factor[..., :0].transpose(1, 2), factor, 1.0),
+    )  # fmt: skip
+    ordered = x if kernel.reorder is None else kernel.reorder(x)
+    y = multiply(ordered, matmul, routing, products.flatten())
+    weight = torch.empty(packed.shape, device=packed.device, dtype=packed.dtype)
+    grouped_mm.decode(packed, weight)
+    weight = torch.cat([weight.transpose(1, 2) if matmul.by_rows else weight, factor.mT], 1)
+    read = torch.cat([x, products], 1)
+    right = torch.cat([read[:5] @ weight[0], read[5:] @ weight[1]]).float()
     return bool((y.float() - right).norm() < 4e-3 * right.norm())
 
 

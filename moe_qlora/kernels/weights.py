@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from .cards import META
-from .limits import whole_blocks
 
 NF4, MXFP4 = "nf4", "mxfp4"
 
@@ -199,15 +198,3 @@ class PackedWeight:
         """Return this weight, or a copy whose tensors all start at multiples of 16 bytes."""
         at_16 = all(part.data_ptr() % 16 == 0 for part in (self.codes, *self.statistics))
         return self if at_16 else self.map(Tensor.clone)
-
-    def dequantizes(self) -> bool:
-        """Whether `grouped_mm.decode` supports it: rows and blocks of whole groups of 8 weights."""
-        nested = self.spec.nested
-        return (
-            self.spec.shape[2] % 8 == 0
-            and self.spec.is_known
-            and (self.spec.is_int8 or whole_blocks(self.blocksize))
-            and self.codes.data_ptr() % 8 == 0
-            and nested & (nested - 1) == 0
-            and self.numel > 0
-        )

@@ -26,12 +26,10 @@ from .limits import WORKSPACE_PART
 
 @dataclass
 class _Slot:
-    buffer: Tensor | None = None
+    buffer: Tensor
     owner: Hashable = None  # Key of its content; only compared
     # Tensors whose addresses are in `owner`: referenced, so that none is reused meanwhile
     alive: tuple[Tensor, ...] = field(default=(), repr=False)
-    # Views of the buffer that were asked for: making one costs the host 5 us
-    views: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
 
 Slots = dict[tuple[torch.device, str], _Slot]
@@ -48,8 +46,7 @@ class PlannedWorkspace:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers; they only grow."""
-        buffers = (slot.buffer for slot in self.slots.values())
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
+        return sum(slot.buffer.nbytes for slot in self.slots.values())
 
 
 _slots: Slots = {}
@@ -82,9 +79,10 @@ def _default(device: torch.device) -> int:
 
 def workspace_cap(device: torch.device) -> int:
     """Return the bound in bytes on this device."""
-    if _cap is None and device.type == "meta" and (planned := _planned.get()) is not None:
-        return planned.cap
-    return _default(device) if _cap is None else _cap
+    if _cap is not None:
+        return _cap
+    planned = _planned_on(device)
+    return _default(device) if planned is None else planned.cap
 
 
 @contextmanager
@@ -97,20 +95,18 @@ def planned(workspace: PlannedWorkspace) -> Iterator[None]:
         _planned.reset(token)
 
 
+def _planned_on(device: torch.device) -> PlannedWorkspace | None:
+    return _planned.get() if device.type == "meta" else None
+
+
 def _slots_on(device: torch.device) -> Slots:
-    planned = _planned.get() if device.type == "meta" else None
+    planned = _planned_on(device)
     return _slots if planned is None else planned.slots
 
 
 def release_workspace() -> None:
     """Give all buffers back to the allocator."""
     _slots.clear()
-
-
-def _new_buffer(nbytes: int, device: torch.device) -> Tensor:
-    if device.type == "meta" and (planned := _planned.get()) is not None:
-        return planned.allocate(nbytes)
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _persists(device: torch.device) -> bool:
@@ -138,8 +134,7 @@ def recorded(device: torch.device) -> Iterator[None]:
 
 def buffers(device: torch.device) -> tuple[Tensor, ...]:
     """Return the shared buffers of a device."""
-    shared = (slot.buffer for key, slot in _slots.items() if key[0] == device)
-    return tuple(buffer for buffer in shared if buffer is not None)
+    return tuple(slot.buffer for key, slot in _slots.items() if key[0] == device)
 
 
 def forget(device: torch.device) -> None:
@@ -156,13 +151,9 @@ def is_current(name: str, device: torch.device, owner: Hashable) -> bool:
 
 
 def allocate(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    owner: Hashable = None,
-    alive: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, bool]:
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+    owner: Hashable = None, alive: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, bool]:  # fmt: skip
     """Return a contiguous tensor on the shared buffer, valid until the next call with this name.
 
     On other streams it is a tensor of its own. The second result says whether it already has the
@@ -171,19 +162,19 @@ def allocate(
     """
     if not _persists(device):
         return torch.empty(shape, dtype=dtype, device=device), False
-    slot = _slots_on(device).setdefault((device, name), _Slot())
-    tensor = slot.views.get((shape, dtype))
-    if tensor is None:
-        nbytes = math.prod(shape) * dtype.itemsize
-        if slot.buffer is None or slot.buffer.numel() < nbytes:
-            slot.buffer = slot.owner = None
-            slot.alive = ()
-            slot.views.clear()
-            slot.buffer = _new_buffer(nbytes, device)
-        tensor = slot.views[shape, dtype] = slot.buffer[:nbytes].view(dtype).view(shape)
-    held = owner is not None and slot.owner == owner
+    slots, nbytes = _slots_on(device), math.prod(shape) * dtype.itemsize
+    slot = slots.get((device, name))
+    if slot is None or slot.buffer.numel() < nbytes:
+        slot = None
+        slots.pop((device, name), None)  # freed before the larger one is allocated
+        if (planned := _planned_on(device)) is not None:
+            buffer = planned.allocate(nbytes)
+        else:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        slot = slots[device, name] = _Slot(buffer)
+    held = is_current(name, device, owner)
     slot.owner, slot.alive = owner, alive
-    return tensor, held
+    return slot.buffer[:nbytes].view(dtype).view(shape), held
 
 
 def in_backward() -> bool:

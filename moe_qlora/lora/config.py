@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from ..checkpoint import training_codec
 from ..checkpoint.manifest import read_manifest
-from ..checkpoint.training_codec import TOP_K_FIELDS, write_card
+from ..checkpoint.training_codec import TOP_K_FIELDS, TrainingCodec, write_card
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import name_pattern
@@ -25,18 +25,19 @@ from ..models import named
 from ..packing import parametrize
 from ..packing.parametrize import blank_weight
 from .inject import wrap_parameter
-from .names import as_set, base_model, is_all_linear, packed_parameters, patterns, rewritten
 from .targets import (
     Targets,
-    add_targets,
-    check_fit,
-    check_modules_to_save,
-    check_named,
-    check_spelling,
+    base_model,
     check_supported,
+    extend,
+    is_all_linear,
     is_lora,
     linear_experts,
+    notes_on,
+    packed_parameters,
+    patterns,
     resolve_targets,
+    rewritten,
 )
 
 
@@ -85,7 +86,7 @@ def adapt_lora_config(
             f"lora_config is a {type(lora_config).__name__}: give a peft.LoraConfig, or another "
             "PEFT config."
         )
-    packing: training_codec.TrainingCodec | None = None
+    packing: TrainingCodec | None = None
     if not isinstance(model, nn.Module):
         model, packing = blank_packed_model(
             model, quantization_config, trust_remote_code=trust_remote_code
@@ -102,44 +103,31 @@ def adapt_lora_config(
 class AdaptedLoraConfig(LoraConfig):
     """A LoraConfig adapted to a model with packed experts; its file keeps the caller's spelling."""
 
-    _edits: Mapping[str, tuple[Any, Any]] = {}  # changed field -> (value set here, the caller's)
-    _notes: tuple[str, ...] = ()  # warnings for a save, where stock PEFT would not load the file
-    _packed: training_codec.TrainingCodec | None = None  # of the model that it was adapted to
-    _trained_on: training_codec.TrainingCodec | None = None  # the model that has the adapter
-    _awaited: frozenset[str] = frozenset()  # packed parameters that are not loaded yet
-    _router: bool = False  # the word "all-linear" means routers as well
-
-    def callers(self) -> dict[str, Any]:
-        """Return the caller's value of each field that still has the value set here."""
-        return {
-            field: value
-            for field, (adapted, value) in self._edits.items()
-            # PEFT narrows target_modules while it injects: the caller's value covers both
-            if field == "target_modules" or _same(getattr(self, field), adapted)
-        }
+    _callers: Mapping[str, Any] = {}  # fields that have another value here, in their spelling
+    _reload: str = ""  # a warning for a save, where stock PEFT would not load the file
+    _packed: TrainingCodec | None = None  # of the model that it was adapted to, or that has it
 
     def to_dict(self) -> dict[str, Any]:
         written: dict[str, Any] = super().to_dict()
-        written.update(copy.deepcopy(self.callers()))
+        written.update(copy.deepcopy(dict(self._callers)))
         if written.get("target_parameters"):
             # Dropout is for training, and stock PEFT refuses to load parameters with it.
             written["lora_dropout"] = 0.0
         return written
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        for note in self._notes:
-            warnings.warn(note, UserWarning, stacklevel=2)
-        adapted = {field: getattr(self, field) for field in self._edits}
-        self.__dict__.update(self.callers())  # a host's class may bypass `to_dict`
+        if self._reload:
+            warnings.warn(self._reload, UserWarning, stacklevel=2)
+        adapted = {field: getattr(self, field) for field in self._callers}
+        self.__dict__.update(self._callers)  # a host's class may bypass `to_dict`
         try:
             super().save_pretrained(save_directory, **kwargs)
         finally:
             self.__dict__.update(adapted)
-        packed = self._trained_on or self._packed
-        if packed is not None:
+        if self._packed is not None:
             folder = Path(save_directory)
-            training_codec.write_note(folder, packed)
-            write_card(folder, self.to_dict(), packed)
+            training_codec.write_note(folder, self._packed)
+            write_card(folder, self.to_dict(), self._packed)
 
 
 def adapt(
@@ -148,7 +136,7 @@ def adapt(
     experts: bool | Collection[str] = False,
     router: bool = False,
     scale_expert_rank: bool | int = False,
-    to_be_loaded: training_codec.TrainingCodec | None = None,
+    to_be_loaded: TrainingCodec | None = None,
     *,
     warn: bool = False,
 ) -> PeftConfig:
@@ -160,23 +148,16 @@ def adapt(
     model = base_model(model)
     packed = packed_parameters(model)
     options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
-    asks = any(options.values()) and not config.is_prompt_learning
-    lists = linear_experts(model) if asks else {}
+    lists = {}
+    if any(options.values()) and not config.is_prompt_learning:
+        lists = linear_experts(model)
     if lists and not isinstance(experts, bool):
         raise ConfigError(
             f"experts={experts!r} chooses among fused expert weights, and this model's experts are "
             f"lists of Linear layers ({patterns(lists)}): pass experts=True for LoRA on all, or "
             f"name some in target_modules, as in {next(iter(lists.values()))!r}."
         )
-    if lists:
-        config = _as_asked(config)
-        if experts:
-            add_targets(config, lists)
-        if not packed:
-            if experts and scale_expert_rank:
-                _scale_rank(model, cast(LoraConfig, config), list(lists), scale_expert_rank)
-            return make_adapted(config, resolve_targets(model, config, router=router))
-    if not packed:
+    if not packed and not lists:
         why = (
             f"a load of this {cast(Any, model.config).model_type} model with this "
             "quantization_config packs none."
@@ -190,40 +171,29 @@ def adapt(
                 raise ConfigError(
                     f"{option}={value!r} is for models with packed experts, and {why}"
                 )
-    if not packed or config.is_prompt_learning:  # which touches no module
+    if not (packed or lists) or config.is_prompt_learning:  # which touches no module
         return copy.deepcopy(config)
-    asked = _as_asked(config)
-    router = router or (is_all_linear(asked) and getattr(asked, "_router", False))
-    if isinstance(experts, Mapping):
-        raise ConfigError(
-            "experts chooses single experts, which is gone since version 0.3: give True for all, "
-            "or roles such as ['down'], with a lower rank where memory is short."
+    asked: Any = _as_asked(config)
+    if lists and experts and not is_all_linear(asked):
+        regex = isinstance(asked.target_modules, str)
+        names = extend(
+            "target_modules", asked.target_modules, list(lists if regex else {*lists.values()})
         )
-    check_modules_to_save(model, asked, packed)
+        asked.target_modules = names if regex else set(names)
     targets = resolve_targets(model, asked, experts=experts, router=router)
-    check_supported(asked, targets.experts, packed)
-    if warn:
-        notes = (
-            check_named(model, asked, targets, packed),
-            check_fit(model, asked, targets),
-            check_spelling(model, asked, packed),
-            targets.left_out,
-            *(targets.notes if is_all_linear(asked) else ()),
-        )
-        for note in filter(None, notes):
-            warnings.warn(note, UserWarning, stacklevel=3)
-        if is_all_linear(asked):  # said before training, and not again with every save
-            targets = replace(targets, notes=())
-    if scale_expert_rank and targets.experts:
-        scaled = [*targets.experts, *(lists if experts else ())]
-        _scale_rank(model, cast(LoraConfig, asked), scaled, scale_expert_rank)
-    awaited = frozenset(targets.experts) if to_be_loaded else frozenset[str]()
-    adapted = make_adapted(
-        asked, targets, to_be_loaded or training_codec.from_packed(model), awaited
-    )
-    if isinstance(adapted, AdaptedLoraConfig):
-        adapted._router = router
-    return adapted
+    reload = targets.reload
+    if packed:
+        check_supported(model, asked, targets, packed)
+        if warn:
+            for note in notes_on(model, asked, targets, packed):
+                warnings.warn(note, UserWarning, stacklevel=3)
+            if is_all_linear(asked):  # said before training, and not again with every save
+                reload = ""
+    scaled = [*targets.experts, *(lists if experts else ())]
+    if scale_expert_rank and scaled:
+        _scale_rank(model, asked, scaled, scale_expert_rank)
+    codec = to_be_loaded or training_codec.from_packed(model)
+    return make_adapted(asked, replace(targets, reload=reload), codec)
 
 
 def top_k_of(config: Any) -> int | None:
@@ -237,15 +207,10 @@ def spell_exactly(model: nn.Module, config: PeftConfig) -> PeftConfig:
     if not isinstance(config, LoraConfig) or rewritten(model, config) is None:
         return config
     asked = _as_asked(config)
-    return make_adapted(asked, resolve_targets(model, asked))
+    return make_adapted(asked, resolve_targets(model, asked), None)
 
 
-def make_adapted(
-    config: PeftConfig,
-    targets: Targets,
-    packed: training_codec.TrainingCodec | None = None,
-    awaited: frozenset[str] = frozenset(),
-) -> PeftConfig:
+def make_adapted(config: PeftConfig, targets: Targets, packed: TrainingCodec | None) -> PeftConfig:
     """Turn a copy of the caller's config into PEFT's: for LoRA an `AdaptedLoraConfig`."""
     adapted: Any = config
     values = {"exclude_modules": targets.excludes, "target_modules": targets.modules}
@@ -255,13 +220,7 @@ def make_adapted(
         adapted.target_parameters = targets.parameters and list(targets.parameters)
     if not is_lora(adapted):  # AdaLoRA, IA3, ...: their files have PEFT's values
         return cast(PeftConfig, adapted)
-    edits = {
-        field: (copy.copy(getattr(adapted, field)), copy.deepcopy(value))
-        for field, value in targets.written.items()
-    }
-    become_adapted(adapted, edits, targets.notes, packed)
-    if awaited:  # a config adapted before the load still awaits its parameters
-        adapted._awaited = awaited
+    become_adapted(adapted, copy.deepcopy(dict(targets.written)), targets.reload, packed)
     if targets.experts:
         # PEFT's own table of layer classes, of this config only: stock PEFT uses it too.
         adapted._register_custom_module({nn.Module: wrap_parameter})
@@ -275,19 +234,19 @@ def record_base(model: nn.Module, config: PeftConfig) -> None:
     another model.
     """
     if isinstance(config, AdaptedLoraConfig):
-        config._trained_on = training_codec.from_packed(model)
+        config._packed = training_codec.from_packed(model)
 
 
 def become_adapted(
     config: LoraConfig,
-    edits: Mapping[str, tuple[Any, Any]],
-    notes: tuple[str, ...],
-    packed: training_codec.TrainingCodec | None,
+    callers: Mapping[str, Any],
+    reload: str,
+    packed: TrainingCodec | None,
 ) -> None:
     """Make a LoraConfig an `AdaptedLoraConfig` in place, a host's own class included."""
     adapted: Any = config
     adapted.__class__ = _adapted_class(cast(Any, type(config)))
-    adapted._edits, adapted._notes, adapted._packed = edits, notes, packed
+    adapted._callers, adapted._reload, adapted._packed = callers, reload, packed
 
 
 @cache
@@ -302,9 +261,8 @@ def _adapted_class(base: Any) -> Any:
 def _as_asked(config: PeftConfig) -> PeftConfig:
     asked = copy.deepcopy(config)
     if isinstance(asked, AdaptedLoraConfig):
-        for field, value in asked.callers().items():
-            setattr(asked, field, value)
-        asked._edits = {}
+        asked.__dict__.update(asked._callers)
+        asked._callers = {}
     if not hasattr(asked, "exclude_modules") or not hasattr(asked, "target_modules"):
         raise ConfigError(
             f"{type(config).__name__} has no target_modules and exclude_modules, which models with "
@@ -326,22 +284,15 @@ def _scale_rank(
             f"model's config has none of {', '.join(TOP_K_FIELDS)}; pass the number itself, as in "
             "scale_expert_rank=8."
         )
-    rank = max(config.r // top_k, 1)
-    patterns = {
-        r"\d+".join(re.escape(part) for part in name_pattern(name).split("*")): rank
-        for name in experts
-    }
+    names = (r"\d+".join(map(re.escape, name_pattern(name).split("*"))) for name in experts)
     # The caller's entries come first, and so take precedence.
-    config.rank_pattern = {**(config.rank_pattern or {}), **patterns}
-
-
-def _same(left: Any, right: Any) -> bool:
-    return (left is None) == (right is None) and bool(as_set(left) == as_set(right))
+    ranks = dict.fromkeys(names, max(config.r // top_k, 1))
+    config.rank_pattern = {**(config.rank_pattern or {}), **ranks}
 
 
 def blank_packed_model(
     model: str | Path | PretrainedConfig, quantization_config: Any, *, trust_remote_code: bool
-) -> tuple[nn.Module, training_codec.TrainingCodec]:
+) -> tuple[nn.Module, TrainingCodec]:
     """Build a model on meta, packed as by a load; return it and its codec.
 
     `quantization_config`: None for the one in the checkpoint's own config.json.

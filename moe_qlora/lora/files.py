@@ -22,14 +22,19 @@ from typing import Any
 import torch
 from peft import PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict, load_peft_weights
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import CONFIG, LoraSettings, check_adapter_patterns
+from ..checkpoint.adapter import (
+    CONFIG,
+    PICKLE,
+    WEIGHTS,
+    LoraSettings,
+    check_adapter_patterns,
+)
 from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.staging import absolute, move_files, staging
 from ..checkpoint.training_codec import CARD
@@ -38,7 +43,7 @@ from ..layout import listed, unwrapped_name
 from ..models.files import read_json
 from ..packing.parametrize import share_like
 from ..world import NOT_GIVEN, WholeTensor, world
-from . import targets
+from .targets import WARNING
 
 HUB_KEYS = ("revision", "subfolder", "cache_dir", "token")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -79,7 +84,7 @@ def load_adapter(
         hook = self.register_load_state_dict_pre_hook(_shard)
         with reading(called), warnings.catch_warnings(), hook:
             # An adapter was trained as it is, also where it is to be trained further.
-            warnings.filterwarnings("ignore", targets.WARNING, UserWarning)
+            warnings.filterwarnings("ignore", WARNING, UserWarning)
             result = type(self).load_adapter(self, model_id, adapter_name, *args, **kwargs)
     except MoeQloraError:
         raise
@@ -93,7 +98,7 @@ def load_adapter(
     unexpected[:] = [key for key in unexpected if not _is_alias(self, key, adapter_name)]
     fits = kwargs.get("ignore_mismatched_sizes") or not (missing or unexpected)
     if not fits and not _load_by_own_names(self, os.fspath(model_id), adapter_name, **hub):
-        raise misfit(called, missing, unexpected)
+        check_fits(called, missing, unexpected)
     return result
 
 
@@ -131,17 +136,15 @@ def check_base(
         training_codec.check_noted_base(folder, model)
 
 
-def misfit(
-    adapter: str | None, missing: Collection[str], unexpected: Collection[str], advice: str = ""
-) -> AdapterError:
-    """Return the error for an adapter file whose tensors and the model's places differ."""
-    first = next(iter(unexpected or missing))
-    fault = "has no place in this model" if unexpected else "is not in the file"
-    return AdapterError(
-        f"{adapter} does not fit this model: {first} {fault} ({len(unexpected)} tensors have no "
-        f"place, {len(missing)} places got none); load it on the model that it was trained on"
-        f"{advice}."
-    )
+def check_fits(adapter: str | None, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Raise where an adapter file's tensors and the model's places differ."""
+    for first in (*unexpected, *missing):
+        fault = "has no place in this model" if unexpected else "is not in the file"
+        raise AdapterError(
+            f"{adapter} does not fit this model: {first} {fault} ({len(unexpected)} tensors have "
+            f"no place, {len(missing)} places got none); load it on the model that it was trained "
+            "on, and one from transformers v4 with moe_qlora.load_adapter."
+        )
 
 
 def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub: Any) -> bool:
@@ -163,41 +166,39 @@ def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub:
 def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) -> None:
     """Raise where a path is no adapter folder; PEFT checks names on a hub."""
     root, folder = Path(adapter), Path(adapter) / (subfolder or "")
-    if not folder.is_dir():
-        if root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(str(adapter)):
-            raise CheckpointError(
-                f"{folder} is no folder; name the one that save_pretrained wrote the adapter to."
-            )
-        return
-    if not (folder / CONFIG_NAME).is_file():
-        inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
-        hint = f", such as the {listed(inner)} in it" if inner else ""
+    if folder.is_dir():
+        for said in _faults_of(folder):
+            raise CheckpointError(f"{said}.")
+    elif root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(str(adapter)):
         raise CheckpointError(
-            f"{folder} is no adapter: it has no {CONFIG_NAME}; name the folder that "
-            f"save_pretrained wrote the adapter to{hint}."
+            f"{folder} is no folder; name the one that save_pretrained wrote the adapter to."
         )
-    config = read_json(folder / CONFIG_NAME)
+
+
+def _faults_of(folder: Path) -> Iterator[str]:
+    file = folder / CONFIG
+    if not file.is_file():
+        inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+        yield (
+            f"{folder} is no adapter: it has no {CONFIG}; name the folder that save_pretrained "
+            "wrote the adapter to" + (f", such as the {listed(inner)} in it" if inner else "")
+        )
+    config = read_json(file)
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{folder / CONFIG_NAME} has peft_type={kind!r}, which the installed PEFT does not "
-            "know; name an adapter that it can load."
+        yield (
+            f"{file} has peft_type={kind!r}, which the installed PEFT does not know; name an "
+            "adapter that it can load"
         )
     if kind == PeftType.LORA:
-        parse_fields(LoraSettings, config, folder / CONFIG_NAME)
-    weights = (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)
-    if not any((folder / name).is_file() for name in weights):
-        raise CheckpointError(
-            f"{folder} has no {SAFETENSORS_WEIGHTS_NAME}; copy the whole folder that "
-            "save_pretrained wrote."
-        )
-    if (folder / SAFETENSORS_WEIGHTS_NAME).is_file():
+        parse_fields(LoraSettings, config, file)
+    if (folder / WEIGHTS).is_file():
         try:
-            read_header(folder / SAFETENSORS_WEIGHTS_NAME)  # says whether the file is whole
+            read_header(folder / WEIGHTS)  # says whether the file is whole
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{adapter} has damaged weights ({str(error).rstrip('.')}); copy the folder again."
-            ) from error
+            yield f"{folder} has damaged weights ({str(error).rstrip('.')}); copy the folder again"
+    elif not (folder / PICKLE).is_file():
+        yield f"{folder} has no {WEIGHTS}; copy the whole folder that save_pretrained wrote"
 
 
 @contextmanager

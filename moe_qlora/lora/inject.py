@@ -1,9 +1,6 @@
-"""Puts wrappers for packed experts into a model that stock PEFT walks, and says what got LoRA.
+"""Puts wrappers for packed experts into a model that PEFT walks, and says what got LoRA.
 
 wrap_parameter       makes one wrapper, where it would be on the unpacked model
-upgrade_wrappers     turns wrappers that stock PEFT made into `ParamWrapper`s
-check_connected      raises where LoRA on a packed parameter would have no effect
-log_coverage         logs which layers and expert weights an adapter is on
 announce             logs one line as training starts: what is packed, what that saves, what LoRA
                      covers; as a warning, which is seen without any settings, at the first
                      training forward, so that it comes once, whichever program made the adapters
@@ -12,7 +9,6 @@ announce             logs one line as training starts: what is packed, what that
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,12 +17,12 @@ from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import distributed, nn
 
-from ..errors import AdapterError, ConfigError
+from ..errors import ConfigError
 from ..layout import human_bytes, listed, unwrapped, unwrapped_name
-from ..packing.parametrize import is_packed, iter_packed, original_of, packed_names, read_packed
+from ..packing.parametrize import iter_packed, original_of, packed_names, read_packed
 from ..packing.settings import CodecSettings, packed_nbytes
 from .layer import ExpertAdapters, ParamWrapper
-from .names import base_model, names_parameter, packed_parameters
+from .targets import base_model, packed_parameters
 
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_moe_qlora_announcement"
@@ -43,12 +39,17 @@ def wrap_parameter(
 
     PEFT wraps in alphabetical order; here the parameter that was registered first is innermost.
     """
-    base = unwrapped(target)
-    if kwargs.get("target_name") in getattr(config, "_awaited", ()):
-        _check_loaded(kwargs["target_name"], base, config)
+    base, name = unwrapped(target), kwargs.get("target_name")
+    adapted_to = getattr(getattr(config, "_packed", None), "experts", ())
+    if name in adapted_to and parameter_name not in packed_names(base):
+        raise ConfigError(
+            f"{name} is not packed, and this LoRA config was adapted to a model whose experts are: "
+            "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "
+            "quantization_config that adapt_lora_config got."
+        )
     if parameter_name is None or not packed_names(base):
         return None
-    order = _registration_order(base)
+    order = [*packed_names(base), *(name for name, _ in base.named_parameters(recurse=False))]
     outer: ParamWrapper | None = None
     inner, source = target, None
     while isinstance(inner, ParamWrapper):
@@ -64,118 +65,21 @@ def wrap_parameter(
     return target
 
 
-def upgrade_wrappers(model: nn.Module) -> None:
-    """Turn stock wrappers around packed experts into `ParamWrapper`s, in place.
+def coverage(model: nn.Module, adapter: str) -> str:
+    """Return one sentence on the layers and expert weights that an adapter is on.
 
-    Parameters and optimizer state stay; names become those of the unpacked model.
+    `model` is a `PeftModel` or the model inside it.
     """
-    for name, module in list(model.named_modules()):
-        chain: list[Any] = []
-        base: nn.Module = module
-        while isinstance(base, StockParamWrapper):
-            chain.append(base)
-            base = base.base_layer
-        outermost = unwrapped_name(name) == name and packed_names(unwrapped(module))
-        if not outermost or all(isinstance(wrapper, ParamWrapper) for wrapper in chain):
-            continue
-        order = _registration_order(base)
-        chain.sort(key=lambda wrapper: -order.index(wrapper.parameter_name))
-        source = ExpertAdapters()
-        for wrapper, inner in zip(chain, [*chain[1:], base], strict=True):
-            wrapper.__class__ = ParamWrapper
-            wrapper.base_layer = inner
-        for wrapper in chain:
-            wrapper.connect(source)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, chain[0])
-
-
-def check_connected(model: nn.Module, adapter_name: str, config: Any) -> None:
-    """Raise where LoRA on a packed parameter that the config names has no effect."""
-    targets = getattr(config, "target_parameters", None) or ()
-    wrappers = {
-        f"{unwrapped_name(name)}.{module.parameter_name}": module
-        for name, module in model.named_modules()
-        if isinstance(module, StockParamWrapper)
-    }
-    for parameter in packed_parameters(model):
-        if not any(names_parameter(target, parameter) for target in targets):
-            continue
-        fault = _fault(wrappers.get(parameter), adapter_name)
-        if fault:
-            raise AdapterError(
-                f"LoRA adapter {adapter_name!r} on {parameter} {fault}, so it would have no "
-                "effect; create adapters with moe_qlora.get_peft_model, or moe_qlora.load_adapter "
-                "for saved ones."
-            )
-
-
-def _fault(wrapper: Any, adapter_name: str) -> str:
-    if wrapper is None:
-        return "was not created"
-    if adapter_name not in wrapper.lora_A:
-        return "is missing from its wrapper"
-    if not isinstance(wrapper, ParamWrapper):
-        return "was created by stock PEFT over a packed weight"
-    source = wrapper.lora_source
-    if source is None or source.wrappers.get(wrapper.parameter_name) is not wrapper:
-        return "is not connected with the experts module"
-    return ""
-
-
-def _check_loaded(name: str, base: nn.Module, config: Any) -> None:
-    leaf = name.rpartition(".")[2]
-    advice = (
-        "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "
-        "quantization_config that adapt_lora_config got."
-    )
-    if not is_packed(base, leaf):
-        raise ConfigError(
-            f"{name} is not packed, and this LoRA config was adapted to a model whose experts "
-            f"are: {advice}"
-        )
-    loaded, expected = CodecSettings.of(read_packed(base, leaf)), config._packed.settings
-    if loaded.codec.is_kept:
-        return  # packed as the checkpoint is, not as quantization_config says
-    for field in ("kind", "double_quant", "blocksize"):
-        seen, asked = getattr(loaded, field), getattr(expected, field)
-        if seen != asked:
-            raise ConfigError(
-                f"{name} is packed with {field}={seen!r}, and this LoRA config was adapted to "
-                f"{field}={asked!r}: {advice}"
-            )
-
-
-def _registration_order(base: nn.Module) -> list[str]:
-    plain = [name for name, _ in base.named_parameters(recurse=False)]
-    return [*packed_names(base), *plain]
-
-
-def log_coverage(model: PeftModel, adapter: str, unpacked: Collection[str] = ()) -> None:
-    """Log which layers and expert weights an adapter is on, and the share of weights it trains.
-
-    `unpacked` are the model's expert weights where they are not packed.
-    """
-    if _LOG.isEnabledFor(logging.INFO):
-        _LOG.info("%s", coverage(model, adapter, unpacked))
-
-
-def coverage(model: nn.Module, adapter: str, unpacked: Collection[str] = ()) -> str:
-    """Return the sentence that `log_coverage` logs, of a `PeftModel` or the model inside it."""
-    experts = {*packed_parameters(model), *unpacked}
+    experts = packed_parameters(model)
     adapted: dict[str, list[str]] = {"layers": [], "expert weights": [], "other parameters": []}
-    for path, module in base_model(model).named_modules():
-        layer: Any = module
-        if not isinstance(module, BaseTunerLayer) or not any(
-            adapter in getattr(layer, factor) for factor in layer.adapter_layer_names
-        ):
-            continue
-        name = unwrapped_name(path)
-        if isinstance(module, StockParamWrapper):
-            name = f"{name}.{module.parameter_name}"
-            adapted["expert weights" if name in experts else "other parameters"].append(name)
-        else:
-            adapted["layers"].append(name)
+    for path, layer in base_model(model).named_modules():
+        factors = getattr(layer, "adapter_layer_names", ())
+        if isinstance(layer, BaseTunerLayer) and any(adapter in getattr(layer, f) for f in factors):
+            name, kind = unwrapped_name(path), "layers"
+            if isinstance(layer, StockParamWrapper):
+                name = f"{name}.{layer.parameter_name}"
+                kind = "expert weights" if name in experts else "other parameters"
+            adapted[kind].append(name)
     parts = []
     for kind, names in adapted.items():
         leaves = listed(sorted({name.rpartition(".")[2] for name in names}), most=8)

@@ -36,10 +36,9 @@ from ..experts.forward import asks_for_lora
 from ..experts.forward_override import bound_forward, forward_property
 from ..experts.operands import LoraFactors, clear_lora_source, set_lora_source
 from ..kernels.weights import PackedWeight
-from ..layout import unwrapped, unwrapped_name
+from ..layout import unwrapped
 from ..packing import codec, parametrize
 from ..packing.codec import first_nonfinite, require_whole
-from ..packing.codecs import codec_of
 from ..packing.parametrize import (
     decoded_by,
     device_of,
@@ -50,12 +49,7 @@ from ..packing.parametrize import (
     packed_names,
     read_packed,
 )
-from ..packing.settings import CodecSettings
 from .targets import check_dropout
-
-_ADDS = "_moe_qlora_adds_on_read"
-Product = tuple[Tensor, Tensor, float]
-"""`left` `(E, rows, r)`, `right` `(E, r, columns)` in the weight's layout, and their scaling."""
 
 
 class ExpertAdapters:
@@ -79,7 +73,6 @@ class ParamWrapper(StockParamWrapper):
 
     lora_source: ExpertAdapters | None = None  # None until it is connected
     merge_dtype: torch.dtype | None = None  # None for the dtype before packing
-    merge_repack: bool = False
     adds_itself: bool = False  # whether a call runs with LoRA in the plain weight
     _unmerged: PackedWeight | None = None
 
@@ -88,6 +81,7 @@ class ParamWrapper(StockParamWrapper):
     ) -> None:
         super().__init__(target, adapter_name, *args, config=_without_dropout(config), **kwargs)
         self.set_dropout(adapter_name, config.lora_dropout)
+        self.__dict__["_add_on_read"] = _AddOnRead(self)  # no submodule
 
     def update_layer(
         self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
@@ -177,13 +171,6 @@ class ParamWrapper(StockParamWrapper):
             f"implementation, and {what}."
         )
 
-    @property
-    def _add_on_read(self) -> _AddOnRead:
-        made: _AddOnRead | None = self.__dict__.get(_ADDS)
-        if made is None:
-            made = self.__dict__[_ADDS] = _AddOnRead(self)
-        return made
-
     def add_lora(self, weight: Tensor, factors: tuple[LoraFactors, ...]) -> Tensor:
         """Return `weight` + the sum of s B A, computed in fp32 and rounded to its dtype."""
         device = weight.device.type
@@ -239,11 +226,6 @@ class ParamWrapper(StockParamWrapper):
         device = device_of(base, self.parameter_name)
         return torch.empty((), dtype=packed.dtype, device=device).expand(packed.shape)
 
-    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Return s B A in the parameter's shape, in fp32 or finer."""
-        left, right, scaling = self._product(adapter_name)
-        return (left @ right * scaling).reshape(self.get_param().shape)
-
     def expert_factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
         """Return `lora_A` as `(E, r, in)` and `lora_B` as `(E, out, r)`, detached."""
         a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
@@ -260,12 +242,6 @@ class ParamWrapper(StockParamWrapper):
             return b, a  # (E, out, in)
         return a.transpose(1, 2), b.transpose(1, 2)  # (E, in, out)
 
-    def _product(self, adapter_name: str, device: torch.device | None = None) -> Product:
-        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
-        wide = torch.promote_types(a.dtype, torch.float32)
-        left, right = self._oriented(a.to(device, wide), b.to(device, wide))
-        return left, right, self.scaling[adapter_name]
-
     # Merging.
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -281,16 +257,43 @@ class ParamWrapper(StockParamWrapper):
             return
         original = self._unmerged or read_packed(base, self.parameter_name)
         every = [*self.merged_adapters, *names]
-        products = [self._product(name, original.device) for name in every]
-        merged = merged_weight(original, products, self.merge_dtype)
+        merged = self._sum(original, every)
         if safe_merge and first_nonfinite(merged) is not None:
             raise ValueError(
                 f"NaNs detected in the merged weights. The adapter {every[-1]} seems to be broken"
             )
-        like = original if self.merge_repack else None
-        replace_parameter(base, self.parameter_name, merged, like)
+        self._replace(merged)
         self._unmerged = original
         self.merged_adapters.extend(names)
+
+    @torch.no_grad()
+    def _sum(self, packed: PackedWeight, adapters: Sequence[str]) -> Tensor:
+        """Return the decoded weight + s B A of each adapter, summed in fp32 and rounded once."""
+        dtype, device = self.merge_dtype or packed.dtype, packed.device
+        out = torch.empty(packed.shape, dtype=dtype, device=device)
+        wide = torch.promote_types(packed.dtype, torch.float32)
+        products = []
+        for name in adapters:
+            a, b = self.lora_A[name].weight, self.lora_B[name].weight
+            factors = self._oriented(a.to(device, wide), b.to(device, wide))
+            products.append((*factors, self.scaling[name]))
+        stacked = len(packed.shape) == 3  # else one matrix, of any number of experts
+        for expert in range(packed.shape[0] if stacked else 1):
+            if stacked:
+                total = codec.unpack_range(packed, expert, expert + 1, dtype=wide)[0]
+            else:
+                total = codec.unpack(packed).to(wide)
+            for left, right, scaling in products:
+                total.addmm_(left[expert], right[expert], alpha=scaling)
+            (out[expert] if stacked else out).copy_(total)
+        return out
+
+    def _replace(self, weight: Tensor) -> None:
+        base, name = self.get_base_layer(), self.parameter_name
+        if is_packed(base, name):
+            parametrize.detach(base, name, weight)
+        else:
+            base._parameters[name] = nn.Parameter(weight, requires_grad=False)
 
     def unmerge(self) -> None:
         """Restore the packed parameter from before `merge`, bit for bit."""
@@ -300,7 +303,7 @@ class ParamWrapper(StockParamWrapper):
         base, name, packed = self.get_base_layer(), self.parameter_name, self._unmerged
         now: Any = original_of(base, name) if is_packed(base, name) else base._parameters[name]
         device = now.device  # where the module's parameter is now
-        replace_parameter(base, name, torch.empty(0, device=device), None)
+        self._replace(torch.empty(0, device=device))
         packed = packed if packed.device == device else packed.to(device)
         parametrize.attach(base, name, packed)
         self._unmerged = None
@@ -338,48 +341,3 @@ def _without_dropout(config: LoraConfig) -> LoraConfig:
     plain = copy.copy(config)
     plain.lora_dropout = 0.0
     return plain
-
-
-def merged_weight(
-    packed: PackedWeight, products: Sequence[Product], dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return the decoded weight + the sum of the products, summed in fp32 and rounded once."""
-    out = torch.empty(packed.shape, dtype=dtype or packed.dtype, device=packed.device)
-    wide = torch.promote_types(packed.dtype, torch.float32)
-    with torch.no_grad():
-        products = [(left.to(wide), right.to(wide), scaling) for left, right, scaling in products]
-        if len(packed.shape) == 2:  # one matrix, of any number of experts
-            total = codec.unpack(packed).to(wide)
-            for left, right, scaling in products:
-                total.addmm_(left[0], right[0], alpha=scaling)
-            return out.copy_(total)
-        for expert in range(packed.shape[0]):
-            total = codec.unpack_range(packed, expert, expert + 1, dtype=wide)[0]
-            for left, right, scaling in products:
-                total.addmm_(left[expert], right[expert], alpha=scaling)
-            out[expert].copy_(total)
-    return out
-
-
-def check_repack(model: nn.Module) -> None:
-    """Raise where merged weights could not be packed again by the model's codec."""
-    for module_name, module, leaf in parametrize.iter_packed(model):
-        kind = parametrize.read_packed(module, leaf).kind
-        if codec_of(kind).is_kept:
-            raise AdapterError(
-                f"{unwrapped_name(f'{module_name}.{leaf}')} keeps the {kind} codes of its "
-                "checkpoint, in which most of an adapter would be rounded away: merge it without "
-                "repack=True."
-            )
-
-
-def replace_parameter(
-    module: nn.Module, name: str, weight: Tensor, like: PackedWeight | None
-) -> None:
-    """Replace a parameter, packed or plain, by `weight`: plain, or packed as `like` was."""
-    if parametrize.is_packed(module, name):
-        parametrize.detach(module, name, weight)
-    else:
-        module._parameters[name] = nn.Parameter(weight, requires_grad=False)
-    if like is not None:
-        parametrize.attach(module, name, codec.pack(weight, CodecSettings.of(like)))

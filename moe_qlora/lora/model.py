@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import re
 import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import peft
@@ -18,36 +18,42 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTuner
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from peft.utils.save_and_load import load_peft_weights
+from torch import nn
 
+from ..checkpoint import training_codec
+from ..checkpoint.adapter import WEIGHTS, check_adapter_patterns, fused_adapter
+from ..checkpoint.reader import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
-from ..experts import forward
-from ..layout import unwrapped, unwrapped_name
+from ..experts import checks, forward
+from ..layout import unwrapped
 from ..packing.decoders import restore_linear
 from ..packing.parametrize import check_resident
-from ..versions import REQUIRED, installed_version
 from ..world import world
-from .config import AdaptedLoraConfig, adapt_lora_config, become_adapted, record_base
-from .files import use_own_files
-from .inject import check_connected, log_coverage, upgrade_wrappers
-from .layer import ParamWrapper, check_repack
-from .merging import (
-    Linear4bit,
-    Linear8bitLt,
-    SingleExpert,
-    concatenate,
-    merge_exactly,
-    stored_factors,
-    summed_config,
+from . import files
+from .config import (
+    AdaptedLoraConfig,
+    adapt,
+    adapt_lora_config,
+    become_adapted,
+    record_base,
+    spell_exactly,
 )
-from .names import as_set, check_adapter_names, check_packed, packed_parameters, reached_modules
+from .layer import ParamWrapper
+from .linear import Linear4bit, Linear8bitLt, concatenate, summed_config, use_own_layers
 from .packed_rows import watch_packed_rows
-from .unfit import serve_reads
+from .targets import (
+    as_set,
+    base_model,
+    check_adapter_names,
+    check_packed,
+    packed_parameters,
+    rewritten,
+)
 
-_log = logging.getLogger(__name__)
-
+_CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
+_EXPERT_KEY = re.compile(r"\.experts\.\d+\.")
 _OFFLINE = (
     "save the adapter with save_pretrained on all ranks, and go on from its folder in one process, "
     "such as with moe-qlora merge"
@@ -73,10 +79,9 @@ def get_peft_model(
 
     Names, shapes and files are those of stock PEFT on the unpacked model. On a model without packed
     experts this is stock PEFT with a copy of the config, and a warning if the model has experts.
-    What got LoRA is logged in one line, at INFO.
 
         adapt_lora_config          config.py     a new config for PEFT:
-        |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, notes)
+        |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, ...)
         |   check_supported        targets.py    no DoRA, no PiSSA, ...
         |   make_adapted           config.py     the AdaptedLoraConfig
         v
@@ -84,7 +89,7 @@ def get_peft_model(
         |   wrap_parameter         inject.py     a ParamWrapper (layer.py), which the experts
         v                                        forward asks for its active LoraFactors
         connect_adapters           model.py      class LoraModel: add_adapter, merge_adapter, ...
-            check_connected        inject.py     LoRA on each packed parameter has an effect
+            checks.check           experts/      LoRA on each packed parameter has an effect
 
     Args:
         model: The model, changed in place as PEFT does.
@@ -103,14 +108,10 @@ def get_peft_model(
             not packed although the model's quantization_config asks for it.
         AdapterError: LoRA on an expert parameter did not get connected.
     """
-    plain = []
-    asks_for_packed = bool(experts or router or scale_expert_rank)  # an error of its own, if none
-    if not asks_for_packed and not packed_parameters(model):
-        plain = check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
+    if not (experts or router or scale_expert_rank):  # which have an error of their own
+        check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
     options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
-    peft_model = make_peft_model(model, lora_config, adapter_name, options, **peft_kwargs)
-    log_coverage(peft_model, adapter_name, [name for param in plain for name in param.names])
-    return peft_model
+    return make_peft_model(model, lora_config, adapter_name, options, **peft_kwargs)
 
 
 def make_peft_model(
@@ -120,11 +121,10 @@ def make_peft_model(
     options: Mapping[str, Any] = types.MappingProxyType({}),
     **peft_kwargs: Any,
 ) -> PeftModel:
-    """Do what `get_peft_model` does, without logs, also where experts are not packed.
+    """Do what `get_peft_model` does, also where experts are not packed, without a warning.
 
     `options` are those of `adapt_lora_config`.
     """
-    warn_untested()
     config = adapt_lora_config(model, lora_config, **options)
     if not packed_parameters(model):
         return peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
@@ -138,17 +138,99 @@ def make_peft_model(
             "mixed=True combines adapter types, which packed experts cannot take; leave it out."
         )
     world().prepare_adapters(model, config)
-    with without_false_warning(model, config):
+    with without_false_warning(config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     return connect_adapters(peft_model)
 
 
+def load_adapter(
+    model: nn.Module,
+    adapter: str | os.PathLike[str],
+    adapter_name: str = "default",
+    *,
+    is_trainable: bool = False,
+    any_base: bool = False,
+    unpacked_ok: bool = False,
+    **peft_kwargs: Any,
+) -> PeftModel:
+    """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
+
+    Reads adapters that this package, or stock PEFT on the unpacked model, has saved, and those with
+    LoRA for each single expert (transformers v4, Tinker, `export_adapter`). Files of adapters on
+    experts carry no `lora_dropout`, which stock PEFT would refuse to load.
+
+    Args:
+        model: A model with packed experts, or a `PeftModel` of it, which gets one more adapter.
+        adapter: The folder, or the repository id.
+        adapter_name: Name of the adapter in the model.
+        is_trainable: False freezes the adapter and puts the model in evaluation mode, as PEFT does.
+        any_base: True allows a model that is not the one in the adapter's note.
+        unpacked_ok: The model's experts are not packed on purpose, though the adapter's note says
+            that it was trained on packed ones: no warning.
+        **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
+
+    Raises:
+        AdapterError: Tensors of the file have no place in the model, places got no tensor, or the
+            adapter's note says that it was trained on another model: one that computes otherwise,
+            or has other weights.
+        CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
+        ConfigError: See `adapt_lora_config`.
+    """
+    adapter = os.fspath(adapter)
+    if adapter_name in getattr(model, "peft_config", {}):
+        raise AdapterError(
+            f"adapter_name is {adapter_name!r}, which this model has already; give another."
+        )
+    base = base_model(model)
+    hub = {key: peft_kwargs[key] for key in files.HUB_KEYS if key in peft_kwargs}
+    subfolder = hub.get("subfolder") or ""
+    files.check_folder(adapter, subfolder)
+    on_disk = Path(adapter) / subfolder
+    if on_disk.is_dir():
+        check_adapter_patterns(on_disk, base)
+    if not any_base:
+        files.check_base(base, adapter, subfolder)
+    if training_codec.from_note(on_disk) is not None:  # trained on packed experts
+        check_packed(base, unpacked_ok=unpacked_ok, stacklevel=2)
+    local = on_disk.is_dir() and not subfolder
+    with fused_adapter(on_disk, base) if local else nullcontext(adapter) as fused:
+        folder = os.fspath(fused)
+        with files.reading(adapter):
+            config = _read_config(base, folder, **hub)
+        config.inference_mode = not is_trainable
+        config = adapt(base, config)
+        creation = {key: peft_kwargs[key] for key in _CREATION_KEYS if key in peft_kwargs}
+        peft_model: Any = model
+        with without_false_warning(config):
+            if isinstance(model, PeftModel):
+                model.add_adapter(adapter_name, config, **creation)
+            else:
+                made = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
+                peft_model = connect_adapters(made)
+        if is_trainable:
+            peft_model.set_requires_grad(adapter_name)
+        peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
+        peft_kwargs |= {"called": adapter, "is_trainable": is_trainable}
+        files.load_adapter(peft_model, folder, adapter_name, **peft_kwargs)
+    return cast(PeftModel, peft_model)
+
+
+def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
+    config: PeftConfig = PeftConfig.from_pretrained(adapter, **hub)
+    if isinstance(config, LoraConfig):
+        path = Path(adapter) / (hub.get("subfolder") or "") / WEIGHTS
+        local: Any = read_header(path) if path.exists() else None
+        keys = local or load_peft_weights(adapter, device="cpu", **hub)
+        if any(map(_EXPERT_KEY.search, keys)):  # single experts, as of transformers v4
+            return rewritten(base, config) or config
+    return config if packed_parameters(base) else spell_exactly(base, config)
+
+
 def connect_adapters(model: PeftModel) -> PeftModel:
-    """Connect adapters that a host has created with stock PEFT over packed experts, in place.
+    """Check adapters that a host has created with stock PEFT over packed experts, in place.
 
     For hosts that build the `LoraConfig` and the `PeftModel` themselves, given the names from
-    `target_parameters` and `exclude_modules`. Parameters, optimizer state and weights stay; the
-    order of nested wrappers, and with it the names in files, becomes that of the unpacked model.
+    `target_parameters` and `exclude_modules`. Their layers and files are ours from then on.
 
     Args:
         model: A `PeftModel` over a model with packed experts; any other is returned as it is.
@@ -162,15 +244,14 @@ def connect_adapters(model: PeftModel) -> PeftModel:
         return model
     if type(tuner) is StockLoraModel:
         tuner.__class__ = LoraModel
-    upgrade_wrappers(tuner.model)
     use_own_layers(tuner.model)
     check_adapter_names(tuner.model, model.peft_config)
-    for name, config in model.peft_config.items():
-        check_connected(tuner.model, name, config)
+    checks.check(tuner.model, model.peft_config)
+    for config in model.peft_config.values():
         record_base(tuner.model, config)
     watch_packed_rows(tuner.model)
     world().follow_adapters(tuner.model)
-    use_own_files(model)
+    files.use_own_files(model)
     return model
 
 
@@ -188,7 +269,7 @@ def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
             as_set(getattr(config, field)) == as_set(getattr(adapted, field)) for field in fields
         ):
             continue
-        become_adapted(config, adapted._edits, adapted._notes, adapted._packed)
+        become_adapted(config, adapted._callers, adapted._reload, adapted._packed)
         record_base(model.get_base_model(), config)
         if adapted.lora_dropout != config.lora_dropout:
             set_dropout(model, name, adapted.lora_dropout)
@@ -204,12 +285,6 @@ def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
             module.lora_dropout[adapter] = nn.Dropout(p=probability)
 
 
-def use_own_layers(model: nn.Module) -> None:
-    """Turn PEFT's layers into ours where these do more, in place."""
-    merge_exactly(model)
-    serve_reads(model)
-
-
 class LoraModel(StockLoraModel):
     """PEFT's LoRA model over packed experts, whose later calls are right too."""
 
@@ -220,7 +295,7 @@ class LoraModel(StockLoraModel):
         world().check_unsharded(model, f"Adding the adapter {adapter_name!r}", _BEFORE_SHARDING)
         config = adapt_lora_config(model, self.peft_config[adapter_name])
         self.peft_config[adapter_name] = config
-        with without_false_warning(model, config):
+        with without_false_warning(config):
             super().inject_adapter(model, adapter_name, *args, **kwargs)
         self._post_injection_hook(model, config, adapter_name)
 
@@ -228,35 +303,33 @@ class LoraModel(StockLoraModel):
         # PEFT calls it for a first adapter, which the stock class may inject (stock_calls.py).
         super()._post_injection_hook(model, config, adapter_name)
         use_own_layers(model)
-        check_connected(model, adapter_name, config)
+        checks.check(model, {adapter_name: config})
         record_base(model, config)
         world().follow_adapters(model)
 
-    def merge_adapter(
-        self, *args: Any, dtype: torch.dtype | None = None, repack: bool = False, **kwargs: Any
-    ) -> None:
+    def merge_adapter(self, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
         """Merge into the base weights; `unmerge_adapter` restores the original codes bit for bit.
 
         Packed experts are plain until then: W + s B A, in fp32, rounded once to `dtype`, by
         default the dtype before packing. So do bitsandbytes' Linear layers with an adapter where
         `dtype` is given; without it they are packed again, as PEFT does, which rounds away much of
-        an adapter. `repack` packs experts and Linear layers again, with any dtype.
+        an adapter.
         """
-        with self._merging(dtype, repack):
+        with self._merging(dtype):
             super().merge_adapter(*args, **kwargs)
 
     def merge_and_unload(
-        self, *args: Any, dtype: torch.dtype | None = None, repack: bool = False, **kwargs: Any
+        self, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> nn.Module:
-        """Return the base model with adapters merged; `dtype`, `repack` as in `merge_adapter`.
+        """Return the base model with adapters merged; `dtype` as in `merge_adapter`.
 
-        With `dtype` (and no `repack`) it is a plain model of that dtype, which no later load packs
-        again: Linear layers without an adapter are dequantized too, and other weights cast, except
-        those that the model's class keeps in fp32.
+        With `dtype` it is a plain model of that dtype, which no later load packs again: Linear
+        layers without an adapter are dequantized too, and other weights cast, except those that the
+        model's class keeps in fp32.
         """
-        with self._merging(dtype, repack):
+        with self._merging(dtype):
             merged = cast(nn.Module, super().merge_and_unload(*args, **kwargs))
-        if dtype is None or repack:
+        if dtype is None:
             forward.clear_quantized(merged)
             return merged
         for module in merged.modules():
@@ -275,26 +348,19 @@ class LoraModel(StockLoraModel):
             super().unmerge_adapter()
 
     @contextmanager
-    def _merging(self, dtype: torch.dtype | None, repack: bool) -> Iterator[None]:
+    def _merging(self, dtype: torch.dtype | None) -> Iterator[None]:
         world().check_unsharded(self.model, "Merging", _OFFLINE)
         check_resident(self.model)
-        if repack:
-            check_repack(self.model)
-        layers = list(self.model.modules())
-        wrappers = [module for module in layers if isinstance(module, ParamWrapper)]
-        linears = [module for module in layers if isinstance(module, (Linear4bit, Linear8bitLt))]
-        for wrapper in wrappers:
-            wrapper.merge_dtype, wrapper.merge_repack = dtype, repack
-        for linear in linears:
-            linear.merge_dtype = None if repack else dtype
+        kinds = (ParamWrapper, Linear4bit, Linear8bitLt)
+        layers = [module for module in self.model.modules() if isinstance(module, kinds)]
         try:
+            for layer in layers:
+                layer.merge_dtype = dtype
             with self._stock_linears():
                 yield
         finally:
-            for wrapper in wrappers:
-                wrapper.merge_dtype, wrapper.merge_repack = None, False
-            for linear in linears:
-                linear.merge_dtype = None
+            for layer in layers:
+                layer.merge_dtype = None
 
     @contextmanager
     def _stock_linears(self) -> Iterator[None]:
@@ -325,7 +391,13 @@ class LoraModel(StockLoraModel):
                     f"{', '.join(self.peft_config)}."
                 )
         configs = {name: self.peft_config[name] for name in adapters}
-        summed = summed_config(self.model, [configs[name] for name in adapters], adapters)
+        summed = summed_config(self.model, configs[adapters[0]], adapters)
+        if summed.target_parameters and len(adapters) > 1 and combination_type.endswith("svd"):
+            raise ConfigError(
+                f"combination_type={combination_type!r} decomposes each expert's sum, and "
+                f"{summed.target_parameters[0]} has LoRA: give combination_type='cat', which is "
+                "exact, or 'linear'."
+            )
         # PEFT derives the new config from the first one, and refuses target_parameters, which its
         # own wrappers cannot combine, and target_modules of several kinds.
         plain = {"target_parameters": None, "target_modules": summed.target_modules}
@@ -348,57 +420,12 @@ class LoraModel(StockLoraModel):
         self.peft_config[adapters[0]] = self._summed  # PEFT derives the new one from it next
         return checked
 
-    def _svd_generalized_task_arithmetic_weighted_adapter(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        stock = super()._svd_generalized_task_arithmetic_weighted_adapter
-        shared, rank, target, rest = args[:3], args[3], args[4], args[5:]
-        parts = [target]
-        if isinstance(target, ParamWrapper):
-            parts = [SingleExpert(target, index) for index in range(target.num_experts)]
-        # PEFT's rank is at most the weight's: zeros fill the rest.
-        sides = (rest[0].shape[1], len(rest[1])) if rest[0].dim() == 2 else ()  # no convolution
-        most, factors = min((rank, *sides)), []
-        for part in parts:
-            a, b = stock(*shared, most, part, *rest, **kwargs)
-            missing = rank - most
-            factors.append((pad(a, (0, 0, 0, missing)), pad(b, (0, missing))))
-        return stored_factors(factors) if isinstance(target, ParamWrapper) else factors[0]
-
 
 @contextmanager
-def without_false_warning(model: nn.Module, config: PeftConfig) -> Iterator[None]:
-    """Suppress PEFT's false "pattern did not match" warning for expert parameters.
-
-    PEFT still warns of patterns that match nothing at all.
-    """
-    parameters = getattr(config, "target_parameters", None) or ()
-    fields = ("rank_pattern", "alpha_pattern")
-    patterns = {field: list(getattr(config, field, None) or ()) for field in fields}
-    if not parameters or not any(patterns.values()):
-        yield
-        return
-    names = [*parameters, *map(unwrapped_name, reached_modules(model, config))]
-    message = "The following {} keys did not match any targeted module and were ignored"
+def without_false_warning(config: PeftConfig) -> Iterator[None]:
+    """Suppress what PEFT says of patterns for expert parameters: it looks at modules alone."""
     with warnings.catch_warnings():
-        for field in fields:
-            warnings.filterwarnings("ignore", message.format(field), RuntimeWarning)
+        if getattr(config, "target_parameters", None):
+            said = "The following (rank|alpha)_pattern keys did not match any targeted module"
+            warnings.filterwarnings("ignore", said, RuntimeWarning)
         yield
-    for field, keys in patterns.items():
-        idle = [key for key in keys if not any(re.match(rf"(.*\.)?({key})$", n) for n in names)]
-        if idle:
-            warnings.warn(f"{message.format(field)}: {sorted(idle)}.", RuntimeWarning, stacklevel=4)
-
-
-@cache
-def warn_untested() -> None:
-    """Warn once where PEFT or transformers has a version that was not tested here."""
-    for package in ("peft", "transformers"):
-        installed, tested = installed_version(package), REQUIRED[package]
-        if installed is not None and not tested.includes(installed):
-            warnings.warn(
-                f"{package} {installed} is not one of the versions this package was tested with "
-                f"({tested}); every adapter is still checked after it is created.",
-                UserWarning,
-                stacklevel=3,
-            )

@@ -1,258 +1,186 @@
-"""Values of a LoraConfig's fields for a model with packed experts, and two lists for hosts.
+"""Which modules and packed parameters a LoraConfig means, and what PEFT is given instead.
 
-`resolve_targets` returns three fields; neither the config nor the model is changed.
-`check_supported` refuses settings that packed experts do not support, before PEFT reads them.
+`target_modules`, `exclude_modules` and `target_parameters` hold names, each of which matches full
+names and their ends after a dot, or one regular expression for `re.fullmatch`. `resolve_targets`
+returns the three fields for one model; neither the config nor the model is changed:
 
     exclude_modules    + every packed experts module and the modules inside it, which leaf names
                        would reach; with "all-linear" also routers that are Linear layers, and
-                       layers that LoRA cannot serve (unfit.py)
-    target_modules     full names, where PEFT would rewrite the caller's spelling (names.py)
+                       layers that LoRA cannot serve
+    target_modules     full names, where PEFT would take the caller's spelling otherwise
     target_parameters  full names of packed parameters: the only spelling that PEFT matches on a
                        parametrized module
+
+PEFT 0.21 rewrites `target_modules` of 29 model types, whose experts were Linear layers in
+transformers v4, into `target_parameters` of the fused experts and the router. Linear layers of
+shared experts and dense blocks, which have the same leaf names, lose their LoRA. The rewrite tests
+`target.endswith(".down_proj")`: an `ExactName` is a full name for which that is False.
+
+`check_supported` refuses what packed experts cannot have, and `notes_on` says what targets do not
+reach, before PEFT reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+import copy
+import re
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast, overload
+from typing import Any, TypeAlias, TypeVar, cast
 
+import torch
 from peft import LoraConfig, PeftConfig, PeftType
-from peft.tuners.tuners_utils import check_target_module_exists
+from peft.tuners.tuners_utils import (
+    BaseTunerLayer,
+    _check_lora_target_modules_mamba,
+    _maybe_include_all_linear_layers,
+    check_target_module_exists,
+)
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..checkpoint.adapter import LORA_VARIANTS, Variant, unsupported
 from ..detection.detect import detect
 from ..detection.tree import join
-from ..errors import ConfigError
+from ..errors import AdapterError, ConfigError, did_you_mean
 from ..experts.forward import can_serve
-from ..layout import ModelLayout, Router, listed, unwrapped_name
-from ..packing.parametrize import is_packed_linear, read_packed
-from .names import (
-    ADAPTABLE,
-    ExactName,
-    Names,
-    as_names,
-    base_model,
-    changed,
-    check_packed,
-    exact_targets,
-    expert_parameters,
-    extend,
-    is_all_linear,
-    names_parameter,
-    packed_modules,
-    packed_parameters,
-    patterns,
-    reached_modules,
-    rewritten,
-)
-from .unfit import unfit_linears
+from ..layout import Router, listed, name_pattern, unwrapped, unwrapped_name
+from ..packing.parametrize import is_packed_linear, packed_names, read_packed
+from ..packing.selection import weights_to_pack
+from ..packing.settings import CodecSettings
 
+Names: TypeAlias = "list[str] | tuple[str, ...] | set[str] | frozenset[str]"
+Config = TypeVar("Config", bound=PeftConfig)
+
+FIELDS = ("exclude_modules", "target_modules", "target_parameters")
+ALL_LINEAR = "all-linear"
 WARNING = "target_modules names .* packed expert weights .* get no LoRA"  # the message, as a regex
-
 _HOW = ": pass experts=True"
-
+_LEADING_FLAGS = re.compile(r"\(\?([aimsux]+)\)")
 # One expert's matrices in transformers v4 and so in most tutorials, besides the model's own names
 # of fused ones.
 _MATRICES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_ADAPTABLE = (BaseTunerLayer, nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+_SERVED = (*_ADAPTABLE, Conv1D, nn.MultiheadAttention, AuxiliaryTrainingWrapper)
+# Settings that LoRA on packed experts cannot have: the field, the values that leave it off, why.
 _UNSUPPORTED: tuple[Variant, ...] = (
     *LORA_VARIANTS,
     ("lora_bias", (False,), "an expert weight has no bias for LoRA to add to"),
     ("init_lora_weights", (True, False, "gaussian"), "it reads or changes the unpacked weights"),
     ("fan_in_fan_out", (False, None), "expert weights carry their own orientation"),
 )
+# Where adapters' names begin in a full name, and other parts that PEFT adds to one.
+_ADAPTERS_OWN = re.compile(r"\.(?=lora_|modules_to_save|original_module)")
+_PARTS_OF_KEYS = (
+    *("model", "weight", "bias", "base_layer", "modules_to_save", "original_module"),
+    *("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"),
+)
 
 
-@dataclass(frozen=True)
-class Targets:
-    """Values of three fields of a LoraConfig, for one model and one config."""
-
-    excludes: str | Sequence[str] | None = None
-    modules: str | Collection[str] | None = None
-    parameters: Sequence[str] | None = None
-    notes: tuple[str, ...] = ()  # warnings for when the adapter is saved
-    experts: tuple[str, ...] = ()  # the packed parameters that get LoRA, in model order
-    written: Mapping[str, Any] = field(default_factory=dict)  # the fields in the caller's spelling
-    left_out: str = ""  # one sentence on modules that targets name and LoRA cannot serve
+# Packed parameters, and Linear layers that LoRA cannot serve.
 
 
-def resolve_targets(
-    model: nn.Module,
-    config: PeftConfig | None = None,
-    *,
-    experts: bool | Collection[str] = False,
-    router: bool = False,
-) -> Targets:
-    """Return the fields of PEFT's config for this model, which may be a `PeftModel`.
+def base_model(model: nn.Module) -> nn.Module:
+    """Return the model inside a `PeftModel`, and any other model as it is."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
 
-    `config` is in the caller's own spelling; None targets nothing.
+
+def packed_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module that owns packed experts, under the name it has without adapters."""
+    for name, module in base_model(model).named_modules():
+        if packed_names(module):
+            yield unwrapped_name(name), module
+
+
+def packed_parameters(model: nn.Module) -> dict[str, nn.Module]:
+    """Map the full name (without adapters) of each packed parameter to the module that owns it."""
+    return {
+        join(name, parameter): module
+        for name, module in packed_modules(model)
+        for parameter in packed_names(module)
+    }
+
+
+def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) -> list[str]:
+    """Return the full names of the packed parameters, or of those with one of these roles."""
+    packed = packed_parameters(model)
+    if roles is True or not packed:
+        return list(packed)
+    asked: object = roles
+    if not isinstance(asked, (bool, Collection)):
+        raise ConfigError(f"experts is {roles!r}; give True, a list of roles, or one role.")
+    wanted = {roles} if isinstance(roles, str) else set(roles or ())
+    role_of = {
+        unwrapped_name(name): param.role
+        for param in detect(base_model(model))
+        for name in param.names
+        if unwrapped_name(name) in packed
+    }
+    if unknown := sorted(wanted - set(role_of.values())):
+        raise ConfigError(
+            f"no packed expert parameter has the role {unknown[0]!r}; this model has "
+            f"{sorted(set(role_of.values()))}."
+        )
+    return [name for name in packed if role_of.get(name) in wanted]
+
+
+def check_packed(model: nn.Module, *, unpacked_ok: bool, stacklevel: int) -> None:
+    """Warn that experts are not packed, where none is, or raise where a config asks for it.
+
+    A model config that names them in `llm_int8_skip_modules` leaves them in 16 bit on purpose.
     """
     model = base_model(model)
-    packed = packed_parameters(model)
-    added = expert_parameters(model, experts) if experts and packed else []
-    paths = [
-        unwrapped_name(path)
-        for name, module in packed_modules(model)
-        for path, _ in module.named_modules(prefix=name)
-        if path
-    ]
-    if config is None:
-        return Targets(excludes=paths, parameters=added, experts=tuple(added))
-    added = _in_layers(config, added) if added else added
-
-    # Routers matter only where a target could reach one.
-    matter = router or is_all_linear(config) or rewritten(model, config) is not None
-    layout = detect(model) if matter else ModelLayout()
-    named_routers = (  # by their names before an adapter; a packed one is a Linear layer as well
-        replace(one, name=unwrapped_name(one.name), plain_linear=one.plain_linear or one.packed)
-        for one in layout.routers
+    if unpacked_ok or packed_parameters(model) or not (layout := detect(model)).experts:
+        return
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    unpacked, settings = list(layout.experts), None
+    with suppress(ConfigError), warnings.catch_warnings():  # of another quantization method
+        warnings.simplefilter("ignore")  # the load has warned of skip patterns
+        if config is not None:
+            settings = CodecSettings.from_config(config)
+            unpacked = weights_to_pack(model, layout, config, settings)
+    if not unpacked:
+        return
+    asks = f", and the model's quantization_config asks for {settings.kind}" if settings else ""
+    said = (
+        f"{len(unpacked)} expert weights are not packed ({patterns(p.name for p in unpacked)})"
+        f"{asks}: call moe_qlora.quantize_experts(model), or load the model under "
+        "moe_qlora.enabled() with a BitsAndBytesConfig; pass unpacked_ok=True where they are to "
+        "stay as they are."
     )
-    layout = replace(layout, routers=tuple(named_routers))
-    asked: Any = _with_routers(model, config, layout.routers) if router else config
-    excludes = asked.exclude_modules
-    if packed:
-        if is_all_linear(asked):
-            paths += _not_all_linear(model, layout.routers, router)
-        excludes = extend("exclude_modules", excludes, paths)
-    modules, router_weights, notes = _resolve_modules(model, asked, excludes, layout)
-    modules, left_out = _leave_out_unserved(model, asked, excludes, modules)
-    named = as_names("target_parameters", getattr(asked, "target_parameters", None))
-    named = _merge(named, router_weights, added)
-    if named and not isinstance(config, LoraConfig):
-        raise ConfigError(
-            f"{type(config).__name__} cannot adapt parameters; use a LoraConfig for "
-            "target_parameters."
-        )
-    parameters = _full_names(model, named, packed)
-    fields = ("exclude_modules", "target_modules", "target_parameters")
-    written = {field: getattr(asked, field, None) for field in fields}
-    if added:
-        written["target_parameters"] = _merge(written["target_parameters"], added)
-    if asked.target_modules is None or is_all_linear(asked) or left_out:
-        del written["target_modules"]  # PEFT writes the modules' names instead
-    return Targets(
-        excludes=excludes,
-        modules=modules,
-        parameters=parameters or getattr(asked, "target_parameters", None),
-        notes=notes,
-        experts=tuple(name for name in packed if name in parameters),
-        written=written,
-        left_out=left_out,
-    )
+    if settings:
+        raise ConfigError(said)
+    warnings.warn(said, UserWarning, stacklevel=stacklevel + 1)
 
 
-def _in_layers(config: Any, names: list[str]) -> list[str]:
-    if getattr(config, "layers_to_transform", None) in (None, []):
-        return names
-    # PEFT looks at layers for names in `target_modules` only
-    fields: dict[str, Any] = {"exclude_modules": None, "modules_to_save": None}
-    owners = {name: name.rpartition(".")[0] for name in names}
-    leaves = {owner.rpartition(".")[2] for owner in owners.values()}
-    probe = changed(config, target_modules=leaves, **fields)
-    kept = [name for name in names if check_target_module_exists(probe, owners[name])]
-    if not kept:
-        raise ConfigError(
-            f"layers_to_transform={config.layers_to_transform!r} leaves no layer with packed "
-            f"experts, and LoRA on them is asked for: they are in {patterns(names)}."
-        )
-    return kept
+def unfit_linears(model: nn.Module) -> dict[str, str]:
+    """Return Linear layers that get no LoRA: full name without adapters -> half a sentence why.
 
-
-def _with_routers(model: nn.Module, config: PeftConfig, routers: Sequence[Router]) -> PeftConfig:
-    asked: Any = changed(config)
-    owners = dict(model.named_modules())
-    modules = [ExactName(router.name) for router in routers if router.plain_linear]
-    weights = [
-        f"{router.name}.weight" if router.name in owners else router.name
-        for router in routers
-        if not router.plain_linear
-    ]
-    if modules and not is_all_linear(config):
-        targets = extend("target_modules", asked.target_modules, modules)
-        asked.target_modules = targets if isinstance(targets, str) else set(targets)
-    if weights:
-        asked.target_parameters = _merge(getattr(asked, "target_parameters", None), weights)
-    return cast(PeftConfig, asked)
-
-
-def _not_all_linear(model: nn.Module, routers: Sequence[Router], router: bool) -> list[str]:
-    """Return what PEFT's "all-linear" reaches and ours does not.
-
-    These are routers that are Linear layers, but for plain ones where `router` asks for LoRA on
-    them, layers that LoRA cannot serve, and others that share a weight with one of these, as
-    diffusion_gemma's do.
+    The model's own code derives their class from `nn.Linear` and gives it a forward: routers return
+    two values, and LoRA on DeepSeek-V4's grouped projection has the size of all groups. Or PEFT
+    refuses LoRA on them, as on the output projections of Nemotron-H's Mamba layers.
     """
-    linears = {unwrapped_name(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    names = [
-        one.name for one in routers if (not router if one.plain_linear else one.name in linears)
-    ]
-    names += unfit_linears(model)
-    weights = {id(getattr(model.get_submodule(name), "weight", None)) for name in names}
-    tied = [name for name, module in linears.items() if id(module.weight) in weights]
-    return _merge(names, tied)
-
-
-def _resolve_modules(
-    model: nn.Module, asked: Any, excludes: Any, layout: ModelLayout
-) -> tuple[str | Collection[str] | None, Sequence[str], tuple[str, ...]]:
-    if not isinstance(asked, LoraConfig):
-        return asked.target_modules, (), ()
-    probe = changed(asked, exclude_modules=excludes)
-    if exact := exact_targets(model, probe, layout):
-        names, router_weights, note = exact
-        return names, router_weights, (note,) if note else ()
-    if is_all_linear(asked):
-        # PEFT writes the modules' names instead of the word, with the caller's excludes: routers
-        # that are Linear by class (phimoe, llama4, dbrx, ...) would get LoRA when the file is
-        # loaded. The word stays where our excludes change nothing.
-        reached = set(reached_modules(model, probe))
-        if reached != set(reached_modules(model, asked)):
-            return reached, (), ()
-    return asked.target_modules, (), ()
-
-
-def _leave_out_unserved(
-    model: nn.Module, asked: Any, excludes: Any, modules: Any
-) -> tuple[str | Collection[str] | None, str]:
-    """Return `target_modules` without modules of a class around a Linear layer, and a sentence.
-
-    PEFT refuses such a class, as Gemma4ClippableLinear of Gemma-4's towers, whose layers have the
-    names of the language model's. Where nothing else is named, that is an error.
-    """
-    if not is_lora(asked) or modules is None or is_all_linear(asked):
-        return modules, ""
-    own: Any = getattr(asked, "_custom_modules", None) or ()
-    served = (*ADAPTABLE, Conv1D, nn.MultiheadAttention, AuxiliaryTrainingWrapper, *own)
-    reached, around = [], {}
-    probe = changed(asked, exclude_modules=excludes, target_modules=modules)
-    for name in reached_modules(model, probe):
-        module = model.get_submodule(name)
-        parts = () if isinstance(module, served) else module.named_modules()
-        inner = next((path for path, part in parts if isinstance(part, nn.Linear)), None)
-        if inner is None:
-            reached.append(ExactName(name))
+    reasons = {}
+    own_code = {type(m).__module__ for m in model.modules() if isinstance(m, PreTrainedModel)}
+    for name, module in model.named_modules():
+        kind, path = type(unwrapped(module)), unwrapped_name(name)
+        if not issubclass(kind, nn.Linear):
+            continue
+        if kind.forward is not nn.Linear.forward and kind.__module__ in own_code:
+            reasons[path] = f"{kind.__name__} computes otherwise than nn.Linear"
         else:
-            around[unwrapped_name(name)] = type(module).__name__, unwrapped_name(inner)
-    if not around:
-        return modules, ""
-    name, (_, inner) = next(iter(around.items()))
-    message = (
-        f"target_modules names {patterns(around)} ({listed(_merge(k for k, _ in around.values()))})"
-        ", and PEFT adapts Linear layers, not modules around them"
-    )
-    example = repr(f"{name.rpartition('.')[2]}.{inner}")
-    if not reached:
-        raise ConfigError(f"{message}: name the layers inside, as in {example}.")
-    return set(reached), (
-        f"{message}: these are left out, all else gets LoRA; name the layers inside, as in "
-        f"{example}, to train them, or name these in exclude_modules to get no warning."
-    )
+            try:
+                _check_lora_target_modules_mamba(LoraConfig(), model, path.rpartition(".")[2])
+            except ValueError:
+                reasons[path] = "PEFT refuses LoRA on it in this type of model"
+    return reasons
 
 
 def linear_experts(model: nn.Module) -> dict[str, str]:
@@ -279,14 +207,334 @@ def linear_experts(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def add_targets(config: PeftConfig, layers: Mapping[str, str]) -> None:
-    """Add these layers, as `linear_experts` returns them, to the config's `target_modules`."""
-    asked: Any = config
-    if not is_all_linear(asked):
-        regex = isinstance(asked.target_modules, str)
-        names = list(layers) if regex else _merge(layers.values())
-        targets = extend("target_modules", asked.target_modules, names)
-        asked.target_modules = targets if regex else set(targets)
+# How PEFT matches names.
+
+
+class ExactName(str):
+    """A module's full name, which PEFT matches as it stands and never rewrites."""
+
+    __slots__ = ()
+
+    def endswith(self, *args: Any) -> bool:
+        return False
+
+
+def names_parameter(target: str, name: str) -> bool:
+    """Whether PEFT matches `target` with this parameter: its full name, or the end of it."""
+    return name == target or name.endswith(f".{target}")
+
+
+def is_all_linear(config: Any) -> bool:
+    """Whether the caller asked for every Linear layer."""
+    targets = getattr(config, "target_modules", None)
+    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+
+
+def is_lora(config: PeftConfig) -> bool:
+    """Tell whether this is LoRA, a host's own class included; AdaLoRA is so by class alone."""
+    return isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA
+
+
+def changed(config: Config, **fields: Any) -> Config:
+    """Return a shallow copy of a config with other values of these fields."""
+    probe = copy.copy(config)
+    for name, value in fields.items():
+        setattr(probe, name, value)
+    return probe
+
+
+def rewritten(model: nn.Module, config: Config) -> Config | None:
+    """Return the config as PEFT would rewrite it for this model; None where no target changes."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    if config.peft_type != PeftType.LORA or model_type is None:
+        return None
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # a PEFT without the rewrite
+        return None
+    probe: Any = copy.deepcopy(config)
+    try:
+        convert_peft_config_for_transformers(probe, model=model, conversions=None)
+    except ValueError:  # one of two fused projections named alone: nothing is targeted
+        probe.target_modules, probe.target_parameters = set(), []
+        return cast(Config, probe)
+    same = all(as_set(getattr(config, name)) == as_set(getattr(probe, name)) for name in FIELDS[1:])
+    return None if same else cast(Config, probe)
+
+
+def reached_modules(model: nn.Module, config: Any) -> list[str]:
+    """Return the modules that PEFT matches with the config as it stands, adapters' own excepted."""
+    if is_all_linear(config):
+        config = _maybe_include_all_linear_layers(copy.copy(config), model)
+    if config.target_modules is None:
+        return []
+    inside_adapter: tuple[str, ...] = ()
+    names = []
+    for name, module in model.named_modules():
+        if not name or name.startswith(inside_adapter or "\0"):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            inside_adapter += (name + ".",)
+        if check_target_module_exists(config, name):
+            names.append(name)
+    return names
+
+
+def names_expert(config: Any, name: str) -> bool:
+    """Whether module targets name this parameter, its module, or matrices of one expert."""
+    owner, _, leaf = name.rpartition(".")
+    everything = changed(config, target_modules=".*")
+    if not all(check_target_module_exists(everything, path) for path in (owner, name)):
+        return False
+    owners = (owner, f"{owner}.0")  # an expert of its own, before experts were fused
+    paths = [owner, *(f"{path}.{matrix}" for path in owners for matrix in (leaf, *_MATRICES))]
+    return any(check_target_module_exists(config, path.lstrip(".")) for path in paths)
+
+
+def as_set(value: Any) -> Any:
+    """Return names as a set; a regex as it is, None as no names."""
+    return value if isinstance(value, str) else set(value or ())
+
+
+def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
+    """Return a new list of the caller's names, each once; a set's names are sorted."""
+    if existing is None:
+        return []
+    if not isinstance(existing, (list, tuple, set, frozenset)):
+        raise ConfigError(
+            f"{setting} is a {type(existing).__name__}; expected None, a list, tuple or set of "
+            "names, or a regex string."
+        )
+    for entry in existing:
+        if not isinstance(entry, str):
+            raise ConfigError(f"{setting} holds {entry!r}, which is no string; pass names only.")
+    return _merge(sorted(existing) if isinstance(existing, (set, frozenset)) else existing)
+
+
+def extend(setting: str, existing: str | Names | None, names: Collection[str]) -> list[str] | str:
+    """Return the value of a setting with names added: one regex for a string, else a new list."""
+    if not isinstance(existing, str):
+        return _merge(as_names(setting, existing), names)
+    escaped = [re.escape(name) for name in names]
+    if not existing or not escaped:
+        return existing or "|".join(escaped)
+    group = f"(?:{existing})"
+    if flags := _LEADING_FLAGS.match(existing):
+        # `(?i)` may stand at the start of an expression only, `(?i:...)` anywhere; in verbose mode
+        # a comment on the last line would swallow the bracket.
+        end = "\n)" if "x" in flags[1] else ")"
+        group = f"(?{flags[1]}:{existing[flags.end() :]}{end}"
+    combined = "|".join([group, *escaped])
+    try:
+        re.compile(combined)
+    except re.error as error:
+        raise ConfigError(
+            f"{setting}={existing!r} is no regular expression ({error}); pass a valid one, or a "
+            "list of names."
+        ) from error
+    return combined
+
+
+def _merge(*groups: Iterable[str] | None) -> list[str]:
+    return list(dict.fromkeys(name for group in groups for name in group or ()))
+
+
+def patterns(names: Iterable[str]) -> str:
+    """Return names for a message, those of all layers as one: `layers.*.mlp.experts.down_proj`."""
+    return listed(list(dict.fromkeys(name_pattern(name) for name in names)))
+
+
+def _guess(target: str, names: Iterable[str], others: Collection[str] = ()) -> str:
+    depth = target.count(".") + 1
+    ends = {".".join(name.split(".")[-depth:]): None for name in names}
+    return did_you_mean(target, [end for end in ends if end not in others])
+
+
+# The fields for PEFT.
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Values of three fields of a LoraConfig, for one model and one config."""
+
+    excludes: str | Sequence[str] | None
+    modules: str | Collection[str] | None
+    parameters: Sequence[str] | None
+    experts: tuple[str, ...]  # the packed parameters that get LoRA, in model order
+    written: Mapping[str, Any] = field(default_factory=dict)  # the fields in the caller's spelling
+    left_out: str = ""  # one sentence on modules that targets name and LoRA cannot serve
+    reload: str = ""  # one sentence where stock PEFT, given the saved config, adapts others
+
+
+def resolve_targets(
+    model: nn.Module,
+    config: PeftConfig,
+    *,
+    experts: bool | Collection[str] = False,
+    router: bool = False,
+) -> Targets:
+    """Return the fields of PEFT's config for this model, which may be a `PeftModel`.
+
+    `config` is in the caller's own spelling.
+    """
+    model, asked = base_model(model), cast(Any, changed(config))
+    packed, everything = packed_parameters(model), is_all_linear(config)
+    added = expert_parameters(model, experts) if experts and packed else []
+    if added and getattr(asked, "layers_to_transform", None) not in (None, []):
+        added = _in_layers(asked, added)
+    # Routers matter only where a target could reach one.
+    routers: dict[str, Router] = {}
+    if router or everything or rewritten(model, config) is not None:
+        routers = {unwrapped_name(one.name): one for one in detect(model).routers}
+    # A packed router is a Linear layer as well.
+    linear = {name: one.plain_linear or one.packed for name, one in routers.items()}
+    if router:
+        layers = [ExactName(name) for name in routers if linear[name]]
+        owners = dict(model.named_modules())
+        bare = [f"{n}.weight" if n in owners else n for n in routers if not linear[n]]
+        if layers and not everything:
+            names = extend("target_modules", asked.target_modules, layers)
+            asked.target_modules = names if isinstance(names, str) else set(names)
+        if bare:
+            asked.target_parameters = _merge(getattr(asked, "target_parameters", None), bare)
+
+    excludes = asked.exclude_modules
+    if packed:
+        paths = _inside_experts(model)
+        if everything:
+            left = [n for n in routers if not (router and linear[n])]
+            paths += _not_all_linear(model, left)
+        excludes = extend("exclude_modules", excludes, paths)
+    modules, weights, left_out, reload = asked.target_modules, list[str](), "", ""
+    if is_lora(asked) and modules is not None:
+        probe = changed(asked, exclude_modules=excludes)
+        is_rewritten = rewritten(model, probe) is not None
+        bare = [name.removesuffix(".weight") for name in routers] if is_rewritten else []
+        exact, weights, left_out = _exactly(model, probe, bare)
+        if is_rewritten or left_out:
+            modules = exact
+        elif everything and packed:  # plain names, which PEFT shortens as those of its own
+            modules = set(map(str, exact))
+        if is_rewritten:
+            written = changed(probe, target_modules=set(map(str, exact))) if everything else probe
+            reload = _reload_note(model, written, exact, weights)
+    named = as_names("target_parameters", getattr(asked, "target_parameters", None))
+    named = _merge(named, weights, added)
+    if named and not isinstance(config, LoraConfig):
+        raise ConfigError(
+            f"{type(config).__name__} cannot adapt parameters; use a LoraConfig for "
+            "target_parameters."
+        )
+    parameters = _full_names(model, named, packed)
+    spelled = {name: getattr(asked, name, None) for name in FIELDS}
+    if added:
+        spelled["target_parameters"] = _merge(spelled["target_parameters"], added)
+    if asked.target_modules is None or everything or left_out:
+        del spelled["target_modules"]  # PEFT writes the modules' names instead
+    return Targets(
+        excludes=excludes,
+        modules=modules,
+        parameters=parameters or getattr(asked, "target_parameters", None),
+        experts=tuple(name for name in packed if name in parameters),
+        written=spelled,
+        left_out=left_out,
+        reload=reload,
+    )
+
+
+def _in_layers(config: Any, names: list[str]) -> list[str]:
+    # PEFT looks at layers for names in `target_modules` only
+    fields: dict[str, Any] = {"exclude_modules": None, "modules_to_save": None}
+    owners = {name: name.rpartition(".")[0] for name in names}
+    leaves = {owner.rpartition(".")[2] for owner in owners.values()}
+    probe = changed(config, target_modules=leaves, **fields)
+    if not (inside := [name for name in names if check_target_module_exists(probe, owners[name])]):
+        raise ConfigError(
+            f"layers_to_transform={config.layers_to_transform!r} leaves no layer with packed "
+            f"experts, and LoRA on them is asked for: they are in {patterns(names)}."
+        )
+    return inside
+
+
+def _inside_experts(model: nn.Module) -> list[str]:
+    """Return the path of each packed experts module, and of every module inside it."""
+    return [
+        unwrapped_name(path)
+        for name, module in packed_modules(model)
+        for path, _ in module.named_modules(prefix=name)
+        if path
+    ]
+
+
+def _not_all_linear(model: nn.Module, routers: Collection[str]) -> list[str]:
+    """Return what PEFT's "all-linear" reaches and ours does not.
+
+    These are routers that are Linear layers, layers that LoRA cannot serve, and others that share a
+    weight with one of these, as diffusion_gemma's do.
+    """
+    linears = {unwrapped_name(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    names = [*(name for name in routers if name in linears), *unfit_linears(model)]
+    weights = {id(getattr(linears.get(name), "weight", None)) for name in names}
+    return _merge(names, (name for name, module in linears.items() if id(module.weight) in weights))
+
+
+def _exactly(
+    model: nn.Module, config: Any, bare_routers: Collection[str]
+) -> tuple[set[ExactName], list[str], str]:
+    """Return the modules that targets reach, weights of bare routers, and what is left out.
+
+    transformers v5 keeps most routers as a module with a bare `weight`. PEFT refuses a class around
+    a Linear layer, as Gemma4ClippableLinear of Gemma-4's towers, whose layers have the names of the
+    language model's: where nothing else is named, that is an error.
+    """
+    served = (*_SERVED, *(getattr(config, "_custom_modules", None) or ()))
+    exact, weights, around = set[ExactName](), list[str](), dict[str, tuple[str, str]]()
+    for name in reached_modules(model, config):
+        module, path = model.get_submodule(name), unwrapped_name(name)
+        weight = None if isinstance(module, _ADAPTABLE) else getattr(module, "weight", None)
+        if path in bare_routers and isinstance(weight, torch.Tensor):
+            weights.append(f"{path}.weight")
+            continue
+        parts = () if isinstance(module, served) else module.named_modules()
+        inner = next((part for part, one in parts if isinstance(one, nn.Linear)), None)
+        if inner is None:
+            exact.add(ExactName(name))
+        else:
+            around[path] = type(module).__name__, unwrapped_name(inner)
+    if not around:
+        return exact, weights, ""
+    name, (_, inner) = next(iter(around.items()))
+    example = repr(f"{name.rpartition('.')[2]}.{inner}")
+    said = (
+        f"target_modules names {patterns(around)} ({listed(_merge(k for k, _ in around.values()))})"
+        ", and PEFT adapts Linear layers, not modules around them"
+    )
+    if not exact:
+        raise ConfigError(f"{said}: name the layers inside, as in {example}.")
+    left_out = (
+        f"{said}: these are left out, all else gets LoRA; name the layers inside, as in "
+        f"{example}, to train them, or name these in exclude_modules to get no warning."
+    )
+    return exact, weights, left_out
+
+
+def _reload_note(
+    model: nn.Module, written: PeftConfig, modules: set[ExactName], router_weights: list[str]
+) -> str:
+    stock: Any = rewritten(model, written)
+    if stock is None:
+        return ""
+    added = set(stock.target_parameters or ()) - set(cast(Any, written).target_parameters or ())
+    right = all(any(names_parameter(one, name) for name in router_weights) for one in added)
+    reached = set(reached_modules(model, stock))
+    if right and reached == modules:
+        return ""
+    lost = listed(sorted({name_pattern(str(name)) for name in modules - reached}))
+    return (
+        "stock PEFT rewrites the target_modules of this adapter for its model type "
+        f"({cast(Any, model.config).model_type}) and would load {lost or 'its targets'} wrong; "
+        "load it with moe_qlora.load_adapter."
+    )
 
 
 def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
@@ -304,33 +552,22 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
         for name, _ in model.named_parameters()
         if ".parametrizations." not in name
     }.difference(known)
-    kept = []
+    others = []
     for target in named:
         if any(names_parameter(target, name) for name in elsewhere):
-            kept.append(target)
+            others.append(target)
         elif not any(names_parameter(target, name) for name in full):
-            near = _nearest(target, [*known, *sorted(elsewhere)])
-            say = f"did you mean {near}; " if near else ""
             raise ConfigError(
-                f"target_parameters names {target!r}, which is no parameter of this model: {say}"
-                "the experts' names are what moe_qlora.target_parameters(model) returns."
+                f"target_parameters names {target!r}, which is no parameter of this model"
+                f"{_guess(target, [*known, *sorted(elsewhere)])}: the experts' names are what "
+                "moe_qlora.target_parameters(model) returns."
             )
-    return _merge(full, kept)
+    return _merge(full, others)
 
 
-def _merge(*groups: Iterable[str] | None) -> list[str]:
-    return list(dict.fromkeys(name for group in groups for name in group or ()))
-
-
-@overload
-def exclude_modules(model: nn.Module, existing: str, *, routers: bool = False) -> str: ...
-@overload
-def exclude_modules(
-    model: nn.Module, existing: Names | None = None, *, routers: bool = False
-) -> list[str]: ...
 def exclude_modules(
     model: nn.Module, existing: str | Names | None = None, *, routers: bool = False
-) -> list[str] | str:
+) -> Any:
     """Return the `exclude_modules` with which no module target hits packed experts.
 
     For each packed experts module that is its own path and the path of every module inside it, in
@@ -349,35 +586,19 @@ def exclude_modules(
     Raises:
         ConfigError: `existing` is no regex, or holds something else than names.
     """
-    paths = list(resolve_targets(model).excludes or ())
+    paths = _inside_experts(model)
     if paths and routers:
         paths += [one.name for one in detect(base_model(model)).routers if one.plain_linear]
     return extend("exclude_modules", existing, paths)
 
 
-@overload
-def target_parameters(
-    model: nn.Module,
-    existing: str,
-    *,
-    roles: Collection[str] | None = None,
-    unpacked_ok: bool = False,
-) -> str: ...
-@overload
-def target_parameters(
-    model: nn.Module,
-    existing: Names | None = None,
-    *,
-    roles: Collection[str] | None = None,
-    unpacked_ok: bool = False,
-) -> list[str]: ...
 def target_parameters(
     model: nn.Module,
     existing: str | Names | None = None,
     *,
     roles: Collection[str] | None = None,
     unpacked_ok: bool = False,
-) -> list[str] | str:
+) -> Any:
     """Return the `target_parameters` for LoRA on every packed expert parameter.
 
     These are full dotted names, as in `model.layers.0.mlp.experts.gate_up_proj`: PEFT matches them
@@ -398,165 +619,61 @@ def target_parameters(
         ConfigError: `existing` is no regex or holds something else than names, no parameter has the
             role, or no expert is packed although the model's quantization_config asks for it.
     """
-    if not packed_parameters(model):
-        check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
-    targets = resolve_targets(model, experts=True if roles is None else roles)
-    return extend("target_parameters", existing, targets.experts)
+    check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
+    names = expert_parameters(model, True if roles is None else roles)
+    return extend("target_parameters", existing, names)
 
 
-def check_named(
-    model: nn.Module, config: PeftConfig, targets: Targets, packed: Collection[str]
-) -> str:
-    """Return one sentence where `target_modules` names experts that get no LoRA, or "".
-
-    `config` is in the caller's spelling. Where nothing else gets LoRA either, that is an error.
-    The caller's own excludes of experts are on purpose.
-    """
-    asked: Any = config
-    if not isinstance(config, LoraConfig) or targets.experts or is_all_linear(config):
-        return ""
-    if config.target_modules is None:  # PEFT's own choice for the model type, or its own error
-        return ""
-    names = [name for name in packed if names_expert(asked, name)]
-    if not names:
-        return ""
-    words = repr(asked.target_modules)
-    if not isinstance(asked.target_modules, str):
-        singles = as_names("target_modules", asked.target_modules)
-        words = ", ".join(
-            word
-            for word in singles
-            if any(names_expert(changed(asked, target_modules={word}), name) for name in names)
-        )
-    message = (
-        f"target_modules names {words}, and it reaches modules only, so that {len(names)} packed "
-        f"expert weights ({patterns(names)}) get no LoRA"
-    )
-    how = f"{_HOW}, or target_parameters=moe_qlora.target_parameters(model) in the config"
-    probe = changed(asked, exclude_modules=targets.excludes, target_modules=targets.modules)
-    if not targets.parameters and not reached_modules(model, probe):
-        raise ConfigError(f"{message}, and nothing else does{how}.")
-    return (
-        f"{message}{how}, to train them, or exclude_modules=moe_qlora.exclude_modules(model) to "
-        "leave them out without this warning."
-    )
+# What is refused, and what is said before training.
 
 
-def check_fit(model: nn.Module, config: PeftConfig, targets: Targets) -> str:
-    """Return one sentence where targets reach Linear layers that LoRA cannot serve, or ""."""
-    probe: Any = changed(config, exclude_modules=targets.excludes)
-    probe.target_modules = targets.modules
-    if not (unfit := unfit_linears(model)):
-        return ""
-    reached = [name for name in reached_modules(model, probe) if unwrapped_name(name) in unfit]
-    if not reached:
-        return ""
-    reasons = dict.fromkeys(unfit[unwrapped_name(name)] for name in reached)
-    return (
-        f"target_modules reaches {patterns(reached)}, and {' and '.join(reasons)}: LoRA there "
-        "fails; leave it out."
-    )
+def check_supported(
+    model: nn.Module, config: PeftConfig, targets: Targets, packed: Mapping[str, nn.Module]
+) -> None:
+    """Refuse settings, and shapes of weights, that packed weights cannot have."""
+    for said in _refusals(model, config, targets.experts, packed):
+        raise ConfigError(said)
 
 
-def check_spelling(model: nn.Module, config: PeftConfig, packed: Collection[str]) -> str:
-    """Return one sentence where entries of `target_modules` name no module beside others, or ""."""
-    asked: Any = config
-    if isinstance(asked.target_modules, str) or not asked.target_modules:
-        return ""
-    anywhere: dict[str, Any] = {"exclude_modules": None, "modules_to_save": None}
-    if getattr(asked, "layers_to_transform", None) is not None:
-        anywhere |= {"layers_to_transform": None, "layers_pattern": None}
-    names = [unwrapped_name(name) for name, _ in model.named_modules()]
-    # A list for many architectures has names of others, spelled right.
-    of_others = {*_MATRICES}.union(*TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.values())
-    lost = []
-    for word in set(as_names("target_modules", asked.target_modules)) - of_others:
-        probe = changed(asked, target_modules={word}, **anywhere)
-        reaches = any(check_target_module_exists(probe, name) for name in names if name)
-        if not reaches and not any(names_expert(probe, name) for name in packed):
-            near = _nearest(word, names, asked.target_modules)
-            lost.append(f"{word!r}" + (f" (did you mean {near}?)" if near else ""))
-    if not lost or len(lost) == len(asked.target_modules):  # PEFT raises where none is left
-        return ""
-    return (
-        f"target_modules names {', '.join(sorted(lost))}, and no module of this model is called "
-        "so: all else gets LoRA; mend the name or leave it out."
-    )
-
-
-def _nearest(target: str, names: Iterable[str], others: Collection[str] = ()) -> str:
-    depth = target.count(".") + 1
-    ends = _merge(".".join(name.split(".")[-depth:]) for name in names)
-    near = get_close_matches(target, [end for end in ends if end not in others], n=3)
-    return " or ".join(map(repr, near))
-
-
-def for_target_names(message: str) -> str:
-    """Return the message of `check_named` for targets separated by commas, as `plan` has them."""
-    head, found, _ = message.partition(_HOW)
-    cure = ': name experts among the targets, as in "attention,experts".'
-    return head + cure if found else message
-
-
-def names_expert(config: Any, name: str) -> bool:
-    """Whether module targets name this parameter, its module, or matrices of one expert."""
-    owner, _, leaf = name.rpartition(".")
-    everything = changed(config, target_modules=".*")
-    if not all(check_target_module_exists(everything, path) for path in (owner, name)):
-        return False
-    owners = (owner, f"{owner}.0")  # an expert of its own, before experts were fused
-    paths = [owner, *(f"{path}.{matrix}" for path in owners for matrix in (leaf, *_MATRICES))]
-    return any(check_target_module_exists(config, path.lstrip(".")) for path in paths)
-
-
-def is_lora(config: PeftConfig) -> bool:
-    """Tell whether this is LoRA, a host's own class included; AdaLoRA is so by class alone."""
-    return isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA
-
-
-def check_modules_to_save(model: nn.Module, config: PeftConfig, packed: Collection[str]) -> None:
-    """Refuse to train packed weights in full: their weight, their module, or one around it."""
-    advice = dict.fromkeys(packed, "use target_parameters to train LoRA on it")
-    for name, module in model.named_modules():
-        if is_packed_linear(module):
-            advice[unwrapped_name(name)] = (
-                "name it in llm_int8_skip_modules of the BitsAndBytesConfig, or in target_modules "
-                "to train LoRA on it"
-            )
-    for name, instead in advice.items():
+def _refusals(
+    model: nn.Module,
+    config: PeftConfig,
+    experts: Collection[str],
+    packed: Mapping[str, nn.Module],
+) -> Iterator[str]:
+    frozen = dict.fromkeys(packed, "use target_parameters to train LoRA on it")
+    frozen |= {
+        unwrapped_name(name): "name it in llm_int8_skip_modules of the BitsAndBytesConfig, or in "
+        "target_modules to train LoRA on it"
+        for name, module in model.named_modules()
+        if is_packed_linear(module)
+    }
+    for name, instead in frozen.items():
         parts = name.split(".")
         paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         for key in getattr(config, "modules_to_save", None) or ():
             if any(path.endswith(key) for path in paths):  # as PEFT does, which needs no dot
-                raise ConfigError(
+                yield (
                     f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
                     f"stays frozen; leave it out, or {instead}."
                 )
-
-
-def check_supported(
-    config: PeftConfig, experts: Collection[str], packed: Mapping[str, nn.Module]
-) -> None:
-    """Refuse settings, and shapes of weights, that LoRA on packed parameters cannot have."""
-    if not experts:
-        return
-    first, *_ = experts
-    for name in experts:
-        shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
+    shapes = {name: tuple(read_packed(packed[name], _leaf(name)).shape) for name in experts}
+    for name, shape in shapes.items():
         if len(shape) > 3:
-            raise ConfigError(
+            yield (
                 f"target_parameters names {name}, a weight of shape {shape}: PEFT adapts "
                 "parameters of two or three dimensions; leave it out."
             )
-    if found := unsupported(_UNSUPPORTED, partial(getattr, config)):
-        field, value, reason = found
+    first = next(iter(experts), None)
+    if first and (found := unsupported(_UNSUPPORTED, partial(getattr, config))):
+        name, value, reason = found
         shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
-        raise ConfigError(
-            f"{field}={shown!r} does not work for LoRA on packed experts ({first}): {reason}; "
+        yield (
+            f"{name}={shown!r} does not work for LoRA on packed experts ({first}): {reason}; "
             "unset it, or leave the experts out of target_parameters."
         )
-    if not is_lora(config):
-        raise ConfigError(
+    if first and not is_lora(config):
+        yield (
             f"{type(config).__name__} does not work for packed experts ({first}); use a LoraConfig "
             "for them."
         )
@@ -572,3 +689,115 @@ def check_dropout(name: str, module: nn.Module, probability: float) -> None:
             "whose forward multiplies by the weight itself; set lora_dropout=0, or leave these "
             "experts out of target_parameters."
         )
+
+
+def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
+    """Raise where one of several adapters has the name of a part of the model.
+
+    PEFT leaves tensors out of an adapter's file whose names contain another adapter's name.
+    """
+    if len(adapters) < 2:
+        return
+    names = (_ADAPTERS_OWN.split(name)[0] for name, _ in model.named_modules())
+    parts = {*_PARTS_OF_KEYS}.union(*(name.split(".") for name in names))
+    for name in sorted(parts.intersection(adapters)):
+        raise AdapterError(
+            f"adapter {name!r} has the name of a part of the model, and PEFT would leave LoRA "
+            "there out of the files of other adapters: give it another name, which a saved "
+            "adapter gets as it is loaded."
+        )
+
+
+def notes_on(
+    model: nn.Module, config: PeftConfig, targets: Targets, packed: Collection[str]
+) -> Iterator[str]:
+    """Yield one sentence for each thing that targets name and that gets no LoRA.
+
+    `config` is in the caller's spelling.
+    """
+    asked: Any = config
+    probe = changed(asked, exclude_modules=targets.excludes, target_modules=targets.modules)
+    reached = reached_modules(model, probe)
+    names = _named_experts(asked, targets, packed)
+    if names:
+        words = repr(asked.target_modules)
+        if not isinstance(asked.target_modules, str):
+            words = ", ".join(
+                word
+                for word in as_names("target_modules", asked.target_modules)
+                if any(names_expert(changed(asked, target_modules={word}), name) for name in names)
+            )
+        said = (
+            f"target_modules names {words}, and it reaches modules only, so that {len(names)} "
+            f"packed expert weights ({patterns(names)}) get no LoRA"
+        )
+        how = f"{_HOW}, or target_parameters=moe_qlora.target_parameters(model) in the config"
+        if not targets.parameters and not reached:
+            raise ConfigError(f"{said}, and nothing else does{how}.")
+        yield (
+            f"{said}{how}, to train them, or exclude_modules=moe_qlora.exclude_modules(model) to "
+            "leave them out without this warning."
+        )
+    unfit = unfit_linears(model)
+    if fails := [name for name in map(unwrapped_name, reached) if name in unfit]:
+        yield (
+            f"target_modules reaches {patterns(fails)}, and "
+            f"{' and '.join(dict.fromkeys(unfit[name] for name in fails))}: LoRA there fails; "
+            "leave it out."
+        )
+    if lost := _misspelt(model, asked, packed):
+        yield (
+            f"target_modules names {', '.join(sorted(lost))}, and no module of this model is "
+            "called so: all else gets LoRA; mend the name or leave it out."
+        )
+    named = [*(targets.parameters or ()), *map(unwrapped_name, reached)]
+    for setting in ("rank_pattern", "alpha_pattern"):
+        keys = getattr(asked, setting, None) or ()
+        # As PEFT looks, at layers alone
+        idle = [k for k in keys if not any(re.match(rf"(.*\.)?({k})$", name) for name in named)]
+        if idle and targets.parameters:
+            yield f"{setting} names {', '.join(sorted(idle))}, and nothing that gets LoRA; mend it."
+    if targets.left_out:
+        yield targets.left_out
+    if targets.reload and is_all_linear(asked):
+        yield targets.reload
+
+
+def _named_experts(asked: Any, targets: Targets, packed: Collection[str]) -> list[str]:
+    """Return packed parameters that module targets mean and that get no LoRA.
+
+    The caller's own excludes of experts are on purpose, and None is PEFT's own choice.
+    """
+    if not isinstance(asked, LoraConfig) or targets.experts or asked.target_modules is None:
+        return []
+    return [] if is_all_linear(asked) else [name for name in packed if names_expert(asked, name)]
+
+
+def _misspelt(model: nn.Module, asked: Any, packed: Collection[str]) -> list[str]:
+    """Return the entries of `target_modules` beside others that name no module, with a guess."""
+    if isinstance(asked.target_modules, str) or not asked.target_modules:
+        return []
+    anywhere: dict[str, Any] = {"exclude_modules": None, "modules_to_save": None}
+    if getattr(asked, "layers_to_transform", None) is not None:
+        anywhere |= {"layers_to_transform": None, "layers_pattern": None}
+    names = [unwrapped_name(name) for name, _ in model.named_modules()]
+    # A list for many architectures has names of others, spelled right.
+    of_others = {*_MATRICES}.union(*TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.values())
+    lost = []
+    for word in set(as_names("target_modules", asked.target_modules)) - of_others:
+        probe = changed(asked, target_modules={word}, **anywhere)
+        reaches = any(check_target_module_exists(probe, name) for name in names if name)
+        if not reaches and not any(names_expert(probe, name) for name in packed):
+            lost.append(f"{word!r}{_guess(word, names, asked.target_modules)}")
+    return lost if len(lost) < len(asked.target_modules) else []  # PEFT raises where none is left
+
+
+def for_target_names(message: str) -> str:
+    """Return a note on experts for targets separated by commas, as `plan` has them."""
+    head, found, _ = message.partition(_HOW)
+    cure = ': name experts among the targets, as in "attention,experts".'
+    return head + cure if found else message
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]

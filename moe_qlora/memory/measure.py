@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..detection.trace import tensors_of
 from ..errors import ConfigError, first_line
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from .blocks import block_modules, blocks_of, packed_parts
 from .budget import Activity, Block
 from .meta_model import alike
 from .meta_step import BlockRecorder, activities_of, loss_of, passthroughs
-from .tracker import MemoryTracker
+from .tracker import MemoryTracker, tensors_of
 
 _HIDDEN = "hidden_states"
 

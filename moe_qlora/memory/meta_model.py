@@ -44,7 +44,7 @@ from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora import targets
 from ..lora.config import top_k_of
 from ..lora.model import make_peft_model
-from ..lora.unfit import unfit_linears
+from ..lora.targets import unfit_linears
 from ..models import named
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4

@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_map
 
-from ..detection.trace import tensors_of
 from ..kernels.cards import PORTABLE, Card, planned_for
 from ..kernels.workspace import PlannedWorkspace, planned
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from ..models.named import quiet
 from . import levels
 from .attention import counted_attention
@@ -35,7 +34,7 @@ from .blocks import packed_parts
 from .budget import Activity
 from .meta_model import alike
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
-from .tracker import MemoryTracker, scans_by_size
+from .tracker import MemoryTracker, scans_by_size, tensors_of
 
 NO_CAP = 1 << 62
 """Bytes of a workspace that nothing bounds."""

@@ -23,8 +23,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
-from ..detection.trace import tensors_of
 from ..kernels.limits import cdiv
 
 GRAIN = 512
@@ -46,6 +46,20 @@ _SHORT = 4 * _UNIT  # up to which the function itself runs
 _lock, _patched = RLock(), dict[tuple[str, str], tuple[int, Any]]()
 _MOST_KNOWN = 1 << 14
 _made = dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]()
+_NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, dicts and the like."""
+    tensors: list[Tensor] = []
+    for item in tree if type(tree) in (list, tuple) else (tree,):
+        if isinstance(item, Tensor):
+            tensors.append(item)
+        elif type(item) in (list, tuple):
+            tensors += tensors_of(item)
+        elif not isinstance(item, _NO_TENSORS):  # Other containers are rare, and slow to flatten.
+            tensors += (leaf for leaf in tree_flatten(item)[0] if isinstance(leaf, Tensor))
+    return tensors
 
 
 class MemoryTracker(TorchDispatchMode):

@@ -28,7 +28,7 @@ from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers,
 from ..experts.counts import ExpertCounts
 from ..hf.switch import enabled
 from ..layout import human_bytes, name_pattern
-from ..lora.load import load_adapter
+from ..lora.model import load_adapter
 from ..memory import meta_model
 from ..models import named
 from ..models.files import MAX_JSON, read_json

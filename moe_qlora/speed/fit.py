@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ConfigError, check_numbers
 from ..layout import human_bytes
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from ..memory import levels
 from ..memory.attention import attended
 from ..memory.budget import COMPONENTS, Activity, Peak, Settings, StepBudget

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..layout import parse_bytes
-from ..lora.names import base_model
+from ..lora.targets import base_model
 from ..packing.decoders import PackedList
 from .fitted import decoder_layers
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..detection.trace import tensors_of
 from ..errors import ConfigError
 from ..memory import levels
+from ..memory.tracker import tensors_of
 
 _log = logging.getLogger(__name__)
 

@@ -26,12 +26,12 @@ from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..lora import merging
-from ..lora.names import base_model
+from ..lora import linear as ours
+from ..lora.targets import base_model
 
 _MEMBER = "_moe_qlora_joined"
 """Entry of a layer's `__dict__`: its `_Member`."""
-_KINDS = (Linear, Linear4bit, Linear8bitLt, merging.Linear4bit, merging.Linear8bitLt)
+_KINDS = (Linear, Linear4bit, Linear8bitLt, ours.Linear4bit, ours.Linear8bitLt)
 """Layers that compute y as above; another subclass may not."""
 _TOKENS = 8
 

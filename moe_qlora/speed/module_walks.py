@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registers
 
-from ..lora.names import base_model
 from ..lora.packed_rows import decoder_stacks
+from ..lora.targets import base_model
 
 
 def quicken_walks(model: nn.Module) -> Callable[[], None]:

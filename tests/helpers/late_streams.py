@@ -5,6 +5,7 @@ It holds no tensor that it was not given, so that memory which is freed too earl
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from moe_qlora.kernels import moe_layer
-from moe_qlora.kernels.launch import Launcher
+from moe_qlora.kernels.lang import run_kernel
 
 
 class _Weak:
@@ -92,17 +93,23 @@ class _Deferring(TorchDispatchMode):
         return kwargs["out"] if "out" in kwargs else args[0]
 
 
+def replace_launches(monkeypatch: pytest.MonkeyPatch, run: Callable[..., None]) -> None:
+    """Launch kernels by `run` during a test."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("moe_qlora.kernels.") and hasattr(module, "run_kernel"):
+            monkeypatch.setattr(module, "run_kernel", run)
+
+
 def run_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let second streams be late during a test."""
-    launch = Launcher.__call__
 
-    def deferred(self: Launcher, sizes: Any, *args: Any) -> None:
+    def deferred(*args: Any, **options: Any) -> None:
         if LateStream.current is None:
-            launch(self, sizes, *args)
+            run_kernel(*args, **options)
         else:
-            LateStream.current.defer(launch, self, sizes, *args)
+            LateStream.current.defer(run_kernel, *args, **options)
 
-    monkeypatch.setattr(Launcher, "__call__", deferred)
+    replace_launches(monkeypatch, deferred)
     monkeypatch.setattr(LateStream, "used", [], raising=False)
     monkeypatch.setattr(moe_layer, "SecondStream", LateStream)
 

@@ -40,7 +40,7 @@ def test_grouped_products_equal_fp64(transposed, tokens, dtype):
     exact = codec.unpack(packed).double()
 
     def run(dtype, product):
-        leaves = [t.to(dtype).requires_grad_() for t in (x, a, b)]
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, a, b)]
         left, right = leaves[1].view(E, 9, IN).mT, leaves[2].view(OUT, 9, E).permute(2, 1, 0)
         y = product(leaves[0])
         y = y + projection._product(projection._product(leaves[0], left, offsets), right, offsets)

@@ -33,12 +33,9 @@ def problem(inner, out, dtype, by_rows, sizes, apart=16):
 
 def multiply(x, matrices, offsets, tile, cut):
     from moe_qlora.kernels import grouped_mm
-    from moe_qlora.kernels.routing import launch_tiles
+    from moe_qlora.kernels.routing import tabulate
 
-    experts = len(matrices)
-    count = len(x) // tile + experts
-    tiles = torch.empty(2 * count, dtype=torch.int32, device="cuda")
-    launch_tiles((experts, tile, count), offsets, tiles, count)
+    tiles = tabulate(offsets, len(matrices), len(x), tile).tiles
     return grouped_mm.launch(x, matrices, offsets, tiles, tile, cut)
 
 

@@ -47,13 +47,12 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
     """Sizes of whole blocks of 32 and not of 64, whose last step is half empty, among them."""
     from moe_qlora.kernels import cards, quantized_mm, table
     from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.expert_mm import ExpertMatmul, Problem
+    from moe_qlora.kernels.expert_mm import Matmul
     from moe_qlora.kernels.factors import Factors
 
     table.prepare(torch.device("cuda", 0))
     count, rows, columns = shape
     packed, decoded = weight(*shape)
-    assert packed.dequantizes()
     inner, outer = (rows, columns) if back else (columns, rows)
     torch.manual_seed(0)
     index = torch.randint(count - 1, (count * 90, 1), device="cuda")  # the last has no rows
@@ -68,14 +67,14 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
         base = some[:, :inner] @ (matrix if back else matrix.t())
         right[offsets[e] : offsets[e + 1]] = base + some[:, inner:] @ factor[e].double().t()
     tiled = routing_.tabulate(routing.expert_offsets, count, len(x), tile)
-    portable, problem = quantized_mm.KERNEL, Problem(packed.spec, x.dtype, len(x), not back)
-    assert portable.supports(problem._replace(rows=1))
-    cuts = {portable.cut(problem, tile)}
+    portable, factors = quantized_mm.KERNEL, Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
+    asked = Matmul(packed, x.dtype, len(x), not back, factors=factors, kernel=portable, tile=tile)
+    assert portable.supports(asked._replace(rows=1))
+    cuts = {portable.cut(asked, tile)}
     with cards.acting_as(cards.PORTABLE):
-        cuts.add(portable.cut(problem, tile))
-    factors = Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
+        cuts.add(portable.cut(asked, tile))
     for config in cuts:
-        matmul = ExpertMatmul(packed, factors, problem, portable, tile, config)
+        matmul = asked._replace(cut=config)
         for span in ((0, outer), (64, min(128, outer))):
             absmax = portable.prepare(matmul, tiled, span, "first")
             found = portable.launch(x, matmul, absmax, tiled, span)
@@ -90,7 +89,7 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
 def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile):
     from moe_qlora.kernels import quantized_mm_hopper, table
     from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.expert_mm import ExpertMatmul, Problem
+    from moe_qlora.kernels.expert_mm import Matmul
 
     kernel = quantized_mm_hopper.KERNEL
     packed, decoded = weight(*shape, dtype=dtype)
@@ -112,9 +111,8 @@ def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile)
         ]
     )
     tiled = routing_.tabulate(routing.expert_offsets, count, len(x), tile)
-    problem = Problem(packed.spec, dtype, len(x), not back)
-    assert kernel.supports(problem)
-    matmul = ExpertMatmul(packed, None, problem, kernel, tile, None)
+    matmul = Matmul(packed, dtype, len(x), not back, kernel=kernel, tile=tile)
+    assert kernel.supports(matmul)
     found = [table.multiply(x, matmul, tiled) for _ in range(3)]
     assert table.works(kernel, packed.spec)  # it has compiled
     limit = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
@@ -200,8 +198,8 @@ def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, mo
     weights = torch.rand(tokens, 2, device="cuda").to(dtype).requires_grad_()
     assert backend.choose_backend(module, backend.read_call(module, x)) == backend.FUSED
     decoded = []
-    real = grouped_mm.decoding
-    monkeypatch.setattr(grouped_mm, "decoding", lambda *a, **k: decoded.append(1) or real(*a, **k))
+    real = grouped_mm.decode
+    monkeypatch.setattr(grouped_mm, "decode", lambda *a, **k: decoded.append(1) or real(*a, **k))
     for module_ in (quantized_mm, quantized_mm_hopper):
         monkeypatch.setattr(module_, "prefers_quantized", lambda *args, **kwargs: few)
     if not few:  # nor weights in registers

@@ -41,7 +41,7 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
 
 def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products=None):
     """A product by this kernel, whatever the table says, in tiles of so many rows."""
-    from moe_qlora.kernels.expert_mm import ExpertMatmul, Problem
+    from moe_qlora.kernels.expert_mm import Matmul
     from moe_qlora.kernels.factors import Factors
     from moe_qlora.kernels.routing import tabulate
 
@@ -51,8 +51,9 @@ def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products
     factors = None
     if factor is not None:
         factors = Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
-    problem = Problem(packed.spec, x.dtype, routing.count, not back)
-    matmul = ExpertMatmul(packed, factors, problem, kernel, tile, cut)
+    matmul = Matmul(
+        packed, x.dtype, routing.count, not back, factors=factors, kernel=kernel, tile=tile, cut=cut
+    )
     operand = kernel.prepare(matmul, tiled, span, "first")
     return kernel.launch(x, matmul, operand, tiled, span, products)
 
@@ -60,20 +61,20 @@ def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products
 def takes(kernel, packed, dtype, back, rows=1000):
     """Whether a kernel works here and takes such a product of `rows` rows."""
     from moe_qlora.kernels import table
-    from moe_qlora.kernels.expert_mm import Problem
+    from moe_qlora.kernels.expert_mm import Matmul
 
-    problem = Problem(packed.spec, dtype, rows, not back)
-    return kernel.supports(problem) and table.works(kernel, packed.spec)
+    matmul = Matmul(packed, dtype, rows, not back)
+    return kernel.supports(matmul) and table.works(kernel, packed.spec)
 
 
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_the_cuts_of_all_cards(tile, back):
     from moe_qlora.kernels import cards, quantized_mm
-    from moe_qlora.kernels.expert_mm import Problem
+    from moe_qlora.kernels.expert_mm import Matmul
 
     packed, routing, x, factor, right = problem((4, 192, 320), back)
-    of, kernel = Problem(packed.spec, x.dtype, len(x), not back), quantized_mm.KERNEL
+    of, kernel = Matmul(packed, x.dtype, len(x), not back), quantized_mm.KERNEL
     cuts = {kernel.cut(of, tile)}
     with cards.acting_as(cards.PORTABLE):
         cuts.add(kernel.cut(of, tile))
@@ -194,9 +195,10 @@ def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, ea
 @pytest.mark.parametrize("each", [8, 20, 40, 90])  # rows in tiles of 16, 32, 64 and 128
 def test_int8_codes_are_taken(each, back):
     from moe_qlora.kernels import quantized_mm, table
+    from moe_qlora.kernels.expert_mm import Matmul
 
     packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False, each=each)
-    matmul = table.choose(packed, len(x), x.dtype, by_rows=not back)
+    matmul = table.choose(Matmul(packed, x.dtype, len(x), not back))
     assert matmul.kernel is quantized_mm.KERNEL
     whole = 0, right.shape[1]
     y = run(matmul.kernel, packed, routing, x, factor, matmul.tile, back, whole, matmul.cut)
@@ -208,10 +210,11 @@ def test_int8_codes_are_taken(each, back):
 def test_the_fewest_steps(inner, back):
     """A single step is no loop for Hopper's kernel: the portable one takes it."""
     from moe_qlora.kernels import quantized_mm_hopper, table
+    from moe_qlora.kernels.expert_mm import Matmul
 
     shape = (4, inner, 192) if back else (4, 192, inner)
     packed, routing, x, factor, right = problem(shape, back)
-    matmul = table.choose(packed, len(x), x.dtype, by_rows=not back)
+    matmul = table.choose(Matmul(packed, x.dtype, len(x), not back))
     assert inner > 64 or matmul.kernel is not quantized_mm_hopper.KERNEL
     whole = 0, right.shape[1]
     y = run(matmul.kernel, packed, routing, x, factor, matmul.tile, back, whole, matmul.cut)

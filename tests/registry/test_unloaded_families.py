@@ -9,7 +9,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import testing
-from moe_qlora.lora import names as lora_names
+from moe_qlora.lora import targets as lora_names
 
 TYPES = representatives.first(testing.registry_families())
 BNB = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")

@@ -19,9 +19,8 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.diagnosis import doctor, report
 from moe_qlora.diagnosis.report import Device, LayerKind, Package
-from moe_qlora.experts import backend
 from moe_qlora.experts.backend import choose_backend, read_call
-from moe_qlora.kernels.cards import Card
+from moe_qlora.kernels.cards import Card, of_capability
 from moe_qlora.memory.devices import GPUS
 from moe_qlora.testing import tiny_model
 
@@ -74,21 +73,6 @@ def test_statuses_and_findings(monkeypatch, installed, status):
 # Layers
 
 
-class OnGpu:
-    """Hidden states as the choice of a backend sees them on a GPU that is not there."""
-
-    device, is_cuda, shape = torch.device("cuda", 0), True, (5, 64)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def numel(self) -> int:
-        return 5 * 64
-
-    def get_device(self) -> int:
-        return 0
-
-
 CASES = {
     "fused": ("qwen3_moe", BF16, WIDE),
     "float32": ("qwen3_moe", FP32, WIDE),
@@ -112,8 +96,7 @@ def chosen(case: str, on_gpu: bool) -> set[tuple[str, str]]:
         hidden = entry.parameters[0].in_features
         call = read_call(module, torch.zeros(5, hidden, dtype=torch.bfloat16))
         if on_gpu:
-            x: Any = OnGpu(torch.bfloat16)
-            call = call._replace(x=x)
+            call = call._replace(card=of_capability((8, 9)))
         backend_chosen = choose_backend(module, call)
         found.add((backend_chosen.name, backend_chosen.reason))
     return found
@@ -126,24 +109,13 @@ def test_backends_are_those_of_a_forward(monkeypatch, case):
     plain = config(model_type, **sizes)
     report = moe_qlora.doctor(plain, asked)
     assert {(layer.backend, layer.reason) for layer in report.layers} == chosen(case, False)
-    # And on a GPU: the choice is told that the weights lie there, and of its capability.
-    monkeypatch.setattr(backend, "kernels_run", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    monkeypatch.setattr(backend, "_weight_obstacle", _on_any_device(backend._weight_obstacle))
-    backend._grouped.cache_clear()
     expected = chosen(case, True)
-    backend._grouped.cache_clear()
-    monkeypatch.undo()
     monkeypatch.setattr(doctor, "_fit", lambda *_: "")
     report = moe_qlora.doctor(plain, asked, gpu="4090")
     assert {(layer.backend, layer.reason) for layer in report.layers} == expected
     for layer in report.layers:
         assert layer.fast == (layer.backend == "fused layer")
         assert bool(layer.cost) != layer.fast
-
-
-def _on_any_device(stock: Any) -> Any:
-    return lambda name, weight, device, *rest: stock(name, weight, torch.device("cpu"), *rest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -25,9 +25,8 @@ def test_torchs_grouped_matmul_is_left_to_cards_where_it_does_not_wait(capabilit
 
 def test_acting_as_another_card_ends_with_its_block():
     with cards.acting_as(cards.PORTABLE):
-        assert cards.card(CUDA) == cards.PORTABLE and not cards.allows_hopper()
-        with cards.acting_as(cards.Card("nvidia", cards.HOPPER, 227 << 10)):
-            assert cards.allows_hopper()
         assert cards.card(CUDA) == cards.PORTABLE
-    assert cards.allows_hopper()
+        with cards.acting_as(cards.of_capability(cards.HOPPER)):
+            assert cards.card(CUDA).runs_on
+        assert cards.card(CUDA) == cards.PORTABLE
     assert cards.card(torch.device("cpu")).maker == ""

@@ -29,11 +29,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 NAMES = {
-    "_decode_kernel", "absmax_kernel", "copy_rows_kernel", "count_kernel",
-    "expert_major_kernel", "expert_minor_kernel",
-    "factor_grad_kernel", "gate_backward_kernel", "gate_kernel", "grouped_kernel", "permute_kernel",
-    "quantized_kernel", "scan_kernel", "sort_few_kernel", "sort_kernel", "tiles_kernel",
-    "unpermute_kernel",
+    "_decode_kernel", "absmax_kernel", "count_kernel", "expert_major_kernel", "expert_minor_kernel",
+    "factor_grad_kernel", "gate_backward_kernel", "gate_kernel", "grouped_kernel", "product_kernel",
+    "quantized_kernel", "scan_kernel", "sort_kernel", "tiles_kernel", "unpermute_kernel",
 }  # fmt: skip
 
 # Constants that say how large something is, and not how it is computed.
@@ -232,8 +230,6 @@ def matmuls(goal: str) -> None:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         compiled.append(compile_only(self, *args, grid=grid, warmup=True, **kwargs))
-        if goal == "90":  # whose own matmuls are in no layer
-            check_formats(compiled[-1], args)
 
     JITFunction.run = run
     CUDABackend.make_cubin = lambda self, ptx, *rest: b""  # `assembled` makes it
@@ -261,7 +257,7 @@ def matmul_launches() -> Iterator[str]:
     import torch
 
     from moe_qlora.kernels import grouped_mm
-    from moe_qlora.kernels.expert_mm import Problem
+    from moe_qlora.kernels.expert_mm import Matmul
     from moe_qlora.kernels.quantized_mm import KERNEL
     from moe_qlora.kernels.routing import Routing, ints_size
 
@@ -274,14 +270,12 @@ def matmul_launches() -> Iterator[str]:
         (64, False, "mxfp4"),
     ):  # fmt: skip
         inner, out = (rows, cols) if back else (cols, rows)
-        problem = Problem(
-            packed_like((2, rows, cols), kind, False).spec, torch.bfloat16, 16, not back
-        )
-        config = KERNEL.cut(problem, tile)
-        # Else a nested absmax is decoded before, by a kernel of its own.
-        stack = packed_like((2, rows, cols), kind, nested=config.direct and kind == "nf4")
-        x, factor = bf16(16, inner + rank), bf16(2, out, rank)
-        multiply(KERNEL, x, stack, factor, tile, back, cut=config)
+        stack = packed_like((2, rows, cols), kind, nested=False)
+        config = KERNEL.cut(Matmul(stack, torch.bfloat16, 16, not back), tile)
+        fetches, factor = tile == 64 or not back, bf16(2, out, rank)
+        x = bf16(8, inner) if fetches else bf16(16, inner + rank)
+        products = bf16(16 * rank) if fetches else None
+        multiply(KERNEL, x, stack, factor, tile, back, cut=config, products=products)
         yield f"quantized {kind}, {tile} rows, {'back' if back else 'out'}"
     for tile, by_rows in ((16, True), (64, True), (128, True), (128, False)):
         # Rows of 2048 and LoRA's 16 features; the last step is not a whole one.
@@ -304,17 +298,6 @@ def bf16(*shape: int) -> Any:
     import torch
 
     return torch.empty(shape, dtype=torch.bfloat16)
-
-
-def check_formats(kernel: Any, args: Any) -> None:
-    """Check that a launch gives addresses where the kernel takes them."""
-    import torch
-
-    from moe_qlora.kernels import launch
-
-    used, formats = launch._Compiled.parameters(kernel)
-    for argument, kind in zip((args[i] for i in used), formats, strict=False):
-        assert kind == "Q" if isinstance(argument, torch.Tensor) else kind in "iqf"
 
 
 def assembled(kernel: Any, capability: int) -> dict[str, Any]:
@@ -399,7 +382,6 @@ def main() -> None:
             launched.add(launch_key)
         compiled = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
         assert f".target sm_{target.capability}" in compiled.asm["ptx"]
-        check_formats(compiled, args)
         exempt = self.__name__ in {"reorder_kernel", "quantized_kernel"} or expects_race
         assert exempt or compiled.metadata.shared <= SHARED[86], (self.__name__, kwargs)
         races = overwritten(compiled.asm["ttgir"])
@@ -409,15 +391,8 @@ def main() -> None:
     JITFunction.run = run
     F.grouped_mm = lambda x, right, offs: x.new_empty(len(x), right.shape[-1])
 
-    from moe_qlora.kernels import (
-        gate_kernels,
-        launch,
-        moe_layer,
-        quantized_mm_rs,
-        routing,
-        row_kernels,
-        workspace,
-    )
+    from moe_qlora.kernels import gate_kernels, moe_layer, quantized_mm_rs, routing, workspace
+    from moe_qlora.kernels.row_kernels import multiply_tokens, product_kernel
 
     def layer_of(
         gate: Any, kind: str, nested: bool, transposed: bool, biased: bool, rank: int,
@@ -467,34 +442,32 @@ def main() -> None:
     layer_of(clamped, "mxfp4", True, False, True, 16, 64)
     x, ints = torch.empty(64, 2048, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.int)
 
-    def gate_of(size: int, rank: int, tile: int, order: Any, biased: bool) -> None:
-        sizes = clamped, size, size + rank, rank, tile, 4, order, biased
-        gate_kernels.launch_gate(sizes, x, x, x, ints, ints, x, x, 1.0, 7.0, 1.7, 1.0)
-        assert tile > 16 or gate_kernels.launch_gate.geometry(*sizes)[1]["STEPS"] > 1
+    def rows_of(count: int) -> Any:
+        ints = torch.zeros(routing.ints_size(count, 4), dtype=torch.int)
+        return routing.Routing(ints, count, 4, 2)
+
+    def gate_of(size: int, rank: int, count: int, biased: bool, ordered: bool) -> None:
+        out, bias = x[:, : size + rank], x if biased else None
+        gate_kernels.apply_gate(
+            clamped, x, bias, rows_of(count), out, x, rank, 1.0, x, ordered=ordered
+        )
 
     for rank in (0, 128):
-        gate_of(512, rank, 64, quantized_mm_rs.ORDER, False)
+        gate_of(512, rank, 1024, False, True)
     workspace.set_workspace_cap(1)
     layer_of(gates("relu"), "nf4", True, False, False, 16, 1024)
     quantized_mm_rs.reorder(x)
-    size, rank = 2048, 128
-    arguments = x, ints, x, ints, ints, x, x, None, None, 1.0
-    permute = row_kernels.launch_permute
-    whole = size, size + rank, rank, False, 2, 64, 4, False
-    permute(whole, *arguments)
-    row_kernels.launch_copy_rows((64, size, size + rank, 2, 4), x, ints, ints, x)
-    for only in (16, rank):  # products alone, which nobody copies
-        permute((size, 0, only, False, 2, 64, 4, False), *arguments)
-    for some in (0, 32):  # tiles of 16 rows, whose steps are unrolled
-        sizes = size, size + some, some, True, 2, 16, 4, False
-        permute(sizes, *arguments)
-        assert permute.geometry(*sizes)[1]["STEPS"] > 1
-        gate_of(768, some, 16, None, True)
-    # What was off by 21 % on an H200 is found here.
+    for rank in (16, 128):
+        multiply_tokens(x, rows_of(1024), x, rank, False, 1.0, x, None, None)
+    for rank in (0, 32):  # tiles of 16 rows
+        multiply_tokens(x, rows_of(16), x, rank, True, 1.0, x, x, x)
+        gate_of(768, rank, 16, True, False)
+    # A tile that is multiplied and summed, with loads ahead, is found here.
     expects_race = True
-    grid, constants = permute.geometry(*whole)
-    raced = constants | {"COPIES": True, "BM": 64, "num_warps": 4, "num_stages": 2}
-    launch.Launcher(permute.kernel, lambda: (grid, raced))((), *arguments)
+    product_kernel[1, 1](
+        x, ints, x, ints, ints, x, x, x.float(), 1.0, K=2048, TOP_K=2, RANK=128, OVER=False,
+        BIASED=True, BM=64, BK=64, num_warps=4, num_stages=2,
+    )  # fmt: skip
 
 
 def hopper_launches() -> Iterator[str]:
@@ -502,7 +475,7 @@ def hopper_launches() -> Iterator[str]:
     import torch
 
     from moe_qlora.kernels import quantized_mm_hopper, quantized_mm_rs
-    from moe_qlora.kernels.expert_mm import Problem
+    from moe_qlora.kernels.expert_mm import Matmul
 
     hopper, in_registers = quantized_mm_hopper.KERNEL, quantized_mm_rs.KERNEL
     # Every two of: the matrix, the direction, LoRA or none, the dtype and kind, rows in order or
@@ -540,8 +513,8 @@ def hopper_launches() -> Iterator[str]:
             products = torch.empty(16 * rank, dtype=dtype)
         multiply(in_registers, x, stack, factor, 256, False, products=products)
         yield f"hopper {kind}, {rows} x {cols}, in registers"
-    narrow = packed_like((2, 128, 64), "nf4", False).spec
-    assert not hopper.supports(Problem(narrow, torch.bfloat16, 400, True))
+    narrow = packed_like((2, 128, 64), "nf4", False)
+    assert not hopper.supports(Matmul(narrow, torch.bfloat16, 400, True))
 
 
 def multiply(
@@ -551,19 +524,20 @@ def multiply(
     """Compute a product of 16 rows by a kernel, which is for such products of `rows` rows."""
     import torch
 
-    from moe_qlora.kernels.expert_mm import ExpertMatmul, Problem
+    from moe_qlora.kernels.expert_mm import Matmul
     from moe_qlora.kernels.factors import Factors
     from moe_qlora.kernels.routing import Tiled
 
-    # A nested absmax is decoded by each program: else in a pass before, by a kernel of its own.
     offsets = torch.zeros(16, dtype=torch.int32)
-    problem = Problem(packed.spec, x.dtype, rows, not back)
-    assert kernel.supports(problem), problem
     factors = None if factor is None else Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
-    matmul = ExpertMatmul(packed, factors, problem, kernel, tile, cut)
+    matmul = Matmul(
+        packed, x.dtype, rows, not back, factors=factors, kernel=kernel, tile=tile, cut=cut
+    )
+    assert kernel.supports(matmul), matmul
     tiled = Tiled(offsets, packed.experts, 16, offsets, offsets, 2)
     span = 0, packed.shape[2 if back else 1]
-    kernel.launch(x, matmul, packed.absmax, tiled, span, products)
+    absmax = packed.absmax if packed.nested is None else packed.absmax.float()
+    kernel.launch(x, matmul, absmax, tiled, span, products)
 
 
 if __name__ == "__main__":

@@ -49,9 +49,7 @@ def rows_of(count, inner, *, apart=0, dtype=torch.float32):
 def check(x, matrices, sizes, cut, tile, tolerance):
     """`sizes` are each expert's rows; those of x beyond their sum belong to none."""
     offsets = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    count = len(x) // tile + min(len(sizes), len(x)) + 1
-    tiles = torch.empty(2 * count, dtype=torch.int32)
-    routing_.launch_tiles((len(sizes), tile, count), offsets, tiles, count)
+    tiles = routing_.tabulate(offsets, len(sizes), len(x), tile).tiles
     y = grouped_mm.launch(x, matrices, offsets, tiles, tile, cut)
     expected = in_a_loop(x, matrices, offsets)
     live = int(offsets[-1])
@@ -133,10 +131,9 @@ def test_outer_products_equal_a_loop_over_experts(p, q):
 
 
 def test_cuts_are_made_for_every_tile_in_powers_of_two() -> None:
-    tiles = [16, 32, 64, 128]
     tables = [grouped_mm._SMALL, grouped_mm._MIDDLE, grouped_mm._LARGE]
-    assert all(list(table) == tiles for table in tables)
-    assert [*quantized_mm._LARGE] == [(nested, tile) for nested in (False, True) for tile in tiles]
-    for cut in (cut for table in (*tables, quantized_mm._LARGE) for cut in table.values()):
+    assert all(list(table) == [16, 32, 64, 128] for table in tables)
+    on_codes = [quantized_mm._CUT, *quantized_mm._OTHERS.values()]
+    for cut in (*(cut for table in tables for cut in table.values()), *on_codes):
         assert cut.features in (64, 128, 256) and cut.step in (32, 64)
         assert cut.stages in (3, 4) and cut.warps in (4, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,52 +12,29 @@ pytest.importorskip("triton")
 from fused_layer import CASES, check_layer
 from late_streams import assert_joined, run_late
 
-from moe_qlora.kernels import (
-    grouped_mm,
-    moe_layer,
-    quantized_mm,
-    row_kernels,
-    streams,
-    table,
-    workspace,
-)
+from moe_qlora.kernels import grouped_mm, moe_layer, quantized_mm, streams, table, workspace
 from moe_qlora.kernels.streams import SecondStream
 
-KERNELS = {
-    "fetches": replace(quantized_mm.KERNEL, gathers=True),
-    "codes": quantized_mm.KERNEL,
-    "dequantized": grouped_mm.KERNEL,
-}
-
-
-# Which kernel, and whether rows are copied and multiplied apart, which one that fetches them is not
-WAYS = [(kernel, False) for kernel in KERNELS] + [("codes", True), ("dequantized", True)]
+KERNELS = {"codes": quantized_mm.KERNEL, "dequantized": grouped_mm.KERNEL}
 # Both LoRAs; one, with biases; the other one, transposed; none.
 EVERY = ["few", "gelu", "few-transposed", "no-lora"]
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
-    ("name", "kernel", "apart", "cap"),
+    ("name", "kernel", "cap"),
     [
+        *((name, way, (None, 1)[i // 2]) for i, name in enumerate(EVERY) for way in KERNELS),
         *(
-            (name, *way, (None, 1)[(i // 2 + j // 2) % 2])
-            for i, name in enumerate(EVERY)
-            for j, way in enumerate(WAYS)
-            if (i + j) % 2 == 0
-        ),
-        *(
-            pytest.param(name, *WAYS[i % 5], (None, 1)[i % 2], marks=pytest.mark.nightly)
+            pytest.param(name, [*KERNELS][i % 2], (None, 1)[i // 2 % 2], marks=pytest.mark.nightly)
             for i, name in enumerate(sorted(CASES.keys() - EVERY))
         ),
     ],
 )
 def test_a_layer_waits_for_what_it_needs(
-    name: str, kernel: str, cap: int | None, apart: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, kernel: str, cap: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_late(monkeypatch)
-    monkeypatch.setattr(row_kernels, "copies_apart", lambda tile: apart)
-    monkeypatch.setattr(moe_layer, "copies_apart", lambda tile: apart)
     monkeypatch.setattr(table, "KERNELS", [KERNELS[kernel], grouped_mm.KERNEL])
     workspace.set_workspace_cap(cap)
     try:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from fused_layer import CASES, SILU, Case, check_layer, close, stack_of  # noqa: E402
+from fused_layer import CASES, SILU, Case, check_layer, stack_of  # noqa: E402
 
 from moe_qlora.kernels import (  # noqa: E402
     cards,
-    expert_mm,
     grouped_mm,
     limits,
-    moe_layer,
     quantized_mm,
     quantized_mm_hopper,
     quantized_mm_rs,
     table,
-    workspace,
 )
 from moe_qlora.kernels import routing as routing_  # noqa: E402
-from moe_qlora.kernels.factors import Factors  # noqa: E402
+from moe_qlora.kernels.expert_mm import Kernel, Matmul  # noqa: E402
 from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
 from moe_qlora.packing import codec  # noqa: E402
@@ -36,37 +34,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 RS, HOPPER = (module.KERNEL for module in (quantized_mm_rs, quantized_mm_hopper))
 
 
-@pytest.mark.parametrize(
-    ("name", "cap"),
-    [
-        *((name, None) for name in CASES if name.startswith("few")),
-        *((name, 1) for name in ("few", "few-transposed", "few-mxfp4")),
-    ],
-)
-def test_the_quantized_matmul_fetches_rows_itself(name, cap, monkeypatch):
-    """As on Hopper: nobody copies the tokens' rows in order."""
-    fetched = []
-
-    def launch(x, matmul, absmax, routing, span, products=None):
-        fetched.append(products is not None)
-        return quantized_mm.launch(x, matmul, absmax, routing, span, products)
-
-    fetches = replace(quantized_mm.KERNEL, gathers=True, launch=launch)
-    monkeypatch.setattr(table, "KERNELS", [fetches])
-    real = moe_layer._permute
-
-    def permute(routing, x, *others):
-        rows = real(routing, x, *others)
-        assert rows is x, "copied"
-        return rows
-
-    monkeypatch.setattr(moe_layer, "_permute", permute)
-    workspace.set_workspace_cap(cap)
-    try:
-        check_layer(CASES[name])
-    finally:
-        workspace.set_workspace_cap(None)
-    assert any(fetched) and not all(fetched)  # the down projection's rows are in order
+HOPPER_CARD = cards.Card("nvidia", cards.HOPPER, 227 << 10)
 
 
 @pytest.mark.parametrize(
@@ -82,21 +50,21 @@ def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
 
     def launch(x, matmul, absmax, routing, span, products=None):
         columns = matmul.packed.spec.shape[2]
-        assert matmul.problem.by_rows and x.shape[1] in (columns, columns + 16)
+        assert matmul.by_rows and x.shape[1] in (columns, columns + 16)
         restored.append(columns)
         tile = matmul.tile
-        other = matmul._replace(cut=quantized_mm.Config(64, 128, 2, 4, False), tile=tile)
-        x = quantized_mm.restore(x, columns, quantized_mm_rs.ORDER)
+        other = matmul._replace(cut=quantized_mm.Config(64, 128, 2, 4), tile=tile)
+        x = torch.cat([restored_order(x[:, :columns]), x[:, columns:]], 1)
         return quantized_mm.launch(x, other, absmax, routing, span, products)
 
-    def supports(problem):
-        return RS.supports(problem._replace(dtype=torch.bfloat16))
+    def supports(matmul):
+        return RS.supports(matmul._replace(dtype=torch.bfloat16))
 
     stand_in = replace(
-        RS, supports=supports, launch=launch, reorder=reordered, tried=lambda spec: None
+        RS, supports=supports, launch=launch, reorder=reordered, hopper=False, tried=lambda _: None
     )
     monkeypatch.setattr(table, "KERNELS", [stand_in, *table.KERNELS])
-    monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (1, 1024))
+    monkeypatch.setattr(quantized_mm_rs, "ROWS_IN_REGISTERS", (1, 1024))
     check_layer(case)
     assert restored == ([] if transposed else [512, 512])
 
@@ -111,20 +79,22 @@ def reordered(x, out=None):
     return out
 
 
+def restored_order(x):
+    places = reordered(torch.arange(x.shape[1])[None].float()).long()
+    return torch.empty_like(x).index_copy_(1, places[0], x)
+
+
 def test_reordered_columns_and_back():
     x = torch.randn(37, 512).bfloat16()
-    ours = quantized_mm_rs.reorder(x)
-    assert torch.equal(ours, reordered(x))
-    tail = torch.randn(37, 16).bfloat16()
-    back = quantized_mm.restore(torch.cat([ours, tail], 1), 512, quantized_mm_rs.ORDER)
-    assert torch.equal(back, torch.cat([x, tail], 1))
+    assert torch.equal(quantized_mm_rs.reorder(x), reordered(x))
+    assert torch.equal(restored_order(reordered(x)), x)
 
 
 def test_which_matmuls_hold_weights_in_registers(monkeypatch):
     """Out alone, of as many rows an expert as suit, in whole groups of 256 columns."""
-    monkeypatch.setattr(table, "validated", {(RS.name, "nf4", -1): True})
-    monkeypatch.setattr(limits, "ROWS_IN_REGISTERS", (128, 200))
-    bf16 = torch.bfloat16
+    known = {(HOPPER.name, kind, -1): False for kind in ("nf4", "mxfp4")}
+    monkeypatch.setattr(table, "validated", known | {(RS.name, "nf4", -1): True})
+    monkeypatch.setattr(quantized_mm_rs, "ROWS_IN_REGISTERS", (128, 200))
     for columns, kind, many, by_rows, taken in [
         (512, ("nf4", True), 130, True, True),
         (512, ("fp4", False), 130, True, True),
@@ -137,18 +107,18 @@ def test_which_matmuls_hold_weights_in_registers(monkeypatch):
         (512, ("mxfp4", False), 130, True, False),
     ]:
         packed = stack_of((2, 128, columns), *kind)
-        count = 2 * many
-        matmul = table.choose(packed, count, bf16, by_rows=by_rows)
+        asked = Matmul(packed, torch.bfloat16, 2 * many, by_rows)
+        with cards.acting_as(HOPPER_CARD):
+            matmul = table.choose(asked)
+            backward = table.choose(asked._replace(backward=True))
+            held = table.choose(asked._replace(held=True))
         assert (matmul.kernel is RS) == taken, (columns, kind, many, by_rows)
         assert matmul.tile == (limits.WIDEST_TILE if taken else limits.WIDE_TILE)
-        assert (matmul.kernel.order is not None) == taken
-        routing = routing_.route(torch.arange(count)[:, None] % 2, 2)
+        routing = routing_.route(torch.arange(2 * many)[:, None] % 2, 2)
         assert routing.table(matmul.tile) is (routing.widest if taken else routing.wide)
-        backward = table.choose(packed, count, bf16, by_rows=by_rows, backward=True)
         assert backward.kernel is not RS
-        held = table.choose(packed, count, bf16, by_rows=by_rows, held=True)
         assert not held.kernel.on_codes
-    assert not table.choose(packed, 4 * 10**6, bf16, by_rows=True).kernel.on_codes
+    assert not table.choose(asked._replace(rows=4 * 10**6, by_rows=True)).kernel.on_codes
 
 
 @pytest.mark.parametrize(
@@ -158,15 +128,17 @@ def test_which_matmuls_hold_weights_in_registers(monkeypatch):
 )  # fmt: skip
 def test_which_matmuls_hopper_takes(each, reused, taken, monkeypatch):
     """In whole tiles, up to fewer rows where a dequantized weight would serve two products."""
-    monkeypatch.setattr(table, "validated", {(HOPPER.name, "nf4", -1): True})
+    known = {(HOPPER.name, "nf4", -1): True, (RS.name, "nf4", -1): False}
+    monkeypatch.setattr(table, "validated", known)
     packed = stack_of((4, 128, 320), "nf4", True)
     for by_rows in (True, False):
-        matmul = table.choose(packed, 4 * each, torch.bfloat16, by_rows=by_rows, reused=reused)
+        asked = Matmul(packed, torch.bfloat16, 4 * each, by_rows, reused=reused)
+        with cards.acting_as(HOPPER_CARD):
+            matmul = table.choose(asked)
         assert (matmul.kernel is HOPPER) == taken
         assert not taken or matmul.tile == limits.WIDE_TILE
-    with cards.acting_as(cards.PORTABLE):
-        matmul = table.choose(packed, 4 * each, torch.bfloat16, by_rows=True, reused=reused)
-        assert matmul.kernel is not HOPPER
+        with cards.acting_as(cards.PORTABLE):
+            assert table.choose(asked).kernel is not HOPPER
 
 
 @pytest.mark.parametrize(
@@ -197,28 +169,23 @@ def test_each_card_tries_the_kernels_that_it_may_have(monkeypatch, card, asked):
         ((8, 0), torch.bfloat16, grouped_mm.KERNEL),
         (cards.HOPPER, torch.bfloat16, grouped_mm.BY_TORCH),
         (cards.HOPPER, torch.float16, grouped_mm.KERNEL),
-        ((10, 0), torch.bfloat16, grouped_mm.ON_BLACKWELL),
+        ((10, 0), torch.bfloat16, grouped_mm.BY_TORCH),
         ((10, 0), torch.float16, grouped_mm.KERNEL),
         ((12, 0), torch.bfloat16, grouped_mm.KERNEL),
     ],
 )
 def test_who_multiplies_many_rows(monkeypatch, capability, dtype, wanted):
-    """Rows are copied for torch's on Blackwell alone."""
     card = cards.of_capability(capability)
     monkeypatch.setattr(cards, "actual", lambda device: card)
-    spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
-    problem = expert_mm.Problem(spec, dtype, 1 << 20, by_rows=False, backward=True, held=True)
-    kernels = (kernel for kernel in table.KERNELS if not kernel.on_codes)
-    chosen = next(kernel for kernel in kernels if kernel.supports(problem))
-    assert chosen is wanted
-    assert chosen.gathers == (wanted is not grouped_mm.ON_BLACKWELL)
+    packed = SimpleNamespace(spec=WeightSpec((2, 192, 512), "nf4", 64, 0, 0))
+    matmul = Matmul(packed, dtype, 1 << 20, by_rows=False, backward=True, held=True)
+    assert table.choose(matmul).kernel is wanted
 
 
 def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
     """A trial waits for the device; the next call finds out."""
     monkeypatch.setattr(table, "validated", {})
-    hopper = cards.Card("nvidia", cards.HOPPER, 232448)
-    monkeypatch.setattr(cards, "actual", lambda device: hopper)
+    monkeypatch.setattr(cards, "actual", lambda device: HOPPER_CARD)
     monkeypatch.setattr(table, "is_right", lambda *_: True)
     spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
     for records in (True, False):
@@ -229,82 +196,16 @@ def test_nothing_is_tried_while_a_graph_is_recorded(monkeypatch):
     assert (quantized_mm.KERNEL.name, "int8", 0) in table.validated
 
 
-def test_kernels_that_do_not_compile_are_not_tried_again(monkeypatch):
-    """What they fall back to is right, which says nothing about the kernels themselves."""
-    hopper = cards.Card("nvidia", cards.HOPPER, 232448)
-    monkeypatch.setattr(cards, "actual", lambda device: hopper)
+def test_kernels_that_do_not_compile_are_not_chosen(monkeypatch):
+    monkeypatch.setattr(cards, "actual", lambda device: HOPPER_CARD)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    known = {}
-    for module in (table, quantized_mm):
-        monkeypatch.setattr(module, "validated", known)
-
-    def falls_back(kernel, device, kind):
-        known[kernel.name, kind, device.index] = False
-        return True
-
-    monkeypatch.setattr(table, "is_right", falls_back)
+    monkeypatch.setattr(table, "validated", {})
+    monkeypatch.setattr(table, "_is_right", lambda kernel, matmul: 1 / 0)
+    packed = stack_of((2, 192, 512), "nf4", False, torch.bfloat16)
+    monkeypatch.setattr(table, "random_weight", lambda *_: packed)
+    monkeypatch.setattr(torch, "Generator", lambda device: SimpleNamespace(manual_seed=lambda n: n))
     table.prepare(torch.device("cuda", 0))
-    spec = WeightSpec((2, 192, 512), "nf4", 64, 0, 0)
-    assert len(known) == 2 and not any(known.values())
-    assert not any(table.works(kernel, spec) for kernel in (HOPPER, RS))
-
-
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("kernel", [HOPPER, RS])
-def test_what_does_not_compile_is_multiplied_in_order(kernel, gathers, monkeypatch):
-    """The portable kernel takes over a product, whatever the order of its rows' columns is."""
-    known = {(kernel.name, "nf4", -1): True}
-    monkeypatch.setattr(quantized_mm, "validated", known)
-    for module in (quantized_mm_rs, quantized_mm_hopper):
-        monkeypatch.setattr(module, "_launch", refused)
-    order = reordered if kernel is RS else torch.clone
-    packed = stack_of((3, 72, 512), "nf4", False)
-    index = torch.randint(4, (90, 2))  # of which 3 is held elsewhere
-    routing = routing_.route(index, 3)
-    tokens, products = torch.randn(90, 512), torch.randn(180 * 16)
-    factor = torch.randn(3, 72, 16)
-    assignments = routing.order[:180].long()
-    rows = torch.cat([tokens[assignments // 2], products.view(180, 16)], 1)
-    x = order(tokens) if gathers else torch.cat([order(rows[:, :512]), rows[:, 512:]], 1)
-    matmul = matmul_of(kernel, packed, 180, factor)
-    with pytest.warns(UserWarning, match="kernel for Hopper does not compile"):
-        y = table.multiply(x, matmul, routing, products if gathers else None)
-    weight, offsets = codec.unpack(packed), routing.expert_offsets.tolist()
-    for e in range(3):
-        some = rows[offsets[e] : offsets[e + 1]]
-        close(y[offsets[e] : offsets[e + 1]], some @ torch.cat([weight[e], factor[e]], 1).t())
-    assert known == {(kernel.name, "nf4", -1): False}
-
-
-def matmul_of(kernel, packed, rows, factor=None):
-    """A matmul by this kernel, whatever the table says."""
-    problem = expert_mm.Problem(packed.spec, torch.bfloat16, rows, True)
-    factors = None if factor is None else Factors(torch.empty(0, factor.shape[2]), factor, 1.0)
-    tile = kernel.tile(problem)
-    return expert_mm.ExpertMatmul(packed, factors, problem, kernel, tile, None)
-
-
-@pytest.mark.parametrize("blocksize", [32, 64])
-def test_what_is_given_up_is_that_kernel_alone(monkeypatch, blocksize):
-    """Hopper's kernel that does not take blocks of 32 still takes those of 64."""
-    every = {(k.name, "nf4", -1): True for k in (RS, HOPPER)}
-    every[HOPPER.name, "mxfp4", -1] = True
-    packed = stack_of((2, 64, 512), "mxfp4" if blocksize == 32 else "nf4", False)
-    routing = routing_.route(torch.randint(2, (40, 2)), 2)
-    for kernel in (RS, HOPPER):
-        known = dict(every)
-        monkeypatch.setattr(quantized_mm, "validated", known)
-        matmul = matmul_of(kernel, packed, 80)
-        with pytest.warns(UserWarning, match="does not compile"):
-            quantized_mm.fall_back(
-                RuntimeError(), "x", torch.randn(80, 512), matmul, packed.absmax, routing, (0, 64)
-            )
-        kind = "mxfp4" if kernel is HOPPER and blocksize == 32 else "nf4"
-        assert {key for key, works in known.items() if not works} == {(kernel.name, kind, -1)}
-
-
-def refused(*_):
-    raise RuntimeError("refused")
+    assert table.validated == {(k.name, "nf4", 0): False for k in (HOPPER, RS)}
 
 
 def test_a_kernel_is_a_file_and_a_row(monkeypatch):
@@ -313,22 +214,30 @@ def test_a_kernel_is_a_file_and_a_row(monkeypatch):
 
     def prepare(matmul, routing, span, name):
         weight = codec.unpack(matmul.packed)
-        return weight if matmul.problem.by_rows else weight.transpose(1, 2)
+        return weight if matmul.by_rows else weight.transpose(1, 2)
 
     def launch(x, matmul, weight, routing, span, products=None):
         """Expert by expert, in plain torch: rows after the last expert's are left as zeros."""
-        seen.append((matmul.problem.backward, span))
+        seen.append((matmul.backward, span))
         part, y = slice(*span), x.new_zeros(routing.count, span[1] - span[0])
-        offsets, inner = routing.expert_offsets.tolist(), matmul.problem.inner
+        offsets, inner = routing.expert_offsets.tolist(), matmul.inner
         for e in range(routing.experts):
             rows = slice(offsets[e], offsets[e + 1])
-            y[rows] = x[rows, :inner] @ weight[e, part].t()
+            read, tail = x[rows, :inner], x[rows, inner:]
+            if products is not None:
+                read = x[routing.order[rows].long() // routing.top_k]
+                tail = products.view(routing.count, -1)[rows]
+            y[rows] = read @ weight[e, part].t()
             if matmul.factor is not None:
-                y[rows] += x[rows, inner:] @ matmul.factor[e, part].t()
+                y[rows] += tail @ matmul.factor[e, part].t()
         return y
 
-    toy = expert_mm.Kernel(
-        "toy", lambda problem: problem.rows <= 200, lambda problem: problem.tile, prepare, launch
+    toy = Kernel(
+        "toy",
+        lambda matmul: matmul.rows <= 200,
+        lambda matmul: limits.tile_rows(matmul.rows, matmul.experts),
+        prepare,
+        launch,
     )
     monkeypatch.setattr(table, "KERNELS", [toy, *table.KERNELS])
     check_layer(CASES["few-transposed"])
@@ -336,5 +245,5 @@ def test_a_kernel_is_a_file_and_a_row(monkeypatch):
     seen.clear()
     check_layer(CASES["gelu"])
     assert [span for _, span in seen] == [(0, 80), (0, 72), (0, 40), (0, 72)]
-    many = table.choose(stack_of((1, 64, 64), "nf4", True), 201, torch.float32, by_rows=True)
-    assert many.kernel is quantized_mm.KERNEL
+    many = Matmul(stack_of((1, 64, 64), "nf4", True), torch.float32, 201, by_rows=True)
+    assert table.choose(many).kernel is quantized_mm.KERNEL

@@ -207,42 +207,8 @@ def test_a_plan_notes_experts_that_its_targets_leave_out() -> None:
     assert not any("get no LoRA" in note for note in notes)
 
 
-# Misspelt parameters.
-
-
-# What was done, in the log.
-
-
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("moe_qlora")]
-
-
-@pytest.mark.parametrize("config", [nf4(), BitsAndBytesConfig(load_in_8bit=True)], ids=["4", "8"])
-def test_one_line_says_what_got_lora(config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model: Any = tiny_model("qwen3_moe")
-    total = sum(parameter.numel() for parameter in model.parameters())
-    moe_qlora.quantize_experts(model, config)
-    with caplog.at_level(logging.INFO):
-        peft_model = moe_qlora.get_peft_model(model, lora(*ATTENTION), experts=["down"])
-    trained = sum(p.numel() for p in peft_model.parameters() if p.requires_grad)
-    (line,) = logged(caplog)
-    assert line == (
-        "LoRA on 8 layers (k_proj, o_proj, q_proj, v_proj) and 2 of 4 expert weights (down_proj): "
-        f"{trained:,} weights ({100 * trained / (total + trained):.2g} %) are trained"
-    )
-
-
-def test_the_line_counts_experts_that_got_none(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    moe_qlora.get_peft_model(packed(), lora("q_proj", target_parameters=["gate.weight"]))
-    moe_qlora.get_peft_model(tiny_model("qwen3_moe"), lora("q_proj"), unpacked_ok=True)
-    moe_qlora.get_peft_model(tiny_model("qwen3_moe", mlp_only_layers=[0, 1]), lora("q_proj"))
-    first, second, third = (line.partition(":")[0] for line in logged(caplog))
-    assert first == (
-        "LoRA on 2 layers (q_proj) and 0 of 4 expert weights and 2 other parameters (weight)"
-    )
-    assert second == "LoRA on 2 layers (q_proj) and 0 of 4 expert weights"
-    assert third == "LoRA on 2 layers (q_proj)"
 
 
 # Patterns of ranks for experts.
@@ -273,9 +239,9 @@ def test_rank_patterns_of_experts_are_not_said_to_be_ignored(add: bool) -> None:
 
 def test_a_pattern_that_matches_nothing_is_still_named_alone() -> None:
     patterns = {"gate_up_proj": 5, "q_proj": 3, "gate_up_prj": 7}
-    with pytest.warns(RuntimeWarning, match=r"rank_pattern .* \['gate_up_prj'\]\.$") as caught:
+    with pytest.warns(UserWarning, match="rank_pattern names gate_up_prj, and nothing") as caught:
         moe_qlora.get_peft_model(packed(), lora(rank_pattern=patterns), experts=True)
-    assert sum(one.category is RuntimeWarning for one in caught) == 1
+    assert not any(one.category is RuntimeWarning for one in caught)
 
 
 # Adapters that cannot be loaded.
@@ -347,30 +313,15 @@ BYTES = WEIGHTS * 4, WEIGHTS / 2 + WEIGHTS / 64 * 4 + 4 * 64  # codes, absmax, a
 
 
 def test_an_adapter_of_packed_experts_on_plain_ones_is_told(adapter: Path) -> None:
-    with pytest.warns(UserWarning, match="4 expert weights .* are not packed and take") as caught:
+    with pytest.warns(UserWarning, match="4 expert weights are not packed") as caught:
         loaded = moe_qlora.load_adapter(tiny_model("qwen3_moe"), adapter)
     (warning,) = [one for one in caught if one.category is UserWarning]
-    text = str(warning.message)
-    assert f"{adapter} was trained on packed ones (nf4, " in text
-    before, after = BYTES
-    assert f"take {before / 1024:.1f} KiB," in text and f"(nf4, {after / 1024:.1f} KiB)" in text
-    assert "moe_qlora.enabled()" in text and "moe_qlora.quantize_experts(" in text
     assert warning.filename == __file__
     assert {"q_proj", "experts"} <= adapted(loaded)
-
-
-def test_plain_experts_that_are_meant_or_skipped_are_silent(adapter: Path, tmp_path: Path) -> None:
     moe_qlora.load_adapter(tiny_model("qwen3_moe"), adapter, unpacked_ok=True)
-    moe_qlora.load_adapter(packed(), adapter)
-    config = nf4(llm_int8_skip_modules=["model.layers.0"])
-    partly = []
-    for _ in range(2):
-        partly.append(tiny_model("qwen3_moe"))
-        moe_qlora.quantize_experts(partly[-1], config)
-    moe_qlora.get_peft_model(partly[0], lora()).save_pretrained(tmp_path / "partly")
-    moe_qlora.load_adapter(partly[1], tmp_path / "partly")
-    with pytest.warns(UserWarning, match="2 expert weights .* are not packed and take"):
-        moe_qlora.load_adapter(tiny_model("qwen3_moe"), tmp_path / "partly")
+    partly = tiny_model("qwen3_moe")
+    moe_qlora.quantize_experts(partly, nf4(llm_int8_skip_modules=["model.layers.0"]))
+    moe_qlora.load_adapter(partly, adapter, any_base=True)
 
 
 # What is trained, as training starts.
@@ -422,11 +373,11 @@ def test_a_frozen_adapter_and_plain_experts_are_not_called_trained(
     [("v_porj", "v_proj"), ("self_attn.v_prj", "self_attn.v_proj"), ("zzz", "")],
 )
 def test_a_misspelt_target_beside_right_ones_is_said(word: str, near: str) -> None:
-    said = rf"{word}' \(did you mean '{near}'" if near else f"{word}', and"
+    said = rf"{word}' \(did you mean {near}" if near else f"{word}', and"
     with pytest.warns(UserWarning, match=said) as caught:
         moe_qlora.get_peft_model(packed(), lora("q_proj", word))
     messages = [str(one.message) for one in caught if one.category is UserWarning]
-    assert len(messages) == 1 and "or 'q_proj'" not in messages[0]
+    assert len(messages) == 1 and "or q_proj" not in messages[0]
 
 
 @pytest.mark.parametrize("fields", [{"layers_to_transform": [1]}, {"exclude_modules": ["o_proj"]}])

@@ -18,7 +18,6 @@ import moe_qlora
 from moe_qlora.errors import AdapterError
 from moe_qlora.experts import forward
 from moe_qlora.layout import unwrapped
-from moe_qlora.lora.layer import ParamWrapper
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.packing.settings import CodecSettings
 
@@ -189,37 +188,3 @@ def test_hooks_leave_no_trace():
         assert "forward" not in module.__dict__
     assert all(forward.asks_for_lora(module) for module in innermost(model))
     assert_close(expected, run(model), 0.0)
-
-
-def test_nothing_is_prepared_where_nothing_is_bound(monkeypatch):
-    model = adapted()
-    monkeypatch.delattr(ParamWrapper, "_add_on_read")
-    run(model)
-
-
-def test_unpacked_experts_keep_what_is_bound():
-    model = build()
-    calls = []
-
-    def counted(self: Any, *args: Tensor) -> Tensor:
-        calls.append(self)
-        return EAGER(self, *args)
-
-    experts = outermost(model)
-    for module in experts:
-        module.forward = MethodType(counted, module)
-    logits = model(input_ids=IDS).logits
-    assert calls == experts
-    plain = model.dequantize() if hasattr(model, "hf_quantizer") else model
-    for module in experts:
-        for name in parametrize.packed_names(module):
-            parametrize.detach(module, name)
-    forward.deactivate(plain)
-    assert all(type(module) is Qwen3MoeExperts for module in experts)
-    assert torch.allclose(model(input_ids=IDS).logits, logits, atol=1e-6)
-    assert calls == experts * 2
-    for module in experts:
-        del module.forward
-        assert not [name for name in module.__dict__ if name.startswith("_moe_qlora_assigned")]
-    assert torch.allclose(model(input_ids=IDS).logits, logits, atol=1e-6)
-    assert len(calls) == 2 * len(experts)

@@ -102,7 +102,7 @@ CALLS: list[tuple[str, Callable[[], Any]]] = [
         for key in ("mlp", "xperts", "down_proj", "experts.down_proj", "layers.1.mlp.experts")
     ),
     *(
-        (f"'{name}', which is no parameter of this model.*did you mean '{near}'", misspelt(name))
+        (f"'{name}', which is no parameter of this model.*did you mean {near}", misspelt(name))
         for name, near in (
             ("gate_up_prj", "gate_up_proj"),
             ("gate_proj", "gate_up_proj"),

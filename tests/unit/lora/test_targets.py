@@ -20,8 +20,6 @@ from torch import nn
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.lora.names import ExactName
-from moe_qlora.lora.targets import resolve_targets
 from moe_qlora.packing import codec, parametrize, settings
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -153,24 +151,6 @@ def test_all_linear_that_stock_peft_cannot_load_is_said_once_before_training(
     assert adapted_modules(moe_qlora.load_adapter(again, tmp_path)) == reached
 
 
-@pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])
-@pytest.mark.parametrize("router", [False, True])
-def test_all_linear_beside_routers_that_are_linear_by_class(model_type: str, router: bool) -> None:
-    """They give two values, so that LoRA's Linear layer in their place cannot run."""
-    model: Any = tiny_model(model_type)
-    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
-    routers = {found.name for found in moe_qlora.detect(model).routers}
-    assert all(isinstance(model.get_submodule(name), nn.Linear) for name in routers)
-    config = LoraConfig(target_modules="all-linear", r=4)
-    wrapped = moe_qlora.get_peft_model(model, config, router=router)
-    adapted = adapted_modules(wrapped)
-    assert adapted & routers == (routers if router else set())
-    assert any(name.endswith("q_proj") for name in adapted)
-    wrapped(**tiny_inputs(model)).logits.sum().backward()
-    for name, parameter in wrapped.named_parameters():
-        assert not parameter.requires_grad or parameter.grad is not None, name
-
-
 @pytest.mark.parametrize("options", [{}, {"experts": True}, {"router": True}], ids=str)
 @pytest.mark.parametrize("model_type", ["diffusion_gemma", "jetmoe", "llama4_text"])
 def test_all_linear_is_written_as_what_it_reached(model_type, options, tmp_path, monkeypatch):
@@ -270,20 +250,6 @@ def test_the_callers_config_is_never_touched(model_type: str, packed: bool) -> N
     assert "x" not in config.rank_pattern
 
 
-@pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "down_proj"], r".*_proj"])
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen2_moe"])
-def test_resolving_targets_changes_nothing(model_type: str, target_modules: Any) -> None:
-    model = build(model_type)
-    config = LoraConfig(target_modules=target_modules, target_parameters=["experts.down_proj"])
-    before = copy.deepcopy(vars(config)), [(n, type(m)) for n, m in model.named_modules()]
-    targets = resolve_targets(model, config, experts=["gate_up"], router=True)
-    assert (vars(config), [(n, type(m)) for n, m in model.named_modules()]) == before
-    assert list(targets.experts) == moe_qlora.target_parameters(model)
-    assert set(targets.excludes or ()) >= set(moe_qlora.exclude_modules(model))
-    assert targets.written["exclude_modules"] is None
-    assert all(name in (targets.parameters or ()) for name in targets.experts)
-
-
 def test_an_unpacked_model_gets_an_equal_copy() -> None:
     config = config_with_everything()
     adapted = moe_qlora.adapt_lora_config(build("qwen3_moe", packed=False), config)
@@ -303,14 +269,6 @@ def test_the_file_says_what_the_caller_asked_for(tmp_path: Path) -> None:
     assert written["exclude_modules"] == ["lm_head"]
 
 
-def test_exact_names_survive_what_peft_does_to_names() -> None:
-    name = ExactName("model.layers.0.mlp.down_proj")
-    assert not name.endswith(".down_proj")
-    assert name == "model.layers.0.mlp.down_proj" and {str(name)} == {name}
-    assert json.loads(json.dumps([name])) == ["model.layers.0.mlp.down_proj"]
-    assert not copy.deepcopy(name).endswith("j")
-
-
 def test_other_adapter_types_leave_packed_experts_alone() -> None:
     model = build("mixtral")
     wrapped = moe_qlora.get_peft_model(
@@ -324,21 +282,6 @@ def test_other_adapter_types_leave_packed_experts_alone() -> None:
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     wrapped = moe_qlora.get_peft_model(build("mixtral"), prompt)
     wrapped(input_ids=torch.arange(6).view(1, 6)).logits.sum().backward()
-
-
-def test_an_untested_version_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_qlora.lora import model as ours
-
-    versions = {"peft": "0.22.0", "transformers": "5.23.0"}
-    monkeypatch.setattr(ours, "installed_version", versions.__getitem__)
-    ours.warn_untested.cache_clear()
-    model, config = build("mixtral", packed=False), LoraConfig(target_modules=["q_proj"])
-    with pytest.warns(UserWarning, match=r"peft 0\.22\.0 is not one of"):
-        model = moe_qlora.get_peft_model(model, config, unpacked_ok=True)
-    moe_qlora.get_peft_model(
-        build("mixtral"), config
-    )  # warnings are errors: it does not warn again
-    ours.warn_untested.cache_clear()
 
 
 @dataclasses.dataclass

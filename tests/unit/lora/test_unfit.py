@@ -17,7 +17,8 @@ from transformers import BitsAndBytesConfig
 from upstream import ADAPTER_METHODS
 
 import moe_qlora
-from moe_qlora.lora.unfit import ReadLinear, unfit_linears
+from moe_qlora.lora.linear import ReadLinear
+from moe_qlora.lora.targets import unfit_linears
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 UNFIT = {

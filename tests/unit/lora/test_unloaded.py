@@ -76,30 +76,6 @@ def test_stock_peft_takes_it_on_a_packed_model_only(switch, folder):
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"load_in_8bit": True}, "packed with kind='int8', and .* adapted to kind='fp4'"),
-        (
-            {
-                "load_in_4bit": True,
-                "bnb_4bit_quant_type": "fp4",
-                "bnb_4bit_use_double_quant": True,
-            },
-            "packed with double_quant=True, and .* adapted to double_quant=False",
-        ),
-    ],
-)
-def test_a_model_packed_otherwise(other, message, folder):
-    adapted = adapt(folder, experts=True)
-    with moe_qlora.enabled():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=BitsAndBytesConfig(**other)
-        )
-    with pytest.raises(moe_qlora.ConfigError, match=message):
-        peft.get_peft_model(model, adapted)
-
-
-@pytest.mark.parametrize(
     ("model", "options", "error", "message"),
     [
         (None, {}, moe_qlora.ConfigError, "model is a NoneType: give a built nn.Module or"),

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from moe_qlora.experts import backend, operands
-from moe_qlora.kernels import cards, launch, workspace
+from moe_qlora.kernels import cards, workspace
 from moe_qlora.kernels.cards import PORTABLE, of_capability
 from moe_qlora.memory import meta_model
 from moe_qlora.memory.plan import plan
 from moe_qlora.memory.tracker import MemoryTracker
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
+from tests.helpers.late_streams import replace_launches
 from tests.helpers.lora_layer import NAMES, E, H, K, add_lora, packed_host
 
 
@@ -65,7 +66,7 @@ def test_a_fused_layer_allocates_on_meta_what_it_allocates_elsewhere(
 ):
     """On the codes, dequantized, and in pieces and slices under a cap of the workspace."""
     planned = on_meta(host, tokens, PORTABLE, cap or 1 << 40)
-    monkeypatch.setattr(launch.Launcher, "__call__", lambda *args: None)  # for time's sake
+    replace_launches(monkeypatch, lambda *args, **options: None)  # for time's sake
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     workspace.set_workspace_cap(cap)  # which releases the workspace
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import namedtuple
 from contextlib import nullcontext
 
 import pytest
@@ -72,3 +73,13 @@ def test_what_an_operator_made_before_is_what_it_makes(monkeypatch):
         with mode:
             assert kinds() == plain
     assert len(tracker._made) > 4 * len(inputs)
+
+
+def test_tensors_in_nested_containers_are_found_in_order():
+    a, b, c, d, e = torch.ones(5).unbind()
+    pair = namedtuple("pair", "first second")
+    tree = [a, (1, [b, None], "text"), {"key": c, "other": (2.0, d)}, pair(torch.int8, e)]
+    found = tracker.tensors_of(tree)
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d, e)]
+    assert tracker.tensors_of(a) == [a] and tracker.tensors_of(None) == []
+    assert len(tracker.tensors_of(torch.ones(2).sort())) == 2

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.lora.merging import merge_exactly
+from moe_qlora.lora.linear import use_own_layers
 from moe_qlora.memory import levels
 from moe_qlora.speed import joined_lora
 from moe_qlora.speed.fitted import FittedLayer
@@ -185,11 +185,11 @@ def test_as_near_to_exact_results_as_peft(
 
 @pytest.mark.filterwarnings("ignore:Merge lora module")
 @pytest.mark.parametrize("make", [linear_4bit, linear_8bit])
-def test_layers_that_merge_exactly(make: Any, products: list[int]) -> None:
+def test_layers_that_use_own_layers(make: Any, products: list[int]) -> None:
     """`moe_qlora.get_peft_model` puts classes of its own over bitsandbytes' layers."""
     model = adapted(make)
     wanted = results(model)
-    merge_exactly(model)
+    use_own_layers(model)
     plain = copy.deepcopy(model)
     plain.merge_adapter()
     with join_lora(model) as joined:

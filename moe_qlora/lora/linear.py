@@ -1,13 +1,12 @@
-"""Merged and summed adapters: PEFT's layers over bitsandbytes' Linear layers, weighted sums.
+"""PEFT's layers over Linear layers, where ours do more; weighted sums of adapters.
 
 PEFT merges into a packed Linear layer by packing W + s B A again, which rounds away much of s B A,
 and unmerges by subtracting from that and packing a third time. Here `unmerge` puts the original
 codes back, and `merge` in a given dtype makes the layer a plain `nn.Linear` until then: W + s B A,
 summed in fp32 and rounded once.
 
-For `add_weighted_adapter` PEFT combines the adapters of one Linear layer. `concatenate` combines
-those of each expert of a wrapper where ranks are concatenated; for the other combinations
-`SingleExpert` shows PEFT one expert at a time.
+Some modules read the weight of a Linear layer instead of calling it, as Longcat's routers and Mamba
+layers do: there it is W + s B A.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import bnb as stock
+from peft.tuners.lora.layer import Linear as StockLinear
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
+from ..detection.weight_reads import weights_read
 from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
 from ..packing.codec import unpack
@@ -31,83 +32,33 @@ from ..packing.codecs import codec_of
 from ..packing.decoders import read_linear, restore_linear, write_linear
 from .layer import ParamWrapper
 
-_SCOPE = ("exclude_modules", "layers_to_transform", "layers_pattern")
+
+def use_own_layers(model: nn.Module) -> None:
+    """Turn PEFT's layers into ours, in place."""
+    for name in weights_read(model):
+        layer = model.get_submodule(name)
+        if type(layer) is StockLinear:
+            layer.__class__ = ReadLinear
+    for module in model.modules():
+        for own in (Linear4bit, Linear8bitLt):
+            if type(module) is own.__bases__[1]:
+                module.__class__ = own
 
 
-def summed_config(model: nn.Module, configs: Sequence[LoraConfig], adapters: list[str]) -> Any:
-    """Return a config that targets the union of the adapters' targets, with scaling 1.
+class ReadLinear(StockLinear):
+    """LoRA on a Linear layer that is also right where its weight is read: it is W + s B A then.
 
-    PEFT uses the first adapter's config for a sum, and only joins the `target_modules`: other
-    targets of the other adapters would be lost, and with the first one's `use_rslora` the sum would
-    be scaled by the root of the rank.
+    The sum has W's dtype, as the code around it expects. Dropout is for calls alone.
     """
-    scopes = [[getattr(config, field) for field in _SCOPE] for config in configs]
-    sets = all(isinstance(config.target_modules, set) for config in configs)
-    if sets and all(scope == scopes[0] for scope in scopes):
-        modules = set().union(*(config.target_modules for config in configs))
-        parameters = [name for config in configs for name in config.target_parameters or ()]
-        scope = {}
-    else:
-        modules, parameters = _adapted(model, adapters)
-        scope = dict.fromkeys(_SCOPE)
-    scope |= {
-        "target_modules": modules,
-        "target_parameters": list(dict.fromkeys(parameters)) or None,
-    }
-    return replace(configs[0], use_rslora=False, **scope)
 
-
-def _adapted(model: nn.Module, adapters: list[str]) -> tuple[set[str], list[str]]:
-    modules: set[str] = set()
-    parameters: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        if not any(a in module.lora_A or a in module.lora_embedding_A for a in adapters):
-            continue
-        if isinstance(module, StockParamWrapper):
-            parameters.append(f"{unwrapped_name(name)}.{module.parameter_name}")
-        else:
-            modules.add(unwrapped_name(name))
-    return modules, parameters
-
-
-def concatenate(
-    wrapper: ParamWrapper, adapters: list[str], weights: list[float], adapter_name: str
-) -> None:
-    """Set an adapter to the weighted sum of others by concatenating ranks within each expert."""
-    left, right = [], []
-    for name, weight in zip(adapters, weights, strict=True):
-        if name in wrapper.lora_A:
-            a, b = wrapper.expert_factors(name)
-            left.append(a * (weight * wrapper.scaling[name]))
-            right.append(b)
-    a, b = torch.cat(left, dim=1), torch.cat(right, dim=2)
-    missing = wrapper.r[adapter_name] - a.shape[1]
-    a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
-    wrapper.lora_A[adapter_name].weight.data, wrapper.lora_B[adapter_name].weight.data = (
-        stored_factors(list(zip(a, b, strict=True)))
-    )
-
-
-class SingleExpert:
-    """One expert as PEFT's SVD sees a layer: its adapters, and the delta as `(out, in)`."""
-
-    def __init__(self, wrapper: ParamWrapper, expert: int) -> None:
-        self.lora_A = wrapper.lora_A
-        self.lora_embedding_A: dict[str, Any] = {}
-        self._wrapper, self._expert = wrapper, expert
-
-    def get_delta_weight(self, adapter_name: str) -> Tensor:
-        a, b = self._wrapper.expert_factors(adapter_name)
-        delta: Tensor = b[self._expert] @ a[self._expert]
-        return delta * self._wrapper.scaling[adapter_name]
-
-
-def stored_factors(experts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return each expert's `(r, in)`, `(out, r)` as PEFT stores them: `(E r, in)`, `(out, r E)`."""
-    a, b = zip(*experts, strict=True)
-    return torch.cat(a).contiguous(), torch.stack(b, dim=-1).flatten(1).contiguous()
+    @property
+    def weight(self: Any) -> Tensor:
+        weight: Tensor = self.get_base_layer().weight
+        if not (self.disable_adapters or self.merged):
+            for name in self.active_adapters:
+                if name in self.lora_A and name not in self.lora_variant:
+                    weight = weight + self.get_delta_weight(name).to(weight.dtype)
+        return weight
 
 
 class _Unmerged(NamedTuple):
@@ -189,9 +140,41 @@ class Linear8bitLt(_ExactMerge, stock.Linear8bitLt):
     """LoRA on an 8-bit Linear layer."""
 
 
-def merge_exactly(model: nn.Module) -> None:
-    """Turn PEFT's layers over bitsandbytes' Linear layers into those of this file, in place."""
-    for module in model.modules():
-        for own in (Linear4bit, Linear8bitLt):
-            if type(module) is own.__bases__[1]:
-                module.__class__ = own
+def summed_config(model: nn.Module, first: LoraConfig, adapters: Sequence[str]) -> LoraConfig:
+    """Return a config that targets what any of the adapters is on, with scaling 1.
+
+    PEFT uses the first adapter's config for a sum, and only joins the `target_modules`: other
+    targets of the other adapters would be lost, and with the first one's `use_rslora` the sum would
+    be scaled by the root of the rank.
+    """
+    modules, parameters = set[str](), list[str]()
+    for path, module in model.named_modules():
+        name, layer = unwrapped_name(path), cast(Any, module)
+        if not isinstance(module, LoraLayer) or not any(
+            a in layer.lora_A or a in layer.lora_embedding_A for a in adapters
+        ):
+            continue
+        if isinstance(module, StockParamWrapper):
+            parameters.append(f"{name}.{module.parameter_name}")
+        else:
+            modules.add(name)
+    scope = dict.fromkeys(("exclude_modules", "layers_to_transform", "layers_pattern"))
+    targets: dict[str, Any] = {"target_modules": modules, "target_parameters": parameters or None}
+    return replace(first, use_rslora=False, **scope, **targets)
+
+
+def concatenate(
+    wrapper: ParamWrapper, adapters: Sequence[str], weights: Sequence[float], adapter_name: str
+) -> None:
+    """Set an adapter to the weighted sum of others by concatenating ranks within each expert."""
+    left, right = [], []
+    for name, weight in zip(adapters, weights, strict=True):
+        if name in wrapper.lora_A:
+            a, b = wrapper.expert_factors(name)
+            left.append(a * (weight * wrapper.scaling[name]))
+            right.append(b)
+    a, b = torch.cat(left, dim=1), torch.cat(right, dim=2)
+    missing = wrapper.r[adapter_name] - a.shape[1]
+    a, b = nn.functional.pad(a, (0, 0, 0, missing)), nn.functional.pad(b, (0, missing))
+    wrapper.lora_A[adapter_name].weight.data = a.flatten(0, 1).contiguous()
+    wrapper.lora_B[adapter_name].weight.data = b.permute(1, 2, 0).flatten(1).contiguous()
