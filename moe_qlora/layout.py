@@ -19,7 +19,6 @@ GATE_UP = "gate_up"
 GATE = "gate"
 UP = "up"
 DOWN = "down"
-EXPERT = "expert"
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(b|(?<=[kmgt])ib|)", re.IGNORECASE)
@@ -86,16 +85,15 @@ class ExpertParam:
             it on the unpacked model. A packed parameter keeps this name.
         module_name: Dotted name of the module that owns the parameter ("" for the model itself).
         parameter_name: Name on that module.
-        shape: Shape of the decoded tensor: `(E, out, in)`, `(E, in, out)`, `(E * rows, columns)`,
-            or with further leading dimensions.
+        shape: Shape of the decoded tensor: `(E, out, in)`, `(E, in, out)` or `(E * rows, columns)`.
         num_experts: E, the number of experts whose matrices it holds.
         in_features, out_features: Of one expert's matrix as it is applied; None where the
             orientation is unknown.
         transposed: True for `(E, in, out)`, False for `(E, out, in)`, None where neither shapes
-            nor the forward tell.
+            nor the module tell.
         role: "gate_up" (both halves of a gated input projection), "gate",
             "up", "down" (for non-gated experts "up" is the first projection and "down" the second,
-            attention experts included); "expert" for a weight that stands alone.
+            attention experts included).
         dtype: torch.dtype of the decoded tensor, or its name ("bfloat16") where the layout comes
             from the registry.
         nbytes: Bytes of the tensor now (16-bit weights, or packed codes without statistics).

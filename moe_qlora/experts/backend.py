@@ -209,12 +209,12 @@ def has_grouped(x: Tensor, dtype: torch.dtype, card: Card | None = None) -> bool
     """Whether there are grouped matmuls for such rows."""
     if card is None:
         card = planned_card(x.device) or (cards.actual(x.device) if x.is_cuda else None)
-    some = card is not None and x.shape[0] > 0 and dtype in (*HALVES, torch.float32)
-    return some and _multiplies(card)
+    some = x.shape[0] > 0 and dtype in (*HALVES, torch.float32)
+    return some and card is not None and _multiplies(card)
 
 
-def _multiplies(card: Card | None) -> bool:
-    return card is not None and (card.maker == "amd" or card.capability >= _LEAST_CAPABILITY)
+def _multiplies(card: Card) -> bool:
+    return card.maker == "amd" or card.capability >= _LEAST_CAPABILITY
 
 
 @cache

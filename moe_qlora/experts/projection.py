@@ -125,17 +125,21 @@ def _project(
         plain = getattr(module, name).to(call.autocast or x.dtype)
         y = _product(rows.to(plain.dtype), plain if module.is_transposed else plain.mT, offsets)
     else:  # as in Linear4bit, whose product runs in autocast's dtype
-        rows = rows.to(call.autocast or weight.compute_dtype or x.dtype)
-        y = _packed_product(weight, rows, offsets, stored_transposed(module, weight), which == 0)
+        cast_rows = rows.to(call.autocast or weight.compute_dtype or x.dtype)
+        how = stored_transposed(module, weight), which == 0
+        y = _packed_product(weight, cast_rows, offsets, *how)
     if module.has_bias:
-        y = y + getattr(module, f"{name}_bias").to(y.dtype).index_select(0, ids)
+        bias = getattr(module, f"{name}_bias")
+        # Its gradient sums thousands of rows, on a GPU by atomics: in fp32
+        wide = bias.to(torch.promote_types(bias.dtype, torch.float32)).index_select(0, ids)
+        y = y + wide.to(y.dtype)
     y = y.to(x.dtype)
     for factors in call.lora[which]:
-        source = spread(cast(nn.Module, factors.dropout)(x)) if factors.drops else rows.to(x.dtype)
+        source = spread(cast(nn.Module, factors.dropout)(x)) if factors.drops else rows
         source, experts = source.to(call.autocast or factors.a.dtype), len(offsets) - 1
         # Views, so that nothing but the parameters is saved: (E, in, r) and (E, r, out)
-        a = factors.a.view(experts, -1, factors.a.shape[-1]).mT
-        b = factors.b.view(factors.b.shape[0], -1, experts).permute(2, 1, 0)
+        a = factors.a.reshape(experts, -1, factors.a.shape[-1]).mT
+        b = factors.b.reshape(factors.b.shape[0], -1, experts).permute(2, 1, 0)
         y = y + _product(_product(source, a, offsets), b, offsets) * factors.scaling
     return y
 
@@ -155,7 +159,8 @@ def _packed_product(
     if isinstance(weight, PackedWeight):
         return cast(Tensor, _PackedProduct.apply(weight, transposed, keeps, offsets, x))
     packed = weight.tensors, weight.numbers, weight.dtype
-    return cast(Tensor, torch.ops.moe_qlora.experts_projection(x, offsets, *packed, transposed))
+    product = torch.ops.moe_qlora.experts_projection
+    return cast(Tensor, product(x, offsets, *packed, transposed, keeps))
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -194,10 +199,18 @@ def multiply_codes(x: Tensor, offsets: Tensor, weight: PackedWeight, transposed:
     with no_autocast(x):
         if runs_grouped(stored.shape, x, x.dtype):
             return _grouped(x, decode(0, stored.shape[0]), offsets)
-        out = x.new_zeros(len(x), stored.shape[2 if transposed else 1])
-        for expert, low, high in _spans(x, offsets):
-            out[low:high] = x[low:high] @ decode(expert, expert + 1)[0]
-        return out
+        features = stored.shape[2 if transposed else 1]
+        return _by_expert(x, lambda expert: decode(expert, expert + 1)[0], features, offsets)
+
+
+def _by_expert(
+    x: Tensor, matrix: Callable[[int], Tensor], features: int, offsets: Tensor
+) -> Tensor:
+    """Return the rows `(R, K)` times `matrix(expert)` `(K, features)`, expert by expert."""
+    out = x.new_zeros(len(x), features)
+    for expert, low, high in _spans(x, offsets):
+        out[low:high] = x[low:high] @ matrix(expert)
+    return out
 
 
 def _spans(x: Tensor, offsets: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -215,20 +228,17 @@ def _grouped(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """Return `(R, N)`: rows of x `(R, K)` times their expert's matrix `(K, N)`."""
     features = matrices.shape[2]
     if not has_grouped(x, x.dtype):
-        out = x.new_zeros(len(x), features)
-        for expert, low, high in _spans(x, offsets):
-            out[low:high] = x[low:high] @ matrices[expert].to(x.dtype)
-        return out
+        return _by_expert(x, lambda expert: matrices[expert].to(x.dtype), features, offsets)
     matrices = _padded(_padded(matrices.to(x.dtype), 1), 2)
     matrices = matrices if 1 in matrices.stride()[1:] else matrices.contiguous()
-    x = _padded(x, 1)
+    x = _padded(x, 1).contiguous()
     if (kernels := _kernels(x)) is None:
         return _by_torch(x, matrices, offsets)[:, :features].contiguous()
-    grouped_mm, routing = kernels
+    grouped_mm, routing, aligned = kernels
     tile = wide_tile(len(x), len(matrices), WIDE_TILE)
     tiles = routing.tabulate(offsets, len(matrices), len(x), tile).tiles
     cut = grouped_mm.default(tile, x.device)
-    y: Tensor = grouped_mm.launch(_aligned(x), matrices, offsets, tiles, tile, cut)
+    y: Tensor = grouped_mm.launch(aligned(x), matrices, offsets, tiles, tile, cut)
     return y[:, :features].contiguous()
 
 
@@ -239,10 +249,12 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         for expert, low, high in _spans(a, offsets):
             out[expert] = a[low:high].T @ b[low:high]
         return out
-    (p, q), a, b = (a.shape[1], b.shape[1]), _padded(a, 1), _padded(b, 1)
+    p, q = a.shape[1], b.shape[1]
+    a, b = _padded(a, 1).contiguous(), _padded(b, 1).contiguous()
     if (kernels := _kernels(a)) is None:
-        return _by_torch(a.contiguous().T, b.contiguous(), offsets)[:, :p, :q].contiguous()
-    found: Tensor = kernels[0].outer(_aligned(a), _aligned(b), offsets)
+        return _by_torch(a.T, b, offsets)[:, :p, :q].contiguous()
+    grouped_mm, _, aligned = kernels
+    found: Tensor = grouped_mm.outer(aligned(a), aligned(b), offsets)
     return found[:, :p, :q].contiguous()
 
 
@@ -259,19 +271,14 @@ def _by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=ends)
 
 
-def _kernels(x: Tensor) -> tuple[Any, Any] | None:
-    """Return the modules `grouped_mm` and `routing` where they multiply, None where torch does."""
+def _kernels(x: Tensor) -> tuple[Any, Any, Any] | None:
+    """Return what multiplies by our own kernels, which import Triton; None where torch does."""
     if cards.multiplies_by_torch(x.device, x.dtype):
         return None
     from ..kernels import grouped_mm, routing
-    from ..kernels.lang import HAS_TRITON
+    from ..kernels.lang import HAS_TRITON, aligned
 
-    return (grouped_mm, routing) if HAS_TRITON or x.is_meta else None
-
-
-def _aligned(x: Tensor) -> Tensor:
-    apart = x.stride(1) != 1 or x.stride(0) % GROUP or x.data_ptr() % 16
-    return x.clone(memory_format=torch.contiguous_format) if apart else x
+    return (grouped_mm, routing, aligned) if HAS_TRITON or x.is_meta else None
 
 
 def register_products() -> None:
@@ -279,8 +286,9 @@ def register_products() -> None:
     operator: Any = partial(torch.library.custom_op, mutates_args=())
 
     def by_codes(
-        x: Tensor, offsets: Tensor, packed: Any, numbers: Any, dtype: torch.dtype, transposed: bool
-    ) -> Tensor:
+        x: Tensor, offsets: Tensor, packed: Any, numbers: Any, dtype: torch.dtype,
+        transposed: bool, keeps: bool,
+    ) -> Tensor:  # fmt: skip
         return multiply_codes(x, offsets, packed_weight(iter(packed), numbers, dtype), transposed)
 
     def plain(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -291,7 +299,7 @@ def register_products() -> None:
     product = operator("moe_qlora::experts_product", partial(plain, _grouped), schema=form)
     outer = operator("moe_qlora::experts_outer", partial(plain, _outer), schema=form)
     form = "(Tensor x, Tensor offsets, Tensor[] packed, int[] numbers, ScalarType dtype, "
-    form += "bool transposed) -> Tensor"
+    form += "bool transposed, bool keeps) -> Tensor"
     projection = operator("moe_qlora::experts_projection", by_codes, schema=form)
 
     def save(ctx: Any, inputs: Any, output: Tensor) -> None:
@@ -312,15 +320,16 @@ def register_products() -> None:
     @first_order
     def projection_backward(ctx: Any, grad: Tensor) -> Any:
         offsets, *packed = ctx.saved_tensors
-        *form, turned = ctx.constants
-        back = torch.ops.moe_qlora.experts_projection(grad, offsets, packed, *form, not turned)
-        return back, None, [None] * len(packed), None, None, None
+        *form, turned, _ = ctx.constants
+        form = *form, not turned, False
+        back = torch.ops.moe_qlora.experts_projection(grad, offsets, packed, *form)
+        return back, None, [None] * len(packed), None, None, None, None
 
     product.register_fake(lambda x, m, offsets: x.new_empty(x.shape[0], m.shape[2]))
     product.register_autograd(product_backward, setup_context=save)
     outer.register_fake(lambda a, b, offsets: a.new_empty(len(offsets) - 1, a.shape[1], b.shape[1]))
     projection.register_fake(
-        lambda x, _, __, numbers, ___, turned: x.new_empty(
+        lambda x, _, __, numbers, ___, turned, ____: x.new_empty(
             x.shape[0], numbers[-1 if turned else -2]
         )
     )

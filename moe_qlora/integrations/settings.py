@@ -19,7 +19,7 @@ PLUGIN = "moe_qlora.integrations.axolotl.MoeQloraPlugin"
 
 BLOCK = "moe_qlora"
 
-Role = Literal["gate_up", "gate", "up", "down", "expert"]  # those of layout.py
+Role = Literal["gate_up", "gate", "up", "down"]  # those of layout.py
 
 _ROLES = ", ".join(get_args(Role))
 _ALLOWED = {

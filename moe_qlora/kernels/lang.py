@@ -25,8 +25,6 @@ except ImportError:
     class _Absent:
         """Every attribute is absent as well, and a decorator returns the function itself."""
 
-        CompilationError = RuntimeError
-
         @staticmethod
         def next_power_of_2(n: int) -> int:
             return 1 << (n - 1).bit_length()

@@ -56,7 +56,8 @@ _ATTENTION_OPERATORS = (
     "moe_qlora::planned_attention",
     "moe_qlora::segment_attention",
 )
-_EXPERTS_OPERATORS = ("moe_qlora::experts_layer", "moe_qlora::experts_projection")
+_EXPERTS_LAYER = "moe_qlora::experts_layer"
+_EXPERTS_PROJECTION = "moe_qlora::experts_projection"  # its last argument: whether it is kept
 _TOP_K = "aten::topk"
 """Kept in compiled code: computed again by other fused kernels, it may choose other experts."""
 _FLEX = "flex_attention"  # a higher-order operator, without a namespace in its name
@@ -318,8 +319,12 @@ def _compiled(level: str) -> Callable[[], Any]:
 
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = _name(operator)
-        experts = name in _EXPERTS_OPERATORS and level != ATTENTION_ALONE
-        keeps = experts or name == _TOP_K or _keeps(level, operator, args)
+        experts = name == _EXPERTS_LAYER or (name == _EXPERTS_PROJECTION and args[-1])
+        keeps = (
+            (experts and level != ATTENTION_ALONE)
+            or name == _TOP_K
+            or _keeps(level, operator, args)
+        )
         return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
     return lambda: create_selective_checkpoint_contexts(policy)

@@ -357,7 +357,7 @@ def test_good_yaml() -> None:
 
 
 def test_the_roles_are_those_of_the_layout() -> None:
-    parts = (layout.GATE_UP, layout.GATE, layout.UP, layout.DOWN, layout.EXPERT)
+    parts = (layout.GATE_UP, layout.GATE, layout.UP, layout.DOWN)
     assert get_args(Role) == parts
 
 

@@ -88,14 +88,32 @@ def test_a_model_trains_as_its_decoded_twin(bits):
     assert torch.allclose(ours.loss, theirs.loss, rtol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_no_wait_for_the_device():
-    spec = importlib.util.spec_from_file_location(
-        "experts_tests", Path(__file__).parents[1] / "unit" / "experts" / "test_forward.py"
-    )
+def cpu_tests():
+    """The module of the CPU's tests, whose experts this builds."""
+    path = Path(__file__).parents[1] / "unit" / "experts" / "test_forward.py"
+    spec = importlib.util.spec_from_file_location("experts_tests", path)
     assert spec is not None and spec.loader is not None
     tests = sys.modules["experts_tests"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tests)
+    return tests
+
+
+def test_a_trained_bias_sums_thousands_of_rows_in_float32():
+    """Each row adds 0 to 1: a sum of some hundreds in bf16 no longer changes by that."""
+    tests = cpu_tests()
+    style = tests.STYLES["interleaved"]
+    module = tests.pack(tests.make(style, torch.bfloat16), style).to("cuda")
+    x, index, weights = (t.detach().cuda() for t in tests.routing(torch.bfloat16, tokens=8192))
+    module(x, index, weights).sum().backward()
+    wanted = torch.zeros(tests.E, dtype=torch.float64, device="cuda")
+    wanted.index_add_(0, index.flatten(), weights.flatten().double())
+    grad = module.down_proj_bias.grad.double()
+    assert ((grad - wanted[:, None]).abs() <= 0.01 * wanted[:, None]).all()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_no_wait_for_the_device():
+    tests = cpu_tests()
     style = tests.STYLES["concatenated"]
     tests.H, tests.I = 64, 32
     module = tests.pack(tests.make(style, torch.bfloat16), style).to("cuda")

@@ -152,6 +152,23 @@ def test_fp32_adapters_over_a_bf16_layer_stay_fp32() -> None:
         assert grad.dtype == leaf.dtype == torch.float32
 
 
+def test_adapters_read_inputs_that_are_not_rounded_to_the_compute_dtype() -> None:
+    """A's rows sum to zero: of inputs near 1, which bf16 rounds to 1, nothing would be left."""
+    module = make(compute=torch.bfloat16)
+    provider = adapted(module)
+    factors = provider.by_name["up_proj"][0]
+    factors.a.data -= factors.a.data.mean(1, keepdim=True)
+    x, index, weights = routing(33)
+    x = (1 + x.detach() / 2**12).requires_grad_()
+    exact = slow(module, provider, x, index, weights).sum()
+    for mine, wanted in zip(
+        torch.autograd.grad(module(x, index, weights).sum(), provider.leaves()),
+        torch.autograd.grad(exact, provider.leaves()),
+        strict=True,
+    ):
+        assert off(mine, wanted) < 0.02
+
+
 def test_one_module_twice_in_a_model() -> None:
     module = make()
     provider = adapted(module)

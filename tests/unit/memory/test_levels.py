@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from transformers import BitsAndBytesConfig
 
+import moe_qlora
 from moe_qlora.experts.kept import in_experts, keep, take
 from moe_qlora.memory import levels
 from moe_qlora.memory.levels import EVERY, compute
+from moe_qlora.testing import tiny_model
 
 
 class Counts(TorchDispatchMode):
@@ -132,6 +135,27 @@ def test_outputs_that_are_kept_may_be_changed_in_place(level):
     x = torch.randn(5 * 256)
     expected, _ = gradient("keep", layer, x)
     assert torch.equal(gradient(level, layer, x)[0], expected)
+
+
+def test_compiled_code_keeps_the_first_projection_of_experts_alone():
+    """As eager code does, which plans count: the second one's rows are as many as assignments."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=1)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
+    experts, x = model.model.layers[0].mlp.experts, torch.randn(6, 64, requires_grad=True)
+    index, weights = torch.arange(12).view(6, 2) % 4, torch.rand(6, 2)
+    kept = []
+
+    class Notes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            policy = levels._COMPILED[levels.EXPERTS]()[0].policy_fn
+            if policy(None, func, *args) == CheckpointPolicy.MUST_SAVE:
+                kept.append((str(func), args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    with pytest.MonkeyPatch.context() as patch, Notes():
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        experts(x, index, weights)
+    assert kept == [("moe_qlora.experts_projection.default", (12, 64))]
 
 
 def test_what_experts_kept_is_not_taken_once_it_was_changed_in_place():
