@@ -142,11 +142,6 @@ def merge_adapter(
         adapters.check_adapter_patterns(adapter_folder, model)
         if not any_base:
             training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
-        singles = adapters.single_experts(lora.file)
-        if any(canonical_name(model, f"{one}.weight", opened.disk) is None for one in singles):
-            fused = stack.enter_context(adapters.fused_adapter(adapter_folder, model))
-            lora = replace(open_adapter(fused), folder=adapter_folder)
-            stack.enter_context(lora.file)
         training: TrainingCodec | None = None
         if like_training and not isinstance(opened, PackedBase):
             asked = quantization_config
