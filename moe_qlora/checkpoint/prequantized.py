@@ -26,7 +26,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import translate
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -41,7 +40,7 @@ from ..errors import CheckpointError
 from ..kernels.limits import cdiv
 from ..kernels.weights import MX_BLOCK, TABLES
 from ..layout import dtype_name, human_bytes
-from ..models.files import check_patterns, read_json
+from ..models.files import read_json
 from .manifest import CONFIG, open_checkpoint
 from .reader import Checkpoint, TensorInfo, inside
 
@@ -114,7 +113,6 @@ def _sizes(text: Any) -> Any:
 
 
 _Mapping = dict[str, Any]
-_Names = list[str] | None
 _Size = Annotated[int, Field(strict=True, ge=1)]
 _Pair = Annotated[tuple[_Size, _Size] | None, BeforeValidator(_sizes)]
 
@@ -146,10 +144,6 @@ class _Settings:
     weight_block_size: _Pair = None
     quant_algo: str | None = None
     config_groups: dict[str, _Group] | None = None
-    ignore: _Names = None
-    modules_to_not_convert: _Names = None
-    ignored_layers: _Names = None
-    exclude_modules: _Names = None
 
 
 _ALGORITHMS = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "NONE")
@@ -180,31 +174,6 @@ class MakerConfig:
             self.blocks = {own.weight_block_size or (1, 32)}
         elif method != COMPRESSED:  # transformers takes 128 x 128, vLLM one for a tensor
             self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
-        lists = own.ignore, own.modules_to_not_convert, own.ignored_layers, own.exclude_modules
-        self.ignored = [
-            pattern for some in lists for name in some or () for pattern in _ignoring(method, name)
-        ]
-
-    def is_ignored(self, module: str) -> bool:
-        """Whether the configuration says that a module is not converted."""
-        return any(pattern.match(module) for pattern in self.ignored)
-
-
-def _ignoring(method: str, name: str) -> Iterator[re.Pattern[str]]:
-    exact = re.escape(name)
-    try:
-        if method == COMPRESSED:
-            is_pattern = name.startswith("re:")
-            yield re.compile(name.removeprefix("re:") if is_pattern else rf"{exact}\Z")
-        elif method == MODELOPT:
-            yield re.compile(translate(name))
-            yield re.compile(rf"{exact}\.")
-        else:  # as transformers' should_convert_module
-            yield re.compile(rf".*{exact}\Z")
-            yield re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
-    except re.error as error:
-        if method == COMPRESSED:
-            raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
 
 
 PIECE = 1 << 20
@@ -307,12 +276,17 @@ FP8_SCALES = (*FLOAT_SCALES, *MXFP4_SCALES)
 _IDLE = re.compile(
     r"(.*_)?(input|activation|prob_output|output|[qkv])(_global)?_(scale|zero_point)|qscale_act"
 )
-# of symmetric codes, or in groups, which are decoded without
-_NEEDLESS = ("_zero_point", "_shape")
 _PART = re.compile(
     r".*(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|weight_shape|weight_zero_point|"
     r"qscale_weight|pre_quant_scale|_scales|_packed|_blocks|g_idx|qweight|qzeros)"
 )
+
+
+def _is_part(key: str, info: TensorInfo) -> bool:
+    """Whether a tensor can only be codes or scales of a quantized weight."""
+    is_code = info.dtype.itemsize == 1 and info.dtype != torch.bool
+    is_code = is_code and (info.dtype.is_floating_point or len(info.shape) > 1)
+    return is_code or _PART.fullmatch(key.rpartition(".")[2]) is not None
 
 
 def _described(info: TensorInfo) -> str:
@@ -338,10 +312,8 @@ class PrequantizedCheckpoint(Checkpoint):
     ) -> None:
         super().__init__(())
         self.disk = self.stored = checkpoint
-        self._maker = maker = MakerConfig(config)
-        modules = {key.rpartition(".")[0] for key in checkpoint}
-        check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
-        self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
+        self._maker = MakerConfig(config)
+        self.files, self.dtype, self.method = checkpoint.files, dtype, self._maker.method
         self._tensors: dict[str, Quantized] = {}
         for key, info in self.stored.items():
             if (tensor := self._of_codes(key, info)) is not None:
@@ -350,13 +322,16 @@ class PrequantizedCheckpoint(Checkpoint):
                     raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
                 self._tensors[name] = tensor
         used = {key for tensor in self._tensors.values() for key in tensor.parts.values()}
-        plain = [key for key in self.stored if key not in used and not self._is_idle(key)]
-        if alone := list(filter(self._is_part, plain)):
+        # of symmetric codes, or in groups, which are decoded without
+        used |= {name + end for name in self._tensors for end in ("_zero_point", "_shape")}
+        used |= {key for key in self.stored if _IDLE.fullmatch(key.rpartition(".")[2])}
+        plain = [key for key in self.stored if key not in used]
+        if alone := [key for key in plain if _is_part(key, self.stored[key])]:
             key = min(alone, key=lambda key: self.stored[key].dtype.itemsize)  # codes, not scales
             raise CheckpointError(
                 f"{key} is {_described(self.stored[key])}, a part of a quantized weight, and the "
                 f"other part (codes, or {key}_scale_inv, _scale or .scale) is missing, or does not "
-                f"go with it in {maker.method}: copy the whole folder, or {ADVICE}."
+                f"go with it in {self.method}: copy the whole folder, or {ADVICE}."
             )
         self.names = {key: key for key in plain}  # plain, of all on disk but what goes with one
         self.names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
@@ -507,20 +482,6 @@ class PrequantizedCheckpoint(Checkpoint):
                 f"{part} is missing, without which {key} cannot be read: copy the whole folder."
             )
         return self.stored[part]
-
-    def _is_idle(self, key: str) -> bool:
-        """Whether a tensor that is no part is for activations, or decoding does without it."""
-        return _IDLE.fullmatch(key.rpartition(".")[2]) is not None or any(
-            key.endswith(end) and key.removesuffix(end) in self._tensors for end in _NEEDLESS
-        )
-
-    def _is_part(self, key: str) -> bool:
-        """Whether a tensor can only be codes or scales of a quantized weight."""
-        info, (module, _, last) = self.stored[key], key.rpartition(".")
-        if info.dtype.is_floating_point and info.dtype.itemsize == 1:
-            return True
-        is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
-        return bool(is_bytes or _PART.fullmatch(last)) and not self._maker.is_ignored(module)
 
 
 def open_plain(
