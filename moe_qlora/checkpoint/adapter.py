@@ -1,7 +1,7 @@
 """A LoRA adapter folder as PEFT writes it, read as deltas to a model's parameters.
 
     open_adapter        adapter_config.json checked, adapter_model.safetensors opened
-    Resolver            each tensor's parameter in the model, or its key on disk: `Updates`
+    Updates             each tensor's parameter in the model, or its key on disk
 
 Which modules have LoRA follows from the keys of the file, not from `target_modules`. PEFT wraps a
 module once for each parameter that `target_parameters` names, in registration order: of several
@@ -27,7 +27,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError
 from ..layout import unwrapped_name
 from ..models.files import check_patterns, read_json
+from .conversion import Disk
 from .manifest import canonical_name
 from .reader import Checkpoint, inside, parse_fields
 
@@ -130,21 +131,6 @@ class LoraDelta:
         else:
             for expert in range(start, stop):
                 total[expert - start].addmm_(left[expert], right[expert], alpha=self.scaling)
-
-
-@dataclass
-class Updates:
-    """The changes of an adapter to its base."""
-
-    # by the model's parameter name; by the key on disk if the model has no such name
-    deltas: dict[str, list[LoraDelta]] = field(default_factory=dict)
-    disk_deltas: dict[str, list[LoraDelta]] = field(default_factory=dict)
-    # by the name of the replaced parameter or buffer: the key in the adapter's file
-    replacements: dict[str, str] = field(default_factory=dict)
-    # names of tied tensors that are on disk under another name
-    tied: set[str] = field(default_factory=set)
-    # names that the base ties and the adapter does not: the name of the base's values
-    untied: dict[str, str] = field(default_factory=dict)
 
 
 _END_OF_NAME = r"(.*\.)?({})$"  # as PEFT matches patterns
@@ -305,26 +291,36 @@ def vocabulary(model: Any, *, inputs: bool = True) -> list[str]:
 _Pair = dict[str, str]  # keys of one LoRA layer: "Aweight", "Bweight", "Bbias", "Aembedding", ...
 
 
-class Resolver:
-    """Finds each adapter tensor's target in the tied meta model, its new `head`, or on disk."""
+class Updates:
+    """The changes of an adapter to the tied meta model, its new `head`, or tensors on disk."""
 
     def __init__(
         self,
         model: nn.Module,
-        disk: Mapping[str, tuple[int, ...]],
+        disk: Disk,
         adapter: Adapter,
         head: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
+        # by the model's parameter name; by the key on disk if the model has no such name
+        self.deltas: dict[str, list[LoraDelta]] = {}
+        self.disk_deltas: dict[str, list[LoraDelta]] = {}
+        # by the name of the replaced parameter or buffer: the key in the adapter's file
+        self.replacements: dict[str, str] = {}
+        # names of tied tensors that are on disk under another name
+        self.tied: set[str] = set()
+        # names that the base ties and the adapter does not: the name of the base's values
+        self.untied: dict[str, str] = {}
         self._modules = dict(model.named_modules(remove_duplicate=False))
         tensors = {**model.state_dict(), **head}
         self._shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+        self._disk = {key: shape for key, (shape, _) in disk.items()}
         self._resizable = {*vocabulary(model), *head}
         self._known = partial(canonical_name, model)
-        self._disk, self._file, self._adapter = disk, adapter.file, adapter
+        self._file, self._adapter = adapter.file, adapter
         wanted = adapter.settings.target_parameters or ()
         self._targets = [wanted] if isinstance(wanted, str) else wanted
         self._matched: set[str] = set()
-        self.updates = updates = Updates()
+        check_adapter_patterns(adapter.folder, model)
         try:
             self._resolve()
         except ValueError as fault:
@@ -333,7 +329,7 @@ class Resolver:
                 f"{adapter.folder} was trained on {name} and does not fit the base: {fault}. Merge "
                 "it into the model that it was trained on."
             ) from fault
-        if not (updates.deltas or updates.disk_deltas or updates.replacements):
+        if not (self.deltas or self.disk_deltas or self.replacements):
             raise AdapterError(f"{adapter.folder / WEIGHTS} holds no tensor.")
 
     def _resolve(self) -> None:
@@ -377,7 +373,7 @@ class Resolver:
         if shape != old and not (target in self._resizable and shape[1:] == old[1:]):
             raise ValueError(f"{key} {shape} replaces a tensor of shape {old}")
         self._shapes[target] = shape
-        self.updates.replacements[target] = key
+        self.replacements[target] = key
 
     def _place_tokens(self, path: str, key: str) -> None:
         target = self._known(f"{path}.weight", self._shapes)
@@ -393,7 +389,7 @@ class Resolver:
                 f"shape {(rows, *columns)}"
             )
         delta = LoraDelta(key, key, 1.0, tokens=tuple(tokens))
-        self.updates.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
+        self.deltas.setdefault(target, []).insert(0, delta)  # PEFT puts LoRA around it
 
     def _place(self, path: str, by_depth: dict[int, _Pair]) -> None:
         pairs = [by_depth[depth] for depth in sorted(by_depth, reverse=True)]
@@ -441,8 +437,7 @@ class Resolver:
             raise ValueError(f"{a or b or next(iter(pair.values()))} lacks its other half")
         rank, scaling = self._adapter.settings.rank_and_scaling(target)
         shapes = self._disk if module is None else self._shapes
-        deltas = self.updates.disk_deltas if module is None else self.updates.deltas
-        shape = shapes[name]
+        deltas, shape = self.disk_deltas if module is None else self.deltas, shapes[name]
         convolves = isinstance(module, nn.modules.conv._ConvNd)
         if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
             raise ValueError(f"{a} adapts {name} of shape {shape}, which cannot be merged")

@@ -33,18 +33,17 @@ from torch import Tensor
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
-from ..models.files import MAX_JSON, read_json
+from ..models.files import read_json
 from ..models.named import quiet
 from ..packing import codec
 from ..progress import Progress, reporting
-from . import adapter as adapters
 from . import training_codec
-from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter, vocabulary
+from .adapter import Adapter, LoraDelta, Updates, open_adapter, vocabulary
 from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, restore, same_bits
-from .manifest import CONFIG, canonical_name, is_packed
+from .manifest import CONFIG, is_packed
 from .prequantized import parts_of, strip
-from .reader import INDEX, SINGLE, Checkpoint, header_bytes, index_of
+from .reader import INDEX, SINGLE, Checkpoint
 from .rows import Slot, filled, kept_dtypes
 from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
 from .training_codec import TrainingCodec
@@ -138,22 +137,14 @@ def merge_adapter(
         lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
         opened = stack.enter_context(closing(open_base(source, lora, trust_remote_code)))
-        model = opened.model
-        adapters.check_adapter_patterns(adapter_folder, model)
         if not any_base:
-            training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
+            training_codec.check_noted_base(
+                adapter_folder, opened.model, str(base), opened.first_rows
+            )
         training: TrainingCodec | None = None
         if like_training and not isinstance(opened, PackedBase):
             asked = quantization_config
-            if asked is not None:
-                asked = training_codec.from_config(copy.deepcopy(model), asked)
-            training = training_codec.choose(lora.folder, asked)
-            names = model.state_dict()
-            experts, linears = (  # they may have been noted from this model's inner model
-                frozenset(canonical_name(model, name, names) or name for name in noted)
-                for noted in (training.experts, training.linears)
-            )
-            training = replace(training, experts=experts, linears=linears)
+            training = training_codec.of_training(adapter_folder, opened.model, asked)
         merge = _Merge(opened, lora, training, dtype, max_shard_size)
         with (
             new_folder(target) as folder,
@@ -180,9 +171,8 @@ class _Merge:
     ) -> None:
         self._base, self._adapter, self._training, self._dtype = base, adapter, training, dtype
         head = _trained_head(adapter, base.model)
-        shapes = {key: shape for key, (shape, _) in base.disk.items()}
         added = {} if head is None else head.state_dict()
-        self._updates = updates = Resolver(base.model, shapes, adapter, added).updates
+        self._updates = updates = Updates(base.model, base.disk, adapter, added)
         _move_to_stored_names(updates, base, adapter)
         self.new_config = _reshape(base, updates, adapter, head)
         self.changed: set[str] = set()
@@ -209,12 +199,11 @@ class _Merge:
         self.nbytes = sum(sizes.values())
         self._files: dict[str, list[str]] = {}  # keys by file
         if base.keeps_files:
-            self._files = {file.name: [] for file in base.checkpoint.files}
             name = base.checkpoint.files[0].name
             for key in base.disk:
                 if key in base.checkpoint:  # what is new follows the last one
                     name = base.checkpoint.info(key).file.name
-                self._files[name].append(key)
+                self._files.setdefault(name, []).append(key)
         else:  # as transformers names and cuts files
             shards = plan_shards(sizes, max_shard_size)
             for number, keys in enumerate(shards, 1):
@@ -224,20 +213,14 @@ class _Merge:
                 self._files[SINGLE if len(shards) == 1 else name] = keys
 
     def write(self, folder: Path, tell: Progress) -> None:
-        base = self._base
+        base, writers = self._base, dict[str, ShardWriter]()
         groups = {key: group for group in base.layout.groups for key in group.keys}
         done: set[str] = set()
         with ExitStack() as stack:
-            writers: dict[str, ShardWriter] = {}
             for name, keys in self._files.items():
-                metadata: dict[str, str] = {"format": "pt"}
-                if base.keeps_files:
-                    header = header_bytes(base.folder / name)
-                    metadata = json.loads(header).get("__metadata__") or {}
-                if keys:
-                    specs = {key: (self._dtypes[key], base.disk[key][0]) for key in keys}
-                    writer = ShardWriter(folder / name, specs, metadata)
-                    writers |= dict.fromkeys(keys, stack.enter_context(writer))
+                specs = {key: (self._dtypes[key], base.disk[key][0]) for key in keys}
+                writer = stack.enter_context(ShardWriter(folder / name, specs, {"format": "pt"}))
+                writers |= dict.fromkeys(keys, writer)
             for key in writers:
                 if key not in done:
                     tell(len(done), len(groups), key)
@@ -311,8 +294,7 @@ class _Merge:
         def write(name: str, content: Any) -> None:
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
-        base, source, new = self._base, self._base.folder, self.new_config
-        config = read_json(source / CONFIG)
+        base, new, config = self._base, self.new_config, read_json(self._base.folder / CONFIG)
         text = []
         for part in parts_of(config):
             if not base.keeps_files:
@@ -329,14 +311,9 @@ class _Merge:
             for part in [config] * (key != "vocab_size") + (text or [config]) * of_text:
                 part[key] = value
         write(CONFIG, config)
-        index = index_of(source) if base.keeps_files else source / INDEX
-        if index is None or (not base.keeps_files and len(self._files) == 1):
-            return
-        content = read_json(index, MAX_JSON) if base.keeps_files else {}
-        content["metadata"] = {**(content.get("metadata") or {}), "total_size": self.nbytes}
-        files = self._files.items()
-        content["weight_map"] = {key: name for name, keys in files for key in keys}
-        write(index.name, content)
+        if [*self._files] != [SINGLE]:
+            places = {key: name for name, keys in self._files.items() for key in keys}
+            write(INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": places})
 
 
 def _add(
@@ -365,12 +342,12 @@ _KINDS = {
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
     files, found = auxiliary_files(source), auxiliary_files(adapter)
-    copied: list[Path] = []
-    for kind, whole in _KINDS.items():
-        if Path(whole) in found:
+    copied: dict[Path, Path] = {}
+    for kind, main in _KINDS.items():
+        if Path(main) in found:
             files = {name: f for name, f in files.items() if not re.fullmatch(kind, name.parts[0])}
-        copied += [name for name in found if re.fullmatch(kind, name.parts[0])]
-    copy_files(files | {name: found[name] for name in copied}, folder)
+        copied |= {name: f for name, f in found.items() if re.fullmatch(kind, name.parts[0])}
+    copy_files(files | copied, folder)
     return tuple(map(str, copied))
 
 

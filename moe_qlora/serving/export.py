@@ -32,15 +32,13 @@ from ..checkpoint.adapter import (
     PREFIX,
     WEIGHTS,
     Adapter,
-    Resolver,
     Updates,
-    check_adapter_patterns,
     open_adapter,
 )
 from ..checkpoint.base import Base, open_base
 from ..checkpoint.reader import inside
 from ..checkpoint.staging import absolute, check_new, new_folder
-from ..checkpoint.training_codec import CARD, write_card
+from ..checkpoint.training_codec import CARD
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, listed, name_pattern
@@ -115,11 +113,9 @@ def export_adapter(
         layout = layout_for(target, named[0])
         if not any_base:
             training_codec.check_noted_base(folder, model, str(base), opened.first_rows)
-        check_adapter_patterns(folder, model)
         lora = open_adapter(folder)
         stack.enter_context(lora.file)
-        shapes = {key: shape for key, (shape, _) in opened.disk.items()}
-        updates = Resolver(model, shapes, lora).updates
+        updates = Updates(model, opened.disk, lora)
         work = stack.enter_context(new_folder(place))
         if target == "peft" and not updates.disk_deltas:
             shutil.copyfile(lora.folder / CONFIG, work / CONFIG)
@@ -133,9 +129,6 @@ def export_adapter(
         for name in (training_codec.NOTE, CARD):
             if (folder / name).is_file():
                 shutil.copyfile(inside(folder, name), work / name)
-        config = read_json(inside(folder, CONFIG))
-        layout_of = f"{target} {layout.tested}, {'fused' if report.fused else 'single'} experts"
-        write_card(work, config, training_codec.from_note(folder), layout_of)
     return report
 
 

@@ -152,7 +152,9 @@ def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (out / name).read_bytes() == (base / name).read_bytes()
     index = "model.safetensors.index.json"
-    assert json.loads((out / index).read_text()) == json.loads((base / index).read_text())
+    written, own = (json.loads((folder / index).read_text()) for folder in (out, base))
+    assert written["weight_map"] == own["weight_map"]
+    assert written["metadata"]["total_size"] == own["metadata"]["total_size"]
     assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "{{ x }}"
     before, after = tensors(base), tensors(out)
     changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
