@@ -14,8 +14,7 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     rows              what one load packs; the loop that reads rows, converts and packs them
     save              a packed folder: of a packed model, of a 16-bit folder
     adapter           an adapter as deltas to weights
-    training_codec    what an adapter was trained on, by its note: codec, the base's fingerprint;
-                      the model card
+    training_codec    what an adapter was trained on, by its note: codec, the base's fingerprint
     base, merge       the base's weights and files; the merged folder, tied weights, other shapes
     verify            damage in a folder; the error of packing its weights
 """

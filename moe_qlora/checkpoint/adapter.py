@@ -1,7 +1,7 @@
 """A LoRA adapter folder as PEFT writes it, read as deltas to a model's parameters.
 
     open_adapter        adapter_config.json checked, adapter_model.safetensors opened
-    Updates             each tensor's parameter in the model, or its key on disk
+    Updates             each tensor's parameter in the model
 
 Which modules have LoRA follows from the keys of the file, not from `target_modules`. PEFT wraps a
 module once for each parameter that `target_parameters` names, in registration order: of several
@@ -17,8 +17,8 @@ pairs on one module, the one with the most `base_layer` in its path is the first
 With resized embeddings, PEFT writes some tensors under several names: the trained `<path>.weight`
 as `<path>.modules_to_save.weight` too, beside the base's own `<path>.original_module.weight`.
 
-In transformers v4, vLLM and SGLang, experts are Linear layers, `<path>.experts.<e>.<leaf>`. Such a
-delta is added to the tensor on disk that has its path; where none has, it is refused.
+In transformers v4, vLLM and SGLang, experts are Linear layers, `<path>.experts.<e>.<leaf>`; such an
+adapter is refused where the model's are fused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -41,7 +40,6 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError
 from ..layout import unwrapped_name
 from ..models.files import check_patterns, read_json
-from .conversion import Disk
 from .manifest import canonical_name
 from .reader import Checkpoint, inside, parse_fields
 
@@ -53,11 +51,11 @@ PREFIX = "base_model.model."
 # of one expert, or of one projection of all experts
 SINGLE_EXPERT = re.compile(r"\.experts\.(\d+\.\w+|(gate|up|down)_proj|w[123])\.lora_[AB]\.weight$")
 PAIR = re.compile(
-    r"(?P<path>.+)\.lora_(?:(?P<half>[AB])\.(?P<leaf>weight|bias)|embedding_(?P<rows>[AB]))$"
+    r"(?P<path>.+?)(?P<wrapped>(\.base_layer)*)"
+    r"\.lora_((?P<half>[AB])\.(?P<leaf>weight|bias)|embedding_(?P<rows>[AB]))$"
 )
 _WRAPPED = ".base_layer"
 _TOKENS = ".token_adapter.trainable_tokens_delta"
-LAYERS = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
 
 Variant = tuple[str, tuple[Any, ...], str]
 """A setting of LoraConfig: its field, the values that leave it off, and why it is not supported."""
@@ -199,11 +197,6 @@ class Adapter:
     settings: LoraSettings
     file: Checkpoint
 
-    def whole_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of tensors trained in full, by the model's names."""
-        names = {key.removeprefix(PREFIX): key for key in self.file}
-        return {n: self.file.info(key).shape for n, key in names.items() if "lora_" not in n}
-
     def is_on(self, model: nn.Module) -> bool:
         """Whether a model has the modules that LoRA is on, as far as the file's names tell."""
         modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -292,18 +285,10 @@ _Pair = dict[str, str]  # keys of one LoRA layer: "Aweight", "Bweight", "Bbias",
 
 
 class Updates:
-    """The changes of an adapter to the tied meta model, its new `head`, or tensors on disk."""
+    """The changes of an adapter to the parameters of a tied meta model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        disk: Disk,
-        adapter: Adapter,
-        head: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> None:
-        # by the model's parameter name; by the key on disk if the model has no such name
-        self.deltas: dict[str, list[LoraDelta]] = {}
-        self.disk_deltas: dict[str, list[LoraDelta]] = {}
+    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+        self.deltas: dict[str, list[LoraDelta]] = {}  # by the parameter's name
         # by the name of the replaced parameter or buffer: the key in the adapter's file
         self.replacements: dict[str, str] = {}
         # names of tied tensors that are on disk under another name
@@ -311,10 +296,8 @@ class Updates:
         # names that the base ties and the adapter does not: the name of the base's values
         self.untied: dict[str, str] = {}
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        tensors = {**model.state_dict(), **head}
-        self._shapes = {name: tuple(t.shape) for name, t in tensors.items()}
-        self._disk = {key: shape for key, (shape, _) in disk.items()}
-        self._resizable = {*vocabulary(model), *head}
+        self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        self._resizable = vocabulary(model)
         self._known = partial(canonical_name, model)
         self._file, self._adapter = adapter.file, adapter
         wanted = adapter.settings.target_parameters or ()
@@ -329,26 +312,23 @@ class Updates:
                 f"{adapter.folder} was trained on {name} and does not fit the base: {fault}. Merge "
                 "it into the model that it was trained on."
             ) from fault
-        if not (self.deltas or self.disk_deltas or self.replacements):
+        if not (self.deltas or self.replacements):
             raise AdapterError(f"{adapter.folder / WEIGHTS} holds no tensor.")
 
     def _resolve(self) -> None:
-        pairs: dict[str, dict[int, _Pair]] = {}  # by unwrapped path and number of wrappers
+        pairs: dict[str, dict[int, _Pair]] = {}  # by unwrapped path and length of wrappers
         tokens: dict[str, str] = {}  # keys of trained rows by the path of their module
         for key in self._file:
             name = key.removeprefix(PREFIX)
+            plain = name.replace(_WRAPPED + ".", ".")
             if match := PAIR.match(name):
-                path, depth = match["path"], 0
-                while path.endswith(_WRAPPED):
-                    path, depth = path.removesuffix(_WRAPPED), depth + 1
                 part = (match["half"] or match["rows"]) + (match["leaf"] or "embedding")
-                by_depth = pairs.setdefault(path.replace(_WRAPPED + ".", "."), {})
-                by_depth.setdefault(depth, {})[part] = key
-            elif name.endswith(_TOKENS):
-                path = name.replace(_WRAPPED + ".", ".").removesuffix(_TOKENS)
-                tokens[path] = key
+                by_depth = pairs.setdefault(match["path"].replace(_WRAPPED, ""), {})
+                by_depth.setdefault(len(match["wrapped"]), {})[part] = key
+            elif plain.endswith(_TOKENS):
+                tokens[plain.removesuffix(_TOKENS)] = key
             else:
-                self._replace(key, name.replace(_WRAPPED + ".", "."))
+                self._replace(key, plain)
         for path, by_depth in pairs.items():
             self._place(path, by_depth)
         for path, key in tokens.items():
@@ -396,14 +376,10 @@ class Updates:
         first = next(iter(pairs[-1].values()))
         module_name = self._known(path, self._modules)
         if module_name is None:
-            key = self._known(f"{path}.weight", self._disk)
-            if key is None or list(by_depth) != [0]:
-                if SINGLE_EXPERT.search(first):
-                    raise of_single_experts(self._adapter.folder, first)
-                shape = self._file.info(first).shape
-                raise ValueError(f"{first} {shape} belongs to a module that it does not have")
-            self._add(pairs[0], path, None, key)
-            return
+            if SINGLE_EXPERT.search(first):
+                raise of_single_experts(self._adapter.folder, first)
+            shape = self._file.info(first).shape
+            raise ValueError(f"{first} {shape} belongs to a module that it does not have")
         module = self._modules[module_name]
         is_regex = isinstance(self._adapter.settings.target_parameters, str)
         named = []  # in registration order
@@ -417,9 +393,9 @@ class Updates:
             if hits and f"{module_name}.{name}" in self._shapes:
                 named.append(name)
                 self._matched.update(hits)
-        is_layer = isinstance(module, LAYERS) or type(module).__name__ == "Conv1D"
-        by_layer = len(pairs) == 1 and len(named) != 1 and is_layer
-        parameters = ["weight"] if by_layer else named
+        layers = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+        is_layer = isinstance(module, layers) or type(module).__name__ == "Conv1D"
+        parameters = ["weight"] if is_layer and len(pairs) == 1 and len(named) != 1 else named
         if len(parameters) != len(pairs):
             raise ValueError(
                 f"{first} is one of {len(pairs)} LoRA layers on {path}, of which "
@@ -429,15 +405,14 @@ class Updates:
             target = f"{path}.{parameter}" if parameter in named else path
             self._add(pair, target, module, f"{module_name}.{parameter}")
 
-    def _add(self, pair: _Pair, target: str, module: nn.Module | None, name: str) -> None:
-        # `name` is a key on disk if there is no module; patterns of the config match `target`.
+    def _add(self, pair: _Pair, target: str, module: nn.Module, name: str) -> None:
+        # patterns of the config match `target`
         leaf = "embedding" if "Aembedding" in pair else "weight"
         a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")
         if a is None or b is None:
             raise ValueError(f"{a or b or next(iter(pair.values()))} lacks its other half")
         rank, scaling = self._adapter.settings.rank_and_scaling(target)
-        shapes = self._disk if module is None else self._shapes
-        deltas, shape = self.disk_deltas if module is None else self.deltas, shapes[name]
+        shape = self._shapes[name]
         convolves = isinstance(module, nn.modules.conv._ConvNd)
         if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
             raise ValueError(f"{a} adapts {name} of shape {shape}, which cannot be merged")
@@ -454,12 +429,12 @@ class Updates:
                 f"{a} {stored[0]} and its lora_B {stored[1]} do not fit {name} of shape "
                 f"{shape}, which needs {wanted[0]} and {wanted[1]} at rank {rank}"
             )
-        deltas.setdefault(name, []).append(LoraDelta(a, b, scaling, experts, flip))
+        self.deltas.setdefault(name, []).append(LoraDelta(a, b, scaling, experts, flip))
         if (bias := pair.get("Bbias")) is not None:
             other = f"{name.removesuffix('.weight')}.bias"
-            if shapes.get(other) != self._file.info(bias).shape:
+            if self._shapes.get(other) != self._file.info(bias).shape:
                 raise ValueError(f"{bias} needs {other} of its own shape, which is not there")
-            deltas.setdefault(other, []).append(LoraDelta(bias, bias, scaling, bias=True))
+            self.deltas.setdefault(other, []).append(LoraDelta(bias, bias, scaling, bias=True))
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:

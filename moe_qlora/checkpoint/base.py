@@ -87,14 +87,13 @@ class Base:
         if known is None:
             return None
         group = self.layout.by_name[known]
-        return self.rows(
-            known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
-        )
+        last = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
+        return self.rows(known, 0, last)
 
     def holds(self, name: str, tensor: Tensor) -> bool:
         """Whether a parameter has the same bits as a tensor."""
-        slices = self.layout.by_name[name].slices()
-        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in slices)
+        parts = self.layout.by_name[name].slices()
+        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in parts)
 
     def stored_apart(self, stored: list[str]) -> bool:
         """Whether it stores several parameters that are not equal: transformers unties them."""

@@ -100,15 +100,13 @@ class DiskLayout:
         self.by_name = {name: group for group in self.groups for name in group.shapes}
         # Codecs take weights in row-major order, so that another shape of as many values would be
         # packed without an error.
-        for name, group in self.by_name.items():
-            if name not in state:
-                continue
-            shape, expected = group.shapes[name], tuple(state[name].shape)
-            if shape != (expected := expected[:: -1 if name in transposed else 1]):
-                count, key = len(group.keys), group.keys[0]
+        for name in filter(state.__contains__, self.by_name):
+            shape, keys = self.by_name[name].shapes[name], self.by_name[name].keys
+            expected = tuple(state[name].shape)[:: -1 if name in transposed else 1]
+            if shape != expected:
                 raise CheckpointError(
-                    f"{name} has the shape {shape} on disk ({count} tensors, {key} for one) and "
-                    f"{expected} by config.json: files are missing, or of another model."
+                    f"{name} has the shape {shape} on disk ({len(keys)} tensors, {keys[0]} for one)"
+                    f" and {expected} by config.json: files are missing, or of another model."
                 )
         if mapping is None:  # as `from_pretrained` notes what it used, which saving undoes
             self.model.__dict__["_weight_conversions"] = [one for one in used if one.was_used()]

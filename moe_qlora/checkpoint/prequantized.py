@@ -52,8 +52,7 @@ _SETTINGS = "quantization_config"
 METHODS = (FP8, MXFP8, MXFP4, COMPRESSED, MODELOPT)
 ADVICE = "name the model's 16-bit checkpoint instead"
 
-Block = tuple[int | None, int | None]
-"""Rows and columns of one scale; None: all of them."""
+Block = tuple[int | None, int | None]  # rows and columns of one scale; None: all of them
 TENSOR: Block = (None, None)
 CHANNEL: Block = (1, None)
 
@@ -81,14 +80,12 @@ def method_of(own: Any) -> str | None:
     own = own.to_dict() if hasattr(own, "to_dict") else own or {}
     own = _parse(_Mapping, own)
     method = str(own.get("quant_method") or "").lower()
-    if not own or method.startswith("bitsandbytes"):
-        return None
-    if own.get("load_in_4bit") or own.get("load_in_8bit"):
+    ours = method.startswith("bitsandbytes") or own.get("load_in_4bit") or own.get("load_in_8bit")
+    if not own or ours:
         return None
     unnamed = not method and ("quant_algo" in own or own.get("quant_library") == MODELOPT)
-    if unnamed or method.startswith(MODELOPT):  # modelopt_fp4 and others are names of vLLM
-        return MODELOPT
-    return method or "no quant_method"
+    named = method.startswith(MODELOPT)  # modelopt_fp4 and others are names of vLLM
+    return MODELOPT if unnamed or named else method or "no quant_method"
 
 
 def _unread(setting: str, why: str) -> CheckpointError:
@@ -258,6 +255,10 @@ _unpack_e2m1 = partial(unpack_nibbles, table=TABLES[MXFP4])
 _unpack_int4 = partial(unpack_nibbles, table=[float(code - 8) for code in range(16)])
 
 
+def _unpack_int8(words: Tensor) -> Tensor:
+    return words.contiguous().view(torch.uint8).float() - 128
+
+
 def _unpack_bytes(codes: Tensor) -> Tensor:
     if not codes.is_cpu or codes.dtype == torch.int8:
         return codes.float()
@@ -405,7 +406,7 @@ class PrequantizedCheckpoint(Checkpoint):
         blocks: Iterable[Block],
         dtypes: tuple[torch.dtype, ...],
         unpack: Callable[[Tensor], Tensor],
-        *others: tuple[str, str],
+        **others: str,
     ) -> Quantized:
         """Return codes of `shape`, unpacked, whose scales fit one of these blocks and dtypes."""
         info = self._part(scale, key)
@@ -418,18 +419,17 @@ class PrequantizedCheckpoint(Checkpoint):
         for block in blocks:
             high, wide = min(block[0] or rows, rows), min(block[1] or columns, columns)
             scales = (*shape[:-2], cdiv(rows, high), cdiv(columns, wide))
-            wanted.append(scales)
+            wanted.append(str(scales))
             one = not grid and (prod(scales) == 1 or block == TENSOR)
             same = grid == tuple(size for size in scales if size != 1)
             same = same and info.shape[:1] == scales[:1]  # rows are read by the first dimension
             if info.dtype in dtypes and (one or same):
                 fitting.add((high, wide, one))
         if len(fitting) != 1:
-            kinds, shapes = map(dtype_name, dtypes), sorted(map(str, wanted))
-            said = f"{' or '.join(kinds)} of shape {' or '.join(shapes)}"
+            said = f"{' or '.join(map(dtype_name, dtypes))} of shape {' or '.join(sorted(wanted))}"
             raise _misfit(scale, info, f"scales of {key} of shape {shape}, which are {said}")
         high, wide, one = fitting.pop()
-        parts = dict([(CODES, key), (SCALE, scale), *others])
+        parts = {CODES: key, SCALE: scale, **others}
         return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
 
     def _int(self, key: str, scale: str) -> Quantized:
@@ -450,14 +450,12 @@ class PrequantizedCheckpoint(Checkpoint):
         if len(fitting) != 1 or words.dtype != torch.int32:
             raise _misfit(key, words, f"int32 of codes that {scale} and {said} go with")
         bits, group = fitting[0]
-        unpack: Any = _unpack_int4
-        if bits == 8:  # in fp32, whatever torch's default dtype is
-            unpack = lambda words: words.contiguous().view(torch.uint8).float() - 128  # noqa: E731
+        unpack = _unpack_int4 if bits == 4 else _unpack_int8
         return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, unpack)
 
     def _fp4(self, key: str, scale: str) -> Quantized:
         """Return bytes of two codes, whose FP8 scales have a scale; gpt-oss's are transposed."""
-        info, turned, others = self.stored[key], self.method == MXFP4, list[tuple[str, str]]()
+        info, turned, others = self.stored[key], self.method == MXFP4, dict[str, str]()
         shape = (*info.shape[:2], prod(info.shape[2:])) if turned else info.shape or (0,)
         shape = (*shape[:-1], shape[-1] * 2)
         if turned and (info.shape[3:] != (MX_BLOCK // 2,) or info.dtype != torch.uint8):
@@ -468,10 +466,10 @@ class PrequantizedCheckpoint(Checkpoint):
             is_factor = self.method == MODELOPT
             role, end = (FACTOR, "_scale_2") if is_factor else (DIVISOR, "_global_scale")
             other = f"{self._name(key)}{end}"
-            others, own = [(role, other)], self._part(other, key)
+            others, own = {role: other}, self._part(other, key)
             if prod(own.shape) != 1 or own.dtype not in FLOAT_SCALES:
                 raise _misfit(other, own, f"one floating-point value for {key}")
-        found = self._quantized(key, shape, scale, [block], dtypes, _unpack_e2m1, *others)
+        found = self._quantized(key, shape, scale, [block], dtypes, _unpack_e2m1, **others)
         if turned:
             return replace(found, shape=(shape[0], shape[2], shape[1]), transposed=True)
         return found
@@ -513,8 +511,7 @@ def open_plain(
         places = (config, inner if isinstance(inner, Mapping) else {})
         said = [_named_dtype(one.get(key)) for one in places for key in ("dtype", "torch_dtype")]
         wide = (one for one in said if one and one.is_floating_point and one.itemsize > 1)
-        dtype = next(wide, torch.bfloat16)
-        return PrequantizedCheckpoint(checkpoint, own, dtype)
+        return PrequantizedCheckpoint(checkpoint, own, next(wide, torch.bfloat16))
     except CheckpointError as error:
         checkpoint.close()
         raise CheckpointError(f"{folder}: {error}") from error

@@ -126,13 +126,12 @@ class Checkpoint(dict[str, TensorInfo]):
         waiting; larger tensors, which would lock it for good, go to the device at once.
         """
         tensor = Checkpoint.read(self, key, start, stop)
-        if device is None or torch.device(device).type != "cuda":
-            return lambda: tensor if device is None else tensor.to(device)
-        if tensor.nbytes > _MOST_LOCKED:
-            moved = tensor.to(device)
-            return lambda: moved
-        locked = tensor.pin_memory()
-        return lambda: locked.to(device, non_blocking=True)
+        on_gpu = device is not None and torch.device(device).type == "cuda"
+        if on_gpu and tensor.nbytes <= _MOST_LOCKED:
+            locked = tensor.pin_memory()
+            return lambda: locked.to(device, non_blocking=True)
+        moved = tensor if device is None else tensor.to(device)
+        return lambda: moved
 
     def read_bytes(self, key: str, start: int, stop: int) -> Tensor:
         """Read the bytes `[start, stop)` of a tensor, uint8, and no others."""

@@ -1,17 +1,10 @@
 """What one load packs, and the one loop that packs it: for a load, a rank's share, a packed folder.
 
 `packing_spec` serves 16-bit checkpoints and `reload_spec` folders that this package packed; both
-decide from the meta model. The loop, `filled`:
-
-groups of tensors on disk (conversion.py), cut into slices of a few experts
-|   worker threads read ahead: to page-locked memory where a GPU packs
-v
-the slice on its device, its codes dequantized if the maker quantized the folder
-|   transformers' operations: merge, concatenate, transpose
-v
-rows of parameters   ->  a `Slot` for each: packs, or collects what stays plain
-v
-(name, PackedWeight or Tensor), for the caller to put into place
+decide from the meta model. The loop, `filled`, takes groups of tensors on disk (conversion.py) in
+slices of a few experts, which threads read ahead: to page-locked memory where a GPU packs. On
+their device they are dequantized if the maker quantized the folder, converted by transformers'
+operations, and taken by a `Slot` for each parameter, which packs them, or collects plain ones.
 """
 
 from __future__ import annotations
@@ -260,13 +253,10 @@ def slot_for(
     device: torch.device,
 ) -> Slot:
     """Return the slot of a parameter that is loaded in this dtype, were it not packed."""
-    settings = plan.settings if name in linears or name in plan.params else None
-    shape, turned = model.get_parameter_or_buffer(name).shape, linears.get(name, False)
-    linear = name in linears
+    linear, shape = name in linears, model.get_parameter_or_buffer(name).shape
+    settings = plan.settings if linear or name in plan.params else None
+    turned = linears.get(name, False)
     return Slot(name, shape, dtype, device, settings, linear=linear, transposed=turned)
-
-
-_Slice = tuple[Group, list[Slot], int, int | None, bool]
 
 
 def filled(
@@ -274,36 +264,30 @@ def filled(
 ) -> Iterator[tuple[str, Any]]:
     """Yield what the slots of these groups' parameters make, each as soon as it is read."""
 
-    def slices() -> Iterator[_Slice]:
+    def slices() -> Iterator[tuple[Group, list[Slot], int, int | None, bool]]:
         for group in groups:
             mine = [slots[name] for name in group.shapes if name in slots]
             parts = _parts(group, mine)
             yield from ((group, mine, *part, part == parts[-1]) for part in parts)
 
-    def read(item: _Slice) -> dict[str, Callable[[], Tensor]]:
+    def read(item: tuple[Group, list[Slot], int, int | None, bool]) -> dict[str, Any]:
         group, mine, start, stop, _ = item
-        if start == stop:
-            return {}
         if mine[0].settings is not None or mine[0].dtype.is_floating_point:
             for key in group.keys:
                 check_plain(mine[0].name, files.info(key).dtype)
         on_cpu = getattr(group.converter, "force_cpu", False)
         device = torch.device("cpu") if on_cpu else mine[0].device
-        places = group.places(start, stop)
+        places = group.places(start, stop) if start != stop else ()
         return {key: files.fetch(key, first, last, device) for key, _, first, last in places}
 
-    def take(item: _Slice, fetched: Mapping[str, Callable[[], Tensor]]) -> None:
-        group, mine, start, *_ = item
-        values = convert(group, {key: one() for key, one in fetched.items()}, layout.model)
-        for slot in mine:
-            slot.take(start, values[slot.name])
-
     on_gpu = any(slot.device.type != "cpu" for slot in slots.values())
-    for item, fetched in ahead(read, slices(), WORKERS if on_gpu else 1):
-        _, mine, start, stop, is_last = item
+    for item, reading in ahead(read, slices(), WORKERS if on_gpu else 1):
+        group, mine, start, _, is_last = item
         try:
-            if start != stop:
-                take(item, fetched.result())
+            fetched = {key: one() for key, one in reading.result().items()}
+            values = convert(group, fetched, layout.model) if fetched else {}
+            for slot in mine if fetched else ():
+                slot.take(start, values[slot.name])
         except MoeQloraError as error:
             for slot in mine:
                 slot.fail(error)

@@ -9,8 +9,6 @@ The fingerprint in the note tells the base from a model whose names and shapes h
 configuration fields that change the forward, and for each of some hundred unpacked weights
 (embeddings, routers) one bit, set if the weight is above their mean. Packing or further training of
 the base leaves most bits; of another model's bits, half agree by chance.
-
-The model card (README.md) has a program between two markers; the rest is PEFT's.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..errors import AdapterError, ConfigError, visible
+from ..errors import AdapterError, ConfigError
 from ..layout import dtype_name, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
@@ -186,10 +184,10 @@ def of_training(adapter: Path, model: nn.Module, config: Any) -> TrainingCodec:
             f"quantization_config asks for {asked}, and {adapter / NOTE} says that the adapter was "
             f"trained on {trained}; leave quantization_config out."
         )
-    names = model.state_dict()
-    experts, linears = (  # they may have been noted from this model's inner model
-        frozenset(canonical_name(model, name, names) or name for name in names_noted)
-        for names_noted in (noted.experts, noted.linears)
+    names = model.state_dict()  # the noted ones may be of its inner model
+    experts, linears = (
+        frozenset(canonical_name(model, name, names) or name for name in some)
+        for some in (noted.experts, noted.linears)
     )
     return replace(noted, experts=experts, linears=linears)
 
@@ -270,43 +268,3 @@ def check_noted_base(
             f"{adapter} was trained on {noted.name}, and {base.name} has {other[0]}: use it with "
             "the model that it was trained on, or pass any_base=True (--any-base)."
         )
-
-
-CARD = "README.md"
-_START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
-_PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
-_CLASSES = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
-_USAGE = """## Adapter of a Mixture-of-Experts model
-
-```python
-import moe_qlora
-from transformers import {model}, BitsAndBytesConfig
-
-with moe_qlora.enabled():
-    model = {model}.from_pretrained({base}, quantization_config=BitsAndBytesConfig({how}){dtype})
-model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
-```
-
-Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`.
-"""
-
-
-def write_card(folder: Path, config: Mapping[str, Any], packed: TrainingCodec) -> None:
-    """Write our part of an adapter's model card, the program that loads it, given its config."""
-    base = packed.base.name if packed.base else str(config.get("base_model_name_or_path") or "")
-    fields = packed.settings.bnb_fields().items()
-    usage = _USAGE.format(
-        model=_CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM"),
-        base=json.dumps(visible(base or "BASE")),
-        how=", ".join(f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)),
-        dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",
-    )
-    named = f"base_model: {json.dumps(base)}\n" if base else ""
-    text, file = f"---\n{named}library_name: peft\n---\n", folder / CARD
-    if file.is_file():
-        text = _PART.sub("\n", file.read_text(encoding="utf-8", errors="replace"))
-    replace_file(file, f"{text.rstrip()}\n\n{_START}\n\n{usage}\n{_END}\n".encode())

@@ -3,7 +3,7 @@
 open the base      names on disk, the model on meta, its fingerprint
 resolve            every pair of factors, and its target weight
 lay out            single experts or fused; one rank and one scaling if the server needs that
-write              safetensors, adapter_config.json, the note, the card
+write              safetensors, adapter_config.json; the note and the card are copied
 
 The table `servers.json` contains the layouts of servers, tested with the version given there.
 "fused" is PEFT's layout, LoRA on fused
@@ -38,7 +38,6 @@ from ..checkpoint.adapter import (
 from ..checkpoint.base import Base, open_base
 from ..checkpoint.reader import inside
 from ..checkpoint.staging import absolute, check_new, new_folder
-from ..checkpoint.training_codec import CARD
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, listed, name_pattern
@@ -115,9 +114,9 @@ def export_adapter(
             training_codec.check_noted_base(folder, model, str(base), opened.first_rows)
         lora = open_adapter(folder)
         stack.enter_context(lora.file)
-        updates = Updates(model, opened.disk, lora)
+        updates = Updates(model, lora)
         work = stack.enter_context(new_folder(place))
-        if target == "peft" and not updates.disk_deltas:
+        if target == "peft":
             shutil.copyfile(lora.folder / CONFIG, work / CONFIG)
             shutil.copyfile(lora.folder / WEIGHTS, work / WEIGHTS)
             report = ExportReport(
@@ -126,7 +125,7 @@ def export_adapter(
         else:
             export = _Export(folder, model, opened, lora, layout, updates)
             report = export.write(work, place)
-        for name in (training_codec.NOTE, CARD):
+        for name in (training_codec.NOTE, "README.md"):
             if (folder / name).is_file():
                 shutil.copyfile(inside(folder, name), work / name)
     return report
@@ -199,8 +198,6 @@ class _Export:
 
     def _unserved(self) -> Iterator[tuple[str, str]]:
         """Yield weights that the adapter changes as no server loads it, and why."""
-        for key in self.updates.disk_deltas:
-            yield key, "is on disk, but the model has no tensor of that name"
         for name in self.updates.replacements:
             yield name, "is trained in full (modules_to_save)"
         for name, deltas in self.updates.deltas.items():

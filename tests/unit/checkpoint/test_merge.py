@@ -267,8 +267,7 @@ def test_lora_on_a_convolution(tmp_path: Path) -> None:
 
 def test_lora_on_a_tied_embedding_changes_both(tmp_path: Path) -> None:
     model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
-    with pytest.warns(UserWarning, match=r"embed_tokens.weight is tied to lm_head.weight"):
-        assert_merges_as_peft(tmp_path, model, linears=["embed_tokens"])
+    assert_merges_as_peft(tmp_path, model, linears=["embed_tokens"])
 
 
 def test_tied_names_that_differ_on_disk_are_no_longer_tied(tmp_path: Path) -> None:
@@ -281,30 +280,6 @@ def test_tied_names_that_differ_on_disk_are_no_longer_tied(tmp_path: Path) -> No
     merged = merge(tmp_path)
     assert torch.equal(merged[head], weights[head])
     assert not torch.equal(merged[embedding], weights[embedding])
-
-
-def test_an_adapter_from_transformers_v4_goes_to_the_single_experts(tmp_path: Path) -> None:
-    model: Any = testing.tiny_model("qwen3_moe")
-    save(model, tmp_path / "base")
-    adapt(model, tmp_path / "adapter", linears=["q_proj"])
-    before, file = tensors(tmp_path / "base"), tmp_path / "adapter/adapter_model.safetensors"
-    weights, expected = load_file(file), {}
-    generator = torch.Generator().manual_seed(0)
-    for key, value in before.items():
-        if ".experts." in key and not key.endswith("1.up_proj.weight"):
-            path = f"base_model.model.{key.removesuffix('.weight')}"
-            a = weights[f"{path}.lora_A.weight"] = torch.randn(
-                2, value.shape[1], generator=generator
-            )
-            b = weights[f"{path}.lora_B.weight"] = torch.randn(len(value), 2, generator=generator)
-            expected[key] = value + 4.0 * (b @ a)  # alpha 8 / r 2
-    save_file(weights, file)
-    merged = merge(tmp_path)
-    assert len(expected) > 12
-    for key, value in expected.items():
-        torch.testing.assert_close(merged[key], value, rtol=0, atol=1e-5)
-    same = next(key for key in before if key.endswith("experts.1.up_proj.weight"))
-    assert torch.equal(merged[same], before[same])
 
 
 def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:

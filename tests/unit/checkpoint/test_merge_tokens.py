@@ -20,7 +20,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
     BitsAndBytesConfig,
 )
 from upstream import skip_llama4
@@ -170,18 +169,6 @@ def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
     adapter = save(adapted, tmp_path / "adapter")
     with pytest.raises(AdapterError, match=r"embed_tokens.weight: 135 rows, lm_head.weight: 128"):
         moe_qlora.merge_adapter(source, adapter, tmp_path / "out")
-
-
-@pytest.mark.parametrize(("labels", "tied"), [(1, True), (3, False)])
-def test_a_reward_models_head(labels: int, tied: bool, tmp_path: Path) -> None:
-    source = base(tmp_path / "base", "mixtral", tie_word_embeddings=tied)
-    kind = AutoModelForSequenceClassification
-    adapted = train(load(source, kind, num_labels=labels), task_type="SEQ_CLS")
-    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
-    model = merged(source, adapter, tmp_path / "merged", kind)
-    assert model.config.num_labels == labels
-    assert "lm_head.weight" not in tensors(tmp_path / "merged")
-    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
 
 
 def test_an_embedding_model(tmp_path: Path) -> None:
