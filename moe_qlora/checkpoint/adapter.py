@@ -46,7 +46,6 @@ from .reader import Checkpoint, inside, parse_fields
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
-
 PREFIX = "base_model.model."
 # of one expert, or of one projection of all experts
 SINGLE_EXPERT = re.compile(r"\.experts\.(\d+\.\w+|(gate|up|down)_proj|w[123])\.lora_[AB]\.weight$")
@@ -57,9 +56,7 @@ PAIR = re.compile(
 _WRAPPED = ".base_layer"
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 
-Variant = tuple[str, tuple[Any, ...], str]
-"""A setting of LoraConfig: its field, the values that leave it off, and why it is not supported."""
-
+Variant = tuple[str, tuple[Any, ...], str]  # a LoraConfig's field, values that leave it off, why
 LORA_VARIANTS: tuple[Variant, ...] = (
     ("use_dora", (False, None), "DoRA rescales each row by a norm of the unpacked, merged weight"),
     ("layer_replication", (None,), "the adapted model has more layers than the base"),
@@ -227,22 +224,15 @@ def open_adapter(folder: Path) -> Adapter:
     """Open a LoRA adapter folder."""
     path = folder / CONFIG
     if not path.is_file():
-        raise CheckpointError(
-            f"{folder} is no adapter: it has no {CONFIG}; name the folder that PEFT saved it to."
-        )
+        raise CheckpointError(f"{folder} is no adapter: it has no {CONFIG}; name one of PEFT.")
     config = read_json(inside(folder, CONFIG))
     settings = parse_fields(LoraSettings, config, path)
     if (peft_type := config.get("peft_type")) != "LORA":
-        raise AdapterError(
-            f"{folder} holds a {peft_type} adapter; only LORA adapters can be merged."
-        )
+        raise AdapterError(f"{folder} holds a {peft_type} adapter; only LoRA can be merged.")
     if found := unsupported(_UNMERGEABLE, config.get):
         name, value, why = found
         shown = value if isinstance(value, (bool, int, str)) else "set"
-        raise AdapterError(
-            f"{folder} was trained with {name}={shown}, which cannot be merged into plain "
-            f"weights here: {why}."
-        )
+        raise AdapterError(f"{folder} was trained with {name}={shown}, which is not merged: {why}.")
     if not (folder / WEIGHTS).is_file():
         pickled = f" but {PICKLE}, a pickle, which is never read" * (folder / PICKLE).exists()
         raise CheckpointError(f"{folder} has no {WEIGHTS}{pickled}: save it again with PEFT.")
@@ -336,9 +326,7 @@ class Updates:
         if self._adapter.settings.trainable_token_indices and not tokens:
             raise ValueError("trainable_token_indices is set, and the file has no such rows")
         if unmatched := sorted(set(self._targets) - self._matched):
-            raise ValueError(
-                f"target_parameters names {unmatched[0]}, for which the file has no tensor"
-            )
+            raise ValueError(f"target_parameters names {unmatched[0]}, for which the file has none")
 
     def _replace(self, key: str, name: str) -> None:
         name = name.replace(".token_adapter.", ".")

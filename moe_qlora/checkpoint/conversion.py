@@ -19,11 +19,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ..errors import CheckpointError
 
-SLICE_ELEMENTS = 2**21
-"""Weights that are converted and summed at a time: 8 MiB in fp32."""
-
-Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of tensors by key."""
+SLICE_ELEMENTS = 2**21  # weights that are converted and summed at a time: 8 MiB in fp32
+Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of tensors by key
 
 
 @dataclass(frozen=True)
@@ -211,10 +208,8 @@ def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str
                 missing_keys=None,
             )
     except Exception as error:
-        raise CheckpointError(
-            f"{group.keys[0]} and {len(group.keys) - 1} other tensors do not make the "
-            f"parameter {group.target}: {error}"
-        ) from error
+        others = f"{group.keys[0]} and {len(group.keys) - 1} other tensors"
+        raise CheckpointError(f"{others} do not make {group.target}: {error}") from error
     # Operations name their results by patterns, of which the group's own name has one.
     name = group.target.replace("*.", "0.")
     before, _, after = next((name.partition(p) for p in values if p in name), ("", "", ""))

@@ -89,10 +89,10 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge a LoRA adapter into its base and write a plain checkpoint in the original layout.
 
-    Sums are taken in fp32 (fp64 for fp64 weights) and rounded once. On a weight that the base ties
-    to another (embeddings), LoRA changes both, as it does in PEFT's own merge.
-    Embeddings and head that the adapter holds otherwise are untied. Tokenizer, processor, chat
-    template and generation config come from the adapter's folder where that has them.
+    Sums are taken in fp32 (fp64 for fp64 weights) and rounded once. LoRA on one of two tied weights
+    changes both, as in PEFT's own merge; embeddings and head that the adapter holds otherwise are
+    untied. Tokenizer, processor, chat template and generation config come from the adapter's folder
+    if it has them.
 
     Args:
         base: A 16-bit (or fp32) checkpoint folder in safetensors, which is exact; or a folder that
@@ -122,8 +122,7 @@ def merge_adapter(
         raise ConfigError(f"dtype is {dtype}; give torch.bfloat16, torch.float16 or torch.float32.")
     if quantization_config is not None and (not like_training or is_packed(source)):
         raise ConfigError(
-            "quantization_config is for like_training=True and a base that is not packed; leave it "
-            "out."
+            "quantization_config is for like_training on a 16-bit base; leave it out."
         )
     check_new(target)
     with ExitStack() as stack:
@@ -218,7 +217,8 @@ class _Merge:
     def _write_group(self, group: Group, writers: Mapping[str, ShardWriter]) -> None:
         base, updates, file = self._base, self._updates, self._adapter.file
         replaced = group.shapes.keys() & updates.replacements.keys()
-        changes = bool(replaced or group.shapes.keys() & updates.deltas.keys())
+        deltas = {name: updates.deltas[name] for name in group.shapes if name in updates.deltas}
+        changes = bool(replaced or deltas)
         packed = self._pack(group)
         if changes:
             self.changed.update(group.keys)
@@ -234,7 +234,6 @@ class _Merge:
                     writers[key].write(key, tensor.to(self._dtypes[key]))
             return
         source = updates.untied.get(group.target, "")
-        deltas = {name: updates.deltas[name] for name in group.shapes if name in updates.deltas}
         factors = cache(lambda delta, dtype: delta.factors(file, dtype))
         for start, stop in group.slices():
             values = {n: file.read(updates.replacements[n], start, stop) for n in replaced}
@@ -302,21 +301,21 @@ class _Merge:
             (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-# Files of one kind: with the named file, all of them come from the adapter's folder.
+# Files of one kind, by one of them: with that, all come from the adapter's folder.
 _KINDS = {
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json|"
-    r".*\.(model|tiktoken|jinja)|chat_template\.json|additional_chat_templates": (
-        "tokenizer_config.json"
+    "tokenizer_config.json": (
+        r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json|"
+        r".*\.(model|tiktoken|jinja)|chat_template\.json|additional_chat_templates"
     ),
-    r".*processor_config\.json": "processor_config.json",
-    r"generation_config\.json": "",
+    "processor_config.json": r".*processor_config\.json",
+    "": r"generation_config\.json",
 }
 
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
     files, found = auxiliary_files(source), auxiliary_files(adapter)
     copied: dict[Path, Path] = {}
-    for kind, main in _KINDS.items():
+    for main, kind in _KINDS.items():
         if Path(main) in found:
             files = {name: f for name, f in files.items() if not re.fullmatch(kind, name.parts[0])}
         copied |= {name: f for name, f in found.items() if re.fullmatch(kind, name.parts[0])}
@@ -326,20 +325,19 @@ def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ..
 
 def _reshape(base: Base, updates: Updates, adapter: Adapter) -> dict[str, Any]:
     """Give embeddings and head the adapter's shapes, untied ones both; return changed fields."""
-    model, by_name, changes = base.model, base.layout.by_name, dict[str, Any]()
-    names = vocabulary(model)
+    names, by_name, changes = vocabulary(base.model), base.layout.by_name, dict[str, Any]()
     first = next(name for name in (*names, *by_name) if name in by_name)
     dtype, count = base.disk[by_name[first].keys[0]][1], by_name[first].shapes[first][0]
     shapes = {name: by_name[stored].shapes[stored] for name, stored in updates.untied.items()}
-    shapes |= {n: adapter.file.info(key).shape for n, key in updates.replacements.items()}
+    replaced = {n: adapter.file.info(key).shape for n, key in updates.replacements.items()}
+    shapes |= {name: shape for name, shape in replaced.items() if name in names}
     if updates.untied:
         changes[_TIED] = False
     for name, shape in shapes.items():
-        old = by_name[name].shapes[name] if name in by_name else None
-        if shape != old and (name in updates.untied if old is None else name in names):
+        if name in updates.untied if name not in by_name else by_name[name].shapes[name] != shape:
             base.put(name, shape, dtype)
     rows = {name: by_name[name].shapes[name][0] for name in names if name in by_name}
-    if any(name in names and shape[0] != count for name, shape in shapes.items()):
+    if any(shape[0] != count for shape in shapes.values()):
         if len(set(rows.values())) > 1:
             raise AdapterError(
                 f"{adapter.folder} was trained with a resized vocabulary, and does not hold all of "
@@ -383,8 +381,7 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
             if True not in both or not stored or not set(names) <= set(vocabulary(model)):
                 raise AdapterError(
                     f"{adapter.folder} changes {names[0]} and {names[1]} in different ways, and "
-                    "the base ties them: one tensor on disk cannot hold both; untie them in the "
-                    "base first."
+                    "the base ties them: untie them in the base first."
                 )
             updates.untied |= dict.fromkeys(names, stored[0])
             updates.tied.difference_update(names)
@@ -402,12 +399,11 @@ def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
     tokens = any(one.tokens for deltas in adapted for one in deltas)
     if len(replaced) not in (0, len(names)) or (tokens and len(adapted) < len(names)):
         return False
+
+    def same(keys: list[list[str]]) -> bool:
+        read = [[file.read(key) for key in some] for some in keys]
+        return all(all(map(same_bits, read[0], other)) for other in read[1:])
+
     how = {tuple((one.scaling, one.tokens) for one in deltas) for deltas in adapted}
-    factors = [
-        [factor for one in deltas for factor in one.factors(file, torch.float32)]
-        for deltas in adapted
-    ]
-    tensors = [[file.read(key)] for key in replaced]
-    return len(how) < 2 and all(
-        all(map(same_bits, alike[0], other)) for alike in (tensors, factors) for other in alike[1:]
-    )
+    factors = [[key for one in deltas for key in (one.a, one.b)] for deltas in adapted]
+    return len(how) < 2 and same([[key] for key in replaced]) and same(factors)

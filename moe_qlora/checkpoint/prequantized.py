@@ -16,9 +16,8 @@ fp32, bf16, fp16, or exponents (e8m0, or bytes). Two E2M1 codes share a byte, th
 half; integers are symmetric, stored with 2^(bits - 1) added, the first in a word's lowest bits.
 
 Sources: DeepSeek-V3's README_WEIGHTS.md, OCP Microscaling Formats (MX) Specification v1.0, gpt_oss'
-torch/weights.py, vllm-project/compressed-tensors (compressors, quant_config.py, utils/match.py),
-NVIDIA/Model-Optimizer (nvfp4_tensor.py, convert_hf_config.py), transformers'
-utils/quantization_config.py and should_convert_module.
+torch/weights.py, vllm-project/compressed-tensors (compressors, quant_config.py), transformers'
+utils/quantization_config.py, NVIDIA/Model-Optimizer (nvfp4_tensor.py, convert_hf_config.py).
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ from .reader import Checkpoint, TensorInfo, inside
 
 FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
-MODELOPT_CONFIG = "hf_quant_config.json"
-"""What modelopt writes beside config.json; a 16-bit folder has none."""
+MODELOPT_CONFIG = "hf_quant_config.json"  # modelopt's, beside config.json
 _SETTINGS = "quantization_config"
 METHODS = (FP8, MXFP8, MXFP4, COMPRESSED, MODELOPT)
 ADVICE = "name the model's 16-bit checkpoint instead"
@@ -77,8 +75,7 @@ def _maker_config(config: Any) -> Any:
 
 def method_of(own: Any) -> str | None:
     """Return the method of a `quantization_config`, as `maker_method` does."""
-    own = own.to_dict() if hasattr(own, "to_dict") else own or {}
-    own = _parse(_Mapping, own)
+    own = _parse(_Mapping, own.to_dict() if hasattr(own, "to_dict") else own or {})
     method = str(own.get("quant_method") or "").lower()
     ours = method.startswith("bitsandbytes") or own.get("load_in_4bit") or own.get("load_in_8bit")
     if not own or ours:
@@ -143,8 +140,8 @@ class _Settings:
     config_groups: dict[str, _Group] | None = None
 
 
+# of modelopt, or how their names begin
 _ALGORITHMS = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "NONE")
-"""Of modelopt, or how their names begin."""
 
 
 class MakerConfig:
@@ -173,12 +170,11 @@ class MakerConfig:
             self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
 
 
+# Most values that are in fp32 at a time on the CPU, in whose cache they stay; on other devices it
+# is four times as many, which start fewer kernels.
 PIECE = 1 << 20
-"""Most values that are in fp32 at a time on the CPU, in whose cache they stay; on other devices it
-is four times as many, which start fewer kernels."""
-
+# Roles of stored tensors: scales of scales are multiplied (factor) or divided by (divisor).
 CODES, SCALE, FACTOR, DIVISOR = "codes", "scale", "factor", "divisor"
-"""Roles of stored tensors: scales of scales are multiplied (factor) or divided by (divisor)."""
 
 
 @dataclass(frozen=True)
@@ -476,9 +472,7 @@ class PrequantizedCheckpoint(Checkpoint):
 
     def _part(self, part: str, key: str) -> TensorInfo:
         if part not in self.stored:
-            raise CheckpointError(
-                f"{part} is missing, without which {key} cannot be read: copy the whole folder."
-            )
+            raise CheckpointError(f"{part} is missing, and {key} needs it: copy the whole folder.")
         return self.stored[part]
 
 
@@ -555,9 +549,8 @@ def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]
         return config, own
     inner = read_json(inside(folder, MODELOPT_CONFIG)).get("quantization")
     inner = inner if isinstance(inner, dict) else {}
-    if not (inner.get("quant_algo") or inner.get("quantized_layers")):
-        return config, None  # only the KV cache is quantized
-    return config, {**inner, "quant_method": MODELOPT}
+    said = inner.get("quant_algo") or inner.get("quantized_layers")  # else of the KV cache alone
+    return config, {**inner, "quant_method": MODELOPT} if said else None
 
 
 def _named_dtype(name: Any) -> torch.dtype | None:
@@ -568,18 +561,14 @@ def _named_dtype(name: Any) -> torch.dtype | None:
 def describe_plain(config: Any) -> None:
     """Change a transformers configuration to one of the 16-bit folder.
 
-    What the maker said of its quantization goes from it and its parts; what is said of bitsandbytes
-    stays. A dtype that is none to compute in (FP8, or none at all) becomes bfloat16, which such
-    folders stand for.
+    What the maker said of its quantization goes, of bitsandbytes stays. A dtype that is none to
+    compute in (FP8, or none at all) becomes bfloat16, which such folders stand for.
     """
     for part in parts_of(config):
         strip(part)
         dtype = part.get("dtype")
         if dtype is not None and _named_dtype(dtype) is None:
-            raise CheckpointError(
-                f"config.json says dtype {dtype!r:.80}, which is no dtype of torch: put the "
-                "maker's config.json back."
-            )
+            raise CheckpointError(f"config.json says dtype {dtype!r:.80}, which is no dtype here.")
     config.dtype = config.dtype or torch.bfloat16
 
 

@@ -146,9 +146,8 @@ def kept_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.
     return lambda name: next((kept for pattern, kept in patterns if pattern.search(name)), None)
 
 
+# Threads that read for a GPU, and slices that they read ahead; for a CPU one maps them.
 WORKERS = 4
-"""Threads that read for a GPU, and slices that they read ahead; for a CPU one maps them."""
-
 _SHARE_ELEMENTS = 2**18  # of a slice, where many ranks of one host read at once
 
 _Item = TypeVar("_Item")
@@ -220,18 +219,15 @@ class Slot:
         finite = are_below(torch.stack(extremes)).all(1).tolist()
         if not all(finite):
             raise NonFiniteWeightError(
-                f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} of its first "
-                f"dimension or soon after (or {LARGEST:.0e} and more), and cannot be packed: "
-                "repair the checkpoint."
+                f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} or soon after "
+                f"(or {LARGEST:.0e} and more), and cannot be packed: repair the checkpoint."
             )
         return packer.finish()
 
 
 def indexed(device: torch.device) -> torch.device:
     """Return a device with its number: threads that read have another current one."""
-    if str(device) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def packed_linears(model: nn.Module) -> dict[str, bool]:

@@ -1,14 +1,13 @@
 """What an adapter was trained on: the codec of its base, its fingerprint, and the note of both.
 
 An adapter trained on packed weights has also learnt to correct their quantization error, which the
-exact weights do not have: `like_training=True` quantizes the base before the adapter is merged.
-Which weights were packed, and how, comes from a packed base (whose decoded weights have the error
-already), from the caller, or from the note beside the adapter (`moe_qlora_adapter.json`).
+exact weights do not have: `like_training=True` quantizes the base before the adapter is merged, by
+the note beside the adapter (`moe_qlora_adapter.json`), or by the caller's config.
 
-The fingerprint in the note tells the base from a model whose names and shapes happen to fit:
-configuration fields that change the forward, and for each of some hundred unpacked weights
-(embeddings, routers) one bit, set if the weight is above their mean. Packing or further training of
-the base leaves most bits; of another model's bits, half agree by chance.
+The fingerprint in the note tells the base from a model whose names and shapes happen to fit: fields
+of its configuration, and for some unpacked weights (embeddings, routers) one bit for each of some
+hundred values, set if it is above their mean. Packing or further training of the base leaves most
+bits; of another model's bits, half agree by chance.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from .rows import packed_linears
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
-NOTE_VERSION = 1
 
 TOP_K_FIELDS = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
@@ -140,14 +138,13 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
     """Write the note beside an adapter."""
     settings = packed.settings.to_dict()
     note = {
-        "format_version": NOTE_VERSION,
+        "format_version": 1,
         "codec": {key: settings[key] for key in ("kind", "double_quant", "blocksize")},
         "experts": sorted(packed.experts - packed.native.keys()),
         "linears": sorted(packed.linears),
-        "dtype": packed.dtype and dtype_name(packed.dtype),
-        "base": packed.base and asdict(packed.base),
+        **({"dtype": dtype_name(packed.dtype)} if packed.dtype else {}),
+        **({"base": asdict(packed.base)} if packed.base else {}),
     }
-    note = {key: value for key, value in note.items() if value is not None}
     replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
 
 
@@ -248,9 +245,7 @@ def check_noted_base(
     weight: Callable[[str], Tensor | None] | None = None,
 ) -> None:
     """Raise if a model is not the noted base; `weight(name)` stands for the model's own."""
-    trained_on = from_note(adapter)
-    noted = trained_on.base if trained_on else None
-    if noted is None:
+    if (trained_on := from_note(adapter)) is None or (noted := trained_on.base) is None:
         return
     base = fingerprint(model, noted.bits, name, weight)
     other = [

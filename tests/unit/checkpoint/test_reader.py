@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moe_qlora.checkpoint.base import file_facts
 from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, read_header
 from moe_qlora.checkpoint.staging import ShardWriter, new_folder, plan_shards
 from moe_qlora.errors import CheckpointError
+from moe_qlora.models.files import file_facts
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
