@@ -207,9 +207,6 @@ def test_what_a_folder_is(twins: Get) -> None:
     assert "is whole: quantized by its maker (fp8)" in line
 
 
-# What dump and plan say
-
-
 def test_dump_shows_the_plain_model(twins: Get) -> None:
     folder = twins("gpt_oss mxfp4")
     said = [
@@ -233,9 +230,6 @@ def test_plan_counts_the_packed_model(twins: Get) -> None:
     for field in ("kind", "resident", "unpacked", "peak", "trained_weights", "settings"):
         assert getattr(makers, field) == getattr(plain, field), field
     assert makers.load_peak > plain.load_peak  # codes and fp32 values beside an expert's matrix
-
-
-# What is not read
 
 
 def test_methods_that_are_not_read(twins: Get, tmp_path: Path) -> None:

@@ -362,7 +362,6 @@ REFUSED: list[tuple[str, Places]] = [
     ("holds a LOHA adapter", fields(peft_type="LOHA")),
     ("use_dora=True.*norm", fields(use_dora=True)),
     ("init_lora_weights=pissa", fields(init_lora_weights="pissa")),
-    ("layer_replication=set", fields(layer_replication=[[0, 2]])),
     ("trainable_token_indices", fields(trainable_token_indices=[1, 2])),
     (r"lora_A.weight \(.*\) and its lora_B .* needs .* at rank 4", fields(r=4)),
     ("one of 2 LoRA layers on .*, of which", fields(target_parameters=["gate_up_proj"])),
