@@ -13,9 +13,8 @@ a packed folder (`save_pretrained`, `quantize_checkpoint`), a merged 16-bit fold
     conversion        tensors on disk <-> a model's parameters, by transformers' own conversions
     rows              what one load packs; the loop that reads rows, converts and packs them
     save              a packed folder: of a packed model, of a 16-bit folder
-    adapter           an adapter as deltas to weights; one with LoRA on each single expert
-    training_codec    what an adapter was trained on, by its note: codec, the base's fingerprint;
-                      the model card
+    adapter           an adapter as deltas to weights
+    training_codec    what an adapter was trained on, by its note: codec, the base's fingerprint
     base, merge       the base's weights and files; the merged folder, tied weights, other shapes
     verify            damage in a folder; the error of packing its weights
 """

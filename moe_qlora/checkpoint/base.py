@@ -6,7 +6,6 @@ Both give a model's parameters slice by slice. A folder that its maker quantized
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ from transformers.core_model_loading import dot_natural_key
 
 from ..errors import CheckpointError
 from ..models import named
-from ..models.files import reading
 from ..packing import codec
 from .adapter import Adapter
 from .conversion import Disk, DiskLayout, Group, blank, convert, restore, revert, same_bits
@@ -35,8 +33,8 @@ from .prequantized import MODELOPT_CONFIG, describe_plain, maker_method, open_pl
 from .reader import INDEX_SUFFIX, Checkpoint, check_folder, check_link
 from .training_codec import SAMPLED_ROWS
 
+# keys of config.json that a plain folder does not have
 PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
-"""Keys of config.json that a plain folder does not have."""
 
 
 class Base:
@@ -51,8 +49,8 @@ class Base:
         self.folder, self.model, self._device = folder, model, device
         self.checkpoint, disk = self._open()
         self.keeps_files = type(self.checkpoint) is Checkpoint and type(self) is Base
-        keys = disk if self.keeps_files else sorted(disk, key=dot_natural_key)
-        self.disk = {key: disk[key] for key in keys}
+        order = disk if self.keeps_files else sorted(disk, key=dot_natural_key)
+        self.disk = {key: disk[key] for key in order}
         self.layout = DiskLayout(model, self.disk)
 
     def _open(self) -> tuple[Checkpoint, Disk]:
@@ -83,18 +81,16 @@ class Base:
 
     def first_rows(self, name: str) -> Tensor | None:
         """Return the first rows of a parameter of this model, or of its inner or outer one."""
-        known = canonical_name(self.model, name, self.layout.by_name)
-        if known is None:
+        if (known := canonical_name(self.model, name, self.layout.by_name)) is None:
             return None
         group = self.layout.by_name[known]
-        return self.rows(
-            known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
-        )
+        last = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
+        return self.rows(known, 0, last)
 
     def holds(self, name: str, tensor: Tensor) -> bool:
         """Whether a parameter has the same bits as a tensor."""
-        slices = self.layout.by_name[name].slices()
-        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in slices)
+        parts = self.layout.by_name[name].slices()
+        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in parts)
 
     def stored_apart(self, stored: list[str]) -> bool:
         """Whether it stores several parameters that are not equal: transformers unties them."""
@@ -128,8 +124,7 @@ class PackedBase(Base):
         if lost := self._params.keys() - self.layout.by_name:
             raise CheckpointError(
                 f"{folder}: {min(lost)} of the packed model has no name in the original layout of "
-                f"a {type(model).__name__} that leads back to it: config.json is not the one it "
-                "was saved with, or such a model cannot be written."
+                f"a {type(model).__name__}: config.json is not the one it was saved with."
             )
 
     def _open(self) -> tuple[Checkpoint, Disk]:
@@ -139,8 +134,7 @@ class PackedBase(Base):
         state, files = model.state_dict(), opened.checkpoint
         self._weights = weights = PackedWeights(manifest, files, state)
         parts = {key for keys in weights.keys.values() for key in keys}
-        params: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._params = params
+        self._params = params = dict[str, tuple[tuple[int, ...], torch.dtype]]()
         for key in files:
             if (entry := manifest.experts.get(key)) is not None:
                 params[key] = (tuple(entry.shape), getattr(torch, entry.dtype))
@@ -220,7 +214,6 @@ _NEVER = (
     *(".pickle", ".h5", ".msgpack", ".npz", ".npy", ".gguf", ".onnx", ".ot", ".tflite", ".partial"),
 )
 _FOLDERS = ("additional_chat_templates",)
-_PIECE = 1 << 16  # of a file, where only samples are hashed
 
 
 def auxiliary_files(source: Path) -> dict[Path, Path]:
@@ -243,22 +236,3 @@ def copy_files(files: Mapping[Path, Path], folder: Path) -> None:
     for name, file in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, folder / name)
-
-
-def file_facts(folder: Path) -> dict[str, str]:
-    """Return size and hash of samples of each file, to tell whether ranks read equal copies."""
-    # object stores and reproducible archives give equal sizes and times to different files
-    facts = {}
-    for file in sorted(folder.glob("*")):
-        named = file.name in (CONFIG, MODELOPT_CONFIG)
-        named = named or file.name.endswith((".safetensors", INDEX_SUFFIX))
-        if named and file.is_file():  # opening a pipe would wait for its writer
-            sample = hashlib.sha256()
-            with reading(file), file.open("rb") as handle:
-                size = file.stat().st_size
-                last = max(size - _PIECE, 0)
-                for number in range(64):
-                    handle.seek(last * number // 63)
-                    sample.update(handle.read(_PIECE))
-            facts[f"{file.name} of the checkpoint"] = f"{size:,} bytes, {sample.hexdigest()[:16]}"
-    return facts

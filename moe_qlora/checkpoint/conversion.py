@@ -19,11 +19,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ..errors import CheckpointError
 
-SLICE_ELEMENTS = 2**21
-"""Weights that are converted and summed at a time: 8 MiB in fp32."""
-
-Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Shape and dtype of tensors by key."""
+SLICE_ELEMENTS = 2**21  # weights that are converted and summed at a time: 8 MiB in fp32
+Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of tensors by key
 
 
 @dataclass(frozen=True)
@@ -100,15 +97,13 @@ class DiskLayout:
         self.by_name = {name: group for group in self.groups for name in group.shapes}
         # Codecs take weights in row-major order, so that another shape of as many values would be
         # packed without an error.
-        for name, group in self.by_name.items():
-            if name not in state:
-                continue
-            shape, expected = group.shapes[name], tuple(state[name].shape)
-            if shape != (expected := expected[:: -1 if name in transposed else 1]):
-                count, key = len(group.keys), group.keys[0]
+        for name in filter(state.__contains__, self.by_name):
+            shape, keys = self.by_name[name].shapes[name], self.by_name[name].keys
+            expected = tuple(state[name].shape)[:: -1 if name in transposed else 1]
+            if shape != expected:
                 raise CheckpointError(
-                    f"{name} has the shape {shape} on disk ({count} tensors, {key} for one) and "
-                    f"{expected} by config.json: files are missing, or of another model."
+                    f"{name} has the shape {shape} on disk ({len(keys)} tensors, {keys[0]} for one)"
+                    f" and {expected} by config.json: files are missing, or of another model."
                 )
         if mapping is None:  # as `from_pretrained` notes what it used, which saving undoes
             self.model.__dict__["_weight_conversions"] = [one for one in used if one.was_used()]
@@ -213,10 +208,8 @@ def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str
                 missing_keys=None,
             )
     except Exception as error:
-        raise CheckpointError(
-            f"{group.keys[0]} and {len(group.keys) - 1} other tensors do not make the "
-            f"parameter {group.target}: {error}"
-        ) from error
+        others = f"{group.keys[0]} and {len(group.keys) - 1} other tensors"
+        raise CheckpointError(f"{others} do not make {group.target}: {error}") from error
     # Operations name their results by patterns, of which the group's own name has one.
     name = group.target.replace("*.", "0.")
     before, _, after = next((name.partition(p) for p in values if p in name), ("", "", ""))

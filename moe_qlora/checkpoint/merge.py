@@ -14,12 +14,10 @@ a cosine of 0.04 or less to itself before, 0.50 in block FP8, 0.99 in bfloat16.
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import re
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -27,28 +25,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor
 
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
-from ..models.files import MAX_JSON, read_json
-from ..models.named import quiet
+from ..models.files import read_json
 from ..packing import codec
 from ..progress import Progress, reporting
-from . import adapter as adapters
-from . import training_codec
-from .adapter import Adapter, LoraDelta, Resolver, Updates, open_adapter, vocabulary
+from .adapter import Adapter, Updates, open_adapter, vocabulary
 from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, restore, same_bits
-from .manifest import CONFIG, canonical_name, is_packed
+from .manifest import CONFIG, is_packed
 from .prequantized import parts_of, strip
-from .reader import INDEX, SINGLE, Checkpoint, header_bytes, index_of
+from .reader import INDEX, SINGLE, Checkpoint
 from .rows import Slot, filled, kept_dtypes
 from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
-from .training_codec import TrainingCodec
+from .training_codec import TrainingCodec, check_noted_base, of_training
 
+_TIED = "tie_word_embeddings"
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -66,10 +60,8 @@ class MergeReport:
     new_config: Mapping[str, Any] = field(default_factory=dict)  # fields of config.json
 
     def __str__(self) -> str:
-        text = (
-            f"{self.folder}: {self.tensors} tensors, {human_bytes(self.nbytes)}, {self.changed} of "
-            "them changed by the adapter"
-        )
+        size = f"{self.tensors} tensors, {human_bytes(self.nbytes)}"
+        text = f"{self.folder}: {size}, {self.changed} of them changed by the adapter"
         text += f"; {self.rounded} parameters rounded as in training." if self.rounded else "."
         if self.dequantized:
             text += (
@@ -97,10 +89,10 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge a LoRA adapter into its base and write a plain checkpoint in the original layout.
 
-    Sums are taken in fp32 (fp64 for fp64 weights) and rounded once. On a weight that the base ties
-    to another (embeddings), LoRA changes both, as it does in PEFT's own merge.
-    Embeddings and head that the adapter holds otherwise are untied. Tokenizer, processor, chat
-    template and generation config come from the adapter's folder where that has them.
+    Sums are taken in fp32 (fp64 for fp64 weights) and rounded once. LoRA on one of two tied weights
+    changes both, as in PEFT's own merge; embeddings and head that the adapter holds otherwise are
+    untied. Tokenizer, processor, chat template and generation config come from the adapter's folder
+    if it has them.
 
     Args:
         base: A 16-bit (or fp32) checkpoint folder in safetensors, which is exact; or a folder that
@@ -130,35 +122,18 @@ def merge_adapter(
         raise ConfigError(f"dtype is {dtype}; give torch.bfloat16, torch.float16 or torch.float32.")
     if quantization_config is not None and (not like_training or is_packed(source)):
         raise ConfigError(
-            "quantization_config is for like_training=True and a base that is not packed; leave it "
-            "out."
+            "quantization_config is for like_training on a 16-bit base; leave it out."
         )
     check_new(target)
     with ExitStack() as stack:
         lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
         opened = stack.enter_context(closing(open_base(source, lora, trust_remote_code)))
-        model = opened.model
-        adapters.check_adapter_patterns(adapter_folder, model)
         if not any_base:
-            training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
-        singles = adapters.single_experts(lora.file)
-        if any(canonical_name(model, f"{one}.weight", opened.disk) is None for one in singles):
-            fused = stack.enter_context(adapters.fused_adapter(adapter_folder, model))
-            lora = replace(open_adapter(fused), folder=adapter_folder)
-            stack.enter_context(lora.file)
+            check_noted_base(adapter_folder, opened.model, str(base), opened.first_rows)
         training: TrainingCodec | None = None
         if like_training and not isinstance(opened, PackedBase):
-            asked = quantization_config
-            if asked is not None:
-                asked = training_codec.from_config(copy.deepcopy(model), asked)
-            training = training_codec.choose(lora.folder, asked)
-            names = model.state_dict()
-            experts, linears = (  # they may have been noted from this model's inner model
-                frozenset(canonical_name(model, name, names) or name for name in noted)
-                for noted in (training.experts, training.linears)
-            )
-            training = replace(training, experts=experts, linears=linears)
+            training = of_training(adapter_folder, opened.model, quantization_config)
         merge = _Merge(opened, lora, training, dtype, max_shard_size)
         with (
             new_folder(target) as folder,
@@ -169,8 +144,7 @@ def merge_adapter(
             merge.write_config(folder)
     return MergeReport(
         target, len(opened.disk), len(merge.changed), len(merge.rounded), merge.nbytes,
-        opened.checkpoint.method, copied,
-        {key: value for key, value in merge.new_config.items() if key != "label2id"},
+        opened.checkpoint.method, copied, merge.new_config,
     )  # fmt: skip
 
 
@@ -184,12 +158,9 @@ class _Merge:
         max_shard_size: int | str,
     ) -> None:
         self._base, self._adapter, self._training, self._dtype = base, adapter, training, dtype
-        head = _trained_head(adapter, base.model)
-        shapes = {key: shape for key, (shape, _) in base.disk.items()}
-        added = {} if head is None else head.state_dict()
-        self._updates = updates = Resolver(base.model, shapes, adapter, added).updates
+        self._updates = updates = Updates(base.model, adapter)
         _move_to_stored_names(updates, base, adapter)
-        self.new_config = _reshape(base, updates, adapter, head)
+        self.new_config = _reshape(base, updates, adapter)
         self.changed: set[str] = set()
         self.rounded: set[str] = set()
         noted = set[str]() if training is None else training.experts | training.linears
@@ -214,12 +185,11 @@ class _Merge:
         self.nbytes = sum(sizes.values())
         self._files: dict[str, list[str]] = {}  # keys by file
         if base.keeps_files:
-            self._files = {file.name: [] for file in base.checkpoint.files}
             name = base.checkpoint.files[0].name
             for key in base.disk:
                 if key in base.checkpoint:  # what is new follows the last one
                     name = base.checkpoint.info(key).file.name
-                self._files[name].append(key)
+                self._files.setdefault(name, []).append(key)
         else:  # as transformers names and cuts files
             shards = plan_shards(sizes, max_shard_size)
             for number, keys in enumerate(shards, 1):
@@ -229,20 +199,14 @@ class _Merge:
                 self._files[SINGLE if len(shards) == 1 else name] = keys
 
     def write(self, folder: Path, tell: Progress) -> None:
-        base = self._base
+        base, writers = self._base, dict[str, ShardWriter]()
         groups = {key: group for group in base.layout.groups for key in group.keys}
         done: set[str] = set()
         with ExitStack() as stack:
-            writers: dict[str, ShardWriter] = {}
             for name, keys in self._files.items():
-                metadata: dict[str, str] = {"format": "pt"}
-                if base.keeps_files:
-                    header = header_bytes(base.folder / name)
-                    metadata = json.loads(header).get("__metadata__") or {}
-                if keys:
-                    specs = {key: (self._dtypes[key], base.disk[key][0]) for key in keys}
-                    writer = ShardWriter(folder / name, specs, metadata)
-                    writers |= dict.fromkeys(keys, stack.enter_context(writer))
+                specs = {key: (self._dtypes[key], base.disk[key][0]) for key in keys}
+                writer = stack.enter_context(ShardWriter(folder / name, specs, {"format": "pt"}))
+                writers |= dict.fromkeys(keys, writer)
             for key in writers:
                 if key not in done:
                     tell(len(done), len(groups), key)
@@ -253,11 +217,16 @@ class _Merge:
     def _write_group(self, group: Group, writers: Mapping[str, ShardWriter]) -> None:
         base, updates, file = self._base, self._updates, self._adapter.file
         replaced = group.shapes.keys() & updates.replacements.keys()
-        changes = bool(replaced or group.shapes.keys() & updates.deltas.keys())
-        changes = changes or any(key in updates.disk_deltas for key in group.keys)
+        deltas = {name: updates.deltas[name] for name in group.shapes if name in updates.deltas}
+        changes = bool(replaced or deltas)
         packed = self._pack(group)
         if changes:
             self.changed.update(group.keys)
+            if codes := [key for key in group.keys if base.disk[key][1] not in _FLOATS]:
+                raise CheckpointError(
+                    f"{codes[0]} is {base.disk[codes[0]][1]}, which an adapter cannot be added to: "
+                    "name a base in 16 bit."
+                )
         elif not packed and group.target not in updates.untied and type(base) is Base:
             for key in group.keys:
                 for start, stop in Group((key,), {key: base.disk[key][0]}).slices():
@@ -276,17 +245,14 @@ class _Merge:
                 last = weight.shape[0] if stop is None else stop
                 wide = torch.promote_types(weight.dtype, values[name].dtype)
                 values[name] = codec.unpack_range(weight, start, last).to(wide)
-            for name, value in values.items():
-                values[name] = _add(updates.deltas.get(name), value, start, factors)
+            for name, added in deltas.items():
+                wide = torch.promote_types(values[name].dtype, torch.float32)
+                values[name] = values[name].to(wide, copy=True).contiguous()
+                for delta in added:
+                    delta.add_rows(factors(delta, wide), values[name], start)
             on_disk = restore(group, values, base.model)
-            for key, stand_in, first, _ in group.places(start, stop):
-                if changes and (stored := base.disk[key][1]) not in _FLOATS:
-                    raise CheckpointError(
-                        f"{key} is {stored}, which an adapter cannot be added to: name a base in "
-                        "16 bit."
-                    )
-                own = updates.disk_deltas.get(key)
-                tensor = _add(own, on_disk[stand_in], first, factors).to(self._dtypes[key])
+            for key, stand_in, _, _ in group.places(start, stop):
+                tensor = on_disk[stand_in].to(self._dtypes[key])
                 if (changes or packed) and not bool(tensor.isfinite().all()):
                     raise AdapterError(
                         f"Merged, {key} holds NaN or inf in {tensor.dtype}: the adapter, or the "
@@ -296,15 +262,16 @@ class _Merge:
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
         """Round the group's parameters that were packed in training; before anything is added."""
-        base, training, dtypes = self._base, self._training, dict[str, torch.dtype]()
-        slots: dict[str, Slot] = {}
+        base, training, slots = self._base, self._training, dict[str, Slot]()
+        if training is None:
+            return {}
+        stored, dtypes = base.disk[group.keys[0]][1], dict[str, torch.dtype]()
+        dtype, settings = training.dtype or stored, training.settings
         for name in group.shapes.keys() - self._updates.replacements.keys():
-            if training is not None and name in training:
-                stored = base.disk[group.keys[0]][1]
-                dtype, place = training.dtype or stored, torch.device("cpu")
-                settings, linear = training.settings, name in training.linears
+            if name in training:
+                linear = name in training.linears
                 dtypes[name] = stored if linear and settings.codec.linear_dtype else dtype
-                form = name, group.shapes[name], dtype, place, settings
+                form = name, group.shapes[name], dtype, torch.device("cpu"), settings
                 slots[name] = Slot(*form, linear=linear)
         self.rounded.update(slots)
         weights = filled(base.checkpoint, base.layout, [group] if slots else [], slots)
@@ -312,13 +279,7 @@ class _Merge:
 
     def write_config(self, folder: Path) -> None:
         """Write config.json, and the index of several files."""
-
-        def write(name: str, content: Any) -> None:
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-        base, source, new = self._base, self._base.folder, self.new_config
-        config = read_json(source / CONFIG)
-        text = []
+        base, config, text = self._base, read_json(self._base.folder / CONFIG), list[Any]()
         for part in parts_of(config):
             if not base.keeps_files:
                 strip(part)
@@ -329,107 +290,54 @@ class _Merge:
                     part[name] = dtype_name(self._dtype)
             if part.get("model_type") == base.model.config.get_text_config().model_type:
                 text.append(part)
-        for key, value in new.items():
-            of_text = key in ("vocab_size", "tie_word_embeddings")
-            for part in [config] * (key != "vocab_size") + (text or [config]) * of_text:
-                part[key] = value
-        write(CONFIG, config)
-        index = index_of(source) if base.keeps_files else source / INDEX
-        if index is None or (not base.keeps_files and len(self._files) == 1):
-            return
-        content = read_json(index, MAX_JSON) if base.keeps_files else {}
-        content["metadata"] = {**(content.get("metadata") or {}), "total_size": self.nbytes}
-        files = self._files.items()
-        content["weight_map"] = {key: name for name, keys in files for key in keys}
-        write(index.name, content)
+        for part in text or [config]:
+            part.update(self.new_config)
+        config |= {key: value for key, value in self.new_config.items() if key == _TIED}
+        written = {CONFIG: config}
+        if [*self._files] != [SINGLE]:
+            places = {key: name for name, keys in self._files.items() for key in keys}
+            written[INDEX] = {"metadata": {"total_size": self.nbytes}, "weight_map": places}
+        for name, content in written.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _add(
-    deltas: Sequence[LoraDelta] | None, value: Tensor, start: int, factors: Callable[..., Any]
-) -> Tensor:
-    """Return rows from `start` on with these added, in fp32 or wider."""
-    if not deltas:
-        return value
-    wide = torch.promote_types(value.dtype, torch.float32)
-    total = value.to(wide, copy=True).contiguous()
-    for delta in deltas:
-        delta.add_rows(factors(delta, wide), total, start)
-    return total
-
-
-# Files of one kind: with the named file, all of them come from the adapter's folder.
+# Files of one kind, by one of them: with that, all come from the adapter's folder.
 _KINDS = {
-    r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json|"
-    r".*\.(model|tiktoken|jinja)|chat_template\.json|additional_chat_templates": (
-        "tokenizer_config.json"
+    "tokenizer_config.json": (
+        r"tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json|"
+        r".*\.(model|tiktoken|jinja)|chat_template\.json|additional_chat_templates"
     ),
-    r".*processor_config\.json": "processor_config.json",
-    r"generation_config\.json": "",
+    "processor_config.json": r".*processor_config\.json",
+    "": r"generation_config\.json",
 }
 
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
     files, found = auxiliary_files(source), auxiliary_files(adapter)
-    copied: list[Path] = []
-    for kind, whole in _KINDS.items():
-        if Path(whole) in found:
+    copied: dict[Path, Path] = {}
+    for main, kind in _KINDS.items():
+        if Path(main) in found:
             files = {name: f for name, f in files.items() if not re.fullmatch(kind, name.parts[0])}
-        copied += [name for name in found if re.fullmatch(kind, name.parts[0])]
-    copy_files(files | {name: found[name] for name in copied}, folder)
+        copied |= {name: f for name, f in found.items() if re.fullmatch(kind, name.parts[0])}
+    copy_files(files | copied, folder)
     return tuple(map(str, copied))
 
 
-# Tensors that a merged folder has in another shape than its base, or has instead.
-#
-# added tokens       embeddings and head have the adapter's number of rows; `vocab_size`
-# an untied head     stored beside the embeddings; `tie_word_embeddings`
-# another head       `score` of a reward model in place of `lm_head`; `architectures`, labels
-
-
-def _trained_head(adapter: Adapter, model: Any) -> Any:
-    """Return the meta model whose head the adapter holds, which this model lacks; or None."""
-    held = model.state_dict()
-    new = {name: shape for name, shape in adapter.whole_tensors().items() if name not in held}
-    tasks = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
-    for task in tasks if new else ():
-        auto = getattr(transformers, f"AutoModelFor{task}")
-        if (maker := auto._model_mapping.get(type(model.config), None)) is not None:
-            config = copy.deepcopy(model.config)
-            config.num_labels = max(shape[0] for shape in new.values())
-            config.architectures = [maker.__name__]
-            with torch.device("meta"), quiet():
-                head = maker(config)
-            shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-            if any(shapes.get(name) == shape for name, shape in new.items()):
-                return head
-    return None
-
-
-def _reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[str, Any]:
-    """Resize, add and leave out tensors of the merged folder; return changed config fields."""
-    model, by_name, changes = base.model, base.layout.by_name, dict[str, Any]()
-    names, new = vocabulary(model), {*updates.untied}
+def _reshape(base: Base, updates: Updates, adapter: Adapter) -> dict[str, Any]:
+    """Give embeddings and head the adapter's shapes, untied ones both; return changed fields."""
+    names, by_name, changes = vocabulary(base.model), base.layout.by_name, dict[str, Any]()
     first = next(name for name in (*names, *by_name) if name in by_name)
     dtype, count = base.disk[by_name[first].keys[0]][1], by_name[first].shapes[first][0]
     shapes = {name: by_name[stored].shapes[stored] for name, stored in updates.untied.items()}
-    shapes |= {n: adapter.file.info(key).shape for n, key in updates.replacements.items()}
+    replaced = {n: adapter.file.info(key).shape for n, key in updates.replacements.items()}
+    shapes |= {name: shape for name, shape in replaced.items() if name in names}
     if updates.untied:
-        changes["tie_word_embeddings"] = False
-    if head is not None:
-        for name in by_name.keys() & vocabulary(model, inputs=False):
-            group = by_name.pop(name)
-            base.layout.groups.remove(group)
-            for key in group.keys:
-                del base.disk[key]
-        new |= head.state_dict().keys() - model.state_dict().keys()
-        fields = ("architectures", "id2label", "label2id")
-        changes |= {key: getattr(head.config, key) for key in fields}
+        changes[_TIED] = False
     for name, shape in shapes.items():
-        old = by_name[name].shapes[name] if name in by_name else None
-        if name in (new if old is None else names) and shape != old:
+        if name in updates.untied if name not in by_name else by_name[name].shapes[name] != shape:
             base.put(name, shape, dtype)
     rows = {name: by_name[name].shapes[name][0] for name in names if name in by_name}
-    if any(name in names and shape[0] != count for name, shape in shapes.items()):
+    if any(shape[0] != count for shape in shapes.values()):
         if len(set(rows.values())) > 1:
             raise AdapterError(
                 f"{adapter.folder} was trained with a resized vocabulary, and does not hold all of "
@@ -444,7 +352,6 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
     """Put changes of weights that the model ties under names on disk, or untie these."""
     model, file, by_tensor = base.model, adapter.file, dict[int, list[str]]()
     deltas, replaced = updates.deltas, updates.replacements
-    shared: list[tuple[str, str]] = []  # A changed name, and one tied to it
     for name, tensor in model.named_parameters(remove_duplicate=False):
         by_tensor.setdefault(id(tensor), []).append(name)
     for names in (names for names in by_tensor.values() if len(names) > 1):
@@ -474,28 +381,15 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
             if True not in both or not stored or not set(names) <= set(vocabulary(model)):
                 raise AdapterError(
                     f"{adapter.folder} changes {names[0]} and {names[1]} in different ways, and "
-                    "the base ties them: one tensor on disk cannot hold both; untie them in the "
-                    "base first."
+                    "the base ties them: untie them in the base first."
                 )
             updates.untied |= dict.fromkeys(names, stored[0])
             updates.tied.difference_update(names)
             continue
-        adapted = [name for name in names if name in deltas]
-        if adapted and len(adapted) < len(names):
-            shared.append((adapted[0], next(name for name in names if name not in deltas)))
         kinds: tuple[dict[str, Any], ...] = (deltas, replaced)
         for kind in kinds:
             moved = [kind.pop(name) for name in changed if name in kind]
             kind.update(dict.fromkeys(stored, moved[0]) if moved else {})  # all alike
-    if shared:
-        name, other = shared[0]
-        more = f" (and {len(shared) - 1} more such pairs)" if len(shared) > 1 else ""
-        warnings.warn(
-            f"{name} is tied to {other}{more}: merging LoRA into one changes both, as PEFT's own "
-            "merge does.",
-            UserWarning,
-            stacklevel=4,
-        )
 
 
 def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
@@ -505,12 +399,11 @@ def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
     tokens = any(one.tokens for deltas in adapted for one in deltas)
     if len(replaced) not in (0, len(names)) or (tokens and len(adapted) < len(names)):
         return False
+
+    def same(keys: list[list[str]]) -> bool:
+        read = [[file.read(key) for key in some] for some in keys]
+        return all(all(map(same_bits, read[0], other)) for other in read[1:])
+
     how = {tuple((one.scaling, one.tokens) for one in deltas) for deltas in adapted}
-    factors = [
-        [factor for one in deltas for factor in one.factors(file, torch.float32)]
-        for deltas in adapted
-    ]
-    tensors = [[file.read(key)] for key in replaced]
-    return len(how) < 2 and all(
-        all(map(same_bits, alike[0], other)) for alike in (tensors, factors) for other in alike[1:]
-    )
+    factors = [[key for one in deltas for key in (one.a, one.b)] for deltas in adapted]
+    return len(how) < 2 and same([[key] for key in replaced]) and same(factors)

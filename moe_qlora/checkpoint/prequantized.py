@@ -16,9 +16,8 @@ fp32, bf16, fp16, or exponents (e8m0, or bytes). Two E2M1 codes share a byte, th
 half; integers are symmetric, stored with 2^(bits - 1) added, the first in a word's lowest bits.
 
 Sources: DeepSeek-V3's README_WEIGHTS.md, OCP Microscaling Formats (MX) Specification v1.0, gpt_oss'
-torch/weights.py, vllm-project/compressed-tensors (compressors, quant_config.py, utils/match.py),
-NVIDIA/Model-Optimizer (nvfp4_tensor.py, convert_hf_config.py), transformers'
-utils/quantization_config.py and should_convert_module.
+torch/weights.py, vllm-project/compressed-tensors (compressors, quant_config.py), transformers'
+utils/quantization_config.py, NVIDIA/Model-Optimizer (nvfp4_tensor.py, convert_hf_config.py).
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import translate
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -41,20 +39,18 @@ from ..errors import CheckpointError
 from ..kernels.limits import cdiv
 from ..kernels.weights import MX_BLOCK, TABLES
 from ..layout import dtype_name, human_bytes
-from ..models.files import check_patterns, read_json
+from ..models.files import read_json
 from .manifest import CONFIG, open_checkpoint
 from .reader import Checkpoint, TensorInfo, inside
 
 FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
-MODELOPT_CONFIG = "hf_quant_config.json"
-"""What modelopt writes beside config.json; a 16-bit folder has none."""
+MODELOPT_CONFIG = "hf_quant_config.json"  # modelopt's, beside config.json
 _SETTINGS = "quantization_config"
 METHODS = (FP8, MXFP8, MXFP4, COMPRESSED, MODELOPT)
 ADVICE = "name the model's 16-bit checkpoint instead"
 
-Block = tuple[int | None, int | None]
-"""Rows and columns of one scale; None: all of them."""
+Block = tuple[int | None, int | None]  # rows and columns of one scale; None: all of them
 TENSOR: Block = (None, None)
 CHANNEL: Block = (1, None)
 
@@ -79,17 +75,14 @@ def _maker_config(config: Any) -> Any:
 
 def method_of(own: Any) -> str | None:
     """Return the method of a `quantization_config`, as `maker_method` does."""
-    own = own.to_dict() if hasattr(own, "to_dict") else own or {}
-    own = _parse(_Mapping, own)
+    own = _parse(_Mapping, own.to_dict() if hasattr(own, "to_dict") else own or {})
     method = str(own.get("quant_method") or "").lower()
-    if not own or method.startswith("bitsandbytes"):
-        return None
-    if own.get("load_in_4bit") or own.get("load_in_8bit"):
+    ours = method.startswith("bitsandbytes") or own.get("load_in_4bit") or own.get("load_in_8bit")
+    if not own or ours:
         return None
     unnamed = not method and ("quant_algo" in own or own.get("quant_library") == MODELOPT)
-    if unnamed or method.startswith(MODELOPT):  # modelopt_fp4 and others are names of vLLM
-        return MODELOPT
-    return method or "no quant_method"
+    named = method.startswith(MODELOPT)  # modelopt_fp4 and others are names of vLLM
+    return MODELOPT if unnamed or named else method or "no quant_method"
 
 
 def _unread(setting: str, why: str) -> CheckpointError:
@@ -114,7 +107,6 @@ def _sizes(text: Any) -> Any:
 
 
 _Mapping = dict[str, Any]
-_Names = list[str] | None
 _Size = Annotated[int, Field(strict=True, ge=1)]
 _Pair = Annotated[tuple[_Size, _Size] | None, BeforeValidator(_sizes)]
 
@@ -146,14 +138,10 @@ class _Settings:
     weight_block_size: _Pair = None
     quant_algo: str | None = None
     config_groups: dict[str, _Group] | None = None
-    ignore: _Names = None
-    modules_to_not_convert: _Names = None
-    ignored_layers: _Names = None
-    exclude_modules: _Names = None
 
 
+# of modelopt, or how their names begin
 _ALGORITHMS = ("FP8", "MXFP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION", "NONE")
-"""Of modelopt, or how their names begin."""
 
 
 class MakerConfig:
@@ -180,39 +168,13 @@ class MakerConfig:
             self.blocks = {own.weight_block_size or (1, 32)}
         elif method != COMPRESSED:  # transformers takes 128 x 128, vLLM one for a tensor
             self.blocks = {(128, 128), TENSOR, CHANNEL, *[(1, 32)] * (method == MODELOPT)}
-        lists = own.ignore, own.modules_to_not_convert, own.ignored_layers, own.exclude_modules
-        self.ignored = [
-            pattern for some in lists for name in some or () for pattern in _ignoring(method, name)
-        ]
-
-    def is_ignored(self, module: str) -> bool:
-        """Whether the configuration says that a module is not converted."""
-        return any(pattern.match(module) for pattern in self.ignored)
 
 
-def _ignoring(method: str, name: str) -> Iterator[re.Pattern[str]]:
-    exact = re.escape(name)
-    try:
-        if method == COMPRESSED:
-            is_pattern = name.startswith("re:")
-            yield re.compile(name.removeprefix("re:") if is_pattern else rf"{exact}\Z")
-        elif method == MODELOPT:
-            yield re.compile(translate(name))
-            yield re.compile(rf"{exact}\.")
-        else:  # as transformers' should_convert_module
-            yield re.compile(rf".*{exact}\Z")
-            yield re.compile(rf"(?:{name})(?:(?<=\.)|(?=\.|$))")
-    except re.error as error:
-        if method == COMPRESSED:
-            raise _unread(f"{name!r:.80}", f"no regular expression: {error}") from error
-
-
+# Most values that are in fp32 at a time on the CPU, in whose cache they stay; on other devices it
+# is four times as many, which start fewer kernels.
 PIECE = 1 << 20
-"""Most values that are in fp32 at a time on the CPU, in whose cache they stay; on other devices it
-is four times as many, which start fewer kernels."""
-
+# Roles of stored tensors: scales of scales are multiplied (factor) or divided by (divisor).
 CODES, SCALE, FACTOR, DIVISOR = "codes", "scale", "factor", "divisor"
-"""Roles of stored tensors: scales of scales are multiplied (factor) or divided by (divisor)."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +251,10 @@ _unpack_e2m1 = partial(unpack_nibbles, table=TABLES[MXFP4])
 _unpack_int4 = partial(unpack_nibbles, table=[float(code - 8) for code in range(16)])
 
 
+def _unpack_int8(words: Tensor) -> Tensor:
+    return words.contiguous().view(torch.uint8).float() - 128
+
+
 def _unpack_bytes(codes: Tensor) -> Tensor:
     if not codes.is_cpu or codes.dtype == torch.int8:
         return codes.float()
@@ -307,12 +273,17 @@ FP8_SCALES = (*FLOAT_SCALES, *MXFP4_SCALES)
 _IDLE = re.compile(
     r"(.*_)?(input|activation|prob_output|output|[qkv])(_global)?_(scale|zero_point)|qscale_act"
 )
-# of symmetric codes, or in groups, which are decoded without
-_NEEDLESS = ("_zero_point", "_shape")
 _PART = re.compile(
     r".*(_scale_inv|weight_scale|weight_scale_2|weight_global_scale|weight_shape|weight_zero_point|"
     r"qscale_weight|pre_quant_scale|_scales|_packed|_blocks|g_idx|qweight|qzeros)"
 )
+
+
+def _is_part(key: str, info: TensorInfo) -> bool:
+    """Whether a tensor can only be codes or scales of a quantized weight."""
+    is_code = info.dtype.itemsize == 1 and info.dtype != torch.bool
+    is_code = is_code and (info.dtype.is_floating_point or len(info.shape) > 1)
+    return is_code or _PART.fullmatch(key.rpartition(".")[2]) is not None
 
 
 def _described(info: TensorInfo) -> str:
@@ -338,10 +309,8 @@ class PrequantizedCheckpoint(Checkpoint):
     ) -> None:
         super().__init__(())
         self.disk = self.stored = checkpoint
-        self._maker = maker = MakerConfig(config)
-        modules = {key.rpartition(".")[0] for key in checkpoint}
-        check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
-        self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
+        self._maker = MakerConfig(config)
+        self.files, self.dtype, self.method = checkpoint.files, dtype, self._maker.method
         self._tensors: dict[str, Quantized] = {}
         for key, info in self.stored.items():
             if (tensor := self._of_codes(key, info)) is not None:
@@ -350,13 +319,16 @@ class PrequantizedCheckpoint(Checkpoint):
                     raise CheckpointError(f"{name} is stored twice, once as {key}: remove one.")
                 self._tensors[name] = tensor
         used = {key for tensor in self._tensors.values() for key in tensor.parts.values()}
-        plain = [key for key in self.stored if key not in used and not self._is_idle(key)]
-        if alone := list(filter(self._is_part, plain)):
+        # of symmetric codes, or in groups, which are decoded without
+        used |= {name + end for name in self._tensors for end in ("_zero_point", "_shape")}
+        used |= {key for key in self.stored if _IDLE.fullmatch(key.rpartition(".")[2])}
+        plain = [key for key in self.stored if key not in used]
+        if alone := [key for key in plain if _is_part(key, self.stored[key])]:
             key = min(alone, key=lambda key: self.stored[key].dtype.itemsize)  # codes, not scales
             raise CheckpointError(
                 f"{key} is {_described(self.stored[key])}, a part of a quantized weight, and the "
                 f"other part (codes, or {key}_scale_inv, _scale or .scale) is missing, or does not "
-                f"go with it in {maker.method}: copy the whole folder, or {ADVICE}."
+                f"go with it in {self.method}: copy the whole folder, or {ADVICE}."
             )
         self.names = {key: key for key in plain}  # plain, of all on disk but what goes with one
         self.names |= {tensor.parts[CODES]: name for name, tensor in self._tensors.items()}
@@ -430,7 +402,7 @@ class PrequantizedCheckpoint(Checkpoint):
         blocks: Iterable[Block],
         dtypes: tuple[torch.dtype, ...],
         unpack: Callable[[Tensor], Tensor],
-        *others: tuple[str, str],
+        **others: str,
     ) -> Quantized:
         """Return codes of `shape`, unpacked, whose scales fit one of these blocks and dtypes."""
         info = self._part(scale, key)
@@ -443,18 +415,17 @@ class PrequantizedCheckpoint(Checkpoint):
         for block in blocks:
             high, wide = min(block[0] or rows, rows), min(block[1] or columns, columns)
             scales = (*shape[:-2], cdiv(rows, high), cdiv(columns, wide))
-            wanted.append(scales)
+            wanted.append(str(scales))
             one = not grid and (prod(scales) == 1 or block == TENSOR)
             same = grid == tuple(size for size in scales if size != 1)
             same = same and info.shape[:1] == scales[:1]  # rows are read by the first dimension
             if info.dtype in dtypes and (one or same):
                 fitting.add((high, wide, one))
         if len(fitting) != 1:
-            kinds, shapes = map(dtype_name, dtypes), sorted(map(str, wanted))
-            said = f"{' or '.join(kinds)} of shape {' or '.join(shapes)}"
+            said = f"{' or '.join(map(dtype_name, dtypes))} of shape {' or '.join(sorted(wanted))}"
             raise _misfit(scale, info, f"scales of {key} of shape {shape}, which are {said}")
         high, wide, one = fitting.pop()
-        parts = dict([(CODES, key), (SCALE, scale), *others])
+        parts = {CODES: key, SCALE: scale, **others}
         return Quantized(parts, shape, (high, wide), unpack, one_scale=one)
 
     def _int(self, key: str, scale: str) -> Quantized:
@@ -475,14 +446,12 @@ class PrequantizedCheckpoint(Checkpoint):
         if len(fitting) != 1 or words.dtype != torch.int32:
             raise _misfit(key, words, f"int32 of codes that {scale} and {said} go with")
         bits, group = fitting[0]
-        unpack: Any = _unpack_int4
-        if bits == 8:  # in fp32, whatever torch's default dtype is
-            unpack = lambda words: words.contiguous().view(torch.uint8).float() - 128  # noqa: E731
+        unpack = _unpack_int4 if bits == 4 else _unpack_int8
         return self._quantized(key, shape, scale, [(1, group)], FLOAT_SCALES, unpack)
 
     def _fp4(self, key: str, scale: str) -> Quantized:
         """Return bytes of two codes, whose FP8 scales have a scale; gpt-oss's are transposed."""
-        info, turned, others = self.stored[key], self.method == MXFP4, list[tuple[str, str]]()
+        info, turned, others = self.stored[key], self.method == MXFP4, dict[str, str]()
         shape = (*info.shape[:2], prod(info.shape[2:])) if turned else info.shape or (0,)
         shape = (*shape[:-1], shape[-1] * 2)
         if turned and (info.shape[3:] != (MX_BLOCK // 2,) or info.dtype != torch.uint8):
@@ -493,34 +462,18 @@ class PrequantizedCheckpoint(Checkpoint):
             is_factor = self.method == MODELOPT
             role, end = (FACTOR, "_scale_2") if is_factor else (DIVISOR, "_global_scale")
             other = f"{self._name(key)}{end}"
-            others, own = [(role, other)], self._part(other, key)
+            others, own = {role: other}, self._part(other, key)
             if prod(own.shape) != 1 or own.dtype not in FLOAT_SCALES:
                 raise _misfit(other, own, f"one floating-point value for {key}")
-        found = self._quantized(key, shape, scale, [block], dtypes, _unpack_e2m1, *others)
+        found = self._quantized(key, shape, scale, [block], dtypes, _unpack_e2m1, **others)
         if turned:
             return replace(found, shape=(shape[0], shape[2], shape[1]), transposed=True)
         return found
 
     def _part(self, part: str, key: str) -> TensorInfo:
         if part not in self.stored:
-            raise CheckpointError(
-                f"{part} is missing, without which {key} cannot be read: copy the whole folder."
-            )
+            raise CheckpointError(f"{part} is missing, and {key} needs it: copy the whole folder.")
         return self.stored[part]
-
-    def _is_idle(self, key: str) -> bool:
-        """Whether a tensor that is no part is for activations, or decoding does without it."""
-        return _IDLE.fullmatch(key.rpartition(".")[2]) is not None or any(
-            key.endswith(end) and key.removesuffix(end) in self._tensors for end in _NEEDLESS
-        )
-
-    def _is_part(self, key: str) -> bool:
-        """Whether a tensor can only be codes or scales of a quantized weight."""
-        info, (module, _, last) = self.stored[key], key.rpartition(".")
-        if info.dtype.is_floating_point and info.dtype.itemsize == 1:
-            return True
-        is_bytes = info.dtype in (torch.int8, torch.uint8) and len(info.shape) > 1
-        return bool(is_bytes or _PART.fullmatch(last)) and not self._maker.is_ignored(module)
 
 
 def open_plain(
@@ -552,8 +505,7 @@ def open_plain(
         places = (config, inner if isinstance(inner, Mapping) else {})
         said = [_named_dtype(one.get(key)) for one in places for key in ("dtype", "torch_dtype")]
         wide = (one for one in said if one and one.is_floating_point and one.itemsize > 1)
-        dtype = next(wide, torch.bfloat16)
-        return PrequantizedCheckpoint(checkpoint, own, dtype)
+        return PrequantizedCheckpoint(checkpoint, own, next(wide, torch.bfloat16))
     except CheckpointError as error:
         checkpoint.close()
         raise CheckpointError(f"{folder}: {error}") from error
@@ -597,9 +549,8 @@ def _configs(folder: Path) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]
         return config, own
     inner = read_json(inside(folder, MODELOPT_CONFIG)).get("quantization")
     inner = inner if isinstance(inner, dict) else {}
-    if not (inner.get("quant_algo") or inner.get("quantized_layers")):
-        return config, None  # only the KV cache is quantized
-    return config, {**inner, "quant_method": MODELOPT}
+    said = inner.get("quant_algo") or inner.get("quantized_layers")  # else of the KV cache alone
+    return config, {**inner, "quant_method": MODELOPT} if said else None
 
 
 def _named_dtype(name: Any) -> torch.dtype | None:
@@ -610,18 +561,14 @@ def _named_dtype(name: Any) -> torch.dtype | None:
 def describe_plain(config: Any) -> None:
     """Change a transformers configuration to one of the 16-bit folder.
 
-    What the maker said of its quantization goes from it and its parts; what is said of bitsandbytes
-    stays. A dtype that is none to compute in (FP8, or none at all) becomes bfloat16, which such
-    folders stand for.
+    What the maker said of its quantization goes, of bitsandbytes stays. A dtype that is none to
+    compute in (FP8, or none at all) becomes bfloat16, which such folders stand for.
     """
     for part in parts_of(config):
         strip(part)
         dtype = part.get("dtype")
         if dtype is not None and _named_dtype(dtype) is None:
-            raise CheckpointError(
-                f"config.json says dtype {dtype!r:.80}, which is no dtype of torch: put the "
-                "maker's config.json back."
-            )
+            raise CheckpointError(f"config.json says dtype {dtype!r:.80}, which is no dtype here.")
     config.dtype = config.dtype or torch.bfloat16
 
 

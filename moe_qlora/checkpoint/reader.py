@@ -29,7 +29,6 @@ INDEX = f"model{INDEX_SUFFIX}"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100 << 20  # bytes, of the format
 _MOST_LOCKED = 64 << 20  # bytes of a tensor; a slice has some MiB
-
 _T = TypeVar("_T")
 _WeightMap: Any = Annotated[dict[str, str], Field(min_length=1)]
 
@@ -61,8 +60,7 @@ def check_plain(name: str, dtype: torch.dtype) -> None:
     """Refuse codes of another tool where a 16-bit weight belongs."""
     if not dtype.is_floating_point or dtype.itemsize == 1:
         raise UnsupportedWeightError(
-            f"{name} is {dtype_name(dtype)} in the checkpoint, so that another tool has packed it: "
-            "load a checkpoint in float32, float16 or bfloat16."
+            f"{name} is {dtype_name(dtype)} in the checkpoint, codes of another tool: load 16 bit."
         )
 
 
@@ -126,13 +124,12 @@ class Checkpoint(dict[str, TensorInfo]):
         waiting; larger tensors, which would lock it for good, go to the device at once.
         """
         tensor = Checkpoint.read(self, key, start, stop)
-        if device is None or torch.device(device).type != "cuda":
-            return lambda: tensor if device is None else tensor.to(device)
-        if tensor.nbytes > _MOST_LOCKED:
-            moved = tensor.to(device)
-            return lambda: moved
-        locked = tensor.pin_memory()
-        return lambda: locked.to(device, non_blocking=True)
+        on_gpu = device is not None and torch.device(device).type == "cuda"
+        if on_gpu and tensor.nbytes <= _MOST_LOCKED:
+            locked = tensor.pin_memory()
+            return lambda: locked.to(device, non_blocking=True)
+        moved = tensor if device is None else tensor.to(device)
+        return lambda: moved
 
     def read_bytes(self, key: str, start: int, stop: int) -> Tensor:
         """Read the bytes `[start, stop)` of a tensor, uint8, and no others."""
@@ -168,9 +165,7 @@ def inside(folder: Path, name: Any) -> Path:
     """Return a file of a folder by its bare name; for links see `check_link`."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
     if not plain or Path(name).is_absolute() or ":" in name:
-        raise CheckpointError(
-            f"{folder} names the file {name!r}: only files of the folder itself are read."
-        )
+        raise CheckpointError(f"{folder} names {name!r}: only files of the folder are read.")
     check_link(folder / name, folder)
     return folder / name
 
@@ -186,9 +181,7 @@ def check_link(path: Path, folder: Path) -> None:
             places = [root, *([root.parent.parent / "blobs"] if in_cache else [])]
             if any(place in target.parents for place in places):
                 return
-        raise CheckpointError(
-            f"{path} is a link that leads out of its folder: only files of the folder are read."
-        )
+        raise CheckpointError(f"{path} is a link that leads out of its folder: put the file there.")
 
 
 def parse_fields(kind: type[_T], value: Any, file: Path, prefix: str = "") -> _T:
@@ -229,13 +222,9 @@ def header_bytes(file: Path) -> bytes:
             start = handle.read(8)
             length = int.from_bytes(start, "little")
             if start == b"version ":
-                raise CheckpointError(
-                    f"{file} is a pointer of Git LFS, no weights: run git lfs pull."
-                )
+                raise CheckpointError(f"{file} is a pointer of Git LFS: run git lfs pull.")
             if length > _MAX_HEADER:
-                raise CheckpointError(
-                    f"{file} is no safetensors file, or is cut off in its header."
-                )
+                raise CheckpointError(f"{file} is no safetensors file, or cut off in its header.")
             if size < 8 + length:
                 raise incomplete(file, size, 8 + length)
             return handle.read(length)
@@ -243,10 +232,8 @@ def header_bytes(file: Path) -> bytes:
 
 def incomplete(file: Path, size: int, least: int) -> CheckpointError:
     """Return the error for a file of `size` bytes that should have `least`, or more."""
-    return CheckpointError(
-        f"{file}: download incomplete, {size:,} of {least:,} bytes or more are there: download or "
-        "copy the file again."
-    )
+    found = f"{size:,} of {least:,} bytes or more are there"
+    return CheckpointError(f"{file}: download incomplete, {found}: copy the file again.")
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

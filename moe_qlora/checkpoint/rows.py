@@ -1,17 +1,10 @@
 """What one load packs, and the one loop that packs it: for a load, a rank's share, a packed folder.
 
 `packing_spec` serves 16-bit checkpoints and `reload_spec` folders that this package packed; both
-decide from the meta model. The loop, `filled`:
-
-groups of tensors on disk (conversion.py), cut into slices of a few experts
-|   worker threads read ahead: to page-locked memory where a GPU packs
-v
-the slice on its device, its codes dequantized if the maker quantized the folder
-|   transformers' operations: merge, concatenate, transpose
-v
-rows of parameters   ->  a `Slot` for each: packs, or collects what stays plain
-v
-(name, PackedWeight or Tensor), for the caller to put into place
+decide from the meta model. The loop, `filled`, takes groups of tensors on disk (conversion.py) in
+slices of a few experts, which threads read ahead: to page-locked memory where a GPU packs. On
+their device they are dequantized if the maker quantized the folder, converted by transformers'
+operations, and taken by a `Slot` for each parameter, which packs them, or collects plain ones.
 """
 
 from __future__ import annotations
@@ -153,9 +146,8 @@ def kept_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str], torch.
     return lambda name: next((kept for pattern, kept in patterns if pattern.search(name)), None)
 
 
+# Threads that read for a GPU, and slices that they read ahead; for a CPU one maps them.
 WORKERS = 4
-"""Threads that read for a GPU, and slices that they read ahead; for a CPU one maps them."""
-
 _SHARE_ELEMENTS = 2**18  # of a slice, where many ranks of one host read at once
 
 _Item = TypeVar("_Item")
@@ -227,18 +219,15 @@ class Slot:
         finite = are_below(torch.stack(extremes)).all(1).tolist()
         if not all(finite):
             raise NonFiniteWeightError(
-                f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} of its first "
-                f"dimension or soon after (or {LARGEST:.0e} and more), and cannot be packed: "
-                "repair the checkpoint."
+                f"{self.name} holds NaN or inf in row {rows[finite.index(False)]} or soon after "
+                f"(or {LARGEST:.0e} and more), and cannot be packed: repair the checkpoint."
             )
         return packer.finish()
 
 
 def indexed(device: torch.device) -> torch.device:
     """Return a device with its number: threads that read have another current one."""
-    if str(device) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def packed_linears(model: nn.Module) -> dict[str, bool]:
@@ -260,13 +249,10 @@ def slot_for(
     device: torch.device,
 ) -> Slot:
     """Return the slot of a parameter that is loaded in this dtype, were it not packed."""
-    settings = plan.settings if name in linears or name in plan.params else None
-    shape, turned = model.get_parameter_or_buffer(name).shape, linears.get(name, False)
-    linear = name in linears
+    linear, shape = name in linears, model.get_parameter_or_buffer(name).shape
+    settings = plan.settings if linear or name in plan.params else None
+    turned = linears.get(name, False)
     return Slot(name, shape, dtype, device, settings, linear=linear, transposed=turned)
-
-
-_Slice = tuple[Group, list[Slot], int, int | None, bool]
 
 
 def filled(
@@ -274,36 +260,30 @@ def filled(
 ) -> Iterator[tuple[str, Any]]:
     """Yield what the slots of these groups' parameters make, each as soon as it is read."""
 
-    def slices() -> Iterator[_Slice]:
+    def slices() -> Iterator[tuple[Group, list[Slot], int, int | None, bool]]:
         for group in groups:
             mine = [slots[name] for name in group.shapes if name in slots]
             parts = _parts(group, mine)
             yield from ((group, mine, *part, part == parts[-1]) for part in parts)
 
-    def read(item: _Slice) -> dict[str, Callable[[], Tensor]]:
+    def read(item: tuple[Group, list[Slot], int, int | None, bool]) -> dict[str, Any]:
         group, mine, start, stop, _ = item
-        if start == stop:
-            return {}
         if mine[0].settings is not None or mine[0].dtype.is_floating_point:
             for key in group.keys:
                 check_plain(mine[0].name, files.info(key).dtype)
         on_cpu = getattr(group.converter, "force_cpu", False)
         device = torch.device("cpu") if on_cpu else mine[0].device
-        places = group.places(start, stop)
+        places = group.places(start, stop) if start != stop else ()
         return {key: files.fetch(key, first, last, device) for key, _, first, last in places}
 
-    def take(item: _Slice, fetched: Mapping[str, Callable[[], Tensor]]) -> None:
-        group, mine, start, *_ = item
-        values = convert(group, {key: one() for key, one in fetched.items()}, layout.model)
-        for slot in mine:
-            slot.take(start, values[slot.name])
-
     on_gpu = any(slot.device.type != "cpu" for slot in slots.values())
-    for item, fetched in ahead(read, slices(), WORKERS if on_gpu else 1):
-        _, mine, start, stop, is_last = item
+    for item, reading in ahead(read, slices(), WORKERS if on_gpu else 1):
+        group, mine, start, _, is_last = item
         try:
-            if start != stop:
-                take(item, fetched.result())
+            fetched = {key: one() for key, one in reading.result().items()}
+            values = convert(group, fetched, layout.model) if fetched else {}
+            for slot in mine if fetched else ():
+                slot.take(start, values[slot.name])
         except MoeQloraError as error:
             for slot in mine:
                 slot.fail(error)

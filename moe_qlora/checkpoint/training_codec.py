@@ -1,26 +1,22 @@
 """What an adapter was trained on: the codec of its base, its fingerprint, and the note of both.
 
 An adapter trained on packed weights has also learnt to correct their quantization error, which the
-exact weights do not have: `like_training=True` quantizes the base before the adapter is merged.
-Which weights were packed, and how, comes from a packed base (whose decoded weights have the error
-already), from the caller, or from the note beside the adapter (`moe_qlora_adapter.json`).
+exact weights do not have: `like_training=True` quantizes the base before the adapter is merged, by
+the note beside the adapter (`moe_qlora_adapter.json`), or by the caller's config.
 
-The fingerprint in the note tells the base from a model whose names and shapes happen to fit:
-configuration fields that change the forward, and for each of some hundred unpacked weights
-(embeddings, routers) one bit, set if the weight is above their mean. Packing or further training of
-the base leaves most bits; of another model's bits, half agree by chance.
-
-The model card (README.md) says it to people, between two markers; the rest is PEFT's.
+The fingerprint in the note tells the base from a model whose names and shapes happen to fit: fields
+of its configuration, and for some unpacked weights (embeddings, routers) one bit for each of some
+hundred values, set if it is above their mean. Packing or further training of the base leaves most
+bits; of another model's bits, half agree by chance.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,21 +26,20 @@ from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..errors import AdapterError, ConfigError, visible
-from ..layout import dtype_name, name_pattern, unwrapped_name
+from ..errors import AdapterError, ConfigError
+from ..layout import dtype_name, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.decoders import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
-from ..versions import installed_version
+from .manifest import canonical_name
 from .reader import inside, parse_fields
 from .rows import packed_linears
 from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
-NOTE_VERSION = 1
 
 TOP_K_FIELDS = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk"),
@@ -143,14 +138,13 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
     """Write the note beside an adapter."""
     settings = packed.settings.to_dict()
     note = {
-        "format_version": NOTE_VERSION,
+        "format_version": 1,
         "codec": {key: settings[key] for key in ("kind", "double_quant", "blocksize")},
         "experts": sorted(packed.experts - packed.native.keys()),
         "linears": sorted(packed.linears),
-        "dtype": packed.dtype and dtype_name(packed.dtype),
-        "base": packed.base and asdict(packed.base),
+        **({"dtype": dtype_name(packed.dtype)} if packed.dtype else {}),
+        **({"base": asdict(packed.base)} if packed.base else {}),
     }
-    note = {key: value for key, value in note.items() if value is not None}
     replace_file(folder / NOTE, (json.dumps(note, indent=1) + "\n").encode())
 
 
@@ -166,26 +160,33 @@ def from_note(folder: Path) -> TrainingCodec | None:
     return TrainingCodec(settings, experts, linears, note.base, dtype=dtype)
 
 
-def choose(adapter: Path, by_config: TrainingCodec | None) -> TrainingCodec:
-    """Return the codec from the note or from the caller; if both are given, they must agree."""
+def of_training(adapter: Path, model: nn.Module, config: Any) -> TrainingCodec:
+    """Return the codec of an adapter's training, by its note or else by the caller's config."""
     noted = from_note(adapter)
-    known = noted or by_config
-    if known is None:
+    if noted is None and config is None:
         raise ConfigError(
             f"like_training needs the codec that {adapter} was trained on, which its files do not "
             "say: pass quantization_config (--quant nf4, fp4 or int8, with --double-quant where it "
             "was used), or merge into the packed base folder."
         )
-    trained, asked = (
-        one.settings.kind + " with double quantization" * one.settings.double_quant
-        for one in (known, by_config or known)
+    if noted is None:
+        return from_config(copy.deepcopy(model), config)
+    known = noted.settings
+    asked, trained = (
+        one.kind + " with double quantization" * one.double_quant
+        for one in (known if config is None else CodecSettings.from_config(config), known)
     )
     if asked != trained:
         raise ConfigError(
             f"quantization_config asks for {asked}, and {adapter / NOTE} says that the adapter was "
             f"trained on {trained}; leave quantization_config out."
         )
-    return known
+    names = model.state_dict()  # the noted ones may be of its inner model
+    experts, linears = (
+        frozenset(canonical_name(model, name, names) or name for name in some)
+        for some in (noted.experts, noted.linears)
+    )
+    return replace(noted, experts=experts, linears=linears)
 
 
 def fingerprint(
@@ -244,9 +245,7 @@ def check_noted_base(
     weight: Callable[[str], Tensor | None] | None = None,
 ) -> None:
     """Raise if a model is not the noted base; `weight(name)` stands for the model's own."""
-    trained_on = from_note(adapter)
-    noted = trained_on.base if trained_on else None
-    if noted is None:
+    if (trained_on := from_note(adapter)) is None or (noted := trained_on.base) is None:
         return
     base = fingerprint(model, noted.bits, name, weight)
     other = [
@@ -264,69 +263,3 @@ def check_noted_base(
             f"{adapter} was trained on {noted.name}, and {base.name} has {other[0]}: use it with "
             "the model that it was trained on, or pass any_base=True (--any-base)."
         )
-
-
-CARD = "README.md"
-_START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
-_PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
-_CLASSES = {
-    "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification",
-    "FEATURE_EXTRACTION": "AutoModel",
-}
-_PACKAGES = ("moe-qlora", "transformers", "peft", "bitsandbytes", "torch")
-_USAGE = """
-```python
-import moe_qlora
-from transformers import {model}, BitsAndBytesConfig
-
-with moe_qlora.enabled():
-    model = {model}.from_pretrained({base}, quantization_config=BitsAndBytesConfig({how}){dtype})
-model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
-```
-
-Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`.
-"""
-
-
-def write_card(
-    folder: Path, config: Mapping[str, Any], packed: TrainingCodec | None, layout: str = ""
-) -> None:
-    """Write our part of an adapter's model card, given its config and note."""
-    noted = packed.base if packed else None
-    base = noted.name if noted else str(config.get("base_model_name_or_path") or "")
-    facts, usage = {"base": base}, ""
-    if noted:
-        content = json.dumps({"bits": noted.bits, "fields": noted.fields}, sort_keys=True)
-        facts["fingerprint of the base"] = hashlib.sha256(content.encode()).hexdigest()[:16]
-    if packed:
-        double = ", double quantization" * packed.settings.double_quant
-        how = f"{packed.settings.kind}, blocks of {packed.settings.blocksize}{double}"
-        facts["base was packed as"] = how
-        fields = packed.settings.bnb_fields().items()
-        options = [f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)]
-        usage = _USAGE.format(
-            model=_CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM"),
-            base=json.dumps(visible(base or "BASE")),
-            how=", ".join(options),
-            dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",
-        )
-    facts["rank, alpha"] = f"{config.get('r')}, {config.get('lora_alpha')}"
-    for key in ("target_modules", "target_parameters"):
-        names = config.get(key) or ()
-        listed = isinstance(names, (list, set, tuple))
-        patterns = {name_pattern(str(name)) for name in names} if listed else {str(names)}
-        facts[key] = ", ".join(sorted(patterns))
-    facts["layout"] = layout
-    facts["versions"] = ", ".join(
-        f"{name} {installed_version(name) or 'unknown'}" for name in _PACKAGES
-    )
-    # as code, so that names are not read as markup
-    plain = {n: visible(f).replace("|", "\\|").replace("`", "'") for n, f in facts.items() if f}
-    rows = "".join(f"| {name} | `{value}` |\n" for name, value in plain.items())
-    named = f"base_model: {json.dumps(base)}\n" if base else ""
-    text, file = f"---\n{named}library_name: peft\n---\n", folder / CARD
-    if file.is_file():
-        text = _PART.sub("\n", file.read_text(encoding="utf-8", errors="replace"))
-    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
-    replace_file(file, f"{text.rstrip()}\n\n{_START}\n\n{table}\n{_END}\n".encode())

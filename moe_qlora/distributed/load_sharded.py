@@ -29,7 +29,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import GenerationConfig
 
-from ..checkpoint.base import file_facts
 from ..checkpoint.conversion import DiskLayout
 from ..checkpoint.manifest import FolderCheck, canonical_name, is_packed, packed_names
 from ..checkpoint.rows import Slot, filled, reload_spec
@@ -42,6 +41,7 @@ from ..hf.model import finish_packing
 from ..kernels.limits import cdiv
 from ..lora.config import record_base
 from ..lora.model import get_peft_model
+from ..models.files import file_facts
 from ..packing import parametrize
 from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import Packer

@@ -17,7 +17,6 @@ from transformers.integrations.accelerate import compute_module_sizes, get_max_m
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
-from ..checkpoint.base import file_facts
 from ..checkpoint.manifest import (
     CONFIG_KEY,
     FolderCheck,
@@ -30,7 +29,7 @@ from ..checkpoint.prequantized import describe_plain, maker_method, open_plain
 from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
-from ..models.files import check_no_codes_of_single_experts
+from ..models.files import check_no_codes_of_single_experts, file_facts
 from ..packing.codecs import codecs
 from ..packing.decoders import check_linears
 from ..world import many_ranks, world

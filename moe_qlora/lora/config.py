@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from ..checkpoint import training_codec
 from ..checkpoint.manifest import read_manifest
-from ..checkpoint.training_codec import TOP_K_FIELDS, TrainingCodec, write_card
+from ..checkpoint.training_codec import TOP_K_FIELDS, TrainingCodec
 from ..errors import ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import name_pattern
@@ -125,9 +125,7 @@ class AdaptedLoraConfig(LoraConfig):
         finally:
             self.__dict__.update(adapted)
         if self._packed is not None:
-            folder = Path(save_directory)
-            training_codec.write_note(folder, self._packed)
-            write_card(folder, self.to_dict(), self._packed)
+            training_codec.write_note(Path(save_directory), self._packed)
 
 
 def adapt(

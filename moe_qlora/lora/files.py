@@ -37,7 +37,6 @@ from ..checkpoint.adapter import (
 )
 from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.staging import absolute, move_files, staging
-from ..checkpoint.training_codec import CARD
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
@@ -272,8 +271,8 @@ def save_pretrained(
         }
         whole |= {key: read(key).cpu() for key in tensors}
         with staging(folder, inside=True) as work:
-            if (folder / CARD).is_file():  # PEFT adds to it
-                shutil.copyfile(folder / CARD, work / CARD)
+            if (folder / "README.md").is_file():  # PEFT adds to it
+                shutil.copyfile(folder / "README.md", work / "README.md")
             stock(str(work), is_main_process=True, state_dict=whole)
             move_files(work, folder, CONFIG)
 

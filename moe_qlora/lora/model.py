@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import types
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +21,7 @@ from peft.utils.save_and_load import load_peft_weights
 from torch import nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import WEIGHTS, check_adapter_patterns, fused_adapter
+from ..checkpoint.adapter import WEIGHTS, check_adapter_patterns, of_single_experts, single_expert
 from ..checkpoint.reader import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
@@ -53,7 +52,6 @@ from .targets import (
 )
 
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
-_EXPERT_KEY = re.compile(r"\.experts\.\d+\.")
 _OFFLINE = (
     "save the adapter with save_pretrained on all ranks, and go on from its folder in one process, "
     "such as with moe-qlora merge"
@@ -155,9 +153,10 @@ def load_adapter(
 ) -> PeftModel:
     """Load a saved adapter: `PeftModel.from_pretrained` for packed experts.
 
-    Reads adapters that this package, or stock PEFT on the unpacked model, has saved, and those with
-    LoRA for each single expert (transformers v4, Tinker, `export_adapter`). Files of adapters on
-    experts carry no `lora_dropout`, which stock PEFT would refuse to load.
+    Reads adapters that this package, or stock PEFT on the unpacked model, has saved. Of those with
+    LoRA for each single expert (transformers v4), it reads the ones that PEFT itself can fuse for
+    the model's type. Files of adapters on experts carry no `lora_dropout`, which stock PEFT would
+    refuse to load.
 
     Args:
         model: A model with packed experts, or a `PeftModel` of it, which gets one more adapter.
@@ -192,26 +191,23 @@ def load_adapter(
         files.check_base(base, adapter, subfolder)
     if training_codec.from_note(on_disk) is not None:  # trained on packed experts
         check_packed(base, unpacked_ok=unpacked_ok, stacklevel=2)
-    local = on_disk.is_dir() and not subfolder
-    with fused_adapter(on_disk, base) if local else nullcontext(adapter) as fused:
-        folder = os.fspath(fused)
-        with files.reading(adapter):
-            config = _read_config(base, folder, **hub)
-        config.inference_mode = not is_trainable
-        config = adapt(base, config)
-        creation = {key: peft_kwargs[key] for key in _CREATION_KEYS if key in peft_kwargs}
-        peft_model: Any = model
-        with without_false_warning(config):
-            if isinstance(model, PeftModel):
-                model.add_adapter(adapter_name, config, **creation)
-            else:
-                made = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
-                peft_model = connect_adapters(made)
-        if is_trainable:
-            peft_model.set_requires_grad(adapter_name)
-        peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
-        peft_kwargs |= {"called": adapter, "is_trainable": is_trainable}
-        files.load_adapter(peft_model, folder, adapter_name, **peft_kwargs)
+    with files.reading(adapter):
+        config = _read_config(base, adapter, **hub)
+    config.inference_mode = not is_trainable
+    config = adapt(base, config)
+    creation = {key: peft_kwargs[key] for key in _CREATION_KEYS if key in peft_kwargs}
+    peft_model: Any = model
+    with without_false_warning(config):
+        if isinstance(model, PeftModel):
+            model.add_adapter(adapter_name, config, **creation)
+        else:
+            made = peft.get_peft_model(model, config, adapter_name=adapter_name, **creation)
+            peft_model = connect_adapters(made)
+    if is_trainable:
+        peft_model.set_requires_grad(adapter_name)
+    peft_kwargs.setdefault("key_mapping", getattr(base, "_checkpoint_conversion_mapping", None))
+    peft_kwargs |= {"called": adapter, "is_trainable": is_trainable}
+    files.load_adapter(peft_model, adapter, adapter_name, **peft_kwargs)
     return cast(PeftModel, peft_model)
 
 
@@ -221,8 +217,10 @@ def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
         path = Path(adapter) / (hub.get("subfolder") or "") / WEIGHTS
         local: Any = read_header(path) if path.exists() else None
         keys = local or load_peft_weights(adapter, device="cpu", **hub)
-        if any(map(_EXPERT_KEY.search, keys)):  # single experts, as of transformers v4
-            return rewritten(base, config) or config
+        if (key := single_expert(base, keys)) is not None:
+            if (fused := rewritten(base, config)) is None:
+                raise of_single_experts(adapter, key)
+            return fused  # PEFT fuses those of transformers v4 for some model types
     return config if packed_parameters(base) else spell_exactly(base, config)
 
 

@@ -3,7 +3,7 @@
 open the base      names on disk, the model on meta, its fingerprint
 resolve            every pair of factors, and its target weight
 lay out            single experts or fused; one rank and one scaling if the server needs that
-write              safetensors, adapter_config.json, the note, the card
+write              safetensors, adapter_config.json; the note and the card are copied
 
 The table `servers.json` contains the layouts of servers, tested with the version given there.
 "fused" is PEFT's layout, LoRA on fused
@@ -13,6 +13,7 @@ expert weights; "single" has a pair for each projection of each expert.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -31,22 +32,12 @@ from ..checkpoint.adapter import (
     PREFIX,
     WEIGHTS,
     Adapter,
-    Factors,
-    Resolver,
     Updates,
-    alpha_of,
-    check_adapter_patterns,
-    flat_factors,
-    fused_adapter,
-    halves,
-    interleaved,
     open_adapter,
-    uniform,
 )
 from ..checkpoint.base import Base, open_base
 from ..checkpoint.reader import inside
 from ..checkpoint.staging import absolute, check_new, new_folder
-from ..checkpoint.training_codec import CARD, write_card
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..layout import ExpertParam, listed, name_pattern
@@ -94,7 +85,7 @@ def export_adapter(
     has one scaling only and the adapter several, B is multiplied by the quotient, in float32.
 
     Args:
-        adapter: The folder, in PEFT's layout or with one pair for each expert.
+        adapter: The folder, in PEFT's layout.
         out: The new folder; must not exist, or be empty. It appears whole or not at all.
         base: The folder of the model that the adapter was trained on: 16-bit, prequantized, or
             packed by this package. Names and shapes are read, and a sample of weights for the
@@ -121,13 +112,11 @@ def export_adapter(
         layout = layout_for(target, named[0])
         if not any_base:
             training_codec.check_noted_base(folder, model, str(base), opened.first_rows)
-        check_adapter_patterns(folder, model)
-        lora = open_adapter(stack.enter_context(fused_adapter(folder, model)))
+        lora = open_adapter(folder)
         stack.enter_context(lora.file)
-        shapes = {key: shape for key, (shape, _) in opened.disk.items()}
-        updates = Resolver(model, shapes, lora).updates
+        updates = Updates(model, lora)
         work = stack.enter_context(new_folder(place))
-        if target == "peft" and not updates.disk_deltas:
+        if target == "peft":
             shutil.copyfile(lora.folder / CONFIG, work / CONFIG)
             shutil.copyfile(lora.folder / WEIGHTS, work / WEIGHTS)
             report = ExportReport(
@@ -136,13 +125,24 @@ def export_adapter(
         else:
             export = _Export(folder, model, opened, lora, layout, updates)
             report = export.write(work, place)
-        for name in (training_codec.NOTE, CARD):
+        for name in (training_codec.NOTE, "README.md"):
             if (folder / name).is_file():
                 shutil.copyfile(inside(folder, name), work / name)
-        config = read_json(inside(folder, CONFIG))
-        layout_of = f"{target} {layout.tested}, {'fused' if report.fused else 'single'} experts"
-        write_card(work, config, training_codec.from_note(folder), layout_of)
     return report
+
+
+@dataclass
+class Factors:
+    """LoRA of one projection of all experts: A `(E, r, in)`, B `(E, out, r)` and their scaling."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.a.shape[1]
 
 
 @dataclass
@@ -164,12 +164,10 @@ class _Export:
                 f"an adapter: {MERGE}."
             )
         experts, layers = self._factors()
-        scalings = {name: one.scaling for name, one in (*experts.items(), *layers.items())}
-        ranks = {name: one.rank for name, one in (*experts.items(), *layers.items())}
-        alike = len(set(ranks.values())) == 1 and len(set(scalings.values())) == 1
-        common, alpha = uniform(ranks, scalings)
-        rank, scaling = max(ranks.values()), alpha / common
-        if not alike:
+        pairs = [(one.rank, one.scaling) for one in (*experts.values(), *layers.values())]
+        _, scaling = max(sorted(set(pairs)), key=pairs.count)  # of most weights
+        rank = max(rank for rank, _ in pairs)
+        if len(set(pairs)) > 1:
             self._unify({**experts, **layers}, rank, scaling)
         self._note_untried(layers)
         for name, factors in layers.items():
@@ -179,7 +177,7 @@ class _Export:
         config = read_json(self.adapter.folder / CONFIG)
         names = sorted(map(self._served, layers))
         config.update(
-            r=rank, lora_alpha=alpha_of(scaling, rank), use_rslora=False, inference_mode=True,
+            r=rank, lora_alpha=_alpha(scaling, rank), use_rslora=False, inference_mode=True,
             rank_pattern={}, alpha_pattern={}, target_modules=names, target_parameters=None,
         )  # fmt: skip
         if self.layout.fused:
@@ -200,8 +198,6 @@ class _Export:
 
     def _unserved(self) -> Iterator[tuple[str, str]]:
         """Yield weights that the adapter changes as no server loads it, and why."""
-        for key in self.updates.disk_deltas:
-            yield key, "is on disk, but the model has no tensor of that name"
         for name in self.updates.replacements:
             yield name, "is trained in full (modules_to_save)"
         for name, deltas in self.updates.deltas.items():
@@ -278,8 +274,9 @@ class _Export:
                 for role, param in params.items()
             }
             if self.layout.fused:
-                for depth, factors in enumerate(reversed(pairs.values())):
-                    self._put(module + ".base_layer" * depth, *flat_factors(factors))
+                for depth, one in enumerate(reversed(pairs.values())):
+                    a, b = one.a.flatten(0, 1), one.b.permute(1, 2, 0).flatten(1)
+                    self._put(module + ".base_layer" * depth, a, b)  # (E r, in), (out, r E)
                 names |= {param.name for param in params.values()}
             else:
                 self._put_single(module, pairs)
@@ -288,8 +285,10 @@ class _Export:
     def _put_single(self, module: str, pairs: dict[str, Factors]) -> None:
         if "gate_up" in pairs:
             both = pairs.pop("gate_up")
-            alternate = interleaved(self.model.get_submodule(module))
-            gate, up = halves(both.b, alternate)
+            if _interleaved(self.model.get_submodule(module)):
+                gate, up = both.b[:, ::2], both.b[:, 1::2]
+            else:
+                gate, up = both.b.chunk(2, dim=1)
             pairs["gate"] = Factors(both.a, gate, both.scaling)
             pairs["up"] = Factors(both.a, up, both.scaling)
         unknown = sorted(pairs.keys() - self.layout.leaves.keys())
@@ -340,6 +339,26 @@ class _Export:
             for name in names
             if name.rpartition(".")[2] in ends and self._served(f"{name}.weight") not in written
         ] or None
+
+
+def _interleaved(module: Any) -> bool:
+    """Whether rows of gate and up alternate in a fused weight; else gate is the first half."""
+    gate = getattr(module, "_apply_gate", None)
+    if gate is None:
+        return False
+    with torch.no_grad():
+        probe = torch.linspace(0.5, 1.5, 8).unsqueeze(0)
+        moved = probe.clone()
+        moved[0, 1] += 0.25
+        return bool((gate(probe.clone()) != gate(moved))[0, 0])
+
+
+def _alpha(scaling: float, rank: int) -> float:
+    """Return the `lora_alpha` for which `lora_alpha / rank` equals the scaling, bit for bit."""
+    alpha = scaling * rank
+    near = (alpha, math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf))
+    alpha = next((one for one in near if one / rank == scaling), alpha)
+    return int(alpha) if alpha.is_integer() else alpha
 
 
 def _zeros(param: ExpertParam, rank: int, scaling: float, dtype: torch.dtype) -> Factors:

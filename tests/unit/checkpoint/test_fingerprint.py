@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -223,46 +222,6 @@ def test_any_base_is_taken_where_asked(folders: dict[str, Path], tmp_path: Path)
     moe_qlora.load_adapter(base_model(folders["another"]), adapter, any_base=True)
     moe_qlora.merge_adapter(folders["hidden_act"], adapter, tmp_path / "merged", any_base=True)
     assert (tmp_path / "merged/config.json").is_file()
-
-
-def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Base, fingerprint, codec, targets and versions; once, also where PEFT adds to the card."""
-    card = (folders["adapter"] / "README.md").read_text()
-    for said in (
-        f"| base | `{folders['base']}` |",
-        "| base was packed as | `nf4, blocks of 64` |",
-        "| target_parameters | `model.layers.*.mlp.experts.down_proj, ",
-        "| rank, alpha | `2, 8` |",
-        f"moe-qlora {moe_qlora.__version__}, transformers ",
-    ):
-        assert said in card, said
-    assert card.startswith("---\n") and "library_name: peft" in card  # PEFT's own part
-    assert f"base_model: {folders['base']}\n" in card
-    prints = {}
-    for name in ("base", "another"):
-        model = moe_qlora.get_peft_model(base_model(folders[name]), q_proj())
-        model.save_pretrained(tmp_path / name)
-        file = tmp_path / name / "README.md"
-        file.write_text(file.read_text() + "# Model of mine\n")
-        model.save_pretrained(tmp_path / name)
-        text = file.read_text()
-        assert text.count("# Model of mine\n") == 1
-        assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
-        (prints[name],) = (line for line in text.splitlines() if "fingerprint" in line)
-    assert prints["base"] in card and prints["another"] not in card
-
-
-def test_the_program_of_any_adapters_card_runs(folders: dict[str, Path], tmp_path: Path) -> None:
-    for make, names in ((second, ("", "ref")), (continued, ("",))):
-        make(folders, tmp_path / make.__name__)
-        for name in names:
-            card = (tmp_path / make.__name__ / name / "README.md").read_text()
-            assert f"base_model: {folders['base']}\n" in card.replace('"', "")
-            ours = card.partition("moe_qlora: start")[2]
-            (program,) = re.findall("```python\n(.*?)```", ours, re.DOTALL)
-            found: dict[str, Any] = {}
-            exec(program.replace('"ADAPTER"', repr(str(folders["adapter"]))), found)  # noqa: S102
-            assert isinstance(found["model"], PeftModel)
 
 
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")

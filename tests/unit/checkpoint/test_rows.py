@@ -1,4 +1,4 @@
-"""Rows of a checkpoint: converted slice by slice as in whole; read ahead; who hears of an error."""
+"""Rows of a checkpoint: what is converted as a whole; read ahead; who hears of an error."""
 
 from __future__ import annotations
 
@@ -7,68 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers.core_model_loading import (
-    Concatenate,
-    ErnieFuseAndSplitTextVisionExperts,
-    Transpose,
-    WeightConverter,
-)
+from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
-from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.conversion import Group, convert, make_group
+from moe_qlora.checkpoint.conversion import Group, make_group
 from moe_qlora.checkpoint.rows import Slot, ahead, filled, indexed
 from moe_qlora.errors import CheckpointError, MoeQloraError
 
-MODEL = SimpleNamespace(config=None)
-EXPERTS, OUT, IN = 5, 4, 6
-
-
-@pytest.fixture(autouse=True)
-def _one_expert_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "SLICE_ELEMENTS", 1)
-
-
-def in_slices(group: Group, disk: dict[str, Tensor], *rows: int) -> dict[str, Tensor]:
-    parts: dict[str, list[Tensor]] = {}
-    for start, stop in group.slices(*rows):
-        read = {key: disk[key][first:last] for key, _, first, last in group.places(start, stop)}
-        for name, part in convert(group, read, MODEL).items():
-            parts.setdefault(name, []).append(part)
-    return {name: torch.cat(some) for name, some in parts.items()}
-
-
-def lists(pattern: str, count: int, *shape: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(len(pattern))
-    return {
-        pattern.replace("*", str(n)): torch.randn(shape, generator=generator) for n in range(count)
-    }
-
-
-def shapes_of(disk: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(tensor.shape) for key, tensor in disk.items()}
-
-
-def test_a_list_that_holds_the_experts_of_two_weights() -> None:
-    gate, up = lists("e.*.gate", 2 * EXPERTS, OUT, IN), lists("e.*.up", 2 * EXPERTS, OUT, IN)
-    converter = WeightConverter(
-        ["e.*.gate", "e.*.up"],
-        ["text.gate_up", "vision.gate_up"],
-        [ErnieFuseAndSplitTextVisionExperts(stack_dim=0, concat_dim=1)],
-    )
-    sources = {"e.*.gate": tuple(gate), "e.*.up": tuple(up)}
-    shape, disk = (EXPERTS, 2 * OUT, IN), gate | up
-    names = ("a.text.gate_up", "a.vision.gate_up")
-    group = make_group(names[0], converter, sources, dict.fromkeys(names, shape), shapes_of(disk))
-    assert len(list(group.slices())) == EXPERTS
-    found = in_slices(group, disk)
-    whole = torch.stack([torch.cat(pair) for pair in zip(gate.values(), up.values(), strict=True)])
-    assert torch.equal(found[names[0]], whole[:EXPERTS])
-    assert torch.equal(found[names[1]], whole[EXPERTS:])
-    # a slice is written back as its first experts: those of either weight in turn
-    places = list(group.places(3, 5))[:4]
-    assert [first for _, first, *_ in places] == [f"e.{n}.gate" for n in range(4)]
-    assert [key for key, *_ in places] == [f"e.{n}.gate" for n in (3, 4, 8, 9)]
+EXPERTS, IN = 5, 6
 
 
 def test_what_is_not_known_to_keep_experts_apart_is_converted_as_a_whole() -> None:

@@ -130,15 +130,12 @@ BAD: dict[str, tuple[str, Change, type[Exception], str]] = {
     "fp8: code": (KEY, coded, ENDLESS, re.escape(KEY)),
     "fp8: scale": (KEY, cast(FP8, INF), ENDLESS, re.escape(KEY)),
     "shape": (f"{EXPERT}down", made(lambda weight: weight[:, :-8]), NAMED, DOWN),
-    "no gate": (f"{EXPERT}gate", lost, NAMED, r"experts\.gate_up_proj"),
-    "fused: none": (".0.mlp.experts.down_proj ", lost, NAMED, DOWN),
     "none": ("down_proj", lost, NAMED, DOWN),
     # of which the floating-point other half would make a weight
     "int8 half": (f"{EXPERT}up", made(Tensor.char), ODD, "gate_up_proj is int8 in the checkpoint"),
     "int8": ("q_proj", cast(torch.int8), ODD, r"q_proj\S* is int8.*another tool"),
     "fp8 expert": (f"{EXPERT}up", cast(FP8), NAMED, r"experts\.1\.up_proj" + UNSAID),
     "fp8 router": ("mlp.gate.", cast(FP8), NAMED, r"mlp\.gate" + UNSAID),
-    "fp8 layers": ("_proj.weight", cast(FP8), NAMED, "_proj" + UNSAID),
     "fused: mxfp4": ("experts.down_proj ", blocks, NAMED, "down_proj_blocks" + UNSAID),
 }
 

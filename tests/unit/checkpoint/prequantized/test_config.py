@@ -1,4 +1,4 @@
-"""Groups, targets, modules that are not converted; parts that do not fit, formats not read."""
+"""Groups of a configuration; parts that do not fit, formats not read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from prequantized import (
     write_tensors,
 )
 from safetensors.torch import load_file
-from transformers.quantizers.quantizers_utils import should_convert_module
-from upstream import SKIPPED_MODULES
 
-from moe_qlora.checkpoint.prequantized import MakerConfig, maker_method, open_plain
+from moe_qlora.checkpoint.prequantized import maker_method, open_plain
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.errors import CheckpointError
 
@@ -83,62 +81,6 @@ def test_what_lies_on_disk_decides(tmp_path):
     config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     config["modules_to_not_convert"] = ["proj"]
     assert_decodes(tmp_path, config, {Q: encode_fp8(weight(0, 24, 32), (8, 8), "_scale_inv")})
-
-
-IGNORE = {
-    "fp8": {
-        "modules_to_not_convert": [HEAD, "model.layers.0.mlp.gate"],
-        "weight_block_size": [8, 8],
-    },
-    "compressed-tensors": {"ignore": [HEAD, r"re:.*mlp\.gate$"], "config_groups": {}},
-    "modelopt": {"ignore": [HEAD, "model.layers.*.mlp.gate"], "quant_algo": "FP8"},
-    "mxfp4": {"modules_to_not_convert": [HEAD, "model.layers.*.mlp.gate"]},
-}
-
-
-@pytest.mark.parametrize("method", IGNORE)
-def test_what_is_not_converted_is_plain(tmp_path, method):
-    """Even bytes, and a weight that is called scale; elsewhere they are parts without others."""
-    gate = "model.layers.0.mlp.gate"
-    tensors = {
-        f"{HEAD}.weight": weight(0, 6, 4).bfloat16(),
-        f"{HEAD}.weight_scale": weight(1, 6, 1),
-        f"{gate}.weight": weight(2, 3, 4),
-        f"{gate}.table": torch.arange(6, dtype=torch.uint8).view(2, 3),
-        "model.norm.weight": weight(3, 4).bfloat16(),
-        f"{Q}.weight": weight(4, 4, 4).half(),
-    }
-    config = {"quant_method": method, **IGNORE[method]}
-    with open_plain(write_tensors(tmp_path / "base", config, tensors)) as checkpoint:
-        assert set(checkpoint) == set(tensors)
-        for key, tensor in tensors.items():
-            assert not checkpoint.is_dequantized(key)
-            assert checkpoint.info(key).dtype == tensor.dtype
-            assert same(checkpoint.read(key), tensor)
-            assert dict(checkpoint.parts(key)) == {"codes": key}
-    for key in (f"{HEAD}.weight_scale", f"{gate}.table"):
-        renamed = key.replace(HEAD, "model.other").replace("mlp.gate", "mlp.gates")
-        damaged = {(renamed if name == key else name): t for name, t in tensors.items()}
-        with pytest.raises(CheckpointError, match=renamed):
-            open_plain(write_tensors(tmp_path / renamed, config, damaged))
-
-
-@SKIPPED_MODULES
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        *("lm_head", "layers.0", "model.layers.1", "model.layers.*.mlp.gate", "gate", "("),
-    ],
-)
-def test_modules_are_left_out_as_transformers_does(pattern):
-    config = MakerConfig({"quant_method": "fp8", "modules_to_not_convert": [pattern]})
-    modules = ["lm_head", "model.lm_head", "model.layers.1", "model.layers.11.mlp.gate"]
-    modules += ["model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj", "model.layers.0"]
-    for module in modules:
-        if pattern == "(":  # transformers fails
-            assert not config.is_ignored(module)
-        else:
-            assert config.is_ignored(module) is not should_convert_module(module, [pattern]), module
 
 
 def test_activations_and_the_cache_have_no_plain_tensors(tmp_path):
@@ -262,13 +204,10 @@ def with_group(**weights):
         (with_group(strategy="token"), r"group_0\.weights\.strategy 'token'"),
         (with_group(strategy="block", block_structure="16xa"), r"block_structure\.1 'a'"),
         ({"quant_method": "compressed-tensors", "config_groups": {"g": 1}}, "config_groups.g 1"),
-        ({**with_group(), "ignore": "lm_head"}, "ignore 'lm_head'"),
-        ({**with_group(), "ignore": ["re:("]}, "no regular expression"),
         ({**with_group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({**with_group(), "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size\.1 \[128\]"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size\.1 0"),
-        ({"quant_method": "fp8", "modules_to_not_convert": [1]}, "modules_to_not_convert"),
     ],
 )
 def test_a_format_that_is_not_read_is_named(tmp_path, monkeypatch, config, said):
