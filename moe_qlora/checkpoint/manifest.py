@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,13 +29,12 @@ from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
-from ..packing.bnb4bit import RECORD, SCALES, read_record
+from ..packing.bnb4bit import RECORD, SCALES
 from ..packing.codec import restore
-from ..packing.codecs import CODES, codecs
 from ..packing.settings import CodecSettings, problems
 from ..versions import installed_version
 from . import reader
-from .reader import DTYPE_NAMES, DTYPES, SINGLE, Checkpoint, TensorInfo, inside, parse_fields
+from .reader import DTYPE_NAMES, DTYPES, SINGLE, Checkpoint, inside, parse_fields
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
@@ -55,22 +54,14 @@ OF_TEXT = (
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
 
-_READ = 1 << 20
+_PIECE = 4 << 20  # that is hashed at once
 _SMALL = 1 << 16
-_THREADS = 8  # that read and check files
+_THREADS = 8  # that hash
 INT8_FORMAT = ".weight_format"  # tensor of bitsandbytes' int8 Linear layers
 
-_Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 _Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+_Codec = Annotated[dict[str, Any], AfterValidator(lambda v: CodecSettings.from_dict(v).to_dict())]
 _EXACT = ConfigDict(extra="forbid")
-
-
-def _check_codec(codec: dict[str, Any] | None, native: bool = False) -> dict[str, Any] | None:
-    if codec is not None:
-        known = CodecSettings.from_dict(codec)
-        if codec != known.to_dict() or (native and not known.codec.is_kept):
-            raise ValueError(f"expected {'a codec of native codes' if native else known.to_dict()}")
-    return codec
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
@@ -80,9 +71,7 @@ class PackedEntry:
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     aliases: tuple[str, ...] = ()
-    codec: Annotated[dict[str, Any] | None, AfterValidator(partial(_check_codec, native=True))] = (
-        None
-    )
+    codec: _Codec | None = None
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
@@ -91,7 +80,7 @@ class TensorEntry:
 
     file: str
     dtype: str
-    shape: Annotated[tuple[_Size, ...], Field(max_length=64)]
+    shape: tuple[int, ...]
     sha256: str
 
 
@@ -99,7 +88,7 @@ class TensorEntry:
 class ShardEntry:
     """A shard: its size in bytes, and the checksum of its header."""
 
-    nbytes: _Size
+    nbytes: int
     header_sha256: str
 
 
@@ -110,7 +99,7 @@ class Mark:
     id: str
     manifest: Annotated[str, Field(pattern=f"^{MANIFEST_NAME.pattern}$")]
     entry: Annotated[str, Field(pattern=f"^{SHARD_NAME.pattern}$")]
-    format_version: int = FORMAT_VERSION
+    format_version: int
 
 
 @dataclass(frozen=True, config=_EXACT)
@@ -120,7 +109,7 @@ class Manifest:
     id: str
     written_by: str
     model_type: str
-    codec: Annotated[dict[str, Any], AfterValidator(_check_codec)]
+    codec: _Codec
     experts: dict[str, PackedEntry]  # by name
     shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
     tensors: dict[str, TensorEntry]  # by key
@@ -143,20 +132,19 @@ class Manifest:
         return {name: self.settings_of(name) for name in names}
 
     @property
-    def version(self) -> int:
-        """The version of the format that the folder needs."""
-        return NATIVE_VERSION if self.native_codecs() else FORMAT_VERSION
-
-    @property
     def entry(self) -> str:
         """The first shard's name, to which config.json sends transformers."""
         return next(iter(self.shards))
 
+    @property
+    def version(self) -> int:
+        """The version of the format that the folder needs."""
+        return NATIVE_VERSION if self.native_codecs() else FORMAT_VERSION
+
     def to_bytes(self) -> bytes:
         """Return the file's content."""
         given = asdict(self, dict_factory=lambda items: {k: v for k, v in items if v is not None})
-        value = {"format_version": self.version, **given}
-        return (json.dumps(value, indent=1) + "\n").encode()
+        return (json.dumps({"format_version": self.version, **given}, indent=1) + "\n").encode()
 
     @property
     def file_name(self) -> str:
@@ -179,42 +167,16 @@ def manifest_name(content: bytes) -> str:
     return f"moe_qlora-{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 
-def manifest_id(
-    tensors: Mapping[str, TensorEntry],
-    codec: Mapping[str, Any],
-    experts: Mapping[str, PackedEntry] | None = None,
-) -> str:
-    """Return the id of a save, a hash of tensors, their names and codecs."""
-    table = {key: [t.dtype, list(t.shape), t.sha256] for key, t in tensors.items()}
-    own = {name: entry.codec for name, entry in (experts or {}).items() if entry.codec is not None}
-    return _digest({"tensors": table, "codec": dict(codec), **({"experts": own} if own else {})})
-
-
 def _digest(value: Mapping[str, Any]) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def checksum(info: TensorInfo) -> str:
-    """Return the sha256 of a tensor's bytes, read in pieces."""
-    digest = hashlib.sha256()
-    with reading(info.file), info.file.open("rb") as file:
-        left, offset = info.nbytes, info.offset
-        while left:
-            piece = os.pread(file.fileno(), min(_READ, left), offset)
-            if not piece:
-                raise reader.incomplete(info.file, offset, info.offset + info.nbytes)
-            digest.update(piece)
-            left -= len(piece)
-            offset += len(piece)
+def _checksum(files: Checkpoint, key: str) -> str:
+    digest, nbytes = hashlib.sha256(), files[key].nbytes
+    for start in range(0, nbytes, _PIECE):
+        digest.update(files.read_bytes(key, start, min(start + _PIECE, nbytes)).numpy())
     return digest.hexdigest()
-
-
-def shard_entry(file: Path) -> ShardEntry:
-    """Describe a shard as the manifest does."""
-    header = reader.header_bytes(file)
-    with reading(file):
-        return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
 
 
 def finish_packed(
@@ -226,27 +188,30 @@ def finish_packed(
 ) -> Manifest:
     """Name a save's shards, write manifest and config.json; `plain` Linear layers stay unpacked."""
     codec, written = settings.to_dict(), Checkpoint(files)
-    infos = [written.info(key) for key in written]
     with ThreadPoolExecutor(_THREADS) as pool:
         tensors = {
             key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
-            for key, info, digest in zip(written, infos, pool.map(checksum, infos), strict=True)
+            for (key, info), digest in zip(
+                written.items(), pool.map(partial(_checksum, written), written), strict=True
+            )
         }
-    identity, shards = manifest_id(tensors, codec, experts), [shard_entry(file) for file in files]
+    table = {key: [one.dtype, list(one.shape), one.sha256] for key, one in tensors.items()}
+    own = {name: entry.codec for name, entry in experts.items() if entry.codec is not None}
+    identity = _digest({"tensors": table, "codec": codec, **({"experts": own} if own else {})})
+    headers = [hashlib.sha256(reader.header_bytes(file)) for file in files]
+    sizes = [file.stat().st_size for file in files]
+    shards = [ShardEntry(n, h.hexdigest()) for n, h in zip(sizes, headers, strict=True)]
     tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
-    end = f"of-{len(shards):05d}.safetensors"
-    names = [f"model-{tag}-{number:05d}-{end}" for number in range(1, len(shards) + 1)]
-    new_name = {file.name: name for file, name in zip(files, names, strict=True)}
+    end = f"of-{len(files):05d}.safetensors"
+    names = {file.name: f"model-{tag}-{n:05d}-{end}" for n, file in enumerate(files, 1)}
     for file in files:
-        file.rename(work / new_name[file.name])
+        file.rename(work / names[file.name])
     config = read_json(work / CONFIG)
     quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
     if plain:
         old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
         exact = [rf"{re.escape(name)}$" for name in plain]
         quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact]))
-    for key in (CONFIG_KEY, "transformers_weights"):
-        config.pop(key, None)
     manifest = Manifest(
         id=identity,
         # A plain checkout on the path has no metadata to ask.
@@ -254,14 +219,13 @@ def finish_packed(
         model_type=str(config.get("model_type", "")),
         codec=codec,
         experts=dict(experts),
-        shards=dict(zip(names, shards, strict=True)),
-        tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
-        config=config,
+        shards=dict(zip(names.values(), shards, strict=True)),
+        tensors={key: replace(entry, file=names[entry.file]) for key, entry in tensors.items()},
+        config={k: v for k, v in config.items() if k not in (CONFIG_KEY, "transformers_weights")},
     )
-    check_experts(work, manifest)
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
     (work / CONFIG).write_bytes(manifest.config_bytes())
-    return manifest
+    return FolderCheck(work, large=False).finish()  # the tensors fit the packed weights
 
 
 def is_packed(folder: str | Path) -> bool:
@@ -289,27 +253,19 @@ def _read_mark(folder: Path) -> Mark | None:
 
 def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
     """Check the entry `moe_qlora` of a config."""
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is damaged: {CONFIG_KEY} is {value!r:.80}, and no object.")
-    prefix = f"{CONFIG_KEY}."
-    _check_version(value, file, prefix)
-    return parse_fields(Mark, value, file, prefix)
-
-
-def _check_version(value: Mapping[str, Any], file: Path, prefix: str = "") -> None:
-    version = value.get("format_version")
-    if version not in (FORMAT_VERSION, NATIVE_VERSION) or isinstance(version, bool):
+    version = value.get("format_version") if isinstance(value, dict) else value
+    if version not in (FORMAT_VERSION, NATIVE_VERSION):
         raise CheckpointError(
-            f"{file} has {prefix}format_version {version!r:.80}, and this version of moe_qlora "
-            f"reads {FORMAT_VERSION} and {NATIVE_VERSION}: pack the model again, or install the "
-            "version that wrote it."
+            f"{file} has {CONFIG_KEY}.format_version {version!r:.80}, and this version of "
+            f"moe_qlora reads {FORMAT_VERSION} and {NATIVE_VERSION}: pack the model again, or "
+            "install the version that wrote it."
         )
+    return parse_fields(Mark, value, file, f"{CONFIG_KEY}.")
 
 
-def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | None:
-    """Return the manifest that `mark`, or else config.json, names; None without a mark."""
-    folder = Path(folder)
-    mark = mark or _read_mark(folder)
+def read_manifest(folder: str | Path) -> Manifest | None:
+    """Return the manifest that config.json names; None without a mark."""
+    mark = _read_mark(folder := Path(folder))
     if mark is None:
         return None
     file = inside(folder, mark.manifest)
@@ -317,119 +273,106 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
     if manifest_name(raw) != mark.manifest:
         raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
     value = parse_json(file, raw)
-    _check_version(value, file)
-    del value["format_version"]
+    value.pop("format_version", None)  # the mark's
     manifest = parse_fields(Manifest, value, file)
     for name in manifest.shards:
         inside(folder, name)
-    identity = manifest_id(manifest.tensors, manifest.codec, manifest.experts)
-    named = Mark(identity, mark.manifest, manifest.entry, manifest.version)
-    if mark != named or manifest.id != identity:
-        raise CheckpointError(
-            f"{folder / CONFIG} has {CONFIG_KEY} {asdict(mark)}, and that of {mark.manifest} is "
-            f"{asdict(named)}: copy the whole folder again."
-        )
     return manifest
 
 
 class FolderCheck:
     """A packed folder, open and checked against its manifest.
 
-    What a loader parses is checked at once: headers, and the bytes of small tensors; checksums of
-    large tensors in threads, while files are loaded, or never if `large` is False.
+    Headers are compared at once, checksums in threads while files are loaded: of all tensors, or
+    if not `large`, of small ones.
     """
 
-    def __init__(self, folder: str | Path, mark: Mark | None = None, *, large: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, large: bool = True) -> None:
         self.folder = folder = Path(folder)
-        manifest = read_manifest(folder, mark)
+        manifest = read_manifest(folder)
         if manifest is None:
             raise CheckpointError(
                 f"{folder} was not packed by moe_qlora: its {CONFIG} is missing, or names no "
                 "manifest."
             )
         self.manifest = manifest
-        for name, shard in manifest.shards.items():
-            seen = shard_entry(folder / name)
-            if seen != shard:
+        self.checkpoint = files = Checkpoint([folder / name for name in manifest.shards])
+        held = {k: (i.file.name, DTYPE_NAMES[i.dtype], i.shape) for k, i in files.items()}
+        said = {k: (t.file, t.dtype, t.shape) for k, t in manifest.tensors.items()}
+        for key in held.keys() | said:
+            if held.get(key) != said.get(key):
                 raise CheckpointError(
-                    f"{folder / name} has {seen.nbytes} bytes, {shard.nbytes} were written, or its "
-                    "header is not the one that was written: copy it again."
+                    f"{folder}: the shards hold {key} as {held.get(key)}, the manifest says "
+                    f"{said.get(key)}: copy the whole folder again."
                 )
-        self.checkpoint = Checkpoint([folder / name for name in manifest.shards])
-        infos = {key: self.checkpoint.info(key) for key in self.checkpoint}
-        for key in (*manifest.tensors, *infos):
-            info, entry = infos.get(key), manifest.tensors.get(key)
-            held = info and (info.file.name, DTYPE_NAMES[info.dtype], info.shape)
-            said = entry and (entry.file, entry.dtype, entry.shape)
-            if held != said:
-                raise CheckpointError(
-                    f"{folder}: the shards hold {key} as {held}, the manifest says {said}: copy "
-                    "the whole folder again."
-                )
-        check_experts(folder, manifest)
-        for key, info in infos.items():
-            if info.nbytes <= _SMALL:
-                self._compare(key, checksum(info))
+        packed = packed_names(manifest)
+        for name, entry in manifest.experts.items():
+            if problem := _form_problem(manifest, name, packed.get(name, ()), entry.shape):
+                raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")
         self._pool = ThreadPoolExecutor(_THREADS)
         self._sums = {
-            key: self._pool.submit(checksum, info)
-            for key, info in infos.items()
-            if large and info.nbytes > _SMALL
+            key: self._pool.submit(_checksum, files, key)
+            for key, info in files.items()
+            if large or info.nbytes <= _SMALL
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
         return self  # transformers copies its quantizer for every tensor
 
-    def _compare(self, key: str, digest: str) -> None:
-        if digest != self.manifest.tensors[key].sha256:
-            raise CheckpointError(
-                f"{self.checkpoint.info(key).file}: the bytes of {key} are not those that were "
-                "written (their checksum differs): copy the file again."
-            )
-
     def check_model(self, model: Any) -> None:
         """Compare the manifest with the meta model."""
-        problem = next(model_problems(self.manifest, model), None)
-        if problem is not None:
+        for problem in model_problems(self.manifest, model):
             raise CheckpointError(
                 f"{self.folder}: {problem}: config.json is not the one it was saved with, or files "
                 "are damaged."
             )
 
-    def finish(self) -> Manifest:
-        """Wait for the checksums of large tensors; return the manifest."""
+    def damage(self) -> Iterator[str]:
+        """Wait for the checksums; yield a sentence for each that differs."""
         try:
             for key, digest in self._sums.items():
-                self._compare(key, digest.result())
+                if digest.result() != self.manifest.tensors[key].sha256:
+                    yield (
+                        f"{self.checkpoint[key].file}: the bytes of {key} are not those that were "
+                        "written (their checksum differs): copy the file again."
+                    )
         finally:
             self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def finish(self) -> Manifest:
+        """Wait for the checksums; return the manifest."""
+        for problem in self.damage():
+            raise CheckpointError(problem)
         return self.manifest
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Open the files that manifest or index name, or the only one; compare no checksums."""
+    """Open the files that manifest or index name, or the only one; compare no large checksums."""
     folder = Path(folder)
     reader.check_folder(folder)
     if is_packed(folder):
-        return FolderCheck(folder, large=False).checkpoint
+        check = FolderCheck(folder, large=False)
+        check.finish()
+        return check.checkpoint
     index = reader.index_of(folder)
     if index is None:
         with reading(folder):
-            files = [file for file in folder.glob("*.safetensors") if file.is_file()]
-        files = [file for file in files if not SHARD_NAME.fullmatch(file.name)]
-        files = [file for file in files if file.name == SINGLE] or files
-        if not files and has_manifest(folder) and not (folder / CONFIG).exists():
+            names = [file.name for file in folder.glob("*.safetensors") if file.is_file()]
+            ends = ("*.gguf", "*.bin", "*.pt*")
+            others = sorted(file.name for end in ends for file in folder.glob(end))
+        names = [name for name in names if not SHARD_NAME.fullmatch(name)]
+        names = [name for name in names if name == SINGLE] or names
+        if not names and has_manifest(folder) and not (folder / CONFIG).exists():
             raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
-        if len(files) != 1:
-            others = [*folder.glob("*.gguf"), *folder.glob("*.bin"), *folder.glob("*.pt*")]
+        if len(names) != 1:
             found = "no safetensors file"
-            if files:
-                found = f"{len(files)} safetensors files and no index of those that belong together"
+            if names:
+                found = f"{len(names)} safetensors files and no index of those that belong together"
             elif others:
-                kind = "GGUF" if min(others).suffix == ".gguf" else "a pickle"
-                found += f" but {min(others).name}, {kind}, which is never read"
+                kind = "GGUF" if others[0].endswith("gguf") else "a pickle"
+                found += f" but {others[0]}, {kind}, which is never read"
             raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
-        return Checkpoint([inside(folder, files[0].name)])
+        return Checkpoint([inside(folder, names[0])])
     weight_map = reader.read_index(index)
     if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
         raise CheckpointError(
@@ -438,7 +381,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         )
     checkpoint = Checkpoint([inside(folder, name) for name in dict.fromkeys(weight_map.values())])
     for key, name in weight_map.items():
-        if key not in checkpoint or checkpoint.info(key).file.name != name:
+        if key not in checkpoint or checkpoint[key].file.name != name:
             raise CheckpointError(f"{index}: {name} does not hold {key}: a file is damaged.")
     return checkpoint
 
@@ -466,36 +409,21 @@ def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return a packed weight's tensors by key suffix; ValueError for another int8 layout."""
-    parts = {}
-    for key in keys:
-        if not key.endswith(INT8_FORMAT):
-            parts[SCALES if key.endswith(SCALES) else key.removeprefix(name)] = read(key)
-        elif not (form := read(key)).is_meta and form.flatten().tolist() != [0]:
-            raise ValueError(f"has another {INT8_FORMAT} than 0, which stands for rows")
-    return parts
+def _ends(name: str, keys: Sequence[str]) -> dict[str, str]:
+    """Return a packed weight's keys by their ends, as codecs name its tensors."""
+    keys = [key for key in keys if not key.endswith(INT8_FORMAT)]
+    return {SCALES if key.endswith(SCALES) else key.removeprefix(name): key for key in keys}
 
 
 def _form_problem(
-    manifest: Manifest, name: str, keys: tuple[str, ...], shape: tuple[int, ...]
+    manifest: Manifest, name: str, keys: Sequence[str], shape: Sequence[int]
 ) -> str | None:
-    def blank(key: str) -> Tensor:
-        entry = manifest.tensors[key]
-        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-
-    return next(problems(parts_of(name, keys, blank), shape, manifest.settings_of(name)), None)
-
-
-def check_experts(folder: Path, manifest: Manifest) -> None:
-    """Check the codes and statistics of packed expert weights against their shapes."""
-    packed = packed_names(manifest)
-    for name, entry in manifest.experts.items():
-        problem = _form_problem(manifest, name, packed.get(name, ()), entry.shape)
-        for alias in manifest.tensors.keys() & entry.aliases - manifest.experts.keys():
-            problem = f"has the alias {alias}, and {alias} is a tensor of its own"
-        if problem is not None:
-            raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")
+    blank = {
+        end: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
+        for end, key in _ends(name, keys).items()
+        for entry in (manifest.tensors[key],)
+    }
+    return next(problems(blank, shape, manifest.settings_of(name)), None)
 
 
 class PackedWeights:
@@ -513,16 +441,14 @@ class PackedWeights:
     ) -> tuple[dict[str, Tensor], tuple[int, ...], torch.dtype | None, CodecSettings]:
         """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec."""
         entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
-        fetched = {key: self._files.fetch(key, device=device) for key in self.keys[name]}
-        parts = parts_of(name, self.keys[name], lambda key: fetched[key]())
+        keys = _ends(name, self.keys[name])
+        fetched = {end: self._files.fetch(key, device=device) for end, key in keys.items()}
+        parts = {end: one() for end, one in fetched.items()}
         if entry is not None:
             return parts, entry.shape, getattr(torch, entry.dtype), settings
-        if (plain := self._plain.get(name)) is not None:
-            dtype = None if settings.codec.has_record else plain.dtype
-            return parts, tuple(plain.shape), dtype, settings
-        record = parts.get(RECORD + settings.kind)  # of a model that could not be built
-        shape = parts[CODES].shape if record is None else read_record(record)["shape"]
-        return parts, tuple(shape), None, settings
+        plain = self._plain[name]
+        dtype = None if settings.codec.has_record else plain.dtype
+        return parts, tuple(plain.shape), dtype, settings
 
     def read(self, name: str, device: Any = None) -> PackedWeight:
         """Read a packed weight to a device (default: the CPU)."""
@@ -557,32 +483,26 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
     layers = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
     # In a load, bitsandbytes has replaced its layers already, if its config packs any.
     linears = {name for name, module in layers.items() if is_packed_linear(module)}
-    packed = packed_names(manifest)
-    statistics = {key for keys in packed.values() for key in keys} - packed.keys()
-    ends = (INT8_FORMAT, *(end for codec in codecs() for end in codec.ends))
-    stored = set()
-    for name in (name for name in manifest.tensors if name not in statistics):
+    packed, stored = packed_names(manifest), set()
+    for name, entry in manifest.tensors.items():
         own = canonical_name(model, name, state)
-        if own is None:
-            if name.endswith(ends) or RECORD in name:
-                yield f"{name} belongs to no packed weight"
+        if own is None:  # a statistic, or of a larger model than this one
             continue
         stored.add(own)
+        shape, dtype = tuple(state[own].shape), state[own].dtype
+        floats = DTYPES[entry.dtype].is_floating_point == dtype.is_floating_point
         if name in manifest.experts:
             continue
-        entry, shape, dtype = manifest.tensors[name], tuple(state[own].shape), state[own].dtype
-        if name in packed:
-            problem = _form_problem(manifest, name, packed[name], shape)
-            if own not in (linears or layers):
-                yield f"{name} is packed, and neither config.json nor the manifest says so"
-            elif problem is not None:
+        if name in packed and own in (linears or layers):
+            if problem := _form_problem(manifest, name, packed[name], shape):
                 yield f"{name} {problem}"
-        elif (
-            DTYPES[entry.dtype].is_floating_point != dtype.is_floating_point and own not in linears
-        ):
-            yield f"{name} is {entry.dtype}, the model's is {dtype_name(dtype)}"
-        elif entry.shape != shape:
-            yield f"{name} has the shape {entry.shape}, the model's config gives {shape}"
+        elif name in packed:
+            yield f"{name} is packed, and neither config.json nor the manifest says so"
+        elif entry.shape != shape or not (floats or own in linears):
+            yield (
+                f"{name} is {entry.dtype} of the shape {entry.shape}, the model's config gives "
+                f"{dtype_name(dtype)} of the shape {shape}"
+            )
     classes = manifest.config.get("architectures")
     if isinstance(classes, list) and type(model).__name__ in classes:
         # A folder of this very class has all tensors but tied ones.

@@ -18,7 +18,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -30,9 +30,7 @@ from transformers import BitsAndBytesConfig
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..detection.detect import detect
-from ..errors import AdapterError, CheckpointError, ConfigError
-from ..kernels.weights import PackedWeight
+from ..errors import AdapterError, CheckpointError, ConfigError, first_line
 from ..layout import dtype_name, listed
 from ..models import named
 from ..packing import parametrize
@@ -44,16 +42,7 @@ from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
 from .base import Base, auxiliary_files, copy_files, resolve_checkpoint
-from .manifest import (
-    CONFIG,
-    INT8_FORMAT,
-    Manifest,
-    PackedEntry,
-    finish_packed,
-    is_packed,
-    is_save_file,
-)
-from .reader import INDEX, SINGLE, inside, read_index
+from .manifest import CONFIG, INT8_FORMAT, Manifest, PackedEntry, finish_packed, is_save_file
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .staging import (
     ShardWriter,
@@ -126,10 +115,18 @@ def save_pretrained(
         place = folder.resolve() if folder.is_dir() else None
         with new_folder(folder) if place is None else staging(place, inside=True) as work:
             _write_config(self, work)
-            _write_packed(work, self, tensors, read, max_shard_size)
+            nbytes = {  # of a record the same, whether its length is known already or not
+                key: _RECORD if RECORD in key else one.dtype.itemsize * prod(one.shape or ())
+                for key, one in tensors.items()
+            }
+            values = ((key, read(key)) for key in nbytes)
+            files = _write_shards(work, nbytes, values, max_shard_size)
+            finish_packed(work, files, *_packed_entries(self, tensors), _unpacked_linears(self))
             written = [file.relative_to(work).as_posix() for file in work.rglob("*")]
             if place is not None:
-                _move_in(work, place)
+                old = [f for f in place.iterdir() if is_save_file(f.name) and f.name not in written]
+                move_files(work, place, CONFIG)  # which turns the old model into the new one
+                discard(*old)
         if push_to_hub:
             from huggingface_hub import HfApi
 
@@ -151,7 +148,10 @@ def _tensors_to_save(
     model: Any, state_dict: Mapping[str, Any], ranks: World
 ) -> dict[str, WholeTensor]:
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    # whether parameters are one, which copies and shares of them do not tell
+    own = dict(model.named_parameters(remove_duplicate=False))
+    left_out = {k for k, one in tied.items() if k in own and own[k] is own.get(one)}
+    left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     packed = {f"{module}.{name}".lstrip(".") for module, _, name in parametrize.iter_packed(model)}
     aliases = {name for name in packed if tied.get(name) in packed}
     saved: dict[str, WholeTensor] = {}
@@ -161,53 +161,17 @@ def _tensors_to_save(
                 f"The model holds adapters of PEFT ({key}): save these with the PeftModel's "
                 "save_pretrained, or take them off first with unload or merge_and_unload."
             )
-        if ".parametrizations." in key:
-            raise CheckpointError(
-                f"{key} was packed by bitsandbytes' own helper, which cannot be saved: pack the "
-                "model with moe_qlora.quantize_experts."
-            )
-        if key in ignored or any(key == name or key.startswith(f"{name}.") for name in aliases):
+        if key in left_out or any(key == name or key.startswith(f"{name}.") for name in aliases):
             continue
-        if key in tied and _are_tied(model, state_dict, key, tied[key]):
-            continue
-        if not isinstance(tensor.source, Tensor):
-            kind = type(tensor.source).__name__
-            raise CheckpointError(f"{key} is {kind} and no tensor: leave it out of state_dict.")
-        if tensor.source.is_meta:
+        if getattr(tensor.source, "is_meta", True):
             raise CheckpointError(
-                f"{key} is on the meta device and cannot be saved: load the model without "
-                "offloading it."
+                f"{key} is no tensor, or one on the meta device, and cannot be saved: load the "
+                "model without offloading it."
             )
         saved[key] = tensor
     if missing := packed - aliases - saved.keys():
         raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
     return saved
-
-
-def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source: str) -> bool:
-    """True if two entries of the state dict come from one tied parameter; copies count too."""
-    one, other = state_dict.get(key), state_dict.get(source)
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
-        return False
-    if not (hasattr(one, "full_tensor") or hasattr(one, "ds_id")):
-        return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
-    # Gathering makes two tensors of one parameter. Shares are not compared: some may be empty.
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return key in parameters and parameters[key] is parameters.get(source)
-
-
-def _move_in(work: Path, folder: Path) -> None:
-    """Move a finished save into a folder that exists; remove the weights of the model before."""
-    outdated = [file for file in folder.iterdir() if is_save_file(file.name)]
-    with suppress(CheckpointError):  # a damaged config.json or index names no files of its model
-        if (folder / CONFIG).exists() and not is_packed(folder):
-            outdated.append(folder / SINGLE)
-            shards = set(read_index(inside(folder, INDEX)).values())
-            own = [name for name in shards if re.fullmatch(r"[^/\\\0]+\.safetensors", name)]
-            outdated += [folder / name for name in (*own, INDEX)]
-    new = {file.name for file in work.iterdir()}
-    move_files(work, folder, CONFIG)  # which turns the old model into the new one
-    discard(*(file for file in outdated if file.name not in new))
 
 
 def _write_config(model: Any, work: Path) -> None:
@@ -231,32 +195,6 @@ def _write_config(model: Any, work: Path) -> None:
         model.generation_config.save_pretrained(work)
 
 
-def _write_packed(
-    work: Path,
-    model: Any,
-    tensors: Mapping[str, WholeTensor],
-    read: Callable[[str], Tensor],
-    max_shard_size: int | str,
-) -> None:
-    nbytes = {  # of a record the same, whether its length is known already or not
-        key: _RECORD if RECORD in key else tensor.dtype.itemsize * prod(tensor.shape or ())
-        for key, tensor in tensors.items()
-    }
-    files = _write_shards(work, nbytes, ((key, read(key)) for key in nbytes), max_shard_size)
-    entries, settings = _packed_entries(model)
-    experts = {name: entry for name, entry in entries.items() if name in tensors}
-    # Linear layers that are unpacked here but that `from_pretrained` would pack
-    skips = model.hf_quantizer.get_modules_to_not_convert(
-        model,
-        model.hf_quantizer.quantization_config.llm_int8_skip_modules,
-        model._keep_in_fp32_modules,
-    )
-    stock = world().stock_class
-    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
-    plain = [] if all(is_skipped(name, skips) for name in plain) else plain
-    finish_packed(work, files, experts, settings, plain)
-
-
 def _write_shards(
     work: Path,
     nbytes: Mapping[str, int],
@@ -274,32 +212,43 @@ def _write_shards(
     return files
 
 
-def _packed_entries(model: Any) -> tuple[dict[str, PackedEntry], CodecSettings]:
-    weights: dict[int, tuple[PackedWeight, list[str]]] = {}  # tied names share a parameter
+def _packed_entries(
+    model: Any, stored: Mapping[str, Any]
+) -> tuple[dict[str, PackedEntry], CodecSettings]:
+    """Return the packed experts among the stored tensors, and how most of them are packed."""
+    names: dict[int, list[str]] = {}  # tied ones share a parameter
+    places = {}
     for module_name, module, leaf in parametrize.iter_packed(model):
-        key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
-        weights.setdefault(key, (parametrize.read_packed(module, leaf), []))[1].append(name)
-    entries: dict[str, PackedEntry] = {}
-    settings: CodecSettings | None = None  # of all but native codes
-    for weight, tied in weights.values():
-        own, native = CodecSettings.of(weight), None
-        if own.codec.is_kept:
-            native = own.to_dict()
-        elif settings not in (None, own):
-            raise CheckpointError(
-                f"{tied[0]} is packed otherwise than the weights before it ({own.to_dict()} and "
-                f"{settings.to_dict()}), and a folder holds one kind: pack the model again."
-            )
-        else:
-            settings = own
-        for name in tied:
+        name = f"{module_name}.{leaf}".lstrip(".")
+        names.setdefault(id(parametrize.original_of(module, leaf)), []).append(name)
+        places[name] = module, leaf
+    weights = {tied[0]: parametrize.read_packed(*places[tied[0]]) for tied in names.values()}
+    forms = {name: CodecSettings.of(weight) for name, weight in weights.items()}
+    asked = replace(
+        CodecSettings.from_config(model.hf_quantizer.quantization_config), skip_modules=()
+    )
+    settings = next((form for form in forms.values() if not form.codec.is_kept), asked)
+    entries = {}
+    for tied in names.values():
+        weight, form = weights[tied[0]], forms[tied[0]]
+        codec = None if form == settings else form.to_dict()
+        for name in (name for name in tied if name in stored):
             aliases = tuple(other for other in tied if other != name)
-            dtype = dtype_name(weight.dtype)
-            entries[name] = PackedEntry(tuple(weight.shape), dtype, aliases, native)
-    if settings is None:
-        asked = CodecSettings.from_config(model.hf_quantizer.quantization_config)
-        settings = replace(asked, skip_modules=())
+            shape, dtype = tuple(weight.shape), dtype_name(weight.dtype)
+            entries[name] = PackedEntry(shape, dtype, aliases, codec)
     return entries, settings
+
+
+def _unpacked_linears(model: Any) -> list[str]:
+    """Return plain Linear layers, if `from_pretrained` would pack any of them."""
+    skips = model.hf_quantizer.get_modules_to_not_convert(
+        model,
+        model.hf_quantizer.quantization_config.llm_int8_skip_modules,
+        model._keep_in_fp32_modules,
+    )
+    stock = world().stock_class
+    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
+    return [] if all(is_skipped(name, skips) for name in plain) else plain
 
 
 def quantize_checkpoint(
@@ -349,17 +298,13 @@ def quantize_checkpoint(
     try:
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
+        raise ConfigError(f"device is {str(device)!r}: {first_line(error)}.") from error
     opened = open_to_pack(folder, model, config, place)
     base, plan = opened.base, opened.plan
     with closing(base), new_folder(out) as work, reporting(progress, "Packing", "Packed") as tell:
-        copy_files(auxiliary_files(folder), work)
         model.config.quantization_config = config
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(work)
-        if model.can_generate() and not (work / "generation_config.json").exists():
-            model.generation_config.save_pretrained(work)
+        _write_config(model, work)
+        copy_files(auxiliary_files(folder), work)
         keys, experts = dict[str, dict[str, int]](), dict[str, PackedEntry]()
         for group in base.layout.groups:
             for name, shape in group.shapes.items():
@@ -445,14 +390,10 @@ def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) ->
             "config.json is of another model."
         )
     if not (disk.keys() - left_out) & plan.params.keys():
-        skipped = ", ".join(config.llm_int8_skip_modules or ()) if len(detect(model)) else ""
-        why = (
-            f"llm_int8_skip_modules ({skipped}) leaves every expert weight unpacked; name fewer"
-            if skipped
-            else f"a {type(model).__name__} has no expert weights to pack; load it with "
-            "transformers and its own bitsandbytes settings"
+        raise CheckpointError(
+            f"{folder}: a {type(model).__name__} has no expert weights to pack, or "
+            "llm_int8_skip_modules leaves all of them unpacked."
         )
-        raise CheckpointError(f"{folder}: {why}.")
     return Opened(base, plan, dtypes, linears, tied, left_out)
 
 

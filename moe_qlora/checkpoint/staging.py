@@ -8,7 +8,6 @@ what such a process has left.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -30,9 +29,6 @@ from .reader import DTYPE_NAMES
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions of a failed write: safetensors wraps those of the system in its own."""
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PIECE = 16 << 20
 
 
 @contextmanager
@@ -88,17 +84,11 @@ def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
             _lock(handle, lock, target)
             stack.callback(discard, lock)  # forked processes have this one open too
             if os.path.lexists(work):
-                if work.is_symlink() or work.lstat().st_uid != os.geteuid():
-                    raise CheckpointError(f"{work} is a link, or another user's: move it away.")
-                shutil.rmtree(work)
+                shutil.rmtree(work)  # which refuses a link
             work.mkdir()
             stack.callback(shutil.rmtree, work, ignore_errors=True)
             yield work
     except WRITE_ERRORS as error:
-        if isinstance(error, OSError) and error.filename and error.filename2 is None:
-            read = Path(os.fsdecode(error.filename))
-            if not (work.parent.is_relative_to(read) or read.is_relative_to(work.parent)):
-                raise CheckpointError(f"{read} cannot be read: {error.strerror}.") from error
         raise CheckpointError(not_written(target, error)) from error
 
 
@@ -108,32 +98,26 @@ def _lock(handle: int, lock: Path, target: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # a process that has just ended may have removed the file that is locked here
-        free = lock.exists() and os.path.samestat(os.fstat(handle), lock.stat())
+        if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+            return
     except BlockingIOError:
-        free = False
+        pass
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        free = True
-        warnings.warn(
-            f"The file system of {target} has no locks ({error}): let one process at a time write "
-            "there.",
-            UserWarning,
-            stacklevel=2,
-        )
-    if not free:
-        raise CheckpointError(
-            f"Another process is writing to {target}: wait for it, or name another folder. In a "
-            "distributed run, pass is_main_process=False in all processes but one."
-        )
+        text = f"{target}'s file system has no locks ({error}): let one process write there."
+        warnings.warn(text, UserWarning, stacklevel=2)
+        return
+    raise CheckpointError(
+        f"Another process is writing to {target}: wait for it, or name another folder. In a "
+        "distributed run, pass is_main_process=False in all processes but one."
+    )
 
 
 def not_written(target: str | Path, error: OSError | SafetensorError) -> str:
-    """Return the sentence for a failed write."""
+    """Return the sentence for a failed write, which may also be of a file that is copied."""
     reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
-    full = isinstance(error, SafetensorError) or error.errno in _NO_ROOM
-    advice = "make room there or " * full + "name another folder" + ", and run it again" * full
-    return f"{target} cannot be written: {reason}; {advice}."
+    file = getattr(error, "filename", None)
+    at = f" ({os.fsdecode(file)})" if isinstance(file, (str, bytes)) else ""
+    return f"{target} cannot be written: {reason}{at}; make room there, or name another folder."
 
 
 def absolute(path: str | Path) -> Path:
@@ -143,17 +127,13 @@ def absolute(path: str | Path) -> Path:
 
 def check_new(destination: Path) -> None:
     """Check that a new folder can be renamed to its destination."""
-    if not os.path.lexists(destination):
-        return
-    if destination.is_symlink() or not destination.is_dir():
-        why = "exists and is a link or no folder: name a new one"
-    elif any(destination.iterdir()):
-        why = "exists and is not empty: name a new folder, nothing is overwritten"
-    elif destination.is_mount():
-        why = "is where a file system is mounted, which no rename replaces: name a folder in it"
-    else:
-        return
-    raise CheckpointError(f"{destination} {why}.")
+    there, is_folder = os.path.lexists(destination), destination.is_dir()
+    if there and (not is_folder or destination.is_symlink() or any(destination.iterdir())):
+        raise CheckpointError(
+            f"{destination} exists and is no empty folder: name a new one, nothing is overwritten."
+        )
+    if there and destination.is_mount():  # which no rename replaces
+        raise CheckpointError(f"{destination} is a mounted file system: name a folder in it.")
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -236,14 +216,10 @@ class ShardWriter:
         fits = rows == [entry["dtype"], *entry["shape"][1:]] and tensor.nbytes <= left
         assert fits, (key, tensor.shape, entry)
         self._left[key] = begin + tensor.nbytes, left - tensor.nbytes
-        self._put(tensor, 8 + self._room + begin)
-
-    def _put(self, tensor: Tensor, begin: int) -> None:
-        self._file.seek(begin)
-        flat = tensor.detach().contiguous().view(-1)
-        for piece in torch.split(flat, max(_PIECE // tensor.dtype.itemsize, 1)):
-            # bytes by way of uint8: numpy has no bfloat16
-            self._file.write(piece.cpu().view(torch.uint8).numpy().data)
+        self._file.seek(8 + self._room + begin)
+        # bytes by way of uint8: numpy has no bfloat16
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        self._file.write(flat.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> Self:
         return self

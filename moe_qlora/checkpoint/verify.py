@@ -9,8 +9,6 @@ experts at a time.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,17 +20,18 @@ from transformers import CONFIG_MAPPING
 from transformers.core_model_loading import dot_natural_key
 
 from ..detection.detect import detect
-from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
+from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
 from ..layout import listed
 from ..models import named
 from ..models.files import read_json
 from ..packing import codec
-from ..packing.settings import FLOAT_DTYPES, CodecSettings, problems
+from ..packing.settings import FLOAT_DTYPES, problems
 from ..progress import Progress
 from .base import Base, resolve_checkpoint
 from .conversion import Group
 from .manifest import (
     CONFIG,
+    CONFIG_KEY,
     FolderCheck,
     Manifest,
     PackedWeights,
@@ -41,7 +40,6 @@ from .manifest import (
     is_save_file,
     model_problems,
     open_checkpoint,
-    settings_problem,
 )
 from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
 from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_folder, index_of, inside
@@ -88,14 +86,10 @@ class VerifyReport:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, for `json.dumps`; an infinite error is None."""
-        value = asdict(self) | {"folder": str(self.folder), "good": self.good}
-        for entry, error in zip(value["errors"], self.errors, strict=True):
-            relative, *experts = (
-                one if math.isfinite(one) else None for one in (error.relative, *error.experts)
-            )
-            entry |= {"worst": error.worst, "relative": relative, "experts": experts}
-        return value
+        """Return everything, for `json.dumps`."""
+        errors = [asdict(error) | {"worst": error.worst} for error in self.errors]
+        own = {"folder": str(self.folder), "good": self.good, "errors": errors}
+        return asdict(self) | own
 
 
 def verify(
@@ -136,7 +130,6 @@ def verify(
         )
     try:
         opened = FolderCheck(folder)
-        opened.finish()
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),))
     with opened.checkpoint:
@@ -149,9 +142,11 @@ def verify(
 
 def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress) -> VerifyReport:
     folder, manifest, checkpoint = opened.folder, opened.manifest, opened.checkpoint
-    damage = [f"{folder}: {problem}." for problem in _config_problems(folder, manifest)]
-    warnings = list(_leftovers(folder, manifest))
-    model: Any = None
+    damage, warnings, model = [*opened.damage()], list(_leftovers(folder, manifest)), None
+    written, now = (_comparable(one) for one in (manifest.config, read_json(folder / CONFIG)))
+    if names := [n for n in sorted({*written, *now}) if written.get(n, ...) != now.get(n, ...)]:
+        changed = f"is not the one that was written: it changed in {listed(names, 5)}."
+        damage.append(f"{folder / CONFIG} {changed}")
     try:
         source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
         model = named.build(source, trust_remote_code=trust_remote_code)
@@ -168,51 +163,38 @@ def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress)
         tell(number, len(steps), name)
         if name not in weights.keys:
             damage += _value_problems(checkpoint, name)
-            continue
-        try:
-            parts, shape, dtype, settings = weights.parts(name)
-            reasons = list(problems(parts, shape, settings, dtype))
-        except (ValueError, KeyError, TypeError) as error:
-            reasons = [f"has parts that cannot be read ({error})"]
-        damage += [f"{checkpoint.info(name).file}: {name} {reason}." for reason in reasons]
+        elif model is not None or name in manifest.experts:
+            try:
+                parts, shape, dtype, settings = weights.parts(name)
+                reasons = list(problems(parts, shape, settings, dtype))
+            except KeyError:
+                reasons = ["is no weight of the model"]
+            damage += [f"{checkpoint[name].file}: {name} {reason}." for reason in reasons]
     tell(len(steps), len(steps), "")
     kinds = {manifest.settings_of(name).kind for name in manifest.experts}
     return VerifyReport(
         folder, ", ".join(sorted(kinds)) or str(manifest.codec["kind"]), len(checkpoint.files),
         len(checkpoint), len(manifest.experts), len(weights.keys) - len(manifest.experts),
-        sum(checkpoint.info(key).nbytes for key in checkpoint), tuple(dict.fromkeys(damage)),
+        sum(info.nbytes for info in checkpoint.values()), tuple(dict.fromkeys(damage)),
         tuple(warnings),
     )  # fmt: skip
 
 
-def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    written, now = json.loads(manifest.config_bytes()), read_json(inside(folder, CONFIG))
-    for part in (written, now):  # earlier versions had other sentences there
-        if isinstance(part.get("transformers_weights"), str):
-            part["transformers_weights"] = ""
-        if isinstance(text := part.get("text_config"), dict):
-            text.pop("transformers_weights", None)
-    names = [n for n in sorted({*written, *now}) if written.get(n, ...) != now.get(n, ...)]
-    if names:
-        yield f"{CONFIG} is not the one that was written: it changed in {listed(names, 5)}"
-    try:
-        asked = CodecSettings.from_config(manifest.config.get("quantization_config") or {})
-        if problem := settings_problem(manifest, asked):
-            yield problem
-    except MoeQloraError as error:
-        yield f"the quantization_config of {CONFIG} cannot be followed ({error})"
+def _comparable(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json without what a save adds to it."""
+    config = {k: v for k, v in config.items() if k not in (CONFIG_KEY, "transformers_weights")}
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = {k: v for k, v in text.items() if k != "transformers_weights"}
+    return config
 
 
 def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
     for file in left_behind(folder):
-        next_save = "the next save removes it" if file.parent == folder else "remove it"
-        yield f"{file} is of a save that was interrupted, or still runs: {next_save}."
-    own = {*manifest.shards, manifest.file_name}
-    for file in sorted(file for file in folder.iterdir() if file.name not in own):
-        other = file.name.startswith(("adapter_", "training_args"))
-        if is_save_file(file.name):
-            yield f"{file} is left of another save: the next save removes it."
-        elif file.name.endswith((".safetensors", INDEX_SUFFIX, ".bin")) and not other:
+        yield f"{file} is of a save that was interrupted, or still runs: the next one removes it."
+    for file in sorted({*folder.iterdir()} - {folder / n for n in manifest.shards}):
+        other = file.name.startswith(("adapter_", "training_args")) or file.is_dir()
+        weights = file.name.endswith((".safetensors", INDEX_SUFFIX, ".bin")) and not other
+        if weights or (is_save_file(file.name) and file.name != manifest.file_name):
             yield f"{file} is no file of the packed model, and is not read."
 
 
@@ -302,10 +284,8 @@ def _errors(
                     squares[at, start:last] = part.flatten(1).double().square().sum(1)
                 largest = max(largest, float(wrong.abs().max()))
             each = squares.view(2, experts if experts and rows % experts == 0 else 1, -1).sum(2)
-            relative, *errors = (
-                0.0 if not wrong else math.sqrt(wrong / right) if right else math.inf
-                for wrong, right in torch.cat((squares.sum(1, True), each), 1).T.tolist()
-            )
+            wrong, right = torch.cat((squares.sum(1, True), each), 1)
+            relative, *errors = (wrong / right.clamp_min(1e-30)).sqrt().tolist()  # 0 of zeros
             shape, is_expert = tuple(packed.shape), experts is not None
             yield WeightError(name, is_expert, shape, relative, tuple(errors), largest)
         tell(len(steps), len(steps), "")

@@ -119,7 +119,7 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
         if (writes or event in _EVENTS) and str(root) in str(args[0]):
             tick()
 
-    flush, put = os.fsync, staging.ShardWriter._put
+    flush, put = os.fsync, staging.ShardWriter.write
 
     def fsync(handle: int) -> None:
         tick()
@@ -133,7 +133,7 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
         put(self, *args)
         self._file.flush()
 
-    os.fsync, staging.ShardWriter._put = fsync, write
+    os.fsync, staging.ShardWriter.write = fsync, write
     sys.addaudithook(hook)
 
 
