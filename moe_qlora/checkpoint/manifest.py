@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,7 +31,7 @@ from ..layout import dtype_name
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..packing.bnb4bit import RECORD, SCALES
 from ..packing.codec import restore
-from ..packing.settings import CodecSettings, problems
+from ..packing.settings import CodecSettings
 from ..versions import installed_version
 from . import reader
 from .reader import DTYPE_NAMES, DTYPES, SINGLE, Checkpoint, inside, parse_fields
@@ -184,7 +184,7 @@ def finish_packed(
     files: list[Path],
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
-    plain: Sequence[str] = (),
+    plain: Sequence[str],
 ) -> Manifest:
     """Name a save's shards, write manifest and config.json; `plain` Linear layers stay unpacked."""
     codec, written = settings.to_dict(), Checkpoint(files)
@@ -208,10 +208,9 @@ def finish_packed(
         file.rename(work / names[file.name])
     config = read_json(work / CONFIG)
     quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
-    if plain:
-        old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
-        exact = [rf"{re.escape(name)}$" for name in plain]
-        quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact]))
+    old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
+    exact = [rf"{re.escape(name)}$" for name in plain]
+    quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact])) or None
     manifest = Manifest(
         id=identity,
         # A plain checkout on the path has no metadata to ask.
@@ -225,7 +224,7 @@ def finish_packed(
     )
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
     (work / CONFIG).write_bytes(manifest.config_bytes())
-    return FolderCheck(work, large=False).finish()  # the tensors fit the packed weights
+    return manifest
 
 
 def is_packed(folder: str | Path) -> bool:
@@ -305,10 +304,6 @@ class FolderCheck:
                     f"{folder}: the shards hold {key} as {held.get(key)}, the manifest says "
                     f"{said.get(key)}: copy the whole folder again."
                 )
-        packed = packed_names(manifest)
-        for name, entry in manifest.experts.items():
-            if problem := _form_problem(manifest, name, packed.get(name, ()), entry.shape):
-                raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")
         self._pool = ThreadPoolExecutor(_THREADS)
         self._sums = {
             key: self._pool.submit(_checksum, files, key)
@@ -415,17 +410,6 @@ def _ends(name: str, keys: Sequence[str]) -> dict[str, str]:
     return {SCALES if key.endswith(SCALES) else key.removeprefix(name): key for key in keys}
 
 
-def _form_problem(
-    manifest: Manifest, name: str, keys: Sequence[str], shape: Sequence[int]
-) -> str | None:
-    blank = {
-        end: torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-        for end, key in _ends(name, keys).items()
-        for entry in (manifest.tensors[key],)
-    }
-    return next(problems(blank, shape, manifest.settings_of(name)), None)
-
-
 class PackedWeights:
     """The packed weights of a folder; `plain` has shape and dtype of each Linear layer's weight."""
 
@@ -491,24 +475,23 @@ def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
         stored.add(own)
         shape, dtype = tuple(state[own].shape), state[own].dtype
         floats = DTYPES[entry.dtype].is_floating_point == dtype.is_floating_point
-        if name in manifest.experts:
-            continue
-        if name in packed and own in (linears or layers):
-            if problem := _form_problem(manifest, name, packed[name], shape):
-                yield f"{name} {problem}"
-        elif name in packed:
-            yield f"{name} is packed, and neither config.json nor the manifest says so"
+        if name in packed:
+            if name not in manifest.experts and own not in (linears or layers):
+                yield f"{name} is packed, and neither config.json nor the manifest says so"
         elif entry.shape != shape or not (floats or own in linears):
             yield (
                 f"{name} is {entry.dtype} of the shape {entry.shape}, the model's config gives "
                 f"{dtype_name(dtype)} of the shape {shape}"
             )
-    classes = manifest.config.get("architectures")
-    if isinstance(classes, list) and type(model).__name__ in classes:
+    if type(model).__name__ in (manifest.config.get("architectures") or ()):
         # A folder of this very class has all tensors but tied ones.
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-        tied |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
-        ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-        for name in state.keys() - tied - stored:
-            if not (ignored and re.search(ignored, name)):
-                yield f"{name} is missing"
+        tied = {alias for entry in manifest.experts.values() for alias in entry.aliases}
+        tied |= set(getattr(model, "all_tied_weights_keys", None) or ())
+        yield from (f"{name} is missing" for name in missing_names(model, stored | tied))
+
+
+def missing_names(model: Any, known: Collection[str]) -> list[str]:
+    """Return the model's tensors that are not among these, and that a load may not lack."""
+    ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    lacking = sorted(model.state_dict().keys() - known)
+    return [name for name in lacking if not (ignored and re.search(ignored, name))]

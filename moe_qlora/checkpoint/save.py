@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import copy
 import glob
-import itertools
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,15 +31,22 @@ from ..errors import AdapterError, CheckpointError, ConfigError, first_line
 from ..layout import dtype_name, listed
 from ..models import named
 from ..packing import parametrize
-from ..packing.bnb4bit import RECORD, SCALES
+from ..packing.bnb4bit import SCALES
 from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
-from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
 from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
 from .base import Base, auxiliary_files, copy_files, resolve_checkpoint
-from .manifest import CONFIG, INT8_FORMAT, Manifest, PackedEntry, finish_packed, is_save_file
+from .manifest import (
+    CONFIG,
+    INT8_FORMAT,
+    Manifest,
+    PackedEntry,
+    finish_packed,
+    is_save_file,
+    missing_names,
+)
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .staging import (
     ShardWriter,
@@ -58,7 +62,6 @@ from .training_codec import from_config
 
 # Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.
 _SHARDS, _MANIFESTS = "model-????????-?????-of-?????.safetensors", f"moe_qlora-{'?' * 16}.json"
-_RECORD = 512  # bytes of a record of settings, and more
 
 
 def save_pretrained(
@@ -115,13 +118,8 @@ def save_pretrained(
         place = folder.resolve() if folder.is_dir() else None
         with new_folder(folder) if place is None else staging(place, inside=True) as work:
             _write_config(self, work)
-            nbytes = {  # of a record the same, whether its length is known already or not
-                key: _RECORD if RECORD in key else one.dtype.itemsize * prod(one.shape or ())
-                for key, one in tensors.items()
-            }
-            values = ((key, read(key)) for key in nbytes)
-            files = _write_shards(work, nbytes, values, max_shard_size)
-            finish_packed(work, files, *_packed_entries(self, tensors), _unpacked_linears(self))
+            files = _write_shards(work, ((key, read(key)) for key in tensors), max_shard_size)
+            finish_packed(work, files, *_packed_entries(self, tensors), _plain_linears(self))
             written = [file.relative_to(work).as_posix() for file in work.rglob("*")]
             if place is not None:
                 old = [f for f in place.iterdir() if is_save_file(f.name) and f.name not in written]
@@ -169,8 +167,11 @@ def _tensors_to_save(
                 "model without offloading it."
             )
         saved[key] = tensor
-    if missing := packed - aliases - saved.keys():
-        raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
+    for name in packed - aliases:
+        weight = parametrize.read_packed(*parametrize.owner_of(model, name))
+        for end in packed_tensors(weight.shape, CodecSettings.of(weight)):
+            if name + end not in saved:
+                raise CheckpointError(f"The state dict to save lacks {name + end}.")
     return saved
 
 
@@ -181,13 +182,11 @@ def _write_config(model: Any, work: Path) -> None:
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     # The stock method notes the first parameter's dtype, to which a reload would cast all others.
     # That of most plain weights stands there instead, without those that the class has in fp32.
-    fp32 = kept_dtypes(model, torch.bfloat16)
-    sizes: Counter[str] = Counter()
+    fp32, sizes = kept_dtypes(model, torch.bfloat16), Counter[torch.dtype]()
     for name, parameter in model.named_parameters():
-        plain = parameter.is_floating_point() and not isinstance(parameter, Params4bit)
-        if plain and not fp32(name):
-            sizes[dtype_name(parameter.dtype)] += parameter.numel()
-    config.dtype = max(sizes, key=sizes.__getitem__, default=dtype_name(model.dtype))
+        if parameter.is_floating_point() and not isinstance(parameter, Params4bit):
+            sizes[parameter.dtype] += 0 if fp32(name) else parameter.numel()
+    config.dtype = dtype_name(max(sizes, key=sizes.__getitem__, default=model.dtype))
     if model._auto_class is not None:
         custom_object_save(model, work, config=config)
     config.save_pretrained(work)
@@ -196,19 +195,17 @@ def _write_config(model: Any, work: Path) -> None:
 
 
 def _write_shards(
-    work: Path,
-    nbytes: Mapping[str, int],
-    tensors: Iterator[tuple[str, Tensor]],
-    max_shard_size: int | str,
+    work: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_size: int | str
 ) -> list[Path]:
-    """Write tensors, which come in the order of `nbytes`, to numbered files."""
+    """Write tensors to numbered files; those of one are held in host memory."""
     files = []
-    for number, keys in enumerate(plan_shards(nbytes, max_shard_size), 1):
+    sized = (((key, tensor.cpu()), tensor.nbytes) for key, tensor in tensors)
+    for number, shard in enumerate(plan_shards(sized, max_shard_size), 1):
         files.append(work / f"shard-{number:05d}.safetensors")
-        with ShardWriter(files[-1], {}, {"format": "pt"}, keys) as writer:
-            for key, tensor in itertools.islice(tensors, len(keys)):
-                writer.write(key, tensor)
-                del tensor
+        specs = {key: (tensor.dtype, tensor.shape) for key, tensor in shard}
+        with ShardWriter(files[-1], specs, {"format": "pt"}) as writer:
+            while shard:
+                writer.write(*shard.pop(0))
     return files
 
 
@@ -239,16 +236,9 @@ def _packed_entries(
     return entries, settings
 
 
-def _unpacked_linears(model: Any) -> list[str]:
-    """Return plain Linear layers, if `from_pretrained` would pack any of them."""
-    skips = model.hf_quantizer.get_modules_to_not_convert(
-        model,
-        model.hf_quantizer.quantization_config.llm_int8_skip_modules,
-        model._keep_in_fp32_modules,
-    )
+def _plain_linears(model: Any) -> list[str]:
     stock = world().stock_class
-    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
-    return [] if all(is_skipped(name, skips) for name in plain) else plain
+    return [name for name, module in model.named_modules() if stock(module) is nn.Linear]
 
 
 def quantize_checkpoint(
@@ -305,30 +295,22 @@ def quantize_checkpoint(
         model.config.quantization_config = config
         _write_config(model, work)
         copy_files(auxiliary_files(folder), work)
-        keys, experts = dict[str, dict[str, int]](), dict[str, PackedEntry]()
-        for group in base.layout.groups:
-            for name, shape in group.shapes.items():
-                if name in opened.left_out:
-                    continue
-                keys[name] = _keys(opened, name, shape)
-                if name in plan.params:
-                    tied = {alias for alias, source in opened.tied.items() if source == name}
-                    aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
-                    experts[name] = PackedEntry(shape, dtype_name(opened.dtypes[name]), aliases)
-        nbytes = {key: size for parts in keys.values() for key, size in parts.items()}
-        files = _write_shards(work, nbytes, _packed(opened, keys, place, tell), max_shard_size)
-        return finish_packed(work, files, experts, plan.settings)
+        experts = {}
+        for name in opened.names:
+            if name in plan.params:
+                tied = {alias for alias, source in opened.tied.items() if source == name}
+                aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
+                shape = base.layout.by_name[name].shapes[name]
+                experts[name] = PackedEntry(shape, dtype_name(opened.dtypes[name]), aliases)
+        files = _write_shards(work, _packed(opened, place, tell), max_shard_size)
+        return finish_packed(work, files, experts, plan.settings, _plain_linears(model))
 
 
 def copy_config(config: Any) -> Any:
     """Return a copy of a `BitsAndBytesConfig` or of its dict, as the class."""
-    if isinstance(config, Mapping):
-        return BitsAndBytesConfig.from_dict(dict(config))
-    if not isinstance(config, BitsAndBytesConfig):
-        raise ConfigError(
-            f"quantization_config is {type(config).__name__}: give a BitsAndBytesConfig or a dict."
-        )
-    return copy.deepcopy(config)
+    CodecSettings.from_config(config)  # refuses what is neither
+    is_dict = isinstance(config, Mapping)
+    return BitsAndBytesConfig.from_dict(dict(config)) if is_dict else copy.deepcopy(config)
 
 
 def build_model(
@@ -354,7 +336,7 @@ class Opened(NamedTuple):
     dtypes: dict[str, torch.dtype]  # of all parameters, were they not packed
     linears: dict[str, bool]  # weights of Linear layers that are packed: see `packed_linears`
     tied: dict[str, str]  # names that are stored under another
-    left_out: set[str]  # names that are not written
+    names: list[str]  # those that are written
 
 
 def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) -> Opened:
@@ -378,59 +360,42 @@ def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) ->
     }
     left_out = {name for name, source in tied.items() if source in disk}
     left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    missing = [
-        name
-        for name in sorted(model.state_dict().keys() - disk.keys() - left_out - tied.keys())
-        if not any(re.search(pattern, name) for pattern in optional)
-    ]
-    if missing:
+    if missing := missing_names(model, disk.keys() | left_out | tied.keys()):
         raise CheckpointError(
             f"{folder} has no tensor for {listed(missing)}, which a {type(model).__name__} needs: "
             "config.json is of another model."
         )
-    if not (disk.keys() - left_out) & plan.params.keys():
+    names = [name for group in base.layout.groups for name in group.shapes if name not in left_out]
+    if not plan.params.keys() & names:
         raise CheckpointError(
             f"{folder}: a {type(model).__name__} has no expert weights to pack, or "
             "llm_int8_skip_modules leaves all of them unpacked."
         )
-    return Opened(base, plan, dtypes, linears, tied, left_out)
+    return Opened(base, plan, dtypes, linears, tied, names)
 
 
-def _keys(opened: Opened, name: str, shape: Sequence[int]) -> dict[str, int]:
-    """Return the keys of a parameter, packed if it is to be, each with its bytes."""
-    settings, end = opened.plan.settings, name.rpartition(".")[0]
-    if name not in opened.plan.params and name not in opened.linears:
-        return {name: prod(shape) * opened.dtypes[name].itemsize}
-    if name not in opened.plan.params and settings.codec.loads_in_8bit:
-        return {name: prod(shape), f"{end}{SCALES}": 4 * shape[0], f"{end}{INT8_FORMAT}": 1}
-    parts = packed_tensors(shape, settings).items()
-    return {name + end: spec.nbytes if spec.shape else _RECORD for end, spec in parts}
-
-
-def _packed(
-    opened: Opened, keys: Mapping[str, Mapping[str, int]], device: torch.device, tell: Progress
-) -> Iterator[tuple[str, Tensor]]:
+def _packed(opened: Opened, device: torch.device, tell: Progress) -> Iterator[tuple[str, Tensor]]:
     base, plan, dtypes, linears, *_ = opened
-    slots = {}
-    for name in keys:
+    names, slots = opened.names, {}
+    for name in names:
         on_gpu = name in plan.params or name in linears or base.decodes(base.layout.by_name[name])
         place = device if on_gpu else torch.device("cpu")
         slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
-    groups = [group for group in base.layout.groups if keys.keys() & group.shapes]
+    groups = [group for group in base.layout.groups if slots.keys() & group.shapes]
     weights = filled(base.checkpoint, base.layout, groups, slots)
-    for number, name in enumerate(keys):
-        tell(number, len(keys), name)
+    for number, name in enumerate(names):
+        tell(number, len(names), name)
         _, weight = next(weights)
         if isinstance(weight, Tensor):
-            parts = {name: weight}
-        elif f"{name.rpartition('.')[0]}{INT8_FORMAT}" in keys[name]:
-            form = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of this layout: rows
-            parts = dict(zip(keys[name], (weight.codes, weight.absmax, form), strict=True))
-        else:
-            rest = codec_of(weight.kind).entries(weight).items()
-            parts = {name: weight.codes, **{name + end: part for end, part in rest}}
-            del rest
+            yield name, weight
+            continue
+        parts = codec_of(weight.kind).entries(weight)
+        yield name, weight.codes
         del weight  # before the next is packed
-        yield from ((key, parts.pop(key)) for key in keys[name])
-    tell(len(keys), len(keys), "")
+        module = name.removesuffix(".weight")
+        is_int8_linear = name not in plan.params and SCALES in parts
+        for end in [*parts]:
+            yield f"{module if is_int8_linear else name}{end}", parts.pop(end)
+        if is_int8_linear:  # bitsandbytes' number of this layout: rows
+            yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
+    tell(len(names), len(names), "")

@@ -13,11 +13,11 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -29,6 +29,7 @@ from .reader import DTYPE_NAMES
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions of a failed write: safetensors wraps those of the system in its own."""
+_Item = TypeVar("_Item")
 
 
 @contextmanager
@@ -169,12 +170,10 @@ def flush(path: Path) -> None:
 
 
 class ShardWriter:
-    """A safetensors file being written, from any device.
+    """A safetensors file being written in rows, from any device.
 
-    `tensors` has dtypes and shapes by key, in the order of the file, to be written in rows. Tensors
-    of the keys `later` are unknown before, and follow, each as a whole: space for their entries is
-    reserved in the header, which is written last, padded with spaces. Without them, apart from the
-    order of keys, the file equals the output of `safetensors.torch.save_file`.
+    `tensors` has dtypes and shapes by key, in the order of the file, which apart from that order
+    equals the output of `safetensors.torch.save_file`.
     """
 
     def __init__(
@@ -182,41 +181,32 @@ class ShardWriter:
         path: Path,
         tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
-        later: Sequence[str] = (),
     ) -> None:
-        self._path, self._end = path, 0
-        self._header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._left: dict[str, tuple[int, int]] = {}  # offset and number of bytes to be written
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._left: dict[str, tuple[int, int]] = {}  # what is to be written: from, to
+        end = 0
         for key, (dtype, shape) in tensors.items():
-            self._describe(key, dtype, shape)
-        # for each tensor: its key, escaped at worst, and the longest dtype, shape and offsets
-        room = len(self._encoded()) + sum(len(json.dumps(key)) + 192 for key in later)
-        self._room = room + -room % 8
-        self._file = path.open("xb")
-
-    def _encoded(self) -> bytes:
-        return json.dumps(self._header, separators=(",", ":")).encode()
-
-    def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        if dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-        begin, nbytes = self._end, prod(shape) * dtype.itemsize
-        self._left[key], self._end = (begin, nbytes), begin + nbytes
-        span = [begin, self._end]
-        self._header[key] = {
-            "dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": span,
-        }  # fmt: skip
+            if dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            self._left[key] = begin, end
+            entry = {
+                "dtype": DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
+            header[key] = entry
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        self._begin, self._file = 8 + len(raw), path.open("xb")
+        self._file.write(len(raw).to_bytes(8, "little") + raw)
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write the next rows of a tensor, or all of it."""
-        if key not in self._left:
-            self._describe(key, tensor.dtype, tensor.shape)
-        entry, (begin, left) = self._header[key], self._left[key]
-        rows = [DTYPE_NAMES.get(tensor.dtype), *tensor.shape[1:]]
-        fits = rows == [entry["dtype"], *entry["shape"][1:]] and tensor.nbytes <= left
-        assert fits, (key, tensor.shape, entry)
-        self._left[key] = begin + tensor.nbytes, left - tensor.nbytes
-        self._file.seek(8 + self._room + begin)
+        begin, end = self._left[key]
+        assert tensor.nbytes <= end - begin, (key, tensor.shape)
+        self._left[key] = begin + tensor.nbytes, end
+        self._file.seek(self._begin + begin)
         # bytes by way of uint8: numpy has no bfloat16
         flat = tensor.detach().cpu().contiguous().view(-1)
         self._file.write(flat.view(torch.uint8).numpy().data)
@@ -226,32 +216,28 @@ class ShardWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         with self._file:
-            if kind is not None:
-                return
-            missing = [key for key, (_, left) in self._left.items() if left]
-            assert not missing, f"{self._path}: {missing[0]} was not written."
-            raw = self._encoded()
-            assert len(raw) <= self._room, f"{self._path}: the header needs {len(raw)} bytes."
-            self._file.seek(0)
-            self._file.write(self._room.to_bytes(8, "little") + raw.ljust(self._room))
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            if kind is None:
+                assert all(begin == end for begin, end in self._left.values()), self._left
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
-def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
-    """Divide keys in order into shards of at most this size; a larger tensor gets its own."""
+def plan_shards(
+    items: Iterable[tuple[_Item, int]], max_shard_size: int | str
+) -> Iterator[list[_Item]]:
+    """Divide items with their bytes into shards of at most this size; a larger one gets its own."""
     try:
         limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
         if limit < 1:
             raise ValueError(f"{limit} is no positive number of bytes")
     except ValueError as error:
         raise CheckpointError(f"max_shard_size: {error}.") from None
-    shards: list[list[str]] = []
-    room = 0
-    for key, size in nbytes.items():
-        if not shards or size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(key)
-        room -= size
-    return shards
+    shard, room = list[_Item](), limit
+    for item, nbytes in items:
+        if shard and nbytes > room:
+            yield shard
+            shard, room = [], limit
+        shard.append(item)
+        room -= nbytes
+    if shard:
+        yield shard

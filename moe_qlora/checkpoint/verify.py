@@ -258,34 +258,30 @@ def _errors(
     model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     weights = PackedWeights(opened.manifest, opened.checkpoint, model.state_dict())
+    names = sorted(weights.keys, key=dot_natural_key)
     with closing(Base(source, model)) as base:
-        disk, steps = base.layout.by_name, []
-        for name in sorted(weights.keys, key=dot_natural_key):
+        for number, name in enumerate(names):
+            tell(number, len(names), name)
             entry = opened.manifest.experts.get(name)
-            names = (name, *(entry.aliases if entry else ()))
-            other = next((one for one in names if one in disk), "")
-            if not other or (entry is not None and disk[other].shapes[other] != entry.shape):
-                wanted = f" in the shape {entry.shape}" if entry else ""
-                raise CheckpointError(
-                    f"{source} is of another model: it does not hold {name}{wanted}."
-                )
-            steps.append((name, other, counts.get(name, counts.get(other)) if entry else None))
-        for number, (name, other, experts) in enumerate(steps):
-            tell(number, len(steps), name)
-            group, packed, largest = disk[other], weights.read(name), 0.0
-            rows = packed.shape[0]
-            # squares of the differences, and of the source
-            squares = torch.zeros(2, rows, dtype=torch.float64)
+            others = (name, *(entry.aliases if entry else ()))
+            own = next((other for other in others if other in base.layout.by_name), None)
+            group = base.layout.by_name[own] if own else None
+            if own is None or group is None or (entry and group.shapes[own] != entry.shape):
+                shape = f" in the shape {entry.shape}" if entry else ""
+                raise CheckpointError(f"{source} is of another model: it lacks {name}{shape}.")
+            packed, largest = weights.read(name), 0.0
+            # squares of the differences, and of the source, by row
+            squares = torch.zeros(2, packed.shape[0], dtype=torch.float64)
             for start, stop in group.slices():
-                last = rows if stop is None else stop
-                value = base.values(group, start, stop, exact=False)[other].float()
+                last = packed.shape[0] if stop is None else stop
+                value = base.values(group, start, stop, exact=False)[own].float()
                 wrong = codec.unpack_range(packed, start, last, dtype=torch.float32) - value
                 for at, part in enumerate((wrong, value)):
                     squares[at, start:last] = part.flatten(1).double().square().sum(1)
                 largest = max(largest, float(wrong.abs().max()))
-            each = squares.view(2, experts if experts and rows % experts == 0 else 1, -1).sum(2)
+            each = squares.view(2, counts.get(own, 1) if entry else 1, -1).sum(2)
             wrong, right = torch.cat((squares.sum(1, True), each), 1)
             relative, *errors = (wrong / right.clamp_min(1e-30)).sqrt().tolist()  # 0 of zeros
-            shape, is_expert = tuple(packed.shape), experts is not None
+            shape, is_expert = tuple(packed.shape), entry is not None
             yield WeightError(name, is_expert, shape, relative, tuple(errors), largest)
-        tell(len(steps), len(steps), "")
+    tell(len(names), len(names), "")

@@ -33,7 +33,7 @@ def packed_folder(folder: Path) -> Manifest:
     save_file({"w.SCB": torch.ones(6), "b": torch.ones(3)}, folder / "s2")
     (folder / "config.json").write_text('{"model_type": "toy"}')
     experts = {"w": PackedEntry((2, 3, 4), "bfloat16")}
-    return finish_packed(folder, [folder / "s1", folder / "s2"], experts, CodecSettings("int8"))
+    return finish_packed(folder, [folder / "s1", folder / "s2"], experts, CodecSettings("int8"), [])
 
 
 def manifest_of(folder: Path) -> Path:
