@@ -15,8 +15,8 @@ import os
 import re
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,9 +28,10 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
-from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
-from ..packing.bnb4bit import RECORD, SCALES
+from ..models.files import MAX_JSON, parse_json, read_json, read_raw
+from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import restore
+from ..packing.codecs import CODES
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
 from . import reader
@@ -40,15 +41,10 @@ CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
 FORMAT_VERSION, NATIVE_VERSION = 2, 3
 """Of folders of one bitsandbytes codec, and of those that also have native (MXFP4) codes."""
-# Stock transformers quotes these when it is asked to load a packed folder, or its text model.
+# Stock transformers quotes it when it is asked to load a packed folder.
 SENTENCE = (
     "The experts in this folder are packed by moe_qlora: install that package, and load the folder "
     "inside `with moe_qlora.enabled():`."
-)
-OF_TEXT = (
-    "This folder holds a packed {0}: load it by that class, or by AutoModelForImageTextToText, "
-    "inside `with moe_qlora.enabled():`. AutoModelForCausalLM can load the text model alone from "
-    "an unpacked folder, not from this one."
 )
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -85,14 +81,6 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
-class ShardEntry:
-    """A shard: its size in bytes, and the checksum of its header."""
-
-    nbytes: int
-    header_sha256: str
-
-
-@dataclass(frozen=True, slots=True, config=_EXACT)
 class Mark:
     """The entry `moe_qlora` of config.json: names the manifest and its first shard."""
 
@@ -111,7 +99,7 @@ class Manifest:
     model_type: str
     codec: _Codec
     experts: dict[str, PackedEntry]  # by name
-    shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
+    shards: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]  # by file name, in order
     tensors: dict[str, TensorEntry]  # by key
     config: dict[str, Any]  # config.json without what this package adds to it
     source: dict[str, Any] | None = None  # by earlier versions: the checkpoint that was packed
@@ -132,11 +120,6 @@ class Manifest:
         return {name: self.settings_of(name) for name in names}
 
     @property
-    def entry(self) -> str:
-        """The first shard's name, to which config.json sends transformers."""
-        return next(iter(self.shards))
-
-    @property
     def version(self) -> int:
         """The version of the format that the folder needs."""
         return NATIVE_VERSION if self.native_codecs() else FORMAT_VERSION
@@ -153,12 +136,8 @@ class Manifest:
 
     def config_bytes(self) -> bytes:
         """Return the content of config.json, with the mark."""
-        mark = Mark(self.id, self.file_name, self.entry, self.version)
-        ours: dict[str, Any] = {CONFIG_KEY: asdict(mark), "transformers_weights": SENTENCE}
-        text, classes = self.config.get("text_config"), self.config.get("architectures")
-        if isinstance(text, dict) and classes:
-            # AutoModelForCausalLM may load the text model alone, and reads its configuration only.
-            ours["text_config"] = text | {"transformers_weights": OF_TEXT.format(classes[0])}
+        mark = Mark(self.id, self.file_name, next(iter(self.shards)), self.version)
+        ours = {CONFIG_KEY: asdict(mark), "transformers_weights": SENTENCE}
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -175,7 +154,7 @@ def _digest(value: Mapping[str, Any]) -> str:
 def _checksum(files: Checkpoint, key: str) -> str:
     digest, nbytes = hashlib.sha256(), files[key].nbytes
     for start in range(0, nbytes, _PIECE):
-        digest.update(files.read_bytes(key, start, min(start + _PIECE, nbytes)).numpy())
+        digest.update(files.read_bytes(key, start, min(start + _PIECE, nbytes)).numpy().data)
     return digest.hexdigest()
 
 
@@ -189,24 +168,21 @@ def finish_packed(
     """Name a save's shards, write manifest and config.json; `plain` Linear layers stay unpacked."""
     codec, written = settings.to_dict(), Checkpoint(files)
     with ThreadPoolExecutor(_THREADS) as pool:
-        tensors = {
-            key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
-            for (key, info), digest in zip(
-                written.items(), pool.map(partial(_checksum, written), written), strict=True
-            )
-        }
-    table = {key: [one.dtype, list(one.shape), one.sha256] for key, one in tensors.items()}
+        sums = dict(zip(written, pool.map(partial(_checksum, written), written), strict=True))
+    table = {k: [DTYPE_NAMES[i.dtype], list(i.shape), sums[k]] for k, i in written.items()}
     own = {name: entry.codec for name, entry in experts.items() if entry.codec is not None}
     identity = _digest({"tensors": table, "codec": codec, **({"experts": own} if own else {})})
-    headers = [hashlib.sha256(reader.header_bytes(file)) for file in files]
-    sizes = [file.stat().st_size for file in files]
-    shards = [ShardEntry(n, h.hexdigest()) for n, h in zip(sizes, headers, strict=True)]
-    tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
+    hashes = [hashlib.sha256(reader.header_bytes(file)).hexdigest() for file in files]
+    shards = [
+        {"nbytes": file.stat().st_size, "header_sha256": digest}
+        for file, digest in zip(files, hashes, strict=True)
+    ]
+    tag = _digest({"id": identity, "shards": shards})[:8]
     end = f"of-{len(files):05d}.safetensors"
     names = {file.name: f"model-{tag}-{n:05d}-{end}" for n, file in enumerate(files, 1)}
     for file in files:
         file.rename(work / names[file.name])
-    config = read_json(work / CONFIG)
+    config = own_config(work)
     quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
     old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
     exact = [rf"{re.escape(name)}$" for name in plain]
@@ -219,12 +195,20 @@ def finish_packed(
         codec=codec,
         experts=dict(experts),
         shards=dict(zip(names.values(), shards, strict=True)),
-        tensors={key: replace(entry, file=names[entry.file]) for key, entry in tensors.items()},
-        config={k: v for k, v in config.items() if k not in (CONFIG_KEY, "transformers_weights")},
+        tensors={k: TensorEntry(names[i.file.name], *table[k]) for k, i in written.items()},
+        config=config,
     )
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
     (work / CONFIG).write_bytes(manifest.config_bytes())
     return manifest
+
+
+def own_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json without what this package adds to it."""
+    config = read_json(inside(folder, CONFIG))
+    if isinstance(text := config.get("text_config"), dict):  # in earlier versions
+        text.pop("transformers_weights", None)
+    return {k: v for k, v in config.items() if k not in (CONFIG_KEY, "transformers_weights")}
 
 
 def is_packed(folder: str | Path) -> bool:
@@ -291,8 +275,7 @@ class FolderCheck:
         manifest = read_manifest(folder)
         if manifest is None:
             raise CheckpointError(
-                f"{folder} was not packed by moe_qlora: its {CONFIG} is missing, or names no "
-                "manifest."
+                f"{folder} was not packed by moe_qlora: {CONFIG} does not say so."
             )
         self.manifest = manifest
         self.checkpoint = files = Checkpoint([folder / name for name in manifest.shards])
@@ -304,19 +287,44 @@ class FolderCheck:
                     f"{folder}: the shards hold {key} as {held.get(key)}, the manifest says "
                     f"{said.get(key)}: copy the whole folder again."
                 )
+        keys = [key for key, info in files.items() if large or info.nbytes <= _SMALL]
         self._pool = ThreadPoolExecutor(_THREADS)
-        self._sums = {
-            key: self._pool.submit(_checksum, files, key)
-            for key, info in files.items()
-            if large or info.nbytes <= _SMALL
-        }
+        self._sums = zip(keys, self._pool.map(partial(_checksum, files), keys), strict=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
         return self  # transformers copies its quantizer for every tensor
 
     def check_model(self, model: Any) -> None:
         """Compare the manifest with the meta model."""
-        for problem in model_problems(self.manifest, model):
+        from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
+
+        manifest, state = self.manifest, model.state_dict()
+        layers = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
+        # In a load, bitsandbytes has replaced its layers already, if its config packs any.
+        linears = {name for name, module in layers.items() if is_packed_linear(module)}
+        packed, known, problem = packed_names(manifest), set[str](), ""
+        for name, entry in manifest.tensors.items():
+            own = canonical_name(model, name, state)
+            if own is None:  # a statistic, or of a larger model than this one
+                continue
+            known.add(own)
+            shape, dtype = tuple(state[own].shape), state[own].dtype
+            floats = DTYPES[entry.dtype].is_floating_point == dtype.is_floating_point
+            if name in packed:
+                if name not in manifest.experts and own not in (linears or layers):
+                    problem = f"{name} is packed, and neither config.json nor the manifest says so"
+            elif entry.shape != shape or not (floats or own in linears):
+                problem = (
+                    f"{name} is {entry.dtype} of the shape {entry.shape}, the model's config gives "
+                    f"{dtype_name(dtype)} of the shape {shape}"
+                )
+        if type(model).__name__ in (manifest.config.get("architectures") or ()):
+            # A folder of this very class has all tensors but tied ones.
+            known |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
+            known |= set(getattr(model, "all_tied_weights_keys", None) or ())
+            if missing := missing_names(model, known):
+                problem = f"{missing[0]} is missing"
+        if problem:
             raise CheckpointError(
                 f"{self.folder}: {problem}: config.json is not the one it was saved with, or files "
                 "are damaged."
@@ -324,15 +332,13 @@ class FolderCheck:
 
     def damage(self) -> Iterator[str]:
         """Wait for the checksums; yield a sentence for each that differs."""
-        try:
-            for key, digest in self._sums.items():
-                if digest.result() != self.manifest.tensors[key].sha256:
-                    yield (
-                        f"{self.checkpoint[key].file}: the bytes of {key} are not those that were "
-                        "written (their checksum differs): copy the file again."
-                    )
-        finally:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        for key, digest in self._sums:
+            if digest != self.manifest.tensors[key].sha256:
+                yield (
+                    f"{self.checkpoint[key].file}: the bytes of {key} are not those that were "
+                    "written (their checksum differs): copy the file again."
+                )
+        self._pool.shutdown(wait=False)
 
     def finish(self) -> Manifest:
         """Wait for the checksums; return the manifest."""
@@ -349,31 +355,21 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         check = FolderCheck(folder, large=False)
         check.finish()
         return check.checkpoint
-    index = reader.index_of(folder)
+    # transformers reads model.safetensors, whatever an index beside it says
+    index = None if os.path.lexists(folder / SINGLE) else reader.index_of(folder)
     if index is None:
-        with reading(folder):
-            names = [file.name for file in folder.glob("*.safetensors") if file.is_file()]
+        names = {f.name for f in folder.glob("*.safetensors") if not SHARD_NAME.fullmatch(f.name)}
+        names = names & {SINGLE} or names
+        if len(names) != 1:
             ends = ("*.gguf", "*.bin", "*.pt*")
             others = sorted(file.name for end in ends for file in folder.glob(end))
-        names = [name for name in names if not SHARD_NAME.fullmatch(name)]
-        names = [name for name in names if name == SINGLE] or names
-        if not names and has_manifest(folder) and not (folder / CONFIG).exists():
-            raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
-        if len(names) != 1:
-            found = "no safetensors file"
-            if names:
-                found = f"{len(names)} safetensors files and no index of those that belong together"
-            elif others:
+            found = f"{len(names)} safetensors files and no index of those that belong together"
+            if others and not names:
                 kind = "GGUF" if others[0].endswith("gguf") else "a pickle"
-                found += f" but {others[0]}, {kind}, which is never read"
+                found = f"no safetensors file but {others[0]}, {kind}, which is never read"
             raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
-        return Checkpoint([inside(folder, names[0])])
+        return Checkpoint([inside(folder, names.pop())])
     weight_map = reader.read_index(index)
-    if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
-        raise CheckpointError(
-            f"{folder} holds {SINGLE} beside {index.name}, which does not name it: remove the file "
-            "or the index, whichever is not of this model (transformers reads the file)."
-        )
     checkpoint = Checkpoint([inside(folder, name) for name in dict.fromkeys(weight_map.values())])
     for key, name in weight_map.items():
         if key not in checkpoint or checkpoint[key].file.name != name:
@@ -390,17 +386,13 @@ def canonical_name(model: Any, name: str, names: Container[str]) -> str | None:
 
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     """Return the keys of each packed weight, an expert's or a Linear layer's, by its name."""
-    keys = manifest.tensors
-    owners = set(manifest.experts) | {key.partition(RECORD)[0] for key in keys if RECORD in key}
-    for module in (key.removesuffix(SCALES) for key in keys if key.endswith(SCALES)):
-        owners.add(module if module in owners else f"{module}.weight")
-    names = {}
-    for name in owners & keys.keys():
+    keys, names, record = manifest.tensors, {}, RECORD + manifest.codec["kind"]
+    for name in keys:
         module = name.removesuffix(".weight")
-        int8 = {module + SCALES, module + INT8_FORMAT} if module != name else set()
-        names[name] = tuple(
-            key for key in keys if key == name or key.startswith(f"{name}.") or key in int8
-        )
+        int8 = {module + SCALES, module + INT8_FORMAT} & keys.keys() if module != name else set()
+        if name in manifest.experts or name + record in keys or int8:
+            own = (k for k in keys if k == name or k.startswith(f"{name}.") or k in int8)
+            names[name] = tuple(own)
     return names
 
 
@@ -418,7 +410,7 @@ class PackedWeights:
     ) -> None:
         self._manifest, self._files, self._plain = manifest, files, plain or {}
         self.keys = packed_names(manifest)
-        self._last: tuple[str, PackedWeight] | None = None
+        self.weight = lru_cache(1)(self.read)  # for the next slice of the same weight
 
     def parts(
         self, name: str, device: Any = None
@@ -430,64 +422,28 @@ class PackedWeights:
         parts = {end: one() for end, one in fetched.items()}
         if entry is not None:
             return parts, entry.shape, getattr(torch, entry.dtype), settings
-        plain = self._plain[name]
-        dtype = None if settings.codec.has_record else plain.dtype
-        return parts, tuple(plain.shape), dtype, settings
+        if (plain := self._plain.get(name)) is not None:
+            dtype = None if settings.codec.has_record else plain.dtype
+            return parts, tuple(plain.shape), dtype, settings
+        record = parts.get(RECORD + settings.kind)  # no model is at hand
+        shape = parts[CODES].shape if record is None else read_record(record)["shape"]
+        return parts, tuple(shape), None if record is not None else torch.float16, settings
 
     def read(self, name: str, device: Any = None) -> PackedWeight:
         """Read a packed weight to a device (default: the CPU)."""
         try:
             return restore(*self.parts(name, device))
-        except ValueError as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             place = self._files.files[0].parent
             raise CheckpointError(f"{place}: {name} {error}.") from error
 
-    def weight(self, name: str) -> PackedWeight:
-        """Return a packed weight; the last one is kept, for its next slice."""
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, self.read(name)
-        return self._last[1]
-
 
 def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
-    """Return the first contradiction between the manifest and config.json's settings."""
+    """Return where the manifest and config.json's settings contradict each other, if anywhere."""
     saved, asked = manifest.settings.to_dict(), settings.to_dict()
-    for key in ("kind", "double_quant", "blocksize", "storage_dtype"):
-        if saved[key] != asked[key]:
-            return f"the manifest says {key}={saved[key]!r}, config.json {asked[key]!r}"
-    return None
-
-
-def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
-    """Yield differences between a packed folder and a meta model, each as a sentence's start."""
-    from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
-
-    state = model.state_dict()
-    layers = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
-    # In a load, bitsandbytes has replaced its layers already, if its config packs any.
-    linears = {name for name, module in layers.items() if is_packed_linear(module)}
-    packed, stored = packed_names(manifest), set()
-    for name, entry in manifest.tensors.items():
-        own = canonical_name(model, name, state)
-        if own is None:  # a statistic, or of a larger model than this one
-            continue
-        stored.add(own)
-        shape, dtype = tuple(state[own].shape), state[own].dtype
-        floats = DTYPES[entry.dtype].is_floating_point == dtype.is_floating_point
-        if name in packed:
-            if name not in manifest.experts and own not in (linears or layers):
-                yield f"{name} is packed, and neither config.json nor the manifest says so"
-        elif entry.shape != shape or not (floats or own in linears):
-            yield (
-                f"{name} is {entry.dtype} of the shape {entry.shape}, the model's config gives "
-                f"{dtype_name(dtype)} of the shape {shape}"
-            )
-    if type(model).__name__ in (manifest.config.get("architectures") or ()):
-        # A folder of this very class has all tensors but tied ones.
-        tied = {alias for entry in manifest.experts.values() for alias in entry.aliases}
-        tied |= set(getattr(model, "all_tied_weights_keys", None) or ())
-        yield from (f"{name} is missing" for name in missing_names(model, stored | tied))
+    differ = [k for k in saved if saved[k] != asked[k] and k != "compute_dtype"]
+    what = "; ".join(f"{k}={saved[k]!r}, config.json {asked[k]!r}" for k in differ)
+    return f"the manifest says {what}" if differ else None
 
 
 def missing_names(model: Any, known: Collection[str]) -> list[str]:

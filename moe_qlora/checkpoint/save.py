@@ -1,12 +1,9 @@
 """Packed folders (FORMAT.md): of a model in memory, and of a checkpoint, parameter by parameter.
 
-`save_pretrained`: the stock method splits fused experts again, which packed codes do not allow, and
+The stock `save_pretrained` splits fused experts again, which packed codes do not allow, and
 overwrites files. Here tensors are written under the model's names, and no file of the folder
-changes before the whole new model is on disk.
-
-`quantize_checkpoint`: the checkpoint is in 16 bit, or prequantized: then rows are dequantized as
-they are read. Apart from shard boundaries, the folder equals that of a load under `enabled()` and
-`save_pretrained`.
+changes before the whole new model is on disk. Apart from shard boundaries, `quantize_checkpoint`
+writes what a load under `enabled()` and `save_pretrained` write.
 """
 
 from __future__ import annotations
@@ -78,31 +75,24 @@ def save_pretrained(
     """Save the model with its experts packed; `from_pretrained` under `enabled()` reads it back.
 
     A new folder appears whole or not at all. In one that exists, the model that was there stays
-    valid until the new config.json replaces the old one; then its weight files are removed. A
-    second process that saves into the folder meanwhile is refused.
+    valid until the new config.json replaces the old one. A second process that saves into the
+    folder meanwhile is refused.
 
     In a distributed run the first rank writes. Where ranks hold shares of the model, all must call
     this: tensors are gathered one at a time, and all return, or raise the same error, at the end.
 
-    Arguments are the stock method's; those that choose a layout have no meaning. `state_dict=None`
-    says under ZeRO-3 that the first rank was given one. Of a model with adapters that transformers
-    itself has loaded, only these are saved, as the stock method does.
-
-    Raises:
-        AdapterError: PEFT layers are in the model.
-        CheckpointError: The folder cannot be written, a weight is on no device, or another rank
-            was lost while tensors were gathered.
-        ConfigError: `variant` or `distributed_checkpoint` is asked for.
+    Arguments are the stock method's. `state_dict=None` says under ZeRO-3 that the first rank was
+    given one. Of a model with adapters that transformers itself has loaded, only these are saved.
     """
     if getattr(self, "_hf_peft_config_loaded", False):
         stock_dict = None if state_dict is NOT_GIVEN else state_dict
         options = (is_main_process, stock_dict, push_to_hub, max_shard_size, variant, token)
         type(self).save_pretrained(self, save_directory, *options, **kwargs)
         return
-    unsupported = {"variant": variant, "distributed": kwargs.get("distributed_checkpoint")}
-    for name, value in unsupported.items():
-        if value:
-            raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
+    if variant or kwargs.get("distributed_checkpoint"):
+        raise ConfigError(
+            "variant and distributed_checkpoint are not supported with packed experts."
+        )
     ranks = world_of(self)
     state_dict = ranks.state_dict_to_save(self, state_dict)
     if state_dict is None:
@@ -213,26 +203,19 @@ def _packed_entries(
     model: Any, stored: Mapping[str, Any]
 ) -> tuple[dict[str, PackedEntry], CodecSettings]:
     """Return the packed experts among the stored tensors, and how most of them are packed."""
-    names: dict[int, list[str]] = {}  # tied ones share a parameter
-    places = {}
-    for module_name, module, leaf in parametrize.iter_packed(model):
-        name = f"{module_name}.{leaf}".lstrip(".")
-        names.setdefault(id(parametrize.original_of(module, leaf)), []).append(name)
-        places[name] = module, leaf
-    weights = {tied[0]: parametrize.read_packed(*places[tied[0]]) for tied in names.values()}
+    asked = CodecSettings.from_config(model.hf_quantizer.quantization_config)
+    places = {f"{name}.{leaf}".lstrip("."): (module, leaf)
+              for name, module, leaf in parametrize.iter_packed(model)}  # fmt: skip
+    weights = {name: parametrize.read_packed(*place) for name, place in places.items()}
+    owners = {name: id(parametrize.original_of(*place)) for name, place in places.items()}
     forms = {name: CodecSettings.of(weight) for name, weight in weights.items()}
-    asked = replace(
-        CodecSettings.from_config(model.hf_quantizer.quantization_config), skip_modules=()
-    )
-    settings = next((form for form in forms.values() if not form.codec.is_kept), asked)
-    entries = {}
-    for tied in names.values():
-        weight, form = weights[tied[0]], forms[tied[0]]
-        codec = None if form == settings else form.to_dict()
-        for name in (name for name in tied if name in stored):
-            aliases = tuple(other for other in tied if other != name)
-            shape, dtype = tuple(weight.shape), dtype_name(weight.dtype)
-            entries[name] = PackedEntry(shape, dtype, aliases, codec)
+    first = (form for form in forms.values() if not form.codec.is_kept)
+    settings, entries = next(first, replace(asked, skip_modules=())), {}
+    for name, weight in weights.items():
+        if name in stored:
+            tied = tuple(n for n in owners if n != name and owners[n] == owners[name])
+            own = None if forms[name] == settings else forms[name].to_dict()
+            entries[name] = PackedEntry(tuple(weight.shape), dtype_name(weight.dtype), tied, own)
     return entries, settings
 
 
@@ -252,32 +235,19 @@ def quantize_checkpoint(
     progress: bool | Progress | None = None,
     trust_remote_code: bool = False,
 ) -> Manifest:
-    """Pack a checkpoint into a new folder, which loads under `enabled()`.
+    """Pack a checkpoint into a new folder, which loads under `enabled()`; return its manifest.
 
-    Memory use is one parameter at a time; for a fused expert weight, a few experts and the packed
-    weight.
+    Memory use is a shard, and one parameter; of a fused expert weight, a few experts.
 
     Args:
-        source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one in a format
-            that `checkpoint/prequantized.py` reads.
+        source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one that is read.
         destination: New folder; nothing is overwritten.
         quantization_config: `BitsAndBytesConfig` or its dict.
         dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
-        device: Where to pack; None is a GPU where there is one. Blocks are the same everywhere but
-            for rounding of ties.
+        device: Where to pack; None is a GPU where there is one.
         max_shard_size: Bytes, or such as "5GB".
-        progress: True shows a bar; a callable gets (parameters done, in all, next one's name).
+        progress: True shows a bar; a callable gets (parameters done, in all, the last one's name).
         trust_remote_code: Run model code that the checkpoint brings.
-
-    Returns:
-        The manifest of the new folder.
-
-    Raises:
-        CheckpointError: The source is quantized in a way that is not read, or is damaged,
-            parameters are missing, or the destination exists.
-        ConfigError: The config cannot be followed.
-        NonFiniteWeightError: A weight that is packed holds NaN or inf.
-        UnsupportedWeightError: An expert weight cannot be packed.
     """
     folder, out = absolute(source), absolute(destination)
     check_new(out)
@@ -296,12 +266,11 @@ def quantize_checkpoint(
         _write_config(model, work)
         copy_files(auxiliary_files(folder), work)
         experts = {}
-        for name in opened.names:
-            if name in plan.params:
-                tied = {alias for alias, source in opened.tied.items() if source == name}
-                aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
-                shape = base.layout.by_name[name].shapes[name]
-                experts[name] = PackedEntry(shape, dtype_name(opened.dtypes[name]), aliases)
+        for name in (name for name in opened.names if name in plan.params):
+            tied = {alias for alias, source in opened.tied.items() if source == name}
+            aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
+            shape, dtype = base.layout.by_name[name].shapes[name], opened.dtypes[name]
+            experts[name] = PackedEntry(shape, dtype_name(dtype), aliases)
         files = _write_shards(work, _packed(opened, place, tell), max_shard_size)
         return finish_packed(work, files, experts, plan.settings, _plain_linears(model))
 
@@ -383,19 +352,15 @@ def _packed(opened: Opened, device: torch.device, tell: Progress) -> Iterator[tu
         slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
     groups = [group for group in base.layout.groups if slots.keys() & group.shapes]
     weights = filled(base.checkpoint, base.layout, groups, slots)
-    for number, name in enumerate(names):
+    for number, (name, weight) in enumerate(weights):
         tell(number, len(names), name)
-        _, weight = next(weights)
         if isinstance(weight, Tensor):
             yield name, weight
             continue
-        parts = codec_of(weight.kind).entries(weight)
+        parts, module = codec_of(weight.kind).entries(weight), name.removesuffix(".weight")
+        int8 = name not in plan.params and SCALES in parts
+        if int8:  # bitsandbytes' number of this layout: rows
+            parts[INT8_FORMAT] = torch.tensor(0, dtype=torch.uint8)
         yield name, weight.codes
-        del weight  # before the next is packed
-        module = name.removesuffix(".weight")
-        is_int8_linear = name not in plan.params and SCALES in parts
-        for end in [*parts]:
-            yield f"{module if is_int8_linear else name}{end}", parts.pop(end)
-        if is_int8_linear:  # bitsandbytes' number of this layout: rows
-            yield f"{module}{INT8_FORMAT}", torch.tensor(0, dtype=torch.uint8)
+        yield from (((module if int8 else name) + end, part) for end, part in parts.items())
     tell(len(names), len(names), "")

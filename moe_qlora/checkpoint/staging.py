@@ -128,23 +128,20 @@ def absolute(path: str | Path) -> Path:
 
 def check_new(destination: Path) -> None:
     """Check that a new folder can be renamed to its destination."""
-    there, is_folder = os.path.lexists(destination), destination.is_dir()
-    if there and (not is_folder or destination.is_symlink() or any(destination.iterdir())):
+    free = destination.is_dir() and not destination.is_symlink() and not destination.is_mount()
+    if os.path.lexists(destination) and not (free and not any(destination.iterdir())):
         raise CheckpointError(
-            f"{destination} exists and is no empty folder: name a new one, nothing is overwritten."
+            f"{destination} exists and is no empty folder, or is a mount, which no rename "
+            "replaces: name a new folder, nothing is overwritten."
         )
-    if there and destination.is_mount():  # which no rename replaces
-        raise CheckpointError(f"{destination} is a mounted file system: name a folder in it.")
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file at once: its readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_bytes(content)
+        flush(temporary)
         temporary.replace(path)
     except BaseException:  # Ctrl-C too leaves nothing
         discard(temporary)
