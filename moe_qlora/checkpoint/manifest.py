@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -29,13 +29,13 @@ from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw
-from ..packing.bnb4bit import RECORD, SCALES, read_record
+from ..packing.bnb4bit import RECORD, SCALES
 from ..packing.codec import restore
-from ..packing.codecs import CODES
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
 from . import reader
 from .reader import DTYPE_NAMES, DTYPES, SINGLE, Checkpoint, inside, parse_fields
+from .staging import ShardWriter, plan_shards
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
@@ -158,30 +158,40 @@ def _checksum(files: Checkpoint, key: str) -> str:
     return digest.hexdigest()
 
 
-def finish_packed(
+def write_packed(
     work: Path,
-    files: list[Path],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_size: int | str,
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
     plain: Sequence[str],
 ) -> Manifest:
-    """Name a save's shards, write manifest and config.json; `plain` Linear layers stay unpacked."""
+    """Write shards, manifest and config.json of a save; `plain` Linear layers stay unpacked.
+
+    The tensors of one shard are held in host memory.
+    """
+    files, headers = list[Path](), list[str]()
+    sized = (((key, tensor.cpu()), tensor.nbytes) for key, tensor in tensors)
+    for number, shard in enumerate(plan_shards(sized, max_shard_size), 1):
+        files.append(work / f"shard-{number:05d}.safetensors")
+        specs = {key: (tensor.dtype, tensor.shape) for key, tensor in shard}
+        with ShardWriter(files[-1], specs, {"format": "pt"}) as writer:
+            while shard:
+                writer.write(*shard.pop(0))
+        headers.append(hashlib.sha256(reader.header_bytes(files[-1])).hexdigest())
     codec, written = settings.to_dict(), Checkpoint(files)
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = dict(zip(written, pool.map(partial(_checksum, written), written), strict=True))
-    table = {k: [DTYPE_NAMES[i.dtype], list(i.shape), sums[k]] for k, i in written.items()}
+    table = {k: (DTYPE_NAMES[i.dtype], i.shape, sums[k]) for k, i in written.items()}
     own = {name: entry.codec for name, entry in experts.items() if entry.codec is not None}
     identity = _digest({"tensors": table, "codec": codec, **({"experts": own} if own else {})})
-    hashes = [hashlib.sha256(reader.header_bytes(file)).hexdigest() for file in files]
-    shards = [
-        {"nbytes": file.stat().st_size, "header_sha256": digest}
-        for file, digest in zip(files, hashes, strict=True)
-    ]
-    tag = _digest({"id": identity, "shards": shards})[:8]
-    end = f"of-{len(files):05d}.safetensors"
-    names = {file.name: f"model-{tag}-{n:05d}-{end}" for n, file in enumerate(files, 1)}
-    for file in files:
-        file.rename(work / names[file.name])
+    sizes = [{"nbytes": file.stat().st_size} for file in files]
+    shards = [n | {"header_sha256": h} for n, h in zip(sizes, headers, strict=True)]
+    tag, count = _digest({"id": identity, "shards": shards})[:8], len(files)
+    names = [f"model-{tag}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    new_name = {
+        file.name: file.rename(work / name).name for file, name in zip(files, names, strict=True)
+    }
     config = own_config(work)
     quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
     old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
@@ -194,8 +204,8 @@ def finish_packed(
         model_type=str(config.get("model_type", "")),
         codec=codec,
         experts=dict(experts),
-        shards=dict(zip(names.values(), shards, strict=True)),
-        tensors={k: TensorEntry(names[i.file.name], *table[k]) for k, i in written.items()},
+        shards=dict(zip(names, shards, strict=True)),
+        tensors={k: TensorEntry(new_name[i.file.name], *table[k]) for k, i in written.items()},
         config=config,
     )
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
@@ -396,12 +406,6 @@ def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     return names
 
 
-def _ends(name: str, keys: Sequence[str]) -> dict[str, str]:
-    """Return a packed weight's keys by their ends, as codecs name its tensors."""
-    keys = [key for key in keys if not key.endswith(INT8_FORMAT)]
-    return {SCALES if key.endswith(SCALES) else key.removeprefix(name): key for key in keys}
-
-
 class PackedWeights:
     """The packed weights of a folder; `plain` has shape and dtype of each Linear layer's weight."""
 
@@ -412,28 +416,23 @@ class PackedWeights:
         self.keys = packed_names(manifest)
         self.weight = lru_cache(1)(self.read)  # for the next slice of the same weight
 
-    def parts(
-        self, name: str, device: Any = None
-    ) -> tuple[dict[str, Tensor], tuple[int, ...], torch.dtype | None, CodecSettings]:
-        """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec."""
-        entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
-        keys = _ends(name, self.keys[name])
-        fetched = {end: self._files.fetch(key, device=device) for end, key in keys.items()}
-        parts = {end: one() for end, one in fetched.items()}
-        if entry is not None:
-            return parts, entry.shape, getattr(torch, entry.dtype), settings
-        if (plain := self._plain.get(name)) is not None:
-            dtype = None if settings.codec.has_record else plain.dtype
-            return parts, tuple(plain.shape), dtype, settings
-        record = parts.get(RECORD + settings.kind)  # no model is at hand
-        shape = parts[CODES].shape if record is None else read_record(record)["shape"]
-        return parts, tuple(shape), None if record is not None else torch.float16, settings
-
     def read(self, name: str, device: Any = None) -> PackedWeight:
         """Read a packed weight to a device (default: the CPU)."""
+        entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
+        fetched = {}
+        for key in self.keys.get(name, ()):
+            if not key.endswith(INT8_FORMAT):
+                end = SCALES if key.endswith(SCALES) else key.removeprefix(name)
+                fetched[end] = self._files.fetch(key, device=device)
+        parts = {end: one() for end, one in fetched.items()}
+        if entry is not None:
+            shape, dtype = entry.shape, getattr(torch, entry.dtype)
+        else:
+            shape, dtype = tuple(self._plain[name].shape), self._plain[name].dtype
+            dtype = None if settings.codec.has_record else dtype
         try:
-            return restore(*self.parts(name, device))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            return restore(parts, shape, dtype, settings)
+        except ValueError as error:
             place = self._files.files[0].parent
             raise CheckpointError(f"{place}: {name} {error}.") from error
 

@@ -12,7 +12,7 @@ import copy
 import glob
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -40,19 +40,17 @@ from .manifest import (
     INT8_FORMAT,
     Manifest,
     PackedEntry,
-    finish_packed,
     is_save_file,
     missing_names,
+    write_packed,
 )
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .staging import (
-    ShardWriter,
     absolute,
     check_new,
     discard,
     move_files,
     new_folder,
-    plan_shards,
     staging,
 )
 from .training_codec import from_config
@@ -108,8 +106,9 @@ def save_pretrained(
         place = folder.resolve() if folder.is_dir() else None
         with new_folder(folder) if place is None else staging(place, inside=True) as work:
             _write_config(self, work)
-            files = _write_shards(work, ((key, read(key)) for key in tensors), max_shard_size)
-            finish_packed(work, files, *_packed_entries(self, tensors), _plain_linears(self))
+            values = ((key, read(key)) for key in tensors)
+            entries = _packed_entries(self, tensors)
+            write_packed(work, values, max_shard_size, *entries, _plain_linears(self))
             written = [file.relative_to(work).as_posix() for file in work.rglob("*")]
             if place is not None:
                 old = [f for f in place.iterdir() if is_save_file(f.name) and f.name not in written]
@@ -184,21 +183,6 @@ def _write_config(model: Any, work: Path) -> None:
         model.generation_config.save_pretrained(work)
 
 
-def _write_shards(
-    work: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_size: int | str
-) -> list[Path]:
-    """Write tensors to numbered files; those of one are held in host memory."""
-    files = []
-    sized = (((key, tensor.cpu()), tensor.nbytes) for key, tensor in tensors)
-    for number, shard in enumerate(plan_shards(sized, max_shard_size), 1):
-        files.append(work / f"shard-{number:05d}.safetensors")
-        specs = {key: (tensor.dtype, tensor.shape) for key, tensor in shard}
-        with ShardWriter(files[-1], specs, {"format": "pt"}) as writer:
-            while shard:
-                writer.write(*shard.pop(0))
-    return files
-
-
 def _packed_entries(
     model: Any, stored: Mapping[str, Any]
 ) -> tuple[dict[str, PackedEntry], CodecSettings]:
@@ -253,8 +237,7 @@ def quantize_checkpoint(
     check_new(out)
     config = copy_config(quantization_config)
     model = build_model(folder, dtype, trust_remote_code)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
@@ -271,8 +254,9 @@ def quantize_checkpoint(
             aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
             shape, dtype = base.layout.by_name[name].shapes[name], opened.dtypes[name]
             experts[name] = PackedEntry(shape, dtype_name(dtype), aliases)
-        files = _write_shards(work, _packed(opened, place, tell), max_shard_size)
-        return finish_packed(work, files, experts, plan.settings, _plain_linears(model))
+        values = _packed(opened, place, tell)
+        plain = _plain_linears(model)
+        return write_packed(work, values, max_shard_size, experts, plan.settings, plain)
 
 
 def copy_config(config: Any) -> Any:

@@ -53,8 +53,7 @@ def move_files(work: Path, folder: Path, last: str) -> None:
         flush(file)
     for file in sorted(files, key=lambda file: (file.name == last, -len(file.parts), file)):
         target = folder / file.relative_to(work)
-        if not target.parent.is_dir():
-            target.parent.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         if file.name == last:
             flush(folder)
         file.replace(target)

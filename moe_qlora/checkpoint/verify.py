@@ -125,11 +125,11 @@ def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
         damage.append(f"{folder / CONFIG} {changed}")
     weights = PackedWeights(manifest, checkpoint)
     owned = {key for keys in weights.keys.values() for key in keys}
-    steps = [*weights.keys, *(key for key in checkpoint if key not in owned)]
+    steps = [*manifest.experts, *(key for key in checkpoint if key not in owned)]
     for number, name in enumerate(steps):
         tell(number, len(steps), name)
         try:
-            if name in weights.keys:
+            if name in manifest.experts:
                 weights.read(name)  # which looks at its statistics
             else:
                 _check_values(checkpoint, name)
@@ -217,9 +217,9 @@ def _errors(
             tell(number, len(names), name)
             entry = opened.manifest.experts.get(name)
             others = (name, *(entry.aliases if entry else ()))
-            own = next((other for other in others if other in base.layout.by_name), None)
-            group = base.layout.by_name[own] if own else None
-            if own is None or group is None or (entry and group.shapes[own] != entry.shape):
+            own = next((other for other in others if other in base.layout.by_name), name)
+            group = base.layout.by_name.get(own)
+            if group is None or (entry and group.shapes[own] != entry.shape):
                 shape = f" in the shape {entry.shape}" if entry else ""
                 raise CheckpointError(f"{source} is of another model: it lacks {name}{shape}.")
             packed = weights.read(name)
