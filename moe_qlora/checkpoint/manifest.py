@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -23,18 +23,18 @@ from typing import Annotated, Any
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
-from ..layout import dtype_name
 from ..models.files import MAX_JSON, parse_json, read_json, read_raw
 from ..packing.bnb4bit import RECORD, SCALES
 from ..packing.codec import restore
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
+from ..world import world
 from . import reader
-from .reader import DTYPE_NAMES, DTYPES, SINGLE, Checkpoint, inside, parse_fields
+from .reader import DTYPE_NAMES, SINGLE, Checkpoint, inside, parse_fields
 from .staging import ShardWriter, plan_shards
 
 CONFIG = "config.json"
@@ -164,13 +164,10 @@ def write_packed(
     max_shard_size: int | str,
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
-    plain: Sequence[str],
+    model: nn.Module,
 ) -> Manifest:
-    """Write shards, manifest and config.json of a save; `plain` Linear layers stay unpacked.
-
-    The tensors of one shard are held in host memory.
-    """
-    files, headers = list[Path](), list[str]()
+    """Write shards, manifest and config.json of a save; one shard is held in host memory."""
+    files, shards = list[Path](), list[dict[str, Any]]()
     sized = (((key, tensor.cpu()), tensor.nbytes) for key, tensor in tensors)
     for number, shard in enumerate(plan_shards(sized, max_shard_size), 1):
         files.append(work / f"shard-{number:05d}.safetensors")
@@ -178,22 +175,24 @@ def write_packed(
         with ShardWriter(files[-1], specs, {"format": "pt"}) as writer:
             while shard:
                 writer.write(*shard.pop(0))
-        headers.append(hashlib.sha256(reader.header_bytes(files[-1])).hexdigest())
+        digest = hashlib.sha256(reader.header_bytes(files[-1])).hexdigest()
+        shards.append({"nbytes": files[-1].stat().st_size, "header_sha256": digest})
     codec, written = settings.to_dict(), Checkpoint(files)
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = dict(zip(written, pool.map(partial(_checksum, written), written), strict=True))
     table = {k: (DTYPE_NAMES[i.dtype], i.shape, sums[k]) for k, i in written.items()}
     own = {name: entry.codec for name, entry in experts.items() if entry.codec is not None}
     identity = _digest({"tensors": table, "codec": codec, **({"experts": own} if own else {})})
-    sizes = [{"nbytes": file.stat().st_size} for file in files]
-    shards = [n | {"header_sha256": h} for n, h in zip(sizes, headers, strict=True)]
     tag, count = _digest({"id": identity, "shards": shards})[:8], len(files)
     names = [f"model-{tag}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    new_name = {
-        file.name: file.rename(work / name).name for file, name in zip(files, names, strict=True)
-    }
+    for file, name in zip(files, names, strict=True):
+        file.rename(work / name)
+    new_name = dict(zip(files, names, strict=True))
     config = own_config(work)
     quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
+    # Linear layers that stay unpacked
+    stock = world().stock_class
+    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
     old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
     exact = [rf"{re.escape(name)}$" for name in plain]
     quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact])) or None
@@ -205,7 +204,7 @@ def write_packed(
         codec=codec,
         experts=dict(experts),
         shards=dict(zip(names, shards, strict=True)),
-        tensors={k: TensorEntry(new_name[i.file.name], *table[k]) for k, i in written.items()},
+        tensors={k: TensorEntry(new_name[i.file], *table[k]) for k, i in written.items()},
         config=config,
     )
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
@@ -276,17 +275,14 @@ def read_manifest(folder: str | Path) -> Manifest | None:
 class FolderCheck:
     """A packed folder, open and checked against its manifest.
 
-    Headers are compared at once, checksums in threads while files are loaded: of all tensors, or
-    if not `large`, of small ones.
+    Checksums are compared while files are loaded, only those of small tensors if not `large`.
     """
 
     def __init__(self, folder: str | Path, *, large: bool = True) -> None:
         self.folder = folder = Path(folder)
         manifest = read_manifest(folder)
         if manifest is None:
-            raise CheckpointError(
-                f"{folder} was not packed by moe_qlora: {CONFIG} does not say so."
-            )
+            raise CheckpointError(f"{folder} was not packed by moe_qlora: see its {CONFIG}.")
         self.manifest = manifest
         self.checkpoint = files = Checkpoint([folder / name for name in manifest.shards])
         held = {k: (i.file.name, DTYPE_NAMES[i.dtype], i.shape) for k, i in files.items()}
@@ -318,16 +314,12 @@ class FolderCheck:
             if own is None:  # a statistic, or of a larger model than this one
                 continue
             known.add(own)
-            shape, dtype = tuple(state[own].shape), state[own].dtype
-            floats = DTYPES[entry.dtype].is_floating_point == dtype.is_floating_point
+            shape = tuple(state[own].shape)
             if name in packed:
                 if name not in manifest.experts and own not in (linears or layers):
                     problem = f"{name} is packed, and neither config.json nor the manifest says so"
-            elif entry.shape != shape or not (floats or own in linears):
-                problem = (
-                    f"{name} is {entry.dtype} of the shape {entry.shape}, the model's config gives "
-                    f"{dtype_name(dtype)} of the shape {shape}"
-                )
+            elif entry.shape != shape:
+                problem = f"{name} has the shape {entry.shape}, the model's config gives {shape}"
         if type(model).__name__ in (manifest.config.get("architectures") or ()):
             # A folder of this very class has all tensors but tied ones.
             known |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
@@ -390,8 +382,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 def canonical_name(model: Any, name: str, names: Container[str]) -> str | None:
     """Return the name with or without `base_model_prefix`, whichever is in `names`, or None."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    candidates = (name, prefix + name, name.removeprefix(prefix))
-    return next((candidate for candidate in candidates if candidate in names), None)
+    return next((n for n in (name, prefix + name, name.removeprefix(prefix)) if n in names), None)
 
 
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
@@ -419,17 +410,16 @@ class PackedWeights:
     def read(self, name: str, device: Any = None) -> PackedWeight:
         """Read a packed weight to a device (default: the CPU)."""
         entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
-        fetched = {}
+        parts = {}
         for key in self.keys.get(name, ()):
             if not key.endswith(INT8_FORMAT):
                 end = SCALES if key.endswith(SCALES) else key.removeprefix(name)
-                fetched[end] = self._files.fetch(key, device=device)
-        parts = {end: one() for end, one in fetched.items()}
+                parts[end] = self._files.fetch(key, device=device)()
         if entry is not None:
             shape, dtype = entry.shape, getattr(torch, entry.dtype)
         else:
-            shape, dtype = tuple(self._plain[name].shape), self._plain[name].dtype
-            dtype = None if settings.codec.has_record else dtype
+            plain = self._plain[name]
+            shape, dtype = plain.shape, None if settings.codec.has_record else plain.dtype
         try:
             return restore(parts, shape, dtype, settings)
         except ValueError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BitsAndBytesConfig
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
@@ -33,7 +33,7 @@ from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
 from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
-from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
+from ..world import NOT_GIVEN, WholeTensor, World, world_of
 from .base import Base, auxiliary_files, copy_files, resolve_checkpoint
 from .manifest import (
     CONFIG,
@@ -88,14 +88,11 @@ def save_pretrained(
         type(self).save_pretrained(self, save_directory, *options, **kwargs)
         return
     if variant or kwargs.get("distributed_checkpoint"):
-        raise ConfigError(
-            "variant and distributed_checkpoint are not supported with packed experts."
-        )
+        raise ConfigError("variant and distributed_checkpoint are not for packed experts.")
     ranks = world_of(self)
     state_dict = ranks.state_dict_to_save(self, state_dict)
-    if state_dict is None:
-        return
-    if not ranks.is_divided(self, state_dict) and not (ranks.first and is_main_process):
+    writes = ranks.first and is_main_process
+    if state_dict is None or not (writes or ranks.is_divided(self, state_dict)):
         return
     tensors = _tensors_to_save(self, state_dict, ranks)
     folder = absolute(os.fspath(save_directory))
@@ -107,8 +104,7 @@ def save_pretrained(
         with new_folder(folder) if place is None else staging(place, inside=True) as work:
             _write_config(self, work)
             values = ((key, read(key)) for key in tensors)
-            entries = _packed_entries(self, tensors)
-            write_packed(work, values, max_shard_size, *entries, _plain_linears(self))
+            write_packed(work, values, max_shard_size, *_packed_entries(self, tensors), self)
             written = [file.relative_to(work).as_posix() for file in work.rglob("*")]
             if place is not None:
                 old = [f for f in place.iterdir() if is_save_file(f.name) and f.name not in written]
@@ -203,11 +199,6 @@ def _packed_entries(
     return entries, settings
 
 
-def _plain_linears(model: Any) -> list[str]:
-    stock = world().stock_class
-    return [name for name, module in model.named_modules() if stock(module) is nn.Linear]
-
-
 def quantize_checkpoint(
     source: str | Path,
     destination: str | Path,
@@ -221,17 +212,11 @@ def quantize_checkpoint(
 ) -> Manifest:
     """Pack a checkpoint into a new folder, which loads under `enabled()`; return its manifest.
 
+    The source is a folder of a 16-bit checkpoint in safetensors, or of a prequantized one that is
+    read; the destination a new one. `dtype` is that of what is not packed, and of decoded weights
+    (None: the checkpoint's own), `device` where to pack (None: a GPU where there is one).
+    `progress`: True shows a bar; a callable gets (parameters done, in all, the last one's name).
     Memory use is a shard, and one parameter; of a fused expert weight, a few experts.
-
-    Args:
-        source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one that is read.
-        destination: New folder; nothing is overwritten.
-        quantization_config: `BitsAndBytesConfig` or its dict.
-        dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
-        device: Where to pack; None is a GPU where there is one.
-        max_shard_size: Bytes, or such as "5GB".
-        progress: True shows a bar; a callable gets (parameters done, in all, the last one's name).
-        trust_remote_code: Run model code that the checkpoint brings.
     """
     folder, out = absolute(source), absolute(destination)
     check_new(out)
@@ -255,8 +240,7 @@ def quantize_checkpoint(
             shape, dtype = base.layout.by_name[name].shapes[name], opened.dtypes[name]
             experts[name] = PackedEntry(shape, dtype_name(dtype), aliases)
         values = _packed(opened, place, tell)
-        plain = _plain_linears(model)
-        return write_packed(work, values, max_shard_size, experts, plan.settings, plain)
+        return write_packed(work, values, max_shard_size, experts, plan.settings, model)
 
 
 def copy_config(config: Any) -> Any:

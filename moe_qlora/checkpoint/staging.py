@@ -1,9 +1,8 @@
 """Writing: safetensors files, and folders that appear whole or not at all.
 
 Files are written to a staging folder, next to the target or, if that is a folder, inside it, and
-renamed when all are on the disk. One process at a time writes to a target: it locks a file next to
-the staging folder (`flock`), which the system frees when a process is killed. The next save removes
-what such a process has left.
+renamed when all are on the disk. One process at a time writes to a target: it locks a file there
+(`flock`), which the system frees when a process is killed; the next save removes what it has left.
 """
 
 from __future__ import annotations

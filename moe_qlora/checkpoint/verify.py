@@ -112,9 +112,8 @@ def verify(
         report = _verify_packed(opened, tell)
         if against is None or report.problems:
             return report
-        return replace(
-            report, errors=tuple(_errors(opened, Path(against), trust_remote_code, tell))
-        )
+        errors = tuple(_errors(opened, Path(against), trust_remote_code, tell))
+        return replace(report, errors=errors)
 
 
 def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
@@ -124,7 +123,7 @@ def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
         changed = f"is not the one that was written: it changed in {listed(names, 5)}."
         damage.append(f"{folder / CONFIG} {changed}")
     weights = PackedWeights(manifest, checkpoint)
-    owned = {key for keys in weights.keys.values() for key in keys}
+    owned = {key for name in manifest.experts for key in weights.keys.get(name, ())}
     steps = [*manifest.experts, *(key for key in checkpoint if key not in owned)]
     for number, name in enumerate(steps):
         tell(number, len(steps), name)
@@ -136,8 +135,8 @@ def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
         except CheckpointError as error:
             damage.append(str(error))
     tell(len(steps), len(steps), "")
-    strays = {file.name for file in folder.iterdir() if _is_stray(file)}
-    strays -= {*manifest.shards, manifest.file_name}
+    own = {*manifest.shards, manifest.file_name}
+    strays = {file.name for file in folder.iterdir() if file.name not in own and _is_stray(file)}
     warnings = [f"{folder / name} is no file of the packed model." for name in sorted(strays)]
     warnings += [f"{path} is left of an interrupted save." for path in left_behind(folder)]
     kinds = {manifest.settings_of(name).kind for name in manifest.experts}
@@ -156,6 +155,8 @@ def _is_stray(file: Path) -> bool:
 
 def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
     names = sorted(file.name for file in folder.iterdir())
+    if CONFIG not in names and not any(n.endswith((".safetensors", INDEX_SUFFIX)) for n in names):
+        raise CheckpointError(f"{folder} holds no checkpoint.")
     method, problems, warnings = "", list[str](), list[str]()
     try:
         config = read_json(inside(folder, CONFIG)) if CONFIG in names else {}
