@@ -248,9 +248,8 @@ def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
     version = value.get("format_version") if isinstance(value, dict) else value
     if version not in (FORMAT_VERSION, NATIVE_VERSION):
         raise CheckpointError(
-            f"{file} has {CONFIG_KEY}.format_version {version!r:.80}, and this version of "
-            f"moe_qlora reads {FORMAT_VERSION} and {NATIVE_VERSION}: pack the model again, or "
-            "install the version that wrote it."
+            f"{file} has {CONFIG_KEY}.format_version {version!r:.80}; this version of moe_qlora "
+            "reads 2 and 3: pack the model again, or install the version that wrote it."
         )
     return parse_fields(Mark, value, file, f"{CONFIG_KEY}.")
 

@@ -148,8 +148,7 @@ def _tensors_to_save(
             continue
         if getattr(tensor.source, "is_meta", True):
             raise CheckpointError(
-                f"{key} is no tensor, or one on the meta device, and cannot be saved: load the "
-                "model without offloading it."
+                f"{key} is no tensor, or on the meta device: load the model without offloading it."
             )
         saved[key] = tensor
     for name in packed - aliases:

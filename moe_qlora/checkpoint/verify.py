@@ -99,9 +99,7 @@ def verify(
     except CheckpointError:  # its config.json is damaged
         packed = has_manifest(folder)
     if not packed and against is not None:
-        raise CheckpointError(
-            f"{folder} was not packed by moe_qlora, so that there is nothing to compare."
-        )
+        raise CheckpointError(f"{folder} was not packed by moe_qlora: there is nothing to compare.")
     if not packed:
         return _verify_plain(folder, tell)
     try:
@@ -124,6 +122,7 @@ def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
         damage.append(f"{folder / CONFIG} {changed}")
     weights = PackedWeights(manifest, checkpoint)
     owned = {key for name in manifest.experts for key in weights.keys.get(name, ())}
+    owned |= weights.keys.keys()  # codes
     steps = [*manifest.experts, *(key for key in checkpoint if key not in owned)]
     for number, name in enumerate(steps):
         tell(number, len(steps), name)

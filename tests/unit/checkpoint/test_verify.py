@@ -106,8 +106,6 @@ def test_a_stack_with_a_block_of_zeros_and_another_versions_sentence_are_good(tm
     ("change", "part"),
     [
         (lambda c: c.update(num_experts_per_tok=1), "it changed in num_experts_per_tok"),
-        (lambda c: c["moe_qlora"].update(id="0" * 64), "has moe_qlora {"),
-        (lambda c: c.pop("transformers_weights"), "it changed in transformers_weights"),
         (
             lambda c: c["quantization_config"].update(load_in_4bit=False),
             "it changed in quantization_config",
@@ -169,7 +167,7 @@ FORGED = {
     "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
     "a huge offset": ("nf4", LINEAR, saying(nested_offset=10**400), ""),
     "digits": ("nf4", LINEAR, text("9" * 5000), ""),
-    "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], "the model's config gives"),
+    "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], ""),
     "scales": ("int8", "q_proj.SCB", lambda scales: scales[:1], ""),
 }
 
@@ -186,7 +184,8 @@ def test_no_kernel_is_led_astray_by_statistics_of_whatever_checksum(
 ):
     kind, end, change, part = FORGED[case]
     name = forged(packed_models[kind][0], tmp_path, end, change)
-    check_damaged(cli(tmp_path), part, name)
+    if part:  # which is seen without the model
+        check_damaged(cli(tmp_path), part, name)
     with moe_qlora.enabled(), pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -274,10 +273,9 @@ def test_what_is_no_checkpoint_is_bad_input(cli, tmp_path):
 # --- against the source -------------------------------------------------------------------------
 
 
-def reference(weight: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float]:
-    """Relative Frobenius error and largest difference, the plain way."""
-    one, other = weight.double(), decoded.double()
-    return float((one - other).norm() / one.norm()), float((one - other).abs().max())
+def reference(weight: torch.Tensor, decoded: torch.Tensor) -> float:
+    """Relative Frobenius error, the plain way."""
+    return float((weight.double() - decoded.double()).norm() / weight.double().norm())
 
 
 @pytest.mark.parametrize(
@@ -302,22 +300,21 @@ def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind):
         decoded, error = codec.unpack(stack), found[name]
         assert (error.expert, error.shape) == (True, tuple(weight.shape))
         want = reference(weight, decoded)
-        assert (error.relative, error.max_abs) == pytest.approx(want, rel=1e-5)
+        assert error.relative == pytest.approx(want, rel=1e-5)
         pairs = zip(weight.view(4, -1), decoded.view(4, -1), strict=True)
-        each = [reference(*pair)[0] for pair in pairs]
+        each = [reference(*pair) for pair in pairs]
         assert error.experts == pytest.approx(each, rel=1e-5)
-        assert error.worst == each.index(max(each))
         seen.add(name)
     layers = found.keys() - seen
     for name in layers:
         layer, error = model.get_submodule(name.removesuffix(".weight")), found[name]
         assert type(layer).__name__ in ("Linear4bit", "Linear8bitLt")
-        assert (error.expert, error.worst) == (False, 0)
+        assert not error.expert and len(error.experts) == 1
         if kind != "int8":
             # straight from bitsandbytes' statistics, by this package's decoder
             packed = from_quant_state(layer.weight.data, layer.weight.quant_state)
             want = reference(plain.get_parameter(name), codec.unpack(packed))
-            assert (error.relative, error.max_abs) == pytest.approx(want, rel=1e-5)
+            assert error.relative == pytest.approx(want, rel=1e-5)
         else:
             assert 0.001 < error.relative < 0.02
     names = [type(module).__name__ for module in model.modules()]
@@ -332,9 +329,9 @@ def test_the_table_and_the_json_say_the_same(cli, packed_models):
     stacks = [error for error in found["errors"] if error["expert"]]
     assert len(stacks) == found["experts"] == 4
     for error in stacks:
-        worst = error["experts"][error["worst"]]
-        row = rf"{re.escape(error['name'])} .*{error['relative']:.2%}.*{worst:.2%}.*"
-        assert re.search(rf"{row}expert {error['worst']}", out)
+        worst = max(error["experts"])
+        row = rf"{re.escape(error['name'])} .*{error['relative']:.2%}.*{worst:.2%} *"
+        assert re.search(rf"{row}expert {error['experts'].index(worst)}", out)
 
 
 def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
