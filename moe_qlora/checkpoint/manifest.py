@@ -168,7 +168,7 @@ def write_packed(
 ) -> Manifest:
     """Write shards, manifest and config.json of a save; one shard is held in host memory."""
     files, shards = list[Path](), list[dict[str, Any]]()
-    sized = (((key, tensor.cpu()), tensor.nbytes) for key, tensor in tensors)
+    sized = (((key, t.detach().cpu()), t.nbytes) for key, t in tensors)
     for number, shard in enumerate(plan_shards(sized, max_shard_size), 1):
         files.append(work / f"shard-{number:05d}.safetensors")
         specs = {key: (tensor.dtype, tensor.shape) for key, tensor in shard}

@@ -33,7 +33,6 @@ KINDS = SETTINGS | {
     "fp32 storage": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.float32},
     "compute": NF4 | {"bnb_4bit_compute_dtype": torch.bfloat16},
 }
-EDITED = "config.json is not the one"
 
 
 def packed(family: str = "qwen3_moe", kind: str = "nf4", seed: int = 0, **overrides: Any) -> Any:
@@ -317,33 +316,18 @@ def on_meta(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(torch.empty(3, 3, device="meta"))
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], Any, type[Exception], str]] = {
-    "variant": ("saved", {"variant": "fp16"}, None, ConfigError, "are not for packed"),
-    "ranks": ("saved", {"distributed_checkpoint": 1}, None, ConfigError, "are not for packed"),
-    "size": ("saved", {"max_shard_size": "much"}, None, CheckpointError, "max_shard_size"),
-    "file": ("file", {}, None, CheckpointError, "is no empty folder"),
-    "under": ("file/under", {}, None, CheckpointError, "cannot be written"),
-    "no tensor": (
-        "saved",
-        {"state_dict": {"model.norm.weight": 3}},
-        None,
-        CheckpointError,
-        "is no tensor",
-    ),
-    "meta": (
-        "saved",
-        {},
-        on_meta,
-        CheckpointError,
-        r"lm_head\.weight is no tensor, or on the meta",
-    ),
-    "adapter": ("saved", {}, adapter, AdapterError, "adapters of PEFT"),
-}
+REFUSED: list[tuple[str, dict[str, Any], Any, type[Exception], str]] = [
+    ("saved", {"variant": "fp16"}, None, ConfigError, "are not for packed"),
+    ("saved", {"max_shard_size": "much"}, None, CheckpointError, "max_shard_size"),
+    ("file", {}, None, CheckpointError, "is no empty folder"),
+    ("file/under", {}, None, CheckpointError, "cannot be written"),
+    ("saved", {}, on_meta, CheckpointError, r"lm_head\.weight is no tensor, or on the meta"),
+    ("saved", {}, adapter, AdapterError, "adapters of PEFT"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_saved_is_named(tmp_path, case):
-    place, options, change, error, words = REFUSED[case]
+@pytest.mark.parametrize(("place", "options", "change", "error", "words"), REFUSED)
+def test_what_cannot_be_saved_is_named(tmp_path, place, options, change, error, words):
     model = packed()
     (tmp_path / "file").write_text("")
     if change is not None:
@@ -353,40 +337,23 @@ def test_what_cannot_be_saved_is_named(tmp_path, case):
     assert names(tmp_path) == {"file"}
 
 
-def config_of_stock(folder: Path) -> None:
-    edit_config(
-        folder, lambda config: [config.pop(k) for k in ("moe_qlora", "transformers_weights")]
-    )
-    (folder / next(iter(folder.glob("*.safetensors")))).rename(folder / "model.safetensors")
-
-
-def flip(folder: Path) -> None:
-    file = folder / list(manifest_of(folder).shards)[1]
-    raw = bytearray(file.read_bytes())
-    raw[-1] ^= 1
-    file.write_bytes(raw)
-
-
-DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "shard": (flip, "checksum"),
-    "config": (lambda f: edit_config(f, lambda c: c.update(moe_intermediate_size=8)), EDITED),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_ignoring_mismatches_does_not_ignore_damage(tmp_path, case):
-    damage, words = DAMAGED[case]
+@pytest.mark.parametrize("damage", ["bytes", "config", "stock"])
+def test_damage_is_refused_whatever_is_asked(tmp_path, damage):
     packed().save_pretrained(tmp_path, max_shard_size="50KB")
-    damage(tmp_path)
-    with pytest.raises(CheckpointError, match=words):
+    if damage == "bytes":
+        file = tmp_path / list(manifest_of(tmp_path).shards)[1]
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+    elif damage == "config":
+        edit_config(tmp_path, lambda config: config.update(moe_intermediate_size=8))
+    else:  # as stock transformers would write it
+        own = ("moe_qlora", "transformers_weights")
+        edit_config(tmp_path, lambda config: [config.pop(key) for key in own])
+        next(iter(tmp_path.glob("*.safetensors"))).rename(tmp_path / "model.safetensors")
+    said = {"bytes": "checksum", "config": "config.json is not the one", "stock": "does not say so"}
+    with pytest.raises(CheckpointError, match=said[damage]):
         reload(tmp_path, ignore_mismatched_sizes=True)
-
-
-def test_a_stock_bitsandbytes_config_in_a_packed_folder_is_refused(tmp_path):
-    packed().save_pretrained(tmp_path)
-    config_of_stock(tmp_path)
-    with pytest.raises(CheckpointError, match=r"its config\.json does not say so"):
-        reload(tmp_path)
 
 
 def test_the_hub_gets_what_was_written_and_loses_the_shards_of_before(tmp_path, monkeypatch):

@@ -103,22 +103,15 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, kind):
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["full", "file", "link"])
-def test_what_appears_meanwhile_is_not_overwritten_either(tmp_path, kind):
+def test_what_appears_meanwhile_is_not_overwritten_either(tmp_path):
     goal = tmp_path / "model"
     building = new_folder(goal)
     (building.__enter__() / "x").write_text("ours")
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "x").write_text("theirs")
-    if kind == "file":
-        goal.write_text("theirs")
-    elif kind == "link":
-        goal.symlink_to(tmp_path / "theirs")
-    else:
-        (tmp_path / "theirs").rename(goal)
+    goal.mkdir()
+    (goal / "x").write_text("theirs")
     with pytest.raises(CheckpointError, match=r"model cannot be written: .*name another"):
         building.__exit__(None, None, None)
-    assert (goal if kind == "file" else goal / "x").read_text() == "theirs"
+    assert (goal / "x").read_text() == "theirs"
 
 
 # --- several processes --------------------------------------------------------------------------
