@@ -147,19 +147,13 @@ FORGED = {
     "record": ("nf4", RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
     "scale": ("int8", "down_proj.SCB", negative, "has the scale -1.0 at 1"),
     "nan scale": ("int8", "gate_up_proj.SCB", nonfinite, "has the scale nan at 0"),
-    # bitsandbytes believes what a weight's own record says of its shape and blocks
+    # seen by a load: bitsandbytes believes what a record says of a Linear layer's shape and blocks
     "codes": ("nf4", "q_proj.weight", lambda codes: codes[:3], ""),
-    "absmax": ("nf4", "q_proj.weight.absmax", lambda absmax: absmax[:1], ""),
     "a large shape": ("nf4", LINEAR, saying(shape=[1 << 14, 1 << 14]), ""),
-    "no shape": ("nf4", LINEAR, saying(shape=[-1, 64]), ""),
     "small blocks": ("nf4", LINEAR, saying(blocksize=1), ""),
-    "small nested blocks": ("nf4", LINEAR, saying(nested_blocksize=1), ""),
     "too deep": ("nf4", LINEAR, text("[" * 9000 + "]" * 9000), ""),
     "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
-    "a huge offset": ("nf4", LINEAR, saying(nested_offset=10**400), ""),
-    "digits": ("nf4", LINEAR, text("9" * 5000), ""),
     "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], ""),
-    "scales": ("int8", "q_proj.SCB", lambda scales: scales[:1], ""),
 }
 
 
@@ -188,17 +182,11 @@ def test_leftovers_are_warnings(cli, tmp_path):
     names += ["model.safetensors", "pytorch_model.bin"]
     for name in (*names, "training_args.bin"):
         (folder / name).write_bytes(b"")
-    staged = [folder / ".moe_qlora.partial", tmp_path / ".packed.moe_qlora.partial"]
-    for place in staged:
-        place.mkdir()
-    report = verify(folder)
-    assert report.good
-    for name in [*names, *(place.name for place in staged)]:
-        assert any(name in warning for warning in report.warnings)
+    (folder / ".moe_qlora.partial").mkdir()
     code, out, err = cli(folder)
-    assert code == 0
-    assert [line.split()[0] for line in err.splitlines()] == ["warning:"] * 6
-    assert "warning:" not in out
+    assert code == 0 and "warning:" not in out
+    for name, line in zip([*sorted(names), ".partial"], err.splitlines(), strict=True):
+        assert line.startswith("warning: ") and name in line
 
 
 # --- plain folders ------------------------------------------------------------------------------
