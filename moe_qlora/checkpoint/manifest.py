@@ -13,64 +13,51 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
-from ..layout import dtype_name
-from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
-from ..packing.bnb4bit import RECORD, SCALES, read_record
+from ..models.files import MAX_JSON, parse_json, read_json, read_raw
+from ..packing.bnb4bit import RECORD, SCALES
 from ..packing.codec import restore
-from ..packing.codecs import CODES, codecs
-from ..packing.settings import CodecSettings, problems
+from ..packing.settings import CodecSettings
 from ..versions import installed_version
+from ..world import world
 from . import reader
-from .reader import DTYPE_NAMES, DTYPES, SINGLE, Checkpoint, TensorInfo, inside, parse_fields
+from .reader import DTYPE_NAMES, SINGLE, Checkpoint, inside, parse_fields
+from .staging import ShardWriter, plan_shards
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
 FORMAT_VERSION, NATIVE_VERSION = 2, 3
 """Of folders of one bitsandbytes codec, and of those that also have native (MXFP4) codes."""
-# Stock transformers quotes these when it is asked to load a packed folder, or its text model.
+# Stock transformers quotes it when it is asked to load a packed folder.
 SENTENCE = (
     "The experts in this folder are packed by moe_qlora: install that package, and load the folder "
     "inside `with moe_qlora.enabled():`."
-)
-OF_TEXT = (
-    "This folder holds a packed {0}: load it by that class, or by AutoModelForImageTextToText, "
-    "inside `with moe_qlora.enabled():`. AutoModelForCausalLM can load the text model alone from "
-    "an unpacked folder, not from this one."
 )
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
 
-_READ = 1 << 20
+_PIECE = 4 << 20  # that is hashed at once
 _SMALL = 1 << 16
-_THREADS = 8  # that read and check files
+_THREADS = 8  # that hash
 INT8_FORMAT = ".weight_format"  # tensor of bitsandbytes' int8 Linear layers
 
-_Size = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 _Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
+_Codec = Annotated[dict[str, Any], AfterValidator(lambda v: CodecSettings.from_dict(v).to_dict())]
 _EXACT = ConfigDict(extra="forbid")
-
-
-def _check_codec(codec: dict[str, Any] | None, native: bool = False) -> dict[str, Any] | None:
-    if codec is not None:
-        known = CodecSettings.from_dict(codec)
-        if codec != known.to_dict() or (native and not known.codec.is_kept):
-            raise ValueError(f"expected {'a codec of native codes' if native else known.to_dict()}")
-    return codec
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
@@ -80,9 +67,7 @@ class PackedEntry:
     shape: Annotated[tuple[_Positive, ...], Field(min_length=2, max_length=64)]
     dtype: Annotated[str, Field(pattern="^(float32|float16|bfloat16)$")]
     aliases: tuple[str, ...] = ()
-    codec: Annotated[dict[str, Any] | None, AfterValidator(partial(_check_codec, native=True))] = (
-        None
-    )
+    codec: _Codec | None = None
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
@@ -91,16 +76,8 @@ class TensorEntry:
 
     file: str
     dtype: str
-    shape: Annotated[tuple[_Size, ...], Field(max_length=64)]
+    shape: tuple[int, ...]
     sha256: str
-
-
-@dataclass(frozen=True, slots=True, config=_EXACT)
-class ShardEntry:
-    """A shard: its size in bytes, and the checksum of its header."""
-
-    nbytes: _Size
-    header_sha256: str
 
 
 @dataclass(frozen=True, slots=True, config=_EXACT)
@@ -110,7 +87,7 @@ class Mark:
     id: str
     manifest: Annotated[str, Field(pattern=f"^{MANIFEST_NAME.pattern}$")]
     entry: Annotated[str, Field(pattern=f"^{SHARD_NAME.pattern}$")]
-    format_version: int = FORMAT_VERSION
+    format_version: int
 
 
 @dataclass(frozen=True, config=_EXACT)
@@ -120,9 +97,9 @@ class Manifest:
     id: str
     written_by: str
     model_type: str
-    codec: Annotated[dict[str, Any], AfterValidator(_check_codec)]
+    codec: _Codec
     experts: dict[str, PackedEntry]  # by name
-    shards: Annotated[dict[str, ShardEntry], Field(min_length=1)]  # by file name, in order
+    shards: Annotated[dict[str, dict[str, Any]], Field(min_length=1)]  # by file name, in order
     tensors: dict[str, TensorEntry]  # by key
     config: dict[str, Any]  # config.json without what this package adds to it
     source: dict[str, Any] | None = None  # by earlier versions: the checkpoint that was packed
@@ -147,16 +124,10 @@ class Manifest:
         """The version of the format that the folder needs."""
         return NATIVE_VERSION if self.native_codecs() else FORMAT_VERSION
 
-    @property
-    def entry(self) -> str:
-        """The first shard's name, to which config.json sends transformers."""
-        return next(iter(self.shards))
-
     def to_bytes(self) -> bytes:
         """Return the file's content."""
         given = asdict(self, dict_factory=lambda items: {k: v for k, v in items if v is not None})
-        value = {"format_version": self.version, **given}
-        return (json.dumps(value, indent=1) + "\n").encode()
+        return (json.dumps({"format_version": self.version, **given}, indent=1) + "\n").encode()
 
     @property
     def file_name(self) -> str:
@@ -165,12 +136,8 @@ class Manifest:
 
     def config_bytes(self) -> bytes:
         """Return the content of config.json, with the mark."""
-        mark = Mark(self.id, self.file_name, self.entry, self.version)
-        ours: dict[str, Any] = {CONFIG_KEY: asdict(mark), "transformers_weights": SENTENCE}
-        text, classes = self.config.get("text_config"), self.config.get("architectures")
-        if isinstance(text, dict) and classes:
-            # AutoModelForCausalLM may load the text model alone, and reads its configuration only.
-            ours["text_config"] = text | {"transformers_weights": OF_TEXT.format(classes[0])}
+        mark = Mark(self.id, self.file_name, next(iter(self.shards)), self.version)
+        ours = {CONFIG_KEY: asdict(mark), "transformers_weights": SENTENCE}
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -179,74 +146,56 @@ def manifest_name(content: bytes) -> str:
     return f"moe_qlora-{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 
-def manifest_id(
-    tensors: Mapping[str, TensorEntry],
-    codec: Mapping[str, Any],
-    experts: Mapping[str, PackedEntry] | None = None,
-) -> str:
-    """Return the id of a save, a hash of tensors, their names and codecs."""
-    table = {key: [t.dtype, list(t.shape), t.sha256] for key, t in tensors.items()}
-    own = {name: entry.codec for name, entry in (experts or {}).items() if entry.codec is not None}
-    return _digest({"tensors": table, "codec": dict(codec), **({"experts": own} if own else {})})
-
-
 def _digest(value: Mapping[str, Any]) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def checksum(info: TensorInfo) -> str:
-    """Return the sha256 of a tensor's bytes, read in pieces."""
-    digest = hashlib.sha256()
-    with reading(info.file), info.file.open("rb") as file:
-        left, offset = info.nbytes, info.offset
-        while left:
-            piece = os.pread(file.fileno(), min(_READ, left), offset)
-            if not piece:
-                raise reader.incomplete(info.file, offset, info.offset + info.nbytes)
-            digest.update(piece)
-            left -= len(piece)
-            offset += len(piece)
+def _checksum(files: Checkpoint, key: str) -> str:
+    digest, nbytes = hashlib.sha256(), files[key].nbytes
+    for start in range(0, nbytes, _PIECE):
+        digest.update(files.read_bytes(key, start, min(start + _PIECE, nbytes)).numpy().data)
     return digest.hexdigest()
 
 
-def shard_entry(file: Path) -> ShardEntry:
-    """Describe a shard as the manifest does."""
-    header = reader.header_bytes(file)
-    with reading(file):
-        return ShardEntry(file.stat().st_size, hashlib.sha256(header).hexdigest())
-
-
-def finish_packed(
+def write_packed(
     work: Path,
-    files: list[Path],
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_size: int | str,
     experts: Mapping[str, PackedEntry],
     settings: CodecSettings,
-    plain: Sequence[str] = (),
+    model: nn.Module,
 ) -> Manifest:
-    """Name a save's shards, write manifest and config.json; `plain` Linear layers stay unpacked."""
+    """Write shards, manifest and config.json of a save; one shard is held in host memory."""
+    files, shards = list[Path](), list[dict[str, Any]]()
+    sized = (((key, t.detach().cpu()), t.nbytes) for key, t in tensors)
+    for number, shard in enumerate(plan_shards(sized, max_shard_size), 1):
+        files.append(work / f"shard-{number:05d}.safetensors")
+        specs = {key: (tensor.dtype, tensor.shape) for key, tensor in shard}
+        with ShardWriter(files[-1], specs, {"format": "pt"}) as writer:
+            while shard:
+                writer.write(*shard.pop(0))
+        digest = hashlib.sha256(reader.header_bytes(files[-1])).hexdigest()
+        shards.append({"nbytes": files[-1].stat().st_size, "header_sha256": digest})
     codec, written = settings.to_dict(), Checkpoint(files)
-    infos = [written.info(key) for key in written]
     with ThreadPoolExecutor(_THREADS) as pool:
-        tensors = {
-            key: TensorEntry(info.file.name, DTYPE_NAMES[info.dtype], info.shape, digest)
-            for key, info, digest in zip(written, infos, pool.map(checksum, infos), strict=True)
-        }
-    identity, shards = manifest_id(tensors, codec, experts), [shard_entry(file) for file in files]
-    tag = _digest({"id": identity, "shards": [asdict(shard) for shard in shards]})[:8]
-    end = f"of-{len(shards):05d}.safetensors"
-    names = [f"model-{tag}-{number:05d}-{end}" for number in range(1, len(shards) + 1)]
-    new_name = {file.name: name for file, name in zip(files, names, strict=True)}
-    for file in files:
-        file.rename(work / new_name[file.name])
-    config = read_json(work / CONFIG)
+        sums = dict(zip(written, pool.map(partial(_checksum, written), written), strict=True))
+    table = {k: (DTYPE_NAMES[i.dtype], i.shape, sums[k]) for k, i in written.items()}
+    own = {name: entry.codec for name, entry in experts.items() if entry.codec is not None}
+    identity = _digest({"tensors": table, "codec": codec, **({"experts": own} if own else {})})
+    tag, count = _digest({"id": identity, "shards": shards})[:8], len(files)
+    names = [f"model-{tag}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    for file, name in zip(files, names, strict=True):
+        file.rename(work / name)
+    new_name = dict(zip(files, names, strict=True))
+    config = own_config(work)
     quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
-    if plain:
-        old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
-        exact = [rf"{re.escape(name)}$" for name in plain]
-        quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact]))
-    for key in (CONFIG_KEY, "transformers_weights"):
-        config.pop(key, None)
+    # Linear layers that stay unpacked
+    stock = world().stock_class
+    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
+    old = [n for n in quantization.get("llm_int8_skip_modules") or [] if n not in plain]
+    exact = [rf"{re.escape(name)}$" for name in plain]
+    quantization["llm_int8_skip_modules"] = list(dict.fromkeys([*old, *exact])) or None
     manifest = Manifest(
         id=identity,
         # A plain checkout on the path has no metadata to ask.
@@ -255,13 +204,20 @@ def finish_packed(
         codec=codec,
         experts=dict(experts),
         shards=dict(zip(names, shards, strict=True)),
-        tensors={key: replace(entry, file=new_name[entry.file]) for key, entry in tensors.items()},
+        tensors={k: TensorEntry(new_name[i.file], *table[k]) for k, i in written.items()},
         config=config,
     )
-    check_experts(work, manifest)
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
     (work / CONFIG).write_bytes(manifest.config_bytes())
     return manifest
+
+
+def own_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json without what this package adds to it."""
+    config = read_json(inside(folder, CONFIG))
+    if isinstance(text := config.get("text_config"), dict):  # in earlier versions
+        text.pop("transformers_weights", None)
+    return {k: v for k, v in config.items() if k not in (CONFIG_KEY, "transformers_weights")}
 
 
 def is_packed(folder: str | Path) -> bool:
@@ -289,27 +245,18 @@ def _read_mark(folder: Path) -> Mark | None:
 
 def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
     """Check the entry `moe_qlora` of a config."""
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is damaged: {CONFIG_KEY} is {value!r:.80}, and no object.")
-    prefix = f"{CONFIG_KEY}."
-    _check_version(value, file, prefix)
-    return parse_fields(Mark, value, file, prefix)
-
-
-def _check_version(value: Mapping[str, Any], file: Path, prefix: str = "") -> None:
-    version = value.get("format_version")
-    if version not in (FORMAT_VERSION, NATIVE_VERSION) or isinstance(version, bool):
+    version = value.get("format_version") if isinstance(value, dict) else value
+    if version not in (FORMAT_VERSION, NATIVE_VERSION):
         raise CheckpointError(
-            f"{file} has {prefix}format_version {version!r:.80}, and this version of moe_qlora "
-            f"reads {FORMAT_VERSION} and {NATIVE_VERSION}: pack the model again, or install the "
-            "version that wrote it."
+            f"{file} has {CONFIG_KEY}.format_version {version!r:.80}; this version of moe_qlora "
+            "reads 2 and 3: pack the model again, or install the version that wrote it."
         )
+    return parse_fields(Mark, value, file, f"{CONFIG_KEY}.")
 
 
-def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | None:
-    """Return the manifest that `mark`, or else config.json, names; None without a mark."""
-    folder = Path(folder)
-    mark = mark or _read_mark(folder)
+def read_manifest(folder: str | Path) -> Manifest | None:
+    """Return the manifest that config.json names; None without a mark."""
+    mark = _read_mark(folder := Path(folder))
     if mark is None:
         return None
     file = inside(folder, mark.manifest)
@@ -317,128 +264,116 @@ def read_manifest(folder: str | Path, mark: Mark | None = None) -> Manifest | No
     if manifest_name(raw) != mark.manifest:
         raise CheckpointError(f"{file} is damaged: its name is not that of its content.")
     value = parse_json(file, raw)
-    _check_version(value, file)
-    del value["format_version"]
+    value.pop("format_version", None)  # the mark's
     manifest = parse_fields(Manifest, value, file)
     for name in manifest.shards:
         inside(folder, name)
-    identity = manifest_id(manifest.tensors, manifest.codec, manifest.experts)
-    named = Mark(identity, mark.manifest, manifest.entry, manifest.version)
-    if mark != named or manifest.id != identity:
-        raise CheckpointError(
-            f"{folder / CONFIG} has {CONFIG_KEY} {asdict(mark)}, and that of {mark.manifest} is "
-            f"{asdict(named)}: copy the whole folder again."
-        )
     return manifest
 
 
 class FolderCheck:
     """A packed folder, open and checked against its manifest.
 
-    What a loader parses is checked at once: headers, and the bytes of small tensors; checksums of
-    large tensors in threads, while files are loaded, or never if `large` is False.
+    Checksums are compared while files are loaded, only those of small tensors if not `large`.
     """
 
-    def __init__(self, folder: str | Path, mark: Mark | None = None, *, large: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, large: bool = True) -> None:
         self.folder = folder = Path(folder)
-        manifest = read_manifest(folder, mark)
+        manifest = read_manifest(folder)
         if manifest is None:
-            raise CheckpointError(
-                f"{folder} was not packed by moe_qlora: its {CONFIG} is missing, or names no "
-                "manifest."
-            )
+            raise CheckpointError(f"{folder} was not packed by moe_qlora: see its {CONFIG}.")
         self.manifest = manifest
-        for name, shard in manifest.shards.items():
-            seen = shard_entry(folder / name)
-            if seen != shard:
+        self.checkpoint = files = Checkpoint([folder / name for name in manifest.shards])
+        held = {k: (i.file.name, DTYPE_NAMES[i.dtype], i.shape) for k, i in files.items()}
+        said = {k: (t.file, t.dtype, t.shape) for k, t in manifest.tensors.items()}
+        for key in held.keys() | said:
+            if held.get(key) != said.get(key):
                 raise CheckpointError(
-                    f"{folder / name} has {seen.nbytes} bytes, {shard.nbytes} were written, or its "
-                    "header is not the one that was written: copy it again."
+                    f"{folder}: the shards hold {key} as {held.get(key)}, the manifest says "
+                    f"{said.get(key)}: copy the whole folder again."
                 )
-        self.checkpoint = Checkpoint([folder / name for name in manifest.shards])
-        infos = {key: self.checkpoint.info(key) for key in self.checkpoint}
-        for key in (*manifest.tensors, *infos):
-            info, entry = infos.get(key), manifest.tensors.get(key)
-            held = info and (info.file.name, DTYPE_NAMES[info.dtype], info.shape)
-            said = entry and (entry.file, entry.dtype, entry.shape)
-            if held != said:
-                raise CheckpointError(
-                    f"{folder}: the shards hold {key} as {held}, the manifest says {said}: copy "
-                    "the whole folder again."
-                )
-        check_experts(folder, manifest)
-        for key, info in infos.items():
-            if info.nbytes <= _SMALL:
-                self._compare(key, checksum(info))
+        keys = [key for key, info in files.items() if large or info.nbytes <= _SMALL]
         self._pool = ThreadPoolExecutor(_THREADS)
-        self._sums = {
-            key: self._pool.submit(checksum, info)
-            for key, info in infos.items()
-            if large and info.nbytes > _SMALL
-        }
+        self._sums = zip(keys, self._pool.map(partial(_checksum, files), keys), strict=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FolderCheck:
         return self  # transformers copies its quantizer for every tensor
 
-    def _compare(self, key: str, digest: str) -> None:
-        if digest != self.manifest.tensors[key].sha256:
-            raise CheckpointError(
-                f"{self.checkpoint.info(key).file}: the bytes of {key} are not those that were "
-                "written (their checksum differs): copy the file again."
-            )
-
     def check_model(self, model: Any) -> None:
         """Compare the manifest with the meta model."""
-        problem = next(model_problems(self.manifest, model), None)
-        if problem is not None:
+        from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
+
+        manifest, state = self.manifest, model.state_dict()
+        layers = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
+        # In a load, bitsandbytes has replaced its layers already, if its config packs any.
+        linears = {name for name, module in layers.items() if is_packed_linear(module)}
+        packed, known, problem = packed_names(manifest), set[str](), ""
+        for name, entry in manifest.tensors.items():
+            own = canonical_name(model, name, state)
+            if own is None:  # a statistic, or of a larger model than this one
+                continue
+            known.add(own)
+            shape = tuple(state[own].shape)
+            if name in packed:
+                if name not in manifest.experts and own not in (linears or layers):
+                    problem = f"{name} is packed, and neither config.json nor the manifest says so"
+            elif entry.shape != shape:
+                problem = f"{name} has the shape {entry.shape}, the model's config gives {shape}"
+        if type(model).__name__ in (manifest.config.get("architectures") or ()):
+            # A folder of this very class has all tensors but tied ones.
+            known |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
+            known |= set(getattr(model, "all_tied_weights_keys", None) or ())
+            if missing := missing_names(model, known):
+                problem = f"{missing[0]} is missing"
+        if problem:
             raise CheckpointError(
                 f"{self.folder}: {problem}: config.json is not the one it was saved with, or files "
                 "are damaged."
             )
 
+    def damage(self) -> Iterator[str]:
+        """Wait for the checksums; yield a sentence for each that differs."""
+        for key, digest in self._sums:
+            if digest != self.manifest.tensors[key].sha256:
+                yield (
+                    f"{self.checkpoint[key].file}: the bytes of {key} are not those that were "
+                    "written (their checksum differs): copy the file again."
+                )
+        self._pool.shutdown(wait=False)
+
     def finish(self) -> Manifest:
-        """Wait for the checksums of large tensors; return the manifest."""
-        try:
-            for key, digest in self._sums.items():
-                self._compare(key, digest.result())
-        finally:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        """Wait for the checksums; return the manifest."""
+        for problem in self.damage():
+            raise CheckpointError(problem)
         return self.manifest
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Open the files that manifest or index name, or the only one; compare no checksums."""
+    """Open the files that manifest or index name, or the only one; compare no large checksums."""
     folder = Path(folder)
     reader.check_folder(folder)
     if is_packed(folder):
-        return FolderCheck(folder, large=False).checkpoint
-    index = reader.index_of(folder)
+        check = FolderCheck(folder, large=False)
+        check.finish()
+        return check.checkpoint
+    # transformers reads model.safetensors, whatever an index beside it says
+    index = None if os.path.lexists(folder / SINGLE) else reader.index_of(folder)
     if index is None:
-        with reading(folder):
-            files = [file for file in folder.glob("*.safetensors") if file.is_file()]
-        files = [file for file in files if not SHARD_NAME.fullmatch(file.name)]
-        files = [file for file in files if file.name == SINGLE] or files
-        if not files and has_manifest(folder) and not (folder / CONFIG).exists():
-            raise CheckpointError(f"{folder / CONFIG} is missing: copy the whole folder.")
-        if len(files) != 1:
-            others = [*folder.glob("*.gguf"), *folder.glob("*.bin"), *folder.glob("*.pt*")]
-            found = "no safetensors file"
-            if files:
-                found = f"{len(files)} safetensors files and no index of those that belong together"
-            elif others:
-                kind = "GGUF" if min(others).suffix == ".gguf" else "a pickle"
-                found += f" but {min(others).name}, {kind}, which is never read"
+        names = {f.name for f in folder.glob("*.safetensors") if not SHARD_NAME.fullmatch(f.name)}
+        names = names & {SINGLE} or names
+        if len(names) != 1:
+            ends = ("*.gguf", "*.bin", "*.pt*")
+            others = sorted(file.name for end in ends for file in folder.glob(end))
+            found = f"{len(names)} safetensors files and no index of those that belong together"
+            if others and not names:
+                kind = "GGUF" if others[0].endswith("gguf") else "a pickle"
+                found = f"no safetensors file but {others[0]}, {kind}, which is never read"
             raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
-        return Checkpoint([inside(folder, files[0].name)])
+        return Checkpoint([inside(folder, names.pop())])
     weight_map = reader.read_index(index)
-    if os.path.lexists(folder / SINGLE) and SINGLE not in weight_map.values():
-        raise CheckpointError(
-            f"{folder} holds {SINGLE} beside {index.name}, which does not name it: remove the file "
-            "or the index, whichever is not of this model (transformers reads the file)."
-        )
     checkpoint = Checkpoint([inside(folder, name) for name in dict.fromkeys(weight_map.values())])
     for key, name in weight_map.items():
-        if key not in checkpoint or checkpoint.info(key).file.name != name:
+        if key not in checkpoint or checkpoint[key].file.name != name:
             raise CheckpointError(f"{index}: {name} does not hold {key}: a file is damaged.")
     return checkpoint
 
@@ -446,56 +381,19 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 def canonical_name(model: Any, name: str, names: Container[str]) -> str | None:
     """Return the name with or without `base_model_prefix`, whichever is in `names`, or None."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    candidates = (name, prefix + name, name.removeprefix(prefix))
-    return next((candidate for candidate in candidates if candidate in names), None)
+    return next((n for n in (name, prefix + name, name.removeprefix(prefix)) if n in names), None)
 
 
 def packed_names(manifest: Manifest) -> dict[str, tuple[str, ...]]:
     """Return the keys of each packed weight, an expert's or a Linear layer's, by its name."""
-    keys = manifest.tensors
-    owners = set(manifest.experts) | {key.partition(RECORD)[0] for key in keys if RECORD in key}
-    for module in (key.removesuffix(SCALES) for key in keys if key.endswith(SCALES)):
-        owners.add(module if module in owners else f"{module}.weight")
-    names = {}
-    for name in owners & keys.keys():
+    keys, names, record = manifest.tensors, {}, RECORD + manifest.codec["kind"]
+    for name in keys:
         module = name.removesuffix(".weight")
-        int8 = {module + SCALES, module + INT8_FORMAT} if module != name else set()
-        names[name] = tuple(
-            key for key in keys if key == name or key.startswith(f"{name}.") or key in int8
-        )
+        int8 = {module + SCALES, module + INT8_FORMAT} & keys.keys() if module != name else set()
+        if name in manifest.experts or name + record in keys or int8:
+            own = (k for k in keys if k == name or k.startswith(f"{name}.") or k in int8)
+            names[name] = tuple(own)
     return names
-
-
-def parts_of(name: str, keys: tuple[str, ...], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Return a packed weight's tensors by key suffix; ValueError for another int8 layout."""
-    parts = {}
-    for key in keys:
-        if not key.endswith(INT8_FORMAT):
-            parts[SCALES if key.endswith(SCALES) else key.removeprefix(name)] = read(key)
-        elif not (form := read(key)).is_meta and form.flatten().tolist() != [0]:
-            raise ValueError(f"has another {INT8_FORMAT} than 0, which stands for rows")
-    return parts
-
-
-def _form_problem(
-    manifest: Manifest, name: str, keys: tuple[str, ...], shape: tuple[int, ...]
-) -> str | None:
-    def blank(key: str) -> Tensor:
-        entry = manifest.tensors[key]
-        return torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="meta")
-
-    return next(problems(parts_of(name, keys, blank), shape, manifest.settings_of(name)), None)
-
-
-def check_experts(folder: Path, manifest: Manifest) -> None:
-    """Check the codes and statistics of packed expert weights against their shapes."""
-    packed = packed_names(manifest)
-    for name, entry in manifest.experts.items():
-        problem = _form_problem(manifest, name, packed.get(name, ()), entry.shape)
-        for alias in manifest.tensors.keys() & entry.aliases - manifest.experts.keys():
-            problem = f"has the alias {alias}, and {alias} is a tensor of its own"
-        if problem is not None:
-            raise CheckpointError(f"{folder}: the packed weight {name} {problem}.")
 
 
 class PackedWeights:
@@ -506,89 +404,38 @@ class PackedWeights:
     ) -> None:
         self._manifest, self._files, self._plain = manifest, files, plain or {}
         self.keys = packed_names(manifest)
-        self._last: tuple[str, PackedWeight] | None = None
-
-    def parts(
-        self, name: str, device: Any = None
-    ) -> tuple[dict[str, Tensor], tuple[int, ...], torch.dtype | None, CodecSettings]:
-        """Return a weight's tensors by key suffix, shape, dtype if no record has it, and codec."""
-        entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
-        fetched = {key: self._files.fetch(key, device=device) for key in self.keys[name]}
-        parts = parts_of(name, self.keys[name], lambda key: fetched[key]())
-        if entry is not None:
-            return parts, entry.shape, getattr(torch, entry.dtype), settings
-        if (plain := self._plain.get(name)) is not None:
-            dtype = None if settings.codec.has_record else plain.dtype
-            return parts, tuple(plain.shape), dtype, settings
-        record = parts.get(RECORD + settings.kind)  # of a model that could not be built
-        shape = parts[CODES].shape if record is None else read_record(record)["shape"]
-        return parts, tuple(shape), None, settings
+        self.weight = lru_cache(1)(self.read)  # for the next slice of the same weight
 
     def read(self, name: str, device: Any = None) -> PackedWeight:
         """Read a packed weight to a device (default: the CPU)."""
+        entry, settings = self._manifest.experts.get(name), self._manifest.settings_of(name)
+        parts = {}
+        for key in self.keys.get(name, ()):
+            if not key.endswith(INT8_FORMAT):
+                end = SCALES if key.endswith(SCALES) else key.removeprefix(name)
+                parts[end] = self._files.fetch(key, device=device)()
+        if entry is not None:
+            shape, dtype = entry.shape, getattr(torch, entry.dtype)
+        else:
+            plain = self._plain[name]
+            shape, dtype = plain.shape, None if settings.codec.has_record else plain.dtype
         try:
-            return restore(*self.parts(name, device))
+            return restore(parts, shape, dtype, settings)
         except ValueError as error:
             place = self._files.files[0].parent
             raise CheckpointError(f"{place}: {name} {error}.") from error
 
-    def weight(self, name: str) -> PackedWeight:
-        """Return a packed weight; the last one is kept, for its next slice."""
-        if self._last is None or self._last[0] != name:
-            self._last = None
-            self._last = name, self.read(name)
-        return self._last[1]
-
 
 def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
-    """Return the first contradiction between the manifest and config.json's settings."""
+    """Return where the manifest and config.json's settings contradict each other, if anywhere."""
     saved, asked = manifest.settings.to_dict(), settings.to_dict()
-    for key in ("kind", "double_quant", "blocksize", "storage_dtype"):
-        if saved[key] != asked[key]:
-            return f"the manifest says {key}={saved[key]!r}, config.json {asked[key]!r}"
-    return None
+    differ = [k for k in saved if saved[k] != asked[k] and k != "compute_dtype"]
+    what = "; ".join(f"{k}={saved[k]!r}, config.json {asked[k]!r}" for k in differ)
+    return f"the manifest says {what}" if differ else None
 
 
-def model_problems(manifest: Manifest, model: Any) -> Iterator[str]:
-    """Yield differences between a packed folder and a meta model, each as a sentence's start."""
-    from ..packing.parametrize import is_packed_linear  # imports bitsandbytes, which prints
-
-    state = model.state_dict()
-    layers = {f"{n}.weight": m for n, m in model.named_modules() if hasattr(m, "out_features")}
-    # In a load, bitsandbytes has replaced its layers already, if its config packs any.
-    linears = {name for name, module in layers.items() if is_packed_linear(module)}
-    packed = packed_names(manifest)
-    statistics = {key for keys in packed.values() for key in keys} - packed.keys()
-    ends = (INT8_FORMAT, *(end for codec in codecs() for end in codec.ends))
-    stored = set()
-    for name in (name for name in manifest.tensors if name not in statistics):
-        own = canonical_name(model, name, state)
-        if own is None:
-            if name.endswith(ends) or RECORD in name:
-                yield f"{name} belongs to no packed weight"
-            continue
-        stored.add(own)
-        if name in manifest.experts:
-            continue
-        entry, shape, dtype = manifest.tensors[name], tuple(state[own].shape), state[own].dtype
-        if name in packed:
-            problem = _form_problem(manifest, name, packed[name], shape)
-            if own not in (linears or layers):
-                yield f"{name} is packed, and neither config.json nor the manifest says so"
-            elif problem is not None:
-                yield f"{name} {problem}"
-        elif (
-            DTYPES[entry.dtype].is_floating_point != dtype.is_floating_point and own not in linears
-        ):
-            yield f"{name} is {entry.dtype}, the model's is {dtype_name(dtype)}"
-        elif entry.shape != shape:
-            yield f"{name} has the shape {entry.shape}, the model's config gives {shape}"
-    classes = manifest.config.get("architectures")
-    if isinstance(classes, list) and type(model).__name__ in classes:
-        # A folder of this very class has all tensors but tied ones.
-        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-        tied |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
-        ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
-        for name in state.keys() - tied - stored:
-            if not (ignored and re.search(ignored, name)):
-                yield f"{name} is missing"
+def missing_names(model: Any, known: Collection[str]) -> list[str]:
+    """Return the model's tensors that are not among these, and that a load may not lack."""
+    ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    lacking = sorted(model.state_dict().keys() - known)
+    return [name for name in lacking if not (ignored and re.search(ignored, name))]

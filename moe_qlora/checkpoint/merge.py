@@ -191,7 +191,7 @@ class _Merge:
                     name = base.checkpoint.info(key).file.name
                 self._files.setdefault(name, []).append(key)
         else:  # as transformers names and cuts files
-            shards = plan_shards(sizes, max_shard_size)
+            shards = list(plan_shards(sizes.items(), max_shard_size))
             for number, keys in enumerate(shards, 1):
                 name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
                 # The format wants tensors aligned to their dtype: the widest first.

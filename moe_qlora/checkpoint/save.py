@@ -1,75 +1,62 @@
 """Packed folders (FORMAT.md): of a model in memory, and of a checkpoint, parameter by parameter.
 
-`save_pretrained`: the stock method splits fused experts again, which packed codes do not allow, and
+The stock `save_pretrained` splits fused experts again, which packed codes do not allow, and
 overwrites files. Here tensors are written under the model's names, and no file of the folder
-changes before the whole new model is on disk.
-
-`quantize_checkpoint`: the checkpoint is in 16 bit, or prequantized: then rows are dequantized as
-they are read. Apart from shard boundaries, the folder equals that of a load under `enabled()` and
-`save_pretrained`.
+changes before the whole new model is on disk. Apart from shard boundaries, `quantize_checkpoint`
+writes what a load under `enabled()` and `save_pretrained` write.
 """
 
 from __future__ import annotations
 
 import copy
 import glob
-import itertools
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BitsAndBytesConfig
 from transformers import initialization as init
 from transformers.dynamic_module_utils import custom_object_save
 
-from ..detection.detect import detect
-from ..errors import AdapterError, CheckpointError, ConfigError
-from ..kernels.weights import PackedWeight
+from ..errors import AdapterError, CheckpointError, ConfigError, first_line
 from ..layout import dtype_name, listed
 from ..models import named
 from ..packing import parametrize
-from ..packing.bnb4bit import RECORD, SCALES
+from ..packing.bnb4bit import SCALES
 from ..packing.codecs import codec_of
 from ..packing.decoders import Params4bit
-from ..packing.selection import is_skipped
 from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
-from ..world import NOT_GIVEN, WholeTensor, World, world, world_of
+from ..world import NOT_GIVEN, WholeTensor, World, world_of
 from .base import Base, auxiliary_files, copy_files, resolve_checkpoint
 from .manifest import (
     CONFIG,
     INT8_FORMAT,
     Manifest,
     PackedEntry,
-    finish_packed,
-    is_packed,
     is_save_file,
+    missing_names,
+    write_packed,
 )
-from .reader import INDEX, SINGLE, inside, read_index
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
 from .staging import (
-    ShardWriter,
     absolute,
     check_new,
     discard,
     move_files,
     new_folder,
-    plan_shards,
     staging,
 )
 from .training_codec import from_config
 
 # Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.
 _SHARDS, _MANIFESTS = "model-????????-?????-of-?????.safetensors", f"moe_qlora-{'?' * 16}.json"
-_RECORD = 512  # bytes of a record of settings, and more
 
 
 def save_pretrained(
@@ -86,36 +73,26 @@ def save_pretrained(
     """Save the model with its experts packed; `from_pretrained` under `enabled()` reads it back.
 
     A new folder appears whole or not at all. In one that exists, the model that was there stays
-    valid until the new config.json replaces the old one; then its weight files are removed. A
-    second process that saves into the folder meanwhile is refused.
+    valid until the new config.json replaces the old one. A second process that saves into the
+    folder meanwhile is refused.
 
     In a distributed run the first rank writes. Where ranks hold shares of the model, all must call
     this: tensors are gathered one at a time, and all return, or raise the same error, at the end.
 
-    Arguments are the stock method's; those that choose a layout have no meaning. `state_dict=None`
-    says under ZeRO-3 that the first rank was given one. Of a model with adapters that transformers
-    itself has loaded, only these are saved, as the stock method does.
-
-    Raises:
-        AdapterError: PEFT layers are in the model.
-        CheckpointError: The folder cannot be written, a weight is on no device, or another rank
-            was lost while tensors were gathered.
-        ConfigError: `variant` or `distributed_checkpoint` is asked for.
+    Arguments are the stock method's. `state_dict=None` says under ZeRO-3 that the first rank was
+    given one. Of a model with adapters that transformers itself has loaded, only these are saved.
     """
     if getattr(self, "_hf_peft_config_loaded", False):
         stock_dict = None if state_dict is NOT_GIVEN else state_dict
         options = (is_main_process, stock_dict, push_to_hub, max_shard_size, variant, token)
         type(self).save_pretrained(self, save_directory, *options, **kwargs)
         return
-    unsupported = {"variant": variant, "distributed": kwargs.get("distributed_checkpoint")}
-    for name, value in unsupported.items():
-        if value:
-            raise ConfigError(f"{name}={value!r} is not supported for a model with packed experts.")
+    if variant or kwargs.get("distributed_checkpoint"):
+        raise ConfigError("variant and distributed_checkpoint are not for packed experts.")
     ranks = world_of(self)
     state_dict = ranks.state_dict_to_save(self, state_dict)
-    if state_dict is None:
-        return
-    if not ranks.is_divided(self, state_dict) and not (ranks.first and is_main_process):
+    writes = ranks.first and is_main_process
+    if state_dict is None or not (writes or ranks.is_divided(self, state_dict)):
         return
     tensors = _tensors_to_save(self, state_dict, ranks)
     folder = absolute(os.fspath(save_directory))
@@ -126,10 +103,13 @@ def save_pretrained(
         place = folder.resolve() if folder.is_dir() else None
         with new_folder(folder) if place is None else staging(place, inside=True) as work:
             _write_config(self, work)
-            _write_packed(work, self, tensors, read, max_shard_size)
+            values = ((key, read(key)) for key in tensors)
+            write_packed(work, values, max_shard_size, *_packed_entries(self, tensors), self)
             written = [file.relative_to(work).as_posix() for file in work.rglob("*")]
             if place is not None:
-                _move_in(work, place)
+                old = [f for f in place.iterdir() if is_save_file(f.name) and f.name not in written]
+                move_files(work, place, CONFIG)  # which turns the old model into the new one
+                discard(*old)
         if push_to_hub:
             from huggingface_hub import HfApi
 
@@ -151,7 +131,10 @@ def _tensors_to_save(
     model: Any, state_dict: Mapping[str, Any], ranks: World
 ) -> dict[str, WholeTensor]:
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    # whether parameters are one, which copies and shares of them do not tell
+    own = dict(model.named_parameters(remove_duplicate=False))
+    left_out = {k for k, one in tied.items() if k in own and own[k] is own.get(one)}
+    left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     packed = {f"{module}.{name}".lstrip(".") for module, _, name in parametrize.iter_packed(model)}
     aliases = {name for name in packed if tied.get(name) in packed}
     saved: dict[str, WholeTensor] = {}
@@ -161,53 +144,19 @@ def _tensors_to_save(
                 f"The model holds adapters of PEFT ({key}): save these with the PeftModel's "
                 "save_pretrained, or take them off first with unload or merge_and_unload."
             )
-        if ".parametrizations." in key:
-            raise CheckpointError(
-                f"{key} was packed by bitsandbytes' own helper, which cannot be saved: pack the "
-                "model with moe_qlora.quantize_experts."
-            )
-        if key in ignored or any(key == name or key.startswith(f"{name}.") for name in aliases):
+        if key in left_out or any(key == name or key.startswith(f"{name}.") for name in aliases):
             continue
-        if key in tied and _are_tied(model, state_dict, key, tied[key]):
-            continue
-        if not isinstance(tensor.source, Tensor):
-            kind = type(tensor.source).__name__
-            raise CheckpointError(f"{key} is {kind} and no tensor: leave it out of state_dict.")
-        if tensor.source.is_meta:
+        if getattr(tensor.source, "is_meta", True):
             raise CheckpointError(
-                f"{key} is on the meta device and cannot be saved: load the model without "
-                "offloading it."
+                f"{key} is no tensor, or on the meta device: load the model without offloading it."
             )
         saved[key] = tensor
-    if missing := packed - aliases - saved.keys():
-        raise CheckpointError(f"The state dict to save lacks the packed weight {min(missing)}.")
+    for name in packed - aliases:
+        weight = parametrize.read_packed(*parametrize.owner_of(model, name))
+        for end in packed_tensors(weight.shape, CodecSettings.of(weight)):
+            if name + end not in saved:
+                raise CheckpointError(f"The state dict to save lacks {name + end}.")
     return saved
-
-
-def _are_tied(model: nn.Module, state_dict: Mapping[str, Any], key: str, source: str) -> bool:
-    """True if two entries of the state dict come from one tied parameter; copies count too."""
-    one, other = state_dict.get(key), state_dict.get(source)
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
-        return False
-    if not (hasattr(one, "full_tensor") or hasattr(one, "ds_id")):
-        return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
-    # Gathering makes two tensors of one parameter. Shares are not compared: some may be empty.
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return key in parameters and parameters[key] is parameters.get(source)
-
-
-def _move_in(work: Path, folder: Path) -> None:
-    """Move a finished save into a folder that exists; remove the weights of the model before."""
-    outdated = [file for file in folder.iterdir() if is_save_file(file.name)]
-    with suppress(CheckpointError):  # a damaged config.json or index names no files of its model
-        if (folder / CONFIG).exists() and not is_packed(folder):
-            outdated.append(folder / SINGLE)
-            shards = set(read_index(inside(folder, INDEX)).values())
-            own = [name for name in shards if re.fullmatch(r"[^/\\\0]+\.safetensors", name)]
-            outdated += [folder / name for name in (*own, INDEX)]
-    new = {file.name for file in work.iterdir()}
-    move_files(work, folder, CONFIG)  # which turns the old model into the new one
-    discard(*(file for file in outdated if file.name not in new))
 
 
 def _write_config(model: Any, work: Path) -> None:
@@ -217,13 +166,11 @@ def _write_config(model: Any, work: Path) -> None:
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     # The stock method notes the first parameter's dtype, to which a reload would cast all others.
     # That of most plain weights stands there instead, without those that the class has in fp32.
-    fp32 = kept_dtypes(model, torch.bfloat16)
-    sizes: Counter[str] = Counter()
+    fp32, sizes = kept_dtypes(model, torch.bfloat16), Counter[torch.dtype]()
     for name, parameter in model.named_parameters():
-        plain = parameter.is_floating_point() and not isinstance(parameter, Params4bit)
-        if plain and not fp32(name):
-            sizes[dtype_name(parameter.dtype)] += parameter.numel()
-    config.dtype = max(sizes, key=sizes.__getitem__, default=dtype_name(model.dtype))
+        if parameter.is_floating_point() and not isinstance(parameter, Params4bit):
+            sizes[parameter.dtype] += 0 if fp32(name) else parameter.numel()
+    config.dtype = dtype_name(max(sizes, key=sizes.__getitem__, default=model.dtype))
     if model._auto_class is not None:
         custom_object_save(model, work, config=config)
     config.save_pretrained(work)
@@ -231,74 +178,23 @@ def _write_config(model: Any, work: Path) -> None:
         model.generation_config.save_pretrained(work)
 
 
-def _write_packed(
-    work: Path,
-    model: Any,
-    tensors: Mapping[str, WholeTensor],
-    read: Callable[[str], Tensor],
-    max_shard_size: int | str,
-) -> None:
-    nbytes = {  # of a record the same, whether its length is known already or not
-        key: _RECORD if RECORD in key else tensor.dtype.itemsize * prod(tensor.shape or ())
-        for key, tensor in tensors.items()
-    }
-    files = _write_shards(work, nbytes, ((key, read(key)) for key in nbytes), max_shard_size)
-    entries, settings = _packed_entries(model)
-    experts = {name: entry for name, entry in entries.items() if name in tensors}
-    # Linear layers that are unpacked here but that `from_pretrained` would pack
-    skips = model.hf_quantizer.get_modules_to_not_convert(
-        model,
-        model.hf_quantizer.quantization_config.llm_int8_skip_modules,
-        model._keep_in_fp32_modules,
-    )
-    stock = world().stock_class
-    plain = [name for name, module in model.named_modules() if stock(module) is nn.Linear]
-    plain = [] if all(is_skipped(name, skips) for name in plain) else plain
-    finish_packed(work, files, experts, settings, plain)
-
-
-def _write_shards(
-    work: Path,
-    nbytes: Mapping[str, int],
-    tensors: Iterator[tuple[str, Tensor]],
-    max_shard_size: int | str,
-) -> list[Path]:
-    """Write tensors, which come in the order of `nbytes`, to numbered files."""
-    files = []
-    for number, keys in enumerate(plan_shards(nbytes, max_shard_size), 1):
-        files.append(work / f"shard-{number:05d}.safetensors")
-        with ShardWriter(files[-1], {}, {"format": "pt"}, keys) as writer:
-            for key, tensor in itertools.islice(tensors, len(keys)):
-                writer.write(key, tensor)
-                del tensor
-    return files
-
-
-def _packed_entries(model: Any) -> tuple[dict[str, PackedEntry], CodecSettings]:
-    weights: dict[int, tuple[PackedWeight, list[str]]] = {}  # tied names share a parameter
-    for module_name, module, leaf in parametrize.iter_packed(model):
-        key, name = id(parametrize.original_of(module, leaf)), f"{module_name}.{leaf}".lstrip(".")
-        weights.setdefault(key, (parametrize.read_packed(module, leaf), []))[1].append(name)
-    entries: dict[str, PackedEntry] = {}
-    settings: CodecSettings | None = None  # of all but native codes
-    for weight, tied in weights.values():
-        own, native = CodecSettings.of(weight), None
-        if own.codec.is_kept:
-            native = own.to_dict()
-        elif settings not in (None, own):
-            raise CheckpointError(
-                f"{tied[0]} is packed otherwise than the weights before it ({own.to_dict()} and "
-                f"{settings.to_dict()}), and a folder holds one kind: pack the model again."
-            )
-        else:
-            settings = own
-        for name in tied:
-            aliases = tuple(other for other in tied if other != name)
-            dtype = dtype_name(weight.dtype)
-            entries[name] = PackedEntry(tuple(weight.shape), dtype, aliases, native)
-    if settings is None:
-        asked = CodecSettings.from_config(model.hf_quantizer.quantization_config)
-        settings = replace(asked, skip_modules=())
+def _packed_entries(
+    model: Any, stored: Mapping[str, Any]
+) -> tuple[dict[str, PackedEntry], CodecSettings]:
+    """Return the packed experts among the stored tensors, and how most of them are packed."""
+    asked = CodecSettings.from_config(model.hf_quantizer.quantization_config)
+    places = {f"{name}.{leaf}".lstrip("."): (module, leaf)
+              for name, module, leaf in parametrize.iter_packed(model)}  # fmt: skip
+    weights = {name: parametrize.read_packed(*place) for name, place in places.items()}
+    owners = {name: id(parametrize.original_of(*place)) for name, place in places.items()}
+    forms = {name: CodecSettings.of(weight) for name, weight in weights.items()}
+    first = (form for form in forms.values() if not form.codec.is_kept)
+    settings, entries = next(first, replace(asked, skip_modules=())), {}
+    for name, weight in weights.items():
+        if name in stored:
+            tied = tuple(n for n in owners if n != name and owners[n] == owners[name])
+            own = None if forms[name] == settings else forms[name].to_dict()
+            entries[name] = PackedEntry(tuple(weight.shape), dtype_name(weight.dtype), tied, own)
     return entries, settings
 
 
@@ -313,77 +209,44 @@ def quantize_checkpoint(
     progress: bool | Progress | None = None,
     trust_remote_code: bool = False,
 ) -> Manifest:
-    """Pack a checkpoint into a new folder, which loads under `enabled()`.
+    """Pack a checkpoint into a new folder, which loads under `enabled()`; return its manifest.
 
-    Memory use is one parameter at a time; for a fused expert weight, a few experts and the packed
-    weight.
-
-    Args:
-        source: Folder of a 16-bit checkpoint in safetensors, or of a prequantized one in a format
-            that `checkpoint/prequantized.py` reads.
-        destination: New folder; nothing is overwritten.
-        quantization_config: `BitsAndBytesConfig` or its dict.
-        dtype: Of what is not packed, and of decoded weights; None is the checkpoint's own.
-        device: Where to pack; None is a GPU where there is one. Blocks are the same everywhere but
-            for rounding of ties.
-        max_shard_size: Bytes, or such as "5GB".
-        progress: True shows a bar; a callable gets (parameters done, in all, next one's name).
-        trust_remote_code: Run model code that the checkpoint brings.
-
-    Returns:
-        The manifest of the new folder.
-
-    Raises:
-        CheckpointError: The source is quantized in a way that is not read, or is damaged,
-            parameters are missing, or the destination exists.
-        ConfigError: The config cannot be followed.
-        NonFiniteWeightError: A weight that is packed holds NaN or inf.
-        UnsupportedWeightError: An expert weight cannot be packed.
+    The source is a folder of a 16-bit checkpoint in safetensors, or of a prequantized one that is
+    read; the destination a new one. `dtype` is that of what is not packed, and of decoded weights
+    (None: the checkpoint's own), `device` where to pack (None: a GPU where there is one).
+    `progress`: True shows a bar; a callable gets (parameters done, in all, the last one's name).
+    Memory use is a shard, and one parameter; of a fused expert weight, a few experts.
     """
     folder, out = absolute(source), absolute(destination)
     check_new(out)
     config = copy_config(quantization_config)
     model = build_model(folder, dtype, trust_remote_code)
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         place = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device is {str(device)!r}, which cannot be used: {reason}") from error
+        raise ConfigError(f"device is {str(device)!r}: {first_line(error)}.") from error
     opened = open_to_pack(folder, model, config, place)
     base, plan = opened.base, opened.plan
     with closing(base), new_folder(out) as work, reporting(progress, "Packing", "Packed") as tell:
-        copy_files(auxiliary_files(folder), work)
         model.config.quantization_config = config
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(work)
-        if model.can_generate() and not (work / "generation_config.json").exists():
-            model.generation_config.save_pretrained(work)
-        keys, experts = dict[str, dict[str, int]](), dict[str, PackedEntry]()
-        for group in base.layout.groups:
-            for name, shape in group.shapes.items():
-                if name in opened.left_out:
-                    continue
-                keys[name] = _keys(opened, name, shape)
-                if name in plan.params:
-                    tied = {alias for alias, source in opened.tied.items() if source == name}
-                    aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
-                    experts[name] = PackedEntry(shape, dtype_name(opened.dtypes[name]), aliases)
-        nbytes = {key: size for parts in keys.values() for key, size in parts.items()}
-        files = _write_shards(work, nbytes, _packed(opened, keys, place, tell), max_shard_size)
-        return finish_packed(work, files, experts, plan.settings)
+        _write_config(model, work)
+        copy_files(auxiliary_files(folder), work)
+        experts = {}
+        for name in (name for name in opened.names if name in plan.params):
+            tied = {alias for alias, source in opened.tied.items() if source == name}
+            aliases = tuple(sorted({*plan.params[name].names, *tied} - {name}))
+            shape, dtype = base.layout.by_name[name].shapes[name], opened.dtypes[name]
+            experts[name] = PackedEntry(shape, dtype_name(dtype), aliases)
+        values = _packed(opened, place, tell)
+        return write_packed(work, values, max_shard_size, experts, plan.settings, model)
 
 
 def copy_config(config: Any) -> Any:
     """Return a copy of a `BitsAndBytesConfig` or of its dict, as the class."""
-    if isinstance(config, Mapping):
-        return BitsAndBytesConfig.from_dict(dict(config))
-    if not isinstance(config, BitsAndBytesConfig):
-        raise ConfigError(
-            f"quantization_config is {type(config).__name__}: give a BitsAndBytesConfig or a dict."
-        )
-    return copy.deepcopy(config)
+    CodecSettings.from_config(config)  # refuses what is neither
+    is_dict = isinstance(config, Mapping)
+    return BitsAndBytesConfig.from_dict(dict(config)) if is_dict else copy.deepcopy(config)
 
 
 def build_model(
@@ -409,7 +272,7 @@ class Opened(NamedTuple):
     dtypes: dict[str, torch.dtype]  # of all parameters, were they not packed
     linears: dict[str, bool]  # weights of Linear layers that are packed: see `packed_linears`
     tied: dict[str, str]  # names that are stored under another
-    left_out: set[str]  # names that are not written
+    names: list[str]  # those that are written
 
 
 def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) -> Opened:
@@ -433,63 +296,38 @@ def open_to_pack(folder: Path, model: Any, config: Any, device: torch.device) ->
     }
     left_out = {name for name, source in tied.items() if source in disk}
     left_out |= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    missing = [
-        name
-        for name in sorted(model.state_dict().keys() - disk.keys() - left_out - tied.keys())
-        if not any(re.search(pattern, name) for pattern in optional)
-    ]
-    if missing:
+    if missing := missing_names(model, disk.keys() | left_out | tied.keys()):
         raise CheckpointError(
             f"{folder} has no tensor for {listed(missing)}, which a {type(model).__name__} needs: "
             "config.json is of another model."
         )
-    if not (disk.keys() - left_out) & plan.params.keys():
-        skipped = ", ".join(config.llm_int8_skip_modules or ()) if len(detect(model)) else ""
-        why = (
-            f"llm_int8_skip_modules ({skipped}) leaves every expert weight unpacked; name fewer"
-            if skipped
-            else f"a {type(model).__name__} has no expert weights to pack; load it with "
-            "transformers and its own bitsandbytes settings"
+    names = [name for group in base.layout.groups for name in group.shapes if name not in left_out]
+    if not plan.params.keys() & names:
+        raise CheckpointError(
+            f"{folder}: a {type(model).__name__} has no expert weights to pack, or "
+            "llm_int8_skip_modules leaves all of them unpacked."
         )
-        raise CheckpointError(f"{folder}: {why}.")
-    return Opened(base, plan, dtypes, linears, tied, left_out)
+    return Opened(base, plan, dtypes, linears, tied, names)
 
 
-def _keys(opened: Opened, name: str, shape: Sequence[int]) -> dict[str, int]:
-    """Return the keys of a parameter, packed if it is to be, each with its bytes."""
-    settings, end = opened.plan.settings, name.rpartition(".")[0]
-    if name not in opened.plan.params and name not in opened.linears:
-        return {name: prod(shape) * opened.dtypes[name].itemsize}
-    if name not in opened.plan.params and settings.codec.loads_in_8bit:
-        return {name: prod(shape), f"{end}{SCALES}": 4 * shape[0], f"{end}{INT8_FORMAT}": 1}
-    parts = packed_tensors(shape, settings).items()
-    return {name + end: spec.nbytes if spec.shape else _RECORD for end, spec in parts}
-
-
-def _packed(
-    opened: Opened, keys: Mapping[str, Mapping[str, int]], device: torch.device, tell: Progress
-) -> Iterator[tuple[str, Tensor]]:
+def _packed(opened: Opened, device: torch.device, tell: Progress) -> Iterator[tuple[str, Tensor]]:
     base, plan, dtypes, linears, *_ = opened
-    slots = {}
-    for name in keys:
+    names, slots = opened.names, {}
+    for name in names:
         on_gpu = name in plan.params or name in linears or base.decodes(base.layout.by_name[name])
         place = device if on_gpu else torch.device("cpu")
         slots[name] = slot_for(base.model, plan, linears, name, dtypes[name], place)
-    groups = [group for group in base.layout.groups if keys.keys() & group.shapes]
+    groups = [group for group in base.layout.groups if slots.keys() & group.shapes]
     weights = filled(base.checkpoint, base.layout, groups, slots)
-    for number, name in enumerate(keys):
-        tell(number, len(keys), name)
-        _, weight = next(weights)
+    for number, (name, weight) in enumerate(weights):
+        tell(number, len(names), name)
         if isinstance(weight, Tensor):
-            parts = {name: weight}
-        elif f"{name.rpartition('.')[0]}{INT8_FORMAT}" in keys[name]:
-            form = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of this layout: rows
-            parts = dict(zip(keys[name], (weight.codes, weight.absmax, form), strict=True))
-        else:
-            rest = codec_of(weight.kind).entries(weight).items()
-            parts = {name: weight.codes, **{name + end: part for end, part in rest}}
-            del rest
-        del weight  # before the next is packed
-        yield from ((key, parts.pop(key)) for key in keys[name])
-    tell(len(keys), len(keys), "")
+            yield name, weight
+            continue
+        parts, module = codec_of(weight.kind).entries(weight), name.removesuffix(".weight")
+        int8 = name not in plan.params and SCALES in parts
+        if int8:  # bitsandbytes' number of this layout: rows
+            parts[INT8_FORMAT] = torch.tensor(0, dtype=torch.uint8)
+        yield name, weight.codes
+        yield from (((module if int8 else name) + end, part) for end, part in parts.items())
+    tell(len(names), len(names), "")

@@ -1,24 +1,22 @@
 """Writing: safetensors files, and folders that appear whole or not at all.
 
 Files are written to a staging folder, next to the target or, if that is a folder, inside it, and
-renamed when all are on the disk. One process at a time writes to a target: it locks a file next to
-the staging folder (`flock`), which the system frees when a process is killed. The next save removes
-what such a process has left.
+renamed when all are on the disk. One process at a time writes to a target: it locks a file there
+(`flock`), which the system frees when a process is killed; the next save removes what it has left.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,9 +28,7 @@ from .reader import DTYPE_NAMES
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions of a failed write: safetensors wraps those of the system in its own."""
-_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_PIECE = 16 << 20
+_Item = TypeVar("_Item")
 
 
 @contextmanager
@@ -56,8 +52,7 @@ def move_files(work: Path, folder: Path, last: str) -> None:
         flush(file)
     for file in sorted(files, key=lambda file: (file.name == last, -len(file.parts), file)):
         target = folder / file.relative_to(work)
-        if not target.parent.is_dir():
-            target.parent.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         if file.name == last:
             flush(folder)
         file.replace(target)
@@ -88,17 +83,11 @@ def staging(target: Path, *, inside: bool = False) -> Iterator[Path]:
             _lock(handle, lock, target)
             stack.callback(discard, lock)  # forked processes have this one open too
             if os.path.lexists(work):
-                if work.is_symlink() or work.lstat().st_uid != os.geteuid():
-                    raise CheckpointError(f"{work} is a link, or another user's: move it away.")
-                shutil.rmtree(work)
+                shutil.rmtree(work)  # which refuses a link
             work.mkdir()
             stack.callback(shutil.rmtree, work, ignore_errors=True)
             yield work
     except WRITE_ERRORS as error:
-        if isinstance(error, OSError) and error.filename and error.filename2 is None:
-            read = Path(os.fsdecode(error.filename))
-            if not (work.parent.is_relative_to(read) or read.is_relative_to(work.parent)):
-                raise CheckpointError(f"{read} cannot be read: {error.strerror}.") from error
         raise CheckpointError(not_written(target, error)) from error
 
 
@@ -108,32 +97,26 @@ def _lock(handle: int, lock: Path, target: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # a process that has just ended may have removed the file that is locked here
-        free = lock.exists() and os.path.samestat(os.fstat(handle), lock.stat())
+        if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
+            return
     except BlockingIOError:
-        free = False
+        pass
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        free = True
-        warnings.warn(
-            f"The file system of {target} has no locks ({error}): let one process at a time write "
-            "there.",
-            UserWarning,
-            stacklevel=2,
-        )
-    if not free:
-        raise CheckpointError(
-            f"Another process is writing to {target}: wait for it, or name another folder. In a "
-            "distributed run, pass is_main_process=False in all processes but one."
-        )
+        text = f"{target}'s file system has no locks ({error}): let one process write there."
+        warnings.warn(text, UserWarning, stacklevel=2)
+        return
+    raise CheckpointError(
+        f"Another process is writing to {target}: wait for it, or name another folder. In a "
+        "distributed run, pass is_main_process=False in all processes but one."
+    )
 
 
 def not_written(target: str | Path, error: OSError | SafetensorError) -> str:
-    """Return the sentence for a failed write."""
+    """Return the sentence for a failed write, which may also be of a file that is copied."""
     reason = getattr(error, "strerror", None) or str(error).rpartition("I/O error: ")[2]
-    full = isinstance(error, SafetensorError) or error.errno in _NO_ROOM
-    advice = "make room there or " * full + "name another folder" + ", and run it again" * full
-    return f"{target} cannot be written: {reason}; {advice}."
+    file = getattr(error, "filename", None)
+    at = f" ({os.fsdecode(file)})" if isinstance(file, (str, bytes)) else ""
+    return f"{target} cannot be written: {reason}{at}; make room there, or name another folder."
 
 
 def absolute(path: str | Path) -> Path:
@@ -143,27 +126,20 @@ def absolute(path: str | Path) -> Path:
 
 def check_new(destination: Path) -> None:
     """Check that a new folder can be renamed to its destination."""
-    if not os.path.lexists(destination):
-        return
-    if destination.is_symlink() or not destination.is_dir():
-        why = "exists and is a link or no folder: name a new one"
-    elif any(destination.iterdir()):
-        why = "exists and is not empty: name a new folder, nothing is overwritten"
-    elif destination.is_mount():
-        why = "is where a file system is mounted, which no rename replaces: name a folder in it"
-    else:
-        return
-    raise CheckpointError(f"{destination} {why}.")
+    free = destination.is_dir() and not destination.is_symlink() and not destination.is_mount()
+    if os.path.lexists(destination) and not (free and not any(destination.iterdir())):
+        raise CheckpointError(
+            f"{destination} exists and is no empty folder, or is a mount, which no rename "
+            "replaces: name a new folder, nothing is overwritten."
+        )
 
 
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file at once: its readers see the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_bytes(content)
+        flush(temporary)
         temporary.replace(path)
     except BaseException:  # Ctrl-C too leaves nothing
         discard(temporary)
@@ -189,12 +165,10 @@ def flush(path: Path) -> None:
 
 
 class ShardWriter:
-    """A safetensors file being written, from any device.
+    """A safetensors file being written in rows, from any device.
 
-    `tensors` has dtypes and shapes by key, in the order of the file, to be written in rows. Tensors
-    of the keys `later` are unknown before, and follow, each as a whole: space for their entries is
-    reserved in the header, which is written last, padded with spaces. Without them, apart from the
-    order of keys, the file equals the output of `safetensors.torch.save_file`.
+    `tensors` has dtypes and shapes by key, in the order of the file, which apart from that order
+    equals the output of `safetensors.torch.save_file`.
     """
 
     def __init__(
@@ -202,80 +176,63 @@ class ShardWriter:
         path: Path,
         tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
-        later: Sequence[str] = (),
     ) -> None:
-        self._path, self._end = path, 0
-        self._header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        self._left: dict[str, tuple[int, int]] = {}  # offset and number of bytes to be written
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._left: dict[str, tuple[int, int]] = {}  # what is to be written: from, to
+        end = 0
         for key, (dtype, shape) in tensors.items():
-            self._describe(key, dtype, shape)
-        # for each tensor: its key, escaped at worst, and the longest dtype, shape and offsets
-        room = len(self._encoded()) + sum(len(json.dumps(key)) + 192 for key in later)
-        self._room = room + -room % 8
-        self._file = path.open("xb")
-
-    def _encoded(self) -> bytes:
-        return json.dumps(self._header, separators=(",", ":")).encode()
-
-    def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        if dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-        begin, nbytes = self._end, prod(shape) * dtype.itemsize
-        self._left[key], self._end = (begin, nbytes), begin + nbytes
-        span = [begin, self._end]
-        self._header[key] = {
-            "dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": span,
-        }  # fmt: skip
+            if dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
+            begin, end = end, end + prod(shape) * dtype.itemsize
+            self._left[key] = begin, end
+            entry = {
+                "dtype": DTYPE_NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
+            header[key] = entry
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        self._begin, self._file = 8 + len(raw), path.open("xb")
+        self._file.write(len(raw).to_bytes(8, "little") + raw)
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write the next rows of a tensor, or all of it."""
-        if key not in self._left:
-            self._describe(key, tensor.dtype, tensor.shape)
-        entry, (begin, left) = self._header[key], self._left[key]
-        rows = [DTYPE_NAMES.get(tensor.dtype), *tensor.shape[1:]]
-        fits = rows == [entry["dtype"], *entry["shape"][1:]] and tensor.nbytes <= left
-        assert fits, (key, tensor.shape, entry)
-        self._left[key] = begin + tensor.nbytes, left - tensor.nbytes
-        self._put(tensor, 8 + self._room + begin)
-
-    def _put(self, tensor: Tensor, begin: int) -> None:
-        self._file.seek(begin)
-        flat = tensor.detach().contiguous().view(-1)
-        for piece in torch.split(flat, max(_PIECE // tensor.dtype.itemsize, 1)):
-            # bytes by way of uint8: numpy has no bfloat16
-            self._file.write(piece.cpu().view(torch.uint8).numpy().data)
+        begin, end = self._left[key]
+        assert tensor.nbytes <= end - begin, (key, tensor.shape)
+        self._left[key] = begin + tensor.nbytes, end
+        self._file.seek(self._begin + begin)
+        # bytes by way of uint8: numpy has no bfloat16
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        self._file.write(flat.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         with self._file:
-            if kind is not None:
-                return
-            missing = [key for key, (_, left) in self._left.items() if left]
-            assert not missing, f"{self._path}: {missing[0]} was not written."
-            raw = self._encoded()
-            assert len(raw) <= self._room, f"{self._path}: the header needs {len(raw)} bytes."
-            self._file.seek(0)
-            self._file.write(self._room.to_bytes(8, "little") + raw.ljust(self._room))
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            if kind is None:
+                assert all(begin == end for begin, end in self._left.values()), self._left
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
 
-def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
-    """Divide keys in order into shards of at most this size; a larger tensor gets its own."""
+def plan_shards(
+    items: Iterable[tuple[_Item, int]], max_shard_size: int | str
+) -> Iterator[list[_Item]]:
+    """Divide items with their bytes into shards of at most this size; a larger one gets its own."""
     try:
         limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
         if limit < 1:
             raise ValueError(f"{limit} is no positive number of bytes")
     except ValueError as error:
         raise CheckpointError(f"max_shard_size: {error}.") from None
-    shards: list[list[str]] = []
-    room = 0
-    for key, size in nbytes.items():
-        if not shards or size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(key)
-        room -= size
-    return shards
+    shard, room = list[_Item](), limit
+    for item, nbytes in items:
+        if shard and nbytes > room:
+            yield shard
+            shard, room = [], limit
+        shard.append(item)
+        room -= nbytes
+    if shard:
+        yield shard

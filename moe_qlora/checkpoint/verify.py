@@ -1,16 +1,11 @@
 """Verify a checkpoint folder: is it whole, and how large is the quantization error?
 
-    packed folder   manifest, config.json, checksums, shapes, and the statistics of packed weights
-    plain folder    index, headers, and that all weights, dequantized if they are codes, are finite
-
-Given the source (16-bit or prequantized), each packed weight is decoded and compared with it, a few
-experts at a time.
+packed folder   manifest, config.json, checksums, and the statistics of packed weights
+plain folder    index, headers, and that all weights, dequantized if they are codes, are finite
 """
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,33 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING
 from transformers.core_model_loading import dot_natural_key
 
 from ..detection.detect import detect
-from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
+from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
 from ..layout import listed
 from ..models import named
 from ..models.files import read_json
 from ..packing import codec
-from ..packing.settings import FLOAT_DTYPES, CodecSettings, problems
+from ..packing.settings import FLOAT_DTYPES
 from ..progress import Progress
 from .base import Base, resolve_checkpoint
 from .conversion import Group
 from .manifest import (
     CONFIG,
     FolderCheck,
-    Manifest,
     PackedWeights,
     has_manifest,
     is_packed,
     is_save_file,
-    model_problems,
     open_checkpoint,
-    settings_problem,
+    own_config,
 )
 from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
-from .reader import INDEX_SUFFIX, SINGLE, Checkpoint, check_folder, index_of, inside
+from .reader import INDEX_SUFFIX, Checkpoint, check_folder, inside
 from .staging import left_behind
 
 
@@ -57,12 +49,6 @@ class WeightError:
     shape: tuple[int, ...]  # decoded
     relative: float  # error of the whole weight
     experts: tuple[float, ...]  # error of each expert; for a Linear layer, `relative`
-    max_abs: float  # largest absolute difference
-
-    @property
-    def worst(self) -> int:
-        """The expert with the largest error."""
-        return max(range(len(self.experts)), key=self.experts.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -88,14 +74,8 @@ class VerifyReport:
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything, for `json.dumps`; an infinite error is None."""
-        value = asdict(self) | {"folder": str(self.folder), "good": self.good}
-        for entry, error in zip(value["errors"], self.errors, strict=True):
-            relative, *experts = (
-                one if math.isfinite(one) else None for one in (error.relative, *error.experts)
-            )
-            entry |= {"worst": error.worst, "relative": relative, "experts": experts}
-        return value
+        """Return everything, for `json.dumps`."""
+        return asdict(self) | {"folder": str(self.folder), "good": self.good}
 
 
 def verify(
@@ -105,123 +85,77 @@ def verify(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Check a checkpoint folder; nothing is written.
+    """Check a checkpoint folder, packed or plain; nothing is written.
 
-    Args:
-        folder: Packed by this package, or a plain one, or one that its maker quantized.
-        against: The checkpoint that it was packed from.
-        trust_remote_code: Run model code that `against` brings.
-        progress: Called with what is done, how much there is, and a name.
-
-    Returns:
-        What was found. Damage is in `problems` and raises nothing.
-
-    Raises:
-        CheckpointError: `folder` is no checkpoint, or `against` is none or of another model.
+    `against` is the checkpoint that it was packed from; damage is in the report's `problems` and
+    raises nothing. A CheckpointError: `folder` is no checkpoint, or `against` of another model.
     """
     folder = Path(folder)
     check_folder(folder)
     named.check_no_adapter(folder)
     tell = progress or (lambda done, total, name: None)
-    try:  # by the mark of config.json; by a manifest if that is damaged or no weight is plain
-        plain = index_of(folder) is not None or (folder / SINGLE).exists()
-        packed = is_packed(folder) or (has_manifest(folder) and not plain)
-    except CheckpointError:
+    try:
+        packed = is_packed(folder)
+    except CheckpointError:  # its config.json is damaged
         packed = has_manifest(folder)
+    if not packed and against is not None:
+        raise CheckpointError(f"{folder} was not packed by moe_qlora: there is nothing to compare.")
     if not packed:
-        if against is None:
-            return _verify_plain(folder, tell)
-        raise CheckpointError(
-            f"{folder} was not packed by moe_qlora, so that there is nothing to compare."
-        )
+        return _verify_plain(folder, tell)
     try:
         opened = FolderCheck(folder)
-        opened.finish()
     except CheckpointError as error:
         return VerifyReport(folder, "unknown", problems=(str(error),))
     with opened.checkpoint:
-        report = _verify_packed(opened, trust_remote_code, tell)
+        report = _verify_packed(opened, tell)
         if against is None or report.problems:
             return report
         errors = tuple(_errors(opened, Path(against), trust_remote_code, tell))
-    return replace(report, errors=errors)
+        return replace(report, errors=errors)
 
 
-def _verify_packed(opened: FolderCheck, trust_remote_code: bool, tell: Progress) -> VerifyReport:
+def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
     folder, manifest, checkpoint = opened.folder, opened.manifest, opened.checkpoint
-    damage = [f"{folder}: {problem}." for problem in _config_problems(folder, manifest)]
-    warnings = list(_leftovers(folder, manifest))
-    model: Any = None
-    try:
-        source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
-        model = named.build(source, trust_remote_code=trust_remote_code)
-        damage += [f"{folder}: {problem}." for problem in model_problems(manifest, model)]
-    except (CheckpointError, ConfigError) as error:
-        # A model of remote code or of a newer transformers is no damage.
-        own = "auto_map" in manifest.config
-        own = own or str(manifest.config.get("model_type")) not in CONFIG_MAPPING
-        (warnings if own else damage).append(f"Shapes were not compared with the model's: {error}")
-    weights = PackedWeights(manifest, checkpoint, model and model.state_dict())
-    owned = {key for keys in weights.keys.values() for key in keys}
-    steps = [*weights.keys, *(key for key in checkpoint if key not in owned)]
+    damage, written, now = [*opened.damage()], manifest.config, own_config(folder)
+    if names := [n for n in sorted({*written, *now}) if written.get(n, ...) != now.get(n, ...)]:
+        changed = f"is not the one that was written: it changed in {listed(names, 5)}."
+        damage.append(f"{folder / CONFIG} {changed}")
+    weights = PackedWeights(manifest, checkpoint)
+    owned = {key for name in manifest.experts for key in weights.keys.get(name, ())}
+    owned |= weights.keys.keys()  # codes
+    steps = [*manifest.experts, *(key for key in checkpoint if key not in owned)]
     for number, name in enumerate(steps):
         tell(number, len(steps), name)
-        if name not in weights.keys:
-            damage += _value_problems(checkpoint, name)
-            continue
         try:
-            parts, shape, dtype, settings = weights.parts(name)
-            reasons = list(problems(parts, shape, settings, dtype))
-        except (ValueError, KeyError, TypeError) as error:
-            reasons = [f"has parts that cannot be read ({error})"]
-        damage += [f"{checkpoint.info(name).file}: {name} {reason}." for reason in reasons]
+            if name in manifest.experts:
+                weights.read(name)  # which looks at its statistics
+            else:
+                _check_values(checkpoint, name)
+        except CheckpointError as error:
+            damage.append(str(error))
     tell(len(steps), len(steps), "")
+    own = {*manifest.shards, manifest.file_name}
+    strays = {file.name for file in folder.iterdir() if file.name not in own and _is_stray(file)}
+    warnings = [f"{folder / name} is no file of the packed model." for name in sorted(strays)]
+    warnings += [f"{path} is left of an interrupted save." for path in left_behind(folder)]
     kinds = {manifest.settings_of(name).kind for name in manifest.experts}
     return VerifyReport(
         folder, ", ".join(sorted(kinds)) or str(manifest.codec["kind"]), len(checkpoint.files),
         len(checkpoint), len(manifest.experts), len(weights.keys) - len(manifest.experts),
-        sum(checkpoint.info(key).nbytes for key in checkpoint), tuple(dict.fromkeys(damage)),
-        tuple(warnings),
+        sum(info.nbytes for info in checkpoint.values()), tuple(damage), tuple(warnings),
     )  # fmt: skip
 
 
-def _config_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    written, now = json.loads(manifest.config_bytes()), read_json(inside(folder, CONFIG))
-    for part in (written, now):  # earlier versions had other sentences there
-        if isinstance(part.get("transformers_weights"), str):
-            part["transformers_weights"] = ""
-        if isinstance(text := part.get("text_config"), dict):
-            text.pop("transformers_weights", None)
-    names = [n for n in sorted({*written, *now}) if written.get(n, ...) != now.get(n, ...)]
-    if names:
-        yield f"{CONFIG} is not the one that was written: it changed in {listed(names, 5)}"
-    try:
-        asked = CodecSettings.from_config(manifest.config.get("quantization_config") or {})
-        if problem := settings_problem(manifest, asked):
-            yield problem
-    except MoeQloraError as error:
-        yield f"the quantization_config of {CONFIG} cannot be followed ({error})"
-
-
-def _leftovers(folder: Path, manifest: Manifest) -> Iterator[str]:
-    for file in left_behind(folder):
-        next_save = "the next save removes it" if file.parent == folder else "remove it"
-        yield f"{file} is of a save that was interrupted, or still runs: {next_save}."
-    own = {*manifest.shards, manifest.file_name}
-    for file in sorted(file for file in folder.iterdir() if file.name not in own):
-        other = file.name.startswith(("adapter_", "training_args"))
-        if is_save_file(file.name):
-            yield f"{file} is left of another save: the next save removes it."
-        elif file.name.endswith((".safetensors", INDEX_SUFFIX, ".bin")) and not other:
-            yield f"{file} is no file of the packed model, and is not read."
+def _is_stray(file: Path) -> bool:
+    if file.is_dir() or file.name.startswith(("adapter_", "training_args")):
+        return False
+    return file.name.endswith((".safetensors", INDEX_SUFFIX, ".bin")) or is_save_file(file.name)
 
 
 def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
     names = sorted(file.name for file in folder.iterdir())
     if CONFIG not in names and not any(n.endswith((".safetensors", INDEX_SUFFIX)) for n in names):
-        raise CheckpointError(
-            f"{folder} holds no checkpoint: neither safetensors files nor config.json."
-        )
+        raise CheckpointError(f"{folder} holds no checkpoint.")
     method, problems, warnings = "", list[str](), list[str]()
     try:
         config = read_json(inside(folder, CONFIG)) if CONFIG in names else {}
@@ -237,7 +171,10 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
     with checkpoint:
         for number, key in enumerate(checkpoint):
             tell(number, len(checkpoint), key)
-            problems += _value_problems(checkpoint, key)
+            try:
+                _check_values(checkpoint, key)
+            except CheckpointError as error:
+                problems.append(str(error))
         tell(len(checkpoint), len(checkpoint), "")
         read = {file.name for file in checkpoint.files}
         strays = [n for n in names if n.endswith(".safetensors") and n not in read]
@@ -252,21 +189,19 @@ def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
         )  # fmt: skip
 
 
-def _value_problems(checkpoint: Checkpoint, key: str) -> list[str]:
+def _check_values(checkpoint: Checkpoint, key: str) -> None:
     info = checkpoint.info(key)
     if info.dtype not in FLOAT_DTYPES or not info.nbytes:
-        return []
-    try:
-        if len(info.shape) < 2:
-            # Bounds that bound nothing are infinite (gemma4's input_min), weights never are.
-            sane = not bool(checkpoint.read(key).isnan().any())
-        else:
-            slices = Group((key,), {key: info.shape}).slices()
-            read = (checkpoint.read(key, *rows).reshape(1, -1) for rows in slices)
-            sane = all(codec.first_nonfinite(rows) is None for rows in read)
-    except CheckpointError as error:
-        return [str(error)]
-    return [] if sane else [f"{info.file}: {key} holds NaN or inf."]
+        return
+    if len(info.shape) < 2:
+        # Bounds that bound nothing are infinite (gemma4's input_min), weights never are.
+        sane = not bool(checkpoint.read(key).isnan().any())
+    else:
+        slices = Group((key,), {key: info.shape}).slices()
+        read = (checkpoint.read(key, *rows).reshape(1, -1) for rows in slices)
+        sane = all(codec.first_nonfinite(rows) is None for rows in read)
+    if not sane:
+        raise CheckpointError(f"{info.file}: {key} holds NaN or inf.")
 
 
 def _errors(
@@ -276,36 +211,28 @@ def _errors(
     model: Any = named.build(resolved, trust_remote_code=trust_remote_code)
     counts = {name: param.num_experts for param in detect(model).experts for name in param.names}
     weights = PackedWeights(opened.manifest, opened.checkpoint, model.state_dict())
+    names = sorted(weights.keys, key=dot_natural_key)
     with closing(Base(source, model)) as base:
-        disk, steps = base.layout.by_name, []
-        for name in sorted(weights.keys, key=dot_natural_key):
+        for number, name in enumerate(names):
+            tell(number, len(names), name)
             entry = opened.manifest.experts.get(name)
-            names = (name, *(entry.aliases if entry else ()))
-            other = next((one for one in names if one in disk), "")
-            if not other or (entry is not None and disk[other].shapes[other] != entry.shape):
-                wanted = f" in the shape {entry.shape}" if entry else ""
-                raise CheckpointError(
-                    f"{source} is of another model: it does not hold {name}{wanted}."
-                )
-            steps.append((name, other, counts.get(name, counts.get(other)) if entry else None))
-        for number, (name, other, experts) in enumerate(steps):
-            tell(number, len(steps), name)
-            group, packed, largest = disk[other], weights.read(name), 0.0
-            rows = packed.shape[0]
-            # squares of the differences, and of the source
-            squares = torch.zeros(2, rows, dtype=torch.float64)
+            others = (name, *(entry.aliases if entry else ()))
+            own = next((other for other in others if other in base.layout.by_name), name)
+            group = base.layout.by_name.get(own)
+            if group is None or (entry and group.shapes[own] != entry.shape):
+                shape = f" in the shape {entry.shape}" if entry else ""
+                raise CheckpointError(f"{source} is of another model: it lacks {name}{shape}.")
+            packed = weights.read(name)
+            # squares of the differences, and of the source, by row
+            squares = torch.zeros(2, packed.shape[0], dtype=torch.float64)
             for start, stop in group.slices():
-                last = rows if stop is None else stop
-                value = base.values(group, start, stop, exact=False)[other].float()
+                last = packed.shape[0] if stop is None else stop
+                value = base.values(group, start, stop, exact=False)[own].float()
                 wrong = codec.unpack_range(packed, start, last, dtype=torch.float32) - value
                 for at, part in enumerate((wrong, value)):
                     squares[at, start:last] = part.flatten(1).double().square().sum(1)
-                largest = max(largest, float(wrong.abs().max()))
-            each = squares.view(2, experts if experts and rows % experts == 0 else 1, -1).sum(2)
-            relative, *errors = (
-                0.0 if not wrong else math.sqrt(wrong / right) if right else math.inf
-                for wrong, right in torch.cat((squares.sum(1, True), each), 1).T.tolist()
-            )
-            shape, is_expert = tuple(packed.shape), experts is not None
-            yield WeightError(name, is_expert, shape, relative, tuple(errors), largest)
-        tell(len(steps), len(steps), "")
+            each = squares.view(2, counts.get(own, 1) if entry else 1, -1).sum(2)
+            wrong, right = torch.cat((squares.sum(1, True), each), 1)
+            relative, *errors = (wrong / right.clamp_min(1e-30)).sqrt().tolist()  # 0 of zeros
+            yield WeightError(name, entry is not None, packed.shape, relative, tuple(errors))
+    tell(len(names), len(names), "")

@@ -82,7 +82,7 @@ def quantize(
             progress=tell,
             trust_remote_code=trust_remote_code,
         )
-    total = sum(shard.nbytes for shard in manifest.shards.values())
+    total = sum(shard["nbytes"] for shard in manifest.shards.values())
     typer.echo(
         f"{dst}: {len(manifest.experts)} expert weights packed to {manifest.codec['kind']}, "
         f"{human_bytes(total)} in {len(manifest.shards)} file{'s' * (len(manifest.shards) > 1)}."

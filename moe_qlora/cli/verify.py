@@ -68,7 +68,7 @@ def verify(
 def _show(report: VerifyReport, out: Console) -> None:
     if report.errors:
         title = f"{escape(str(report.folder))}: error of {report.kind}, relative (Frobenius)"
-        headings = ("parameter", ">count", "shape", ">error", ">worst", "where", ">largest")
+        headings = ("parameter", ">count", "shape", ">error", ">worst", "where")
         render.show_table(out, title, headings, _error_rows(report.errors))
     if not report.good:
         return
@@ -96,9 +96,8 @@ def _error_rows(errors: Sequence[WeightError]) -> Iterator[tuple[str, ...] | Non
             "1",
             "x".join(map(str, error.shape)),
             f"{error.relative:.2%}",
-            f"{error.experts[error.worst]:.2%}",
-            f"expert {error.worst}",
-            f"{error.max_abs:.3g}",
+            f"{max(error.experts):.2%}",
+            f"expert {error.experts.index(max(error.experts))}",
         )
     yield None
     for pattern, alike in linears.items():
@@ -111,5 +110,4 @@ def _error_rows(errors: Sequence[WeightError]) -> Iterator[tuple[str, ...] | Non
             f"{sum(error.relative for error in alike) / len(alike):.2%}",
             f"{worst.relative:.2%}",
             f"* = {', '.join(numbers)}" if (numbers := _NUMBER.findall(worst.name)) else "",
-            f"{max(error.max_abs for error in alike):.3g}",
         )

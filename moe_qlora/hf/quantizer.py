@@ -79,13 +79,13 @@ class _Packing:
         folder = Path(getattr(config, "_name_or_path", None) or "")
         if str(folder) != "." and (folder / "config.json").is_file():
             # Before transformers looks for files, so that what is missing is named by us.
-            self._check(folder, self._mark)
+            self._check(folder)
         return config
 
-    def _check(self, folder: Path, mark: Mark) -> Manifest:
+    def _check(self, folder: Path) -> Manifest:
         if self._checked is None or self._checked.folder != folder:
             shards = self._ranks is not None and self._ranks.shards
-            self._checked = FolderCheck(folder, mark, large=not shards)
+            self._checked = FolderCheck(folder, large=not shards)
         return self._checked.manifest
 
     def update_device_map(self, device_map: Any) -> Any:
@@ -168,7 +168,7 @@ class _Packing:
         else:
             if folder is None or files is None:
                 raise CheckpointError("A packed folder is loaded by its path, not by tensors.")
-            manifest = self._check(folder, self._mark)
+            manifest = self._check(folder)
             # transformers was sent to the first file only; the manifest knows them all.
             files[:] = [str(folder / name) for name in manifest.shards]
             model.config.__dict__.pop("transformers_weights", None)

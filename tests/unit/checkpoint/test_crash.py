@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import sys
@@ -33,15 +34,14 @@ class Saves:
     """Two models of one shape, undisturbed saves of them, and a folder that is saved into."""
 
     def __init__(self, root: Path) -> None:
-        self.folder, self.models = root / "model", []
+        self.folder, self.source = root / "model", root.with_name("plain")
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
         sizes: dict[str, Any] = {"dtype": torch.bfloat16, "num_hidden_layers": 1}
-        for seed in (0, 1):
-            self.models.append(tiny_model("qwen3_moe", seed=seed, **sizes))
-            quantize_experts(self.models[-1], config)
-        self.fresh = [root.with_name(f"{root.name}-{number}") for number in (0, 1, PACKED)]
-        self.source = root.with_name("plain")
+        self.models = [tiny_model("qwen3_moe", seed=seed, **sizes) for seed in (0, 1)]
+        for model in self.models:
+            quantize_experts(model, config)
         tiny_model("qwen3_moe", **sizes).save_pretrained(self.source)
+        self.fresh = [root.with_name(f"{root.name}-{number}") for number in (0, 1, PACKED)]
         for number, fresh in enumerate(self.fresh):
             self.save(number, fresh)
         self.whole = [contents(fresh) for fresh in self.fresh]
@@ -102,10 +102,9 @@ def disk_full() -> None:
 def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> None:
     """`act` just before this process's `stop`-th change of the disk below `root`.
 
-    Of tensors, which all go to the end of a file that nobody reads yet, every fourth is a change.
-    The number of changes so far is written to the file `report`, 8 bytes each time.
+    Of tensors, every fourth is a change. How many there were is written to the file `report`.
     """
-    count = tensors = 0
+    count, tensors = 0, itertools.count()
 
     def tick() -> None:
         nonlocal count
@@ -119,21 +118,19 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
         if (writes or event in _EVENTS) and str(root) in str(args[0]):
             tick()
 
-    flush, put = os.fsync, staging.ShardWriter._put
+    flush, put = os.fsync, staging.ShardWriter.write
 
     def fsync(handle: int) -> None:
         tick()
         flush(handle)
 
     def write(self: Any, *args: Any) -> None:
-        nonlocal tensors
-        if tensors % 4 == 0:
+        if next(tensors) % 4 == 0:
             tick()
-        tensors += 1
         put(self, *args)
         self._file.flush()
 
-    os.fsync, staging.ShardWriter._put = fsync, write
+    os.fsync, staging.ShardWriter.write = fsync, write
     sys.addaudithook(hook)
 
 

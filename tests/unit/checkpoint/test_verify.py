@@ -102,24 +102,13 @@ def test_a_stack_with_a_block_of_zeros_and_another_versions_sentence_are_good(tm
         assert verify(tmp_path / kind).problems == ()
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda c: c.update(num_experts_per_tok=1), "it changed in num_experts_per_tok"),
-        (lambda c: c["moe_qlora"].update(id="0" * 64), "has moe_qlora {"),
-        (lambda c: c.pop("transformers_weights"), "it changed in transformers_weights"),
-        (
-            lambda c: c["quantization_config"].update(load_in_4bit=False),
-            "it changed in quantization_config",
-        ),
-    ],
-)
-def test_what_changed_in_config_json_is_named(cli, tmp_path, change, part):
+def test_what_changed_in_config_json_is_named(cli, tmp_path):
     small().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    change(config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_damaged(cli(tmp_path), "config.json", part)
+    config["quantization_config"]["load_in_4bit"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
+    changed = "it changed in num_experts_per_tok, quantization_config"
+    check_damaged(cli(tmp_path), "config.json", changed)
 
 
 def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -158,19 +147,13 @@ FORGED = {
     "record": ("nf4", RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
     "scale": ("int8", "down_proj.SCB", negative, "has the scale -1.0 at 1"),
     "nan scale": ("int8", "gate_up_proj.SCB", nonfinite, "has the scale nan at 0"),
-    # bitsandbytes believes what a weight's own record says of its shape and blocks
+    # seen by a load: bitsandbytes believes what a record says of a Linear layer's shape and blocks
     "codes": ("nf4", "q_proj.weight", lambda codes: codes[:3], ""),
-    "absmax": ("nf4", "q_proj.weight.absmax", lambda absmax: absmax[:1], ""),
     "a large shape": ("nf4", LINEAR, saying(shape=[1 << 14, 1 << 14]), ""),
-    "no shape": ("nf4", LINEAR, saying(shape=[-1, 64]), ""),
     "small blocks": ("nf4", LINEAR, saying(blocksize=1), ""),
-    "small nested blocks": ("nf4", LINEAR, saying(nested_blocksize=1), ""),
     "too deep": ("nf4", LINEAR, text("[" * 9000 + "]" * 9000), ""),
     "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
-    "a huge offset": ("nf4", LINEAR, saying(nested_offset=10**400), ""),
-    "digits": ("nf4", LINEAR, text("9" * 5000), ""),
-    "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], "the model's config gives"),
-    "scales": ("int8", "q_proj.SCB", lambda scales: scales[:1], ""),
+    "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], ""),
 }
 
 
@@ -186,7 +169,8 @@ def test_no_kernel_is_led_astray_by_statistics_of_whatever_checksum(
 ):
     kind, end, change, part = FORGED[case]
     name = forged(packed_models[kind][0], tmp_path, end, change)
-    check_damaged(cli(tmp_path), part, name)
+    if part:  # which is seen without the model
+        check_damaged(cli(tmp_path), part, name)
     with moe_qlora.enabled(), pytest.raises(CheckpointError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -198,17 +182,11 @@ def test_leftovers_are_warnings(cli, tmp_path):
     names += ["model.safetensors", "pytorch_model.bin"]
     for name in (*names, "training_args.bin"):
         (folder / name).write_bytes(b"")
-    staged = [folder / ".moe_qlora.partial", tmp_path / ".packed.moe_qlora.partial"]
-    for place in staged:
-        place.mkdir()
-    report = verify(folder)
-    assert report.good
-    for name in [*names, *(place.name for place in staged)]:
-        assert any(name in warning for warning in report.warnings)
+    (folder / ".moe_qlora.partial").mkdir()
     code, out, err = cli(folder)
-    assert code == 0
-    assert [line.split()[0] for line in err.splitlines()] == ["warning:"] * 6
-    assert "warning:" not in out
+    assert code == 0 and "warning:" not in out
+    for name, line in zip([*sorted(names), ".partial"], err.splitlines(), strict=True):
+        assert line.startswith("warning: ") and name in line
 
 
 # --- plain folders ------------------------------------------------------------------------------
@@ -274,10 +252,9 @@ def test_what_is_no_checkpoint_is_bad_input(cli, tmp_path):
 # --- against the source -------------------------------------------------------------------------
 
 
-def reference(weight: torch.Tensor, decoded: torch.Tensor) -> tuple[float, float]:
-    """Relative Frobenius error and largest difference, the plain way."""
-    one, other = weight.double(), decoded.double()
-    return float((one - other).norm() / one.norm()), float((one - other).abs().max())
+def reference(weight: torch.Tensor, decoded: torch.Tensor) -> float:
+    """Relative Frobenius error, the plain way."""
+    return float((weight.double() - decoded.double()).norm() / weight.double().norm())
 
 
 @pytest.mark.parametrize(
@@ -302,22 +279,21 @@ def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind):
         decoded, error = codec.unpack(stack), found[name]
         assert (error.expert, error.shape) == (True, tuple(weight.shape))
         want = reference(weight, decoded)
-        assert (error.relative, error.max_abs) == pytest.approx(want, rel=1e-5)
+        assert error.relative == pytest.approx(want, rel=1e-5)
         pairs = zip(weight.view(4, -1), decoded.view(4, -1), strict=True)
-        each = [reference(*pair)[0] for pair in pairs]
+        each = [reference(*pair) for pair in pairs]
         assert error.experts == pytest.approx(each, rel=1e-5)
-        assert error.worst == each.index(max(each))
         seen.add(name)
     layers = found.keys() - seen
     for name in layers:
         layer, error = model.get_submodule(name.removesuffix(".weight")), found[name]
         assert type(layer).__name__ in ("Linear4bit", "Linear8bitLt")
-        assert (error.expert, error.worst) == (False, 0)
+        assert not error.expert and len(error.experts) == 1
         if kind != "int8":
             # straight from bitsandbytes' statistics, by this package's decoder
             packed = from_quant_state(layer.weight.data, layer.weight.quant_state)
             want = reference(plain.get_parameter(name), codec.unpack(packed))
-            assert (error.relative, error.max_abs) == pytest.approx(want, rel=1e-5)
+            assert error.relative == pytest.approx(want, rel=1e-5)
         else:
             assert 0.001 < error.relative < 0.02
     names = [type(module).__name__ for module in model.modules()]
@@ -332,9 +308,9 @@ def test_the_table_and_the_json_say_the_same(cli, packed_models):
     stacks = [error for error in found["errors"] if error["expert"]]
     assert len(stacks) == found["experts"] == 4
     for error in stacks:
-        worst = error["experts"][error["worst"]]
-        row = rf"{re.escape(error['name'])} .*{error['relative']:.2%}.*{worst:.2%}.*"
-        assert re.search(rf"{row}expert {error['worst']}", out)
+        worst = max(error["experts"])
+        row = rf"{re.escape(error['name'])} .*{error['relative']:.2%}.*{worst:.2%} *"
+        assert re.search(rf"{row}expert {error['experts'].index(worst)}", out)
 
 
 def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
