@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..kernels import workspace
 from ..memory import levels
-from .lent import Lender, Lent, is_at
+from .lent import Lent, is_at
+
+if TYPE_CHECKING:
+    from .graphs import LayerGraphs
 
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
 """Origins of hooks that a graph may skip: the recording contains their effect."""
@@ -29,25 +32,6 @@ _IN_USE = "hidden states or gradients of an earlier step are still in use; clone
 
 class ObstacleError(Exception):
     """A call cannot be recorded, for this reason."""
-
-
-class Buffers(Protocol):
-    """The tensors at fixed addresses that all graphs of a model share."""
-
-    pool: Any  # The graphs' memory pool
-    lender: Lender  # Of what the graphs return
-
-    def buffer(self, role: Any, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return the contiguous tensor for this role and shape, with the dtype of `like`."""
-
-    def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Copy a call's tensors to their buffers, hidden states first."""
-
-    def pending(self, call: RecordedCall) -> object:
-        """Return an object that lives as long as the call waits for its backward."""
-
-    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
-        """Record a call's backward; if that fails, do what has to be done then."""
 
 
 Compute = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -85,7 +69,7 @@ class RecordedCall:
         self,
         layer: nn.Module,
         compute: Compute,
-        shared: Buffers,
+        shared: LayerGraphs,
         leaves: Sequence[Any],
         *,
         reserve: Callable[[], object | None],
@@ -101,13 +85,11 @@ class RecordedCall:
             leaves: Its arguments, hidden states first.
             reserve: Keeps the layer's experts where they are now, for backward, as long as what it
                 returns is referenced; None where they are elsewhere by then.
-            role: Calls of one role share the buffers of all arguments: layers whose attention is
-                masked alike, so that these are filled once in a step.
+            role: Calls of one role share the buffers of all arguments, filled once in a step.
             level: What it keeps for its backward (memory/levels.py).
 
         Raises:
-            ObstacleError: The layer has hooks that a graph would skip, or returns more than hidden
-                states.
+            ObstacleError: A module has hooks that a graph would skip, or other outputs are made.
         """
         check_hooks(layer)
         self.layer, self.compute, self.shared, self.level = layer, compute, shared, level
@@ -242,7 +224,6 @@ class RecordedCall:
         return outs
 
     def _is_free(self, x: Tensor) -> bool:
-        """Whether nobody uses what its graphs overwrite, called on these hidden states."""
         return (
             self.shared.lender.settle()
             and (self.out is None or self.out.is_free)
@@ -335,7 +316,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.call is None:
             raise RuntimeError(
-                "a decoder layer that graph_layers records was differentiated twice: call backward "
+                "a decoder layer that is recorded was differentiated twice: call backward "
                 "once for each forward, without retain_graph=True."
             )
         x = None if ctx.call.keeps else ctx.saved_tensors[0]

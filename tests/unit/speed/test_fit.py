@@ -14,7 +14,7 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.experts import projection
 from moe_qlora.memory.choice import LEVELS, Ladder
 from moe_qlora.speed import fit as fit_module
-from moe_qlora.speed.fitted import fitted as fitted_layer
+from moe_qlora.speed.layers import runner_of
 from tests.helpers.fitting import (
     SEQ,
     adapted,
@@ -256,7 +256,7 @@ def test_layers_that_text_does_not_reach_are_computed_again() -> None:
     before = train(model, ids)
     vision = [m for m in model.modules() if type(m).__name__ == "Qwen3VLMoeVisionBlock"]
     with fitted(model) as fit:
-        assert vision and {layer.level for layer in map(fitted_layer, vision)} == {"recompute"}
+        assert vision and {layer.level for layer in map(runner_of, vision)} == {"recompute"}
         assert {layer.activations for layer in fit.layers} == {"keep"}
         assert all("language_model" in layer.name for layer in fit.layers)
         assert measured_peak(model, ids) <= fit.peak

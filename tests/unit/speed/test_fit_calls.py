@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,7 @@ import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.memory import levels
 from moe_qlora.memory.choice import RECOMPUTE
-from moe_qlora.speed import first_steps
-from moe_qlora.speed.first_steps import FirstSteps
-from moe_qlora.speed.fitted import FittedLayer, RunsLevels
+from moe_qlora.speed import fit as fit_module
 from moe_qlora.testing import tiny_model
 from tests.helpers import training
 from tests.helpers.fitting import (
@@ -39,6 +36,7 @@ from tests.helpers.fitting import (
     fitted,
     least_memory,
     measured_peak,
+    on_level,
     token_ids,
     train,
     with_lora,
@@ -61,8 +59,6 @@ def test_what_cannot_be_fitted_is_said() -> None:
         for size in (0, -1, True, "2", None, 1.0):
             with pytest.raises(ConfigError, match=f"{name} is"):
                 fitted(model, **{name: size})
-    with pytest.warns(DeprecationWarning, match="padded is ignored"):
-        fitted(model, padded=True).remove()
     with pytest.raises(ConfigError, match="Linear has no decoder layers"):
         fitted(nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="is on meta"):
@@ -202,19 +198,6 @@ def test_tokens_after_a_cached_prefix(model_type: str, static: bool) -> None:
         assert all(map(torch.equal, steps(), wanted))
 
 
-def test_a_cache_that_training_left_empty_is_refused() -> None:
-    model = adapted()
-    model.get_base_model().config.use_cache = True
-    ids = token_ids(model)
-    with fitted(model):
-        cache = model(input_ids=ids[:, :-6]).past_key_values
-        for train in (True, False):
-            with pytest.raises(ConfigError, match=r"compute the prefix under torch\.no_grad"):
-                model.train(train)(input_ids=ids[:, -6:], past_key_values=cache)
-        model.train()(input_ids=ids)
-    model(input_ids=ids[:, -6:], past_key_values=cache)
-
-
 @pytest.mark.parametrize("name", ["past_key_values", "layer_past", "cache", "cache_params", "any"])
 def test_a_cache_has_several_names(name: str) -> None:
     """transformers 5.24 calls a layer's `past_key_values` `cache`."""
@@ -229,7 +212,7 @@ def test_a_cache_has_several_names(name: str) -> None:
     layer, full, x = Layer(), DynamicCache(config=config), torch.ones(1, 2, 4, requires_grad=True)
     full.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
     empty, encoder = DynamicCache(config=config), EncoderDecoderCache(full, DynamicCache())
-    FittedLayer(layer, levels.RECOMPUTE, (1, 2), set())
+    on_level(layer, levels.RECOMPUTE, (1, 2))
     for cache in (full, encoder, StaticCache(config=config, max_cache_len=8), empty, None):
         layer(x, **{name: cache})
     assert seen[:3] == [full, encoder, seen[2]] and seen[2] is not None
@@ -290,7 +273,7 @@ def test_packed_linear_layers_compute_under_autocast_on_every_level(tmp_path: Pa
     wanted = gradients()
     with fitted(model) as fit:
         for level in levels.EVERY:
-            for layer in fit._fitted.values():
+            for layer in fit._runners.values():
                 layer.level = level
             assert equal(gradients(), wanted), level
 
@@ -379,9 +362,7 @@ def test_compiled_layers_stay_compiled(order: str, monkeypatch: pytest.MonkeyPat
     assert all(layer._compiled_call_impl is not None for layer in layers)
 
 
-def test_what_is_fitted_wins_over_a_trainers_checkpointing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_fitted_wins_over_a_trainers_checkpointing(tmp_path: Path) -> None:
     def losses(model: Any) -> list[float]:
         options = training.four_steps(tmp_path, 1, use_cpu=True, gradient_checkpointing=True)
         trainer = training.trainer_of(model, options)
@@ -391,12 +372,9 @@ def test_what_is_fitted_wins_over_a_trainers_checkpointing(
     expected = losses(adapted(vocab_size=256))
     model = adapted(vocab_size=256)
     layers = model.get_base_model().model.layers
-    with fitted(model, batch_size=12, seq_len=8), caplog.at_level(logging.WARNING):
+    with fitted(model, batch_size=12, seq_len=8):
         assert losses(model) == expected
         assert not any(layer.gradient_checkpointing for layer in layers)
-        said = "enabling gradient checkpointing changes nothing"
-        assert sum(said in text for text in caplog.messages) == 1
-    model.gradient_checkpointing_enable()
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
@@ -412,11 +390,10 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
         peak = fit._needed(activities)
         fit._device = torch.device("cuda")
         assert fit._needed(activities) == int(peak * 1.04)
-        for layer in fit._modules.values():
-            layer.forward = _Recorded().forward
+        record(fit)
         work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
-        of_layers = max(work[name] for name in fit._modules)
-        of_others = max(size for name, size in work.items() if name not in fit._modules)
+        of_layers = max(work[name] for name in fit._runners)
+        of_others = max(size for name, size in work.items() if name not in fit._runners)
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         every = (*model.parameters(), *model.buffers())
         always = sum(t.nbytes for t in every) + 2 * trained + fit._resident
@@ -429,10 +406,19 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
         fit._device = torch.device("cpu")
 
 
-class _Recorded(RunsLevels):
-    """Stands for `graph_layers`."""
+class _Graphs:
+    """Stands for `LayerGraphs`, and records nothing."""
 
-    def forward(self, *args: Any) -> None: ...
+    def run(self, runner: Any, level: str, args: Any, kwargs: Any) -> Any:
+        return runner.compute(level, args, kwargs)
+
+    def forget(self) -> None: ...
+
+
+def record(fit: Any) -> None:
+    graphs: Any = _Graphs()
+    for runner in fit._runners.values():
+        runner.graphs = graphs
 
 
 @pytest.mark.parametrize(
@@ -454,12 +440,11 @@ def test_the_first_steps_are_compared_with_what_was_planned(
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(reserved * most))
-        monkeypatch.setattr(first_steps, "expandable", lambda: False)
+        monkeypatch.setattr(fit_module, "_expandable", lambda: False)
         given: list[None] = []
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
-        check = FirstSteps(fit)
         for _ in range(4):
-            check(model, ())
+            fit._check_first_steps()
         levels = {layer.level for layer in fit.layers}
     assert (levels != {"keep"}) is less
     assert bool(given) is less  # Else graphs of before stay reserved beside the next ones
@@ -474,20 +459,16 @@ def test_after_a_smaller_choice_memory_is_given_back_once_more(
 ) -> None:
     model = adapted()
     with fitted(model) as fit:
-        layers = [*fit._modules.values()]
-        for layer in layers:
-            layer.forward = _Recorded().forward
+        record(fit)
         for name in ("max_memory_allocated", "max_memory_reserved"):
             monkeypatch.setattr(torch.cuda, name, lambda device: 2 * fit.memory)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        check, hooks = FirstSteps(fit), []
+        hooks = []
         for _ in range(4):
-            check(model, ())
+            fit._check_first_steps()
             hooks.append(fit._given_back)
         assert hooks[0] is not None and hooks[:3] == hooks[:1] * 3
         assert hooks[3] is not None and hooks[3] is not hooks[0]
-        for layer in layers:
-            vars(layer).pop("forward", None)
 
 
 @pytest.mark.parametrize("removed", [False, True])
@@ -495,18 +476,14 @@ def test_what_the_first_backward_reserved_is_given_back_once(
     removed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[None] = []
-    model, layers = adapted(), []
+    model = adapted()
     with fitted(model) as fit:
-        layers = [*fit._modules.values()]
-        for layer in layers:
-            layer.forward = _Recorded().forward
+        record(fit)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
-        FirstSteps(fit)(model, ())
+        fit._check_first_steps()
         if removed:
             fit.remove()
-        for layer in layers:
-            vars(layer).pop("forward", None)
         for _ in range(2):
             model(input_ids=token_ids(model), labels=token_ids(model)).loss.backward()
     assert len(given) == (0 if removed else 1)

@@ -15,7 +15,6 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.hosting import Pace
-from moe_qlora.speed import first_steps, hosted
 from moe_qlora.speed.slots import Copier
 from tests.helpers.fitting import (
     adapted,
@@ -34,8 +33,7 @@ SLOW, QUICK = Pace(link=1.0), Pace(link=1e15)
 def pace(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """How quick copies are: the tiny model's computing hides none of them, or all."""
     found = {"slow": SLOW, "quick": QUICK}[request.param]
-    monkeypatch.setattr(hosted, "pace", lambda device: found)
-    monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: found)
+    monkeypatch.setattr("moe_qlora.speed.fit._pace", lambda device: found)
     return str(request.param)
 
 
@@ -98,7 +96,7 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: s
 
 
 def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: SLOW)
+    monkeypatch.setattr("moe_qlora.speed.fit._pace", lambda device: SLOW)
     made: list[weakref.ref[torch.Tensor]] = []
 
     def empty(self: Copier, nbytes: int, own: Any = Copier.empty) -> torch.Tensor:
@@ -188,9 +186,8 @@ def test_steps_that_take_too_much_move_experts_back_to_host_memory(
             monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
             monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: over)
             monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: over)
-            check = first_steps.FirstSteps(fit)
             for _ in range(4):
-                check(model, ())
+                fit._check_first_steps()
             assert {layer.experts for layer in fit.layers} == {"host"}
             assert len(off.layers) == 6 and off.host_nbytes
             assert equal(train(model, ids), resident)
@@ -231,7 +228,7 @@ def test_prepare_training_names_the_layers_in_host_memory() -> None:
 
 def test_no_level_is_measured_that_layers_cannot_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where copies are slow, memory that does not hold all experts holds no activations."""
-    monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: SLOW)
+    monkeypatch.setattr("moe_qlora.speed.fit._pace", lambda device: SLOW)
     model = adapted(num_hidden_layers=6)
     with moe_qlora.offload_experts(model) as off:
         least = least_memory(model)

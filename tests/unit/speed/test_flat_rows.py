@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -213,7 +212,7 @@ def test_levels_of_fit_memory_keep_the_gradients(
     with moe_qlora.prepare_training(model, **sizes) as prepared:
         assert prepared.fit is not None
         for level in (levels.RECOMPUTE, levels.ATTENTION, levels.KEEP):
-            for layer in prepared.fit._fitted.values():
+            for layer in prepared.fit._runners.values():
                 layer.level = level
             for make in BATCHES.values():
                 check(model, expected, make(rows))
@@ -302,7 +301,9 @@ def test_the_table_of_segments_holds_those_of_a_row() -> None:
     assert [lengths.pick(500, count)[1] for count in (5, 16, 17, 5, 40)] == [16, 16, 64, 16, 64]
     model, seen = tiny_model("qwen3_moe", seed=0).train(), []
     model.model.layers[0].register_forward_pre_hook(
-        lambda *_: seen.append((segments.records(), len(segments.running.get().offsets) - 1))
+        lambda *_: seen.append(
+            (segments.running.get().recorded, len(segments.running.get().offsets) - 1)
+        )
     )
     ids = torch.full((1, 256), 7)
     with flat(model, 1, 256):
@@ -314,7 +315,7 @@ def test_the_table_of_segments_holds_those_of_a_row() -> None:
 def test_rows_are_filled_up_in_training() -> None:
     model, seen = tiny_model("qwen3_moe", seed=0).train(), []
     model.model.layers[0].register_forward_pre_hook(
-        lambda _, args: seen.append((args[0].shape[1], segments.records()))
+        lambda _, args: seen.append((args[0].shape[1], segments.running.get().recorded))
     )
     with flat(model, 1, 4096):
         for tokens in (1, 33, 65, 2100, 4200):
@@ -374,15 +375,6 @@ def test_generation_and_evaluation_are_those_without() -> None:
             torch.testing.assert_close(ours, model(row[None]).logits[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_copy_of_a_model_has_flat_rows_of_its_own() -> None:
-    model = tiny_model("gpt_oss", seed=0).train()
-    expected = alone(model)
-    with flat(model):
-        other = copy.deepcopy(model)
-    check(other, expected, packed(sequences(model)))
-    assert other.model.forward.stack is other.model
-
-
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
 def test_layers_with_a_state_refuse_packed_rows(family: str) -> None:
     model = tiny_model(family, seed=0).train()
@@ -426,7 +418,7 @@ def test_layers_are_compiled_once_for_rows_of_all_lengths(
         stack = model.get_base_model().model
         stack.forward.lengths = flat_rows.RowLengths(256)  # As on CUDA
         assert prepared.fit is not None
-        for layer in prepared.fit._fitted.values():
+        for layer in prepared.fit._runners.values():
             layer.level = level
         torch._dynamo.reset()
         counters.clear()

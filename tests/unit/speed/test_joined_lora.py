@@ -9,7 +9,8 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from emulated_graphs import emulate, emulated
+from emulated_graphs import emulate
+from graphed import recorded
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -21,9 +22,9 @@ import moe_qlora
 from moe_qlora.lora.linear import use_own_layers
 from moe_qlora.memory import levels
 from moe_qlora.speed import joined_lora
-from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.speed.joined_lora import join_lora
 from moe_qlora.testing import tiny_model
+from tests.helpers.fitting import on_level
 
 SIZE = 16
 NAMES = ("q", "k", "v", "o")
@@ -503,7 +504,7 @@ def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
     wanted = step()
     join_lora(model)
     for layer in model.get_base_model().model.layers:
-        FittedLayer(layer, level, (1, 10_000), set())
+        on_level(layer, level)
     products.clear()
     assert distance(step(), wanted) < 1e-4
     assert products == [9] * (2 if level == levels.KEEP else 4)
@@ -521,7 +522,7 @@ def test_joined_layers_are_recorded(
     wanted = step()
     with join_lora(model) as joined:
         assert (joined.layers, joined.products) == (6, 2)
-        with emulated(model.get_base_model(), keep=keep) as graphs:
+        with recorded(model.get_base_model(), levels.KEEP if keep else None) as graphs:
             for _ in range(4):
                 assert distance(step(), wanted) < 1e-4
             assert graphs.recorded == 2 and set(products) == {9}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import emulate, emulated, hold_addresses, in_graph
+from emulated_graphs import emulate, hold_addresses, in_graph
+from graphed import recorded
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -17,6 +18,7 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.experts import projection
 from moe_qlora.experts.operands import PackedOperand, packed_weight
+from moe_qlora.memory import levels
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import unpack
 from moe_qlora.speed import offload
@@ -172,7 +174,7 @@ def test_compiled_layers_are_recorded(
         layer.compile(backend="eager")
     with (
         moe_qlora.offload_experts(model) as off,
-        emulated(model.get_base_model(), keep=True) as graphs,
+        recorded(model.get_base_model(), levels.KEEP) as graphs,
     ):
         for _ in range(2):
             model.load_state_dict(trained, strict=False)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_qlora.speed import slots
-from moe_qlora.speed.slots import Copier, CudaCopier, Slots
+from moe_qlora.speed.slots import Copier, Slots
 from tests.helpers.delayed import Delayed, blocks
 
 
@@ -149,7 +149,7 @@ def test_what_was_rewritten_is_copied_again() -> None:
 def test_threads_share_slots() -> None:
     """Copies that are done at once: each thread checks what it holds while others fetch."""
     every, wrong = blocks(5, 512), list[Any]()
-    made = Slots(2, 512, Copier())
+    made = Slots(2, 512, Copier(torch.device("cpu")))
 
     def work(seed: int) -> None:
         draw = random.Random(seed)
@@ -213,22 +213,23 @@ def test_cuda_orders_copies_behind_marks_and_uses_behind_copies(
         def __exit__(self, *_: object) -> None:
             said.append((self.name, "leaves"))
 
-    class Event:
-        def record(self, stream: Any) -> None:
-            said.append((stream.name, "records", self))
+        def record_event(self) -> Any:
+            said.append((self.name, "records", event := Event()))
+            return event
 
+    class Event:
         def synchronize(self) -> None:
             said.append(("host", "waits", self))
 
     cuda = slots.torch.cuda
     monkeypatch.setattr(cuda, "Stream", Stream)
-    monkeypatch.setattr(cuda, "Event", Event)
     monkeypatch.setattr(cuda, "current_stream", lambda device: Stream("computes"))
     monkeypatch.setattr(cuda, "stream", lambda stream: stream)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda _, s: said.append(("frees", s.name)), raising=False
     )
-    copier = CudaCopier(torch.device("cpu"))
+    copier = Copier(torch.device("cuda", 0))
+    copier.device = torch.device("cpu")
     memory, source = copier.empty(4), torch.arange(4, dtype=torch.uint8)
     mark = copier.mark(copier.here())
     done = copier.copy(memory, source, [mark])
