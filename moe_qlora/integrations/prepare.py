@@ -2,7 +2,7 @@
 
     1. Liger         its loss in chunks, or TRL's; norms and rotary embedding of eager layers
     2. join_lora     LoRA layers with the same input as one product (speed/joined_lora.py)
-    3. record_layers decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
+    3. LayerGraphs   decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
     4. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
 
 The order is that of what each one finds: `fit_memory` measures a step of the model as it will run,
@@ -202,11 +202,11 @@ def _quicken(
     compiled = f"torch.compile: {of_all if compiles else 'not used; Triton is not installed'}."
     sharded = _sharding(model)
     if sharded is None:
-        from ..speed.graphs import record_layers
+        from ..speed.graphs import LayerGraphs
 
         prepared._lines += _join(model, undo)
         try:
-            prepared.graphs = record_layers(model, compiled=compiles)
+            prepared.graphs = LayerGraphs(model, compiled=compiles)
         except Exception as error:  # noqa: BLE001 - training works without
             sharded = f"{type(error).__name__}: {first_line(error)}"
         else:

@@ -1,8 +1,8 @@
 """CUDA graphs of decoder layers, for training where the GPU waits for the host.
 
-A step of few tokens launches some hundred small kernels a layer, and the host cannot launch them as
-fast as the GPU runs them. `record_layers` has each decoder layer recorded twice, for each length of
-flat rows (flat_rows.py), and replayed with two calls of the driver:
+A step of few tokens launches some hundred small kernels a layer, more slowly than the GPU runs
+them. Here, each decoder layer is recorded for each length of flat rows (flat_rows.py), and replayed
+with two calls of the driver:
 
     forward    hidden states, rotary embeddings, segments -> the layer's output, router logits
     backward   the same, and the output's gradient -> gradients of the hidden states and of the
@@ -17,12 +17,12 @@ copied (`lent.py`).
 
 A graph reads packed experts where they were when it was recorded: on the device, or in a layer's
 slot (slots.py). While it is recorded or replayed, its call holds a `_Reserved`, which has waited
-for the copy to the slot before, and whose end lets the slot be filled again. Experts that have
-moved since are found at other places: the call is then recorded anew.
+for the copy to the slot, and whose end lets the slot be filled again. Where experts have moved
+since, the call is recorded anew.
 
-During a model's forward with `output_router_logits=True`, hooks of transformers append the routers'
-logits to a list, for the loss that balances experts. A replay calls no hooks: so a layer is
-recorded under a list of its own, and each replay adds its logits to the model's.
+With `output_router_logits=True`, hooks of transformers append the routers' logits to a list, for
+the loss that balances experts. A replay calls no hooks: so a layer is recorded under a list of its
+own, and each replay adds its logits to the model's.
 """
 
 from __future__ import annotations
@@ -51,42 +51,29 @@ from .recording import ObstacleError, RecordedCall, end_recording
 
 _log = logging.getLogger(__name__)
 
-_MOST = 8
-"""Most recorded calls of a layer: the one that was not run for longest is given up for a ninth."""
-_UNKNOWN = object()
-"""Of a kind of call that has not come before, of whose calls none is recorded yet: None."""
+_MOST = 8  # Recorded calls of a layer: the one not run for longest is given up for a ninth
+_UNKNOWN = object()  # A kind of call that has not come before; None: one that is not recorded
 _LOGITS = "router_logits"
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-def record_layers(model: nn.Module, *, compiled: bool = False) -> LayerGraphs:
-    """Record the model's decoder layers as CUDA graphs, and train by replaying them.
-
-    Layers are recorded in flat rows of a recorded length; the first one runs eagerly, for what
-    compilers and libraries do once. Calls that cannot be recorded run eagerly, and a warning gives
-    the reason once. Nothing is recorded in evaluation. Adapters may be switched, disabled, added
-    and saved at any time. Gradients are those of the same kernels.
-
-    Args:
-        model: A transformers model, or a PEFT model around one, on CUDA.
-        compiled: Compile each layer by torch.compile before it is recorded.
-    """
-    layers = decoder_layers(model).values()
-    runners = [runner_of(layer) or LayerRunner(layer, compiles=compiled) for layer in layers]
-    return LayerGraphs(model, runners)
-
-
 class LayerGraphs:
-    """Decoder layers that run as CUDA graphs, and what these share."""
+    """A model's decoder layers as CUDA graphs, and what these share.
 
-    def __init__(self, model: nn.Module, runners: Sequence[LayerRunner]) -> None:
+    The first call of a layer runs eagerly, for what compilers and libraries do once. So do calls
+    that cannot be recorded, and a warning gives the reason once. Adapters may be switched,
+    disabled, added and saved at any time. Gradients are those of the same kernels.
+    """
+
+    def __init__(self, model: nn.Module, *, compiled: bool = False) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.passes, self.lender = Passes(), Lender()
         self._buffers: dict[Hashable, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, int]] = {}
         self._warned: set[str] = set()
         self._pool_of = -1  # The pass in which the pool was made
-        self._runners = list(runners)
+        layers = decoder_layers(model).values()
+        self._runners = [runner_of(each) or LayerRunner(each, compiles=compiled) for each in layers]
         for place, runner in enumerate(self._runners):
             runner.graphs, runner.calls = self, LayerCalls(model, runner.layer, place)
 
@@ -110,7 +97,7 @@ class LayerGraphs:
         self.lender = Lender()
 
     def forget(self) -> None:
-        """Give back what was recorded; each kind of call is new."""
+        """Give back what was recorded."""
         for each in self._calls:
             each.known.clear()
 
@@ -137,10 +124,6 @@ class LayerGraphs:
                     buffer.data.copy_(leaf)
                     source = leaf.detach() if leaf.requires_grad else leaf
                     self._sources[id(buffer)] = source, leaf._version
-
-    def pending(self, call: RecordedCall) -> object:
-        """Return an object that lives as long as a recorded call waits for its backward."""
-        return self.passes.pending(call)
 
     def run(self, runner: LayerRunner, level: str, args: Any, kwargs: Any) -> Any:
         """Run a layer in training: replay its call, record it, or compute it."""
@@ -192,7 +175,9 @@ class LayerGraphs:
             call = None
         records = bool(calls.known)  # The very first call runs without graphs
         if known is _UNKNOWN and len(calls.known) >= _MOST:
-            del calls.known[min(calls.known, key=calls.last_pass)]
+            del calls.known[
+                min(calls.known, key=lambda k: getattr(calls.known[k], "last_pass", -1))
+            ]
         if call is None and records:
             call = make()
         if call is not known:
@@ -292,11 +277,6 @@ class LayerCalls:
         # Where weights and buffers stand: another may be put there (load_state_dict(assign=True))
         self._weights: list[tuple[dict[str, Any], str]] = []
         self._tuners: list[Any] = []
-
-    def last_pass(self, kind: Hashable) -> int:
-        """Return the pass in which a kind of call was run last as graphs."""
-        call = self.known[kind]
-        return -1 if call is None else call.last_pass
 
     def reserve(self) -> _Reserved | None:
         """Keep the experts where they are; calls that were recorded elsewhere are forgotten."""
@@ -399,7 +379,7 @@ def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
 
 
 def _gathers_logits() -> bool:
-    """Return whether router logits are gathered now, and raise where other outputs are."""
+    """Return whether router logits are gathered now; other outputs cannot be recorded."""
     gathered = output_capturing._active_collector.get() or {}
     if others := sorted(set(gathered) - {_LOGITS}):
         raise ObstacleError(

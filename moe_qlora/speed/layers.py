@@ -52,7 +52,6 @@ class LayerRunner:
         layer.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; in training, keep what its level says, and replay what is recorded."""
         layer = self.layer
         if not (layer.training and torch.is_grad_enabled()):
             if self.graphs is not None:  # Batches of evaluation would be compiled anew
@@ -90,7 +89,6 @@ class LayerRunner:
         """Return in words what of a call is more than was promised, or None.
 
         Longer sequences in fewer rows are: attention may take memory by the square of the length.
-        Of hidden states (tokens, hidden) the length of sequences is not known.
         """
         x = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(x, Tensor):

@@ -1,8 +1,5 @@
 """CUDA graphs of single calls of a decoder layer, replayed under autograd.
 
-    RecordedCall     forward in one graph; its backward, which computes again what the layer does
-                     not keep, in another
-
 graphs.py decides which calls are recorded.
 """
 
@@ -146,12 +143,9 @@ class RecordedCall:
         return places
 
     def _warm_up(self) -> None:
-        """Run both before recording, for one-time work of compilers and libraries.
-
-        In autocast's state of the recording, which compiled code checks.
-        """
+        """Run both before recording, for one-time work of compilers and libraries."""
         offset = self.generator.get_offset()
-        with uncached_autocast():
+        with uncached_autocast():  # As in the recording: compiled code checks it
             self._gradients(self._forward())
         self.outs, self.weight_grads, self.grad_x = [], [], None
         self.generator.set_offset(offset)
@@ -282,10 +276,7 @@ class RecordedCall:
     def _again(
         self, leaves: Sequence[Any], grads: Sequence[Tensor]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """Compute the layer and its gradients without graphs.
-
-        Where the backward could not be recorded, or the experts are not where they were.
-        """
+        """Compute without graphs: none was recorded, or experts are not where they were."""
         self.edges = []
         x = leaves[0].detach().requires_grad_(self.x.requires_grad)
         enabled, dtype = self.autocast
@@ -306,7 +297,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, call: RecordedCall, others: Sequence[Any], x: Tensor, *trained: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
-        ctx.pending = call.shared.pending(call)
+        ctx.pending = call.shared.passes.pending(call)
         ctx.save_for_backward(*(() if call.keeps else (x,)))
         ctx.lends = call.input is not None and call.input.is_lent_as(x)
         return tuple(call.room())
@@ -390,8 +381,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record the kernels launched in the block."""
     stream = torch.cuda.current_stream()
     try:
-        # Another thread may read experts ahead, and tell CUDA of it.
-        mode = "thread_local"
+        mode = "thread_local"  # Another thread may read experts ahead, and tell CUDA of it
         with uncached_autocast(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             yield
     except BaseException:

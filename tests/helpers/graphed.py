@@ -15,7 +15,7 @@ from training import NF4
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.speed.graphs import LayerGraphs, record_layers
+from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.speed.segments import Segments, running
 from moe_qlora.testing import tiny_model
 
@@ -49,7 +49,7 @@ def recorded(
     model: Any, level: str | Sequence[str] | None = None, *, compiled: bool = False
 ) -> Iterator[LayerGraphs]:
     """Record decoder layers in calls of any shape, as in flat rows; on a level, or one for each."""
-    graphs = record_layers(model, compiled=compiled)
+    graphs = LayerGraphs(model, compiled=compiled)
     for place, runner in enumerate(graphs._runners if level else ()):
         runner.level = level if isinstance(level, str) else level[place]
         runner.promised = 1, 1 << 20

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
     DynamicCache,
     EncoderDecoderCache,
     StaticCache,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.memory import levels
 from moe_qlora.memory.choice import RECOMPUTE
@@ -28,14 +25,12 @@ from moe_qlora.speed import fit as fit_module
 from moe_qlora.testing import tiny_model
 from tests.helpers import training
 from tests.helpers.fitting import (
-    ENOUGH,
     SEQ,
     adapted,
     equal,
     fill,
     fitted,
     least_memory,
-    measured_peak,
     on_level,
     token_ids,
     train,
@@ -250,34 +245,6 @@ def other_adapter(model: Any) -> None:
     accumulated(model)
 
 
-def test_packed_linear_layers_compute_under_autocast_on_every_level(tmp_path: Path) -> None:
-    """bitsandbytes' operator calls another on a CPU, from which a mode would hide autocast."""
-
-    tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-
-    with moe_qlora.enabled():
-        model = with_lora(
-            AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-        )
-    assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
-    ids = token_ids(model)
-
-    def gradients() -> tuple[list[float], Any]:
-        model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return [loss.item()], {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-
-    wanted = gradients()
-    with fitted(model) as fit:
-        for level in levels.EVERY:
-            for layer in fit._runners.values():
-                layer.level = level
-            assert equal(gradients(), wanted), level
-
-
 @pytest.mark.parametrize("run", [two_forwards, in_bf16, other_adapter])
 def test_gradients_are_those_of_computing_all_again(run: Callable[[Any], None]) -> None:
     """With dropout, which draws the same numbers again."""
@@ -316,24 +283,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "all trained, tied": lambda: tiny_model("qwen3_moe", tie_word_embeddings=True).train(),
     "unpacked": lambda: with_lora(tiny_model("qwen3_moe"), experts=False),
 }
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_weights_of_any_kind_are_counted(kind: str) -> None:
-    def make() -> Any:
-        model = MODELS[kind]()
-        model.equal_models = kind
-        return model
-
-    model = make()
-    ids = token_ids(model)
-    before = train(make(), ids)
-    for memory in (half(model), ENOUGH):
-        model = make()
-        with fitted(model, memory) as fit:
-            measured = max(measured_peak(model, x) for x in (ids, torch.zeros_like(ids)))
-            assert measured <= fit.peak <= min(1.03 * measured, memory)
-            assert equal(train(model, ids), before)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
@@ -452,23 +401,6 @@ def test_the_first_steps_are_compared_with_what_was_planned(
     assert len(said) == (over > 1.03 or less)
     assert all(("layers keep less on the device" in text) is less for text in said)
     assert all(("expandable_segments:True" in text) is (over == 1.0) for text in said)
-
-
-def test_after_a_smaller_choice_memory_is_given_back_once_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = adapted()
-    with fitted(model) as fit:
-        record(fit)
-        for name in ("max_memory_allocated", "max_memory_reserved"):
-            monkeypatch.setattr(torch.cuda, name, lambda device: 2 * fit.memory)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        hooks = []
-        for _ in range(4):
-            fit._check_first_steps()
-            hooks.append(fit._given_back)
-        assert hooks[0] is not None and hooks[:3] == hooks[:1] * 3
-        assert hooks[3] is not None and hooks[3] is not hooks[0]
 
 
 @pytest.mark.parametrize("removed", [False, True])

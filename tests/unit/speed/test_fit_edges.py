@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-import moe_qlora
 from moe_qlora.memory import levels
-from moe_qlora.testing import tiny_config, tiny_model
 from tests.helpers.fitting import (
     BATCH,
     SEQ,
@@ -25,7 +21,6 @@ from tests.helpers.fitting import (
     measured_peak,
     token_ids,
     train,
-    with_lora,
 )
 
 
@@ -123,56 +118,3 @@ def test_a_copy_of_a_fitted_model_keeps_as_much() -> None:
         copied = copy.deepcopy(model)
     assert equal(train(copied, ids, 1), expected)
     assert measured_peak(copied, ids) <= least_memory(model)
-
-
-@pytest.mark.parametrize(
-    "kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification]
-)
-def test_models_that_classify(kind: Any) -> None:
-    config = tiny_config("qwen3_moe")
-    config.num_labels, config.pad_token_id = 3, 0
-    model = kind.from_config(config)
-    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
-    model = with_lora(model)
-    with fitted(model) as fit:
-        assert {layer.activations for layer in fit.layers} == {"keep"}
-    with pytest.raises(moe_qlora.ConfigError, match="bytes are missing"):
-        fitted(model, 1)
-
-
-def test_the_least_memory_is_that_of_keeping_all_where_this_is_less() -> None:
-    """Of few tokens, recomputing a layer of Mamba takes more than what it saves."""
-    model = adapted("jamba")
-    sizes = {"batch_size": 1, "seq_len": 100}
-    least = least_memory(model, 1, 100)
-    with fitted(model, least, **sizes) as fit:
-        assert fit.peak <= least
-    with pytest.raises(moe_qlora.ConfigError, match=r": 1 bytes are missing"):
-        fitted(model, least - 1, **sizes)
-
-
-def test_a_first_layer_that_a_tower_comes_before() -> None:
-    """Of a text model its first layer's input is held, whatever comes first in the modules."""
-    model = adapted("qwen3_vl_moe")
-    sizes = {"batch_size": 3, "seq_len": 17}
-    least = least_memory(model, 3, 17)
-    with fitted(model, **sizes) as fit:
-        most = fit.peak
-    with fitted(model, (least + most) // 2, **sizes) as fit:
-        running = [layer.level for layer in fit.layers if layer.name in fit._choices.layers]
-        assert running[0] != "keep" and running[-1] == "keep"
-        for ids in (token_ids(model, 3, 17), torch.zeros(3, 17, dtype=torch.long)):
-            assert measured_peak(model, ids) <= fit.peak
-
-
-@pytest.mark.parametrize(("rank", "seq"), [(64, 17), (16, 3)])
-def test_of_few_tokens_the_optimizer_is_the_peak(rank: int, seq: int) -> None:
-    """On a CPU AdamW steps one weight after the other."""
-    model = tiny_model("qwen3_moe", seed=0)
-    moe_qlora.quantize_experts(model, {"load_in_4bit": True})
-    config = LoraConfig(r=rank, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    model = moe_qlora.get_peft_model(model, config).train()
-    sizes = {"batch_size": 1, "seq_len": seq}
-    with fitted(model, **sizes) as fit:
-        measured = measured_peak(model, token_ids(model, 1, seq))
-        assert measured <= fit.peak <= 1.03 * measured

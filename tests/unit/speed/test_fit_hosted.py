@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +14,6 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.hosting import Pace
-from moe_qlora.speed.slots import Copier
 from tests.helpers.fitting import (
     adapted,
     equal,
@@ -93,25 +91,6 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: s
     off.remove()
     model.load_state_dict(weights)
     assert equal(train(model, ids), resident)
-
-
-def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_qlora.speed.fit._pace", lambda device: SLOW)
-    made: list[weakref.ref[torch.Tensor]] = []
-
-    def empty(self: Copier, nbytes: int, own: Any = Copier.empty) -> torch.Tensor:
-        memory: torch.Tensor = own(self, nbytes)
-        made.append(weakref.ref(memory))
-        return memory
-
-    monkeypatch.setattr(Copier, "empty", empty)
-    model = adapted(num_hidden_layers=6)
-    off = moe_qlora.offload_experts(model)
-    memory = least_memory(model) + off.host_nbytes // 3
-    with fitted(model, memory):
-        train(model, token_ids(model))
-        assert 2 < len(off.layers) < 6
-        assert len(made) > off.slots == sum(slot() is not None for slot in made)
 
 
 @pytest.mark.parametrize("pace", ["slow"], indirect=True)
@@ -204,26 +183,6 @@ def test_the_device_is_that_of_what_is_not_in_host_memory() -> None:
                     module._parameters[name] = meta
         with pytest.raises(ConfigError, match="the model is on meta"):
             fitted(model)
-
-
-@pytest.mark.parametrize("pace", ["quick"], indirect=True)
-def test_enabled_offload_is_fitted(pace: str) -> None:
-    model = adapted(num_hidden_layers=4)
-    moe_qlora.offload_experts(model.get_base_model())  # As a load does, before adapters
-    with fitted(model) as fit:
-        assert {layer.experts for layer in fit.layers} == {"device"}
-    with fitted(model, least_memory(model)) as fit:
-        assert {layer.experts for layer in fit.layers} == {"host"}
-
-
-def test_prepare_training_names_the_layers_in_host_memory() -> None:
-    model = adapted(num_hidden_layers=4)
-    with moe_qlora.offload_experts(model) as off:
-        least = least_memory(model, by=moe_qlora.prepare_training)
-        prepared = moe_qlora.prepare_training(model, batch_size=2, seq_len=48, memory=least)
-        assert "experts of 4 lie in" in str(prepared) and "; copies " in str(prepared)
-        prepared.remove()
-        assert len(off.layers) == 4
 
 
 def test_no_level_is_measured_that_layers_cannot_be_on(monkeypatch: pytest.MonkeyPatch) -> None:

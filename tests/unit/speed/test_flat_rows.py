@@ -335,14 +335,6 @@ def test_a_recorded_plain_row_is_the_same_each_step() -> None:
     rows.remove()
 
 
-def test_the_operator_of_attention_gives_the_shapes_that_it_says() -> None:
-    segments.segmented("sdpa")  # Defines it
-    q, k = torch.empty(6, 4, 8, device="meta"), torch.empty(6, 2, 8, device="meta")
-    offsets, sizes = torch.empty(3, dtype=torch.int32, device="meta"), torch.tensor([6, 1])
-    out, lse = torch.ops.moe_qlora.segment_attention(q, k, k, offsets, sizes, None, 0, 1.0)
-    assert out.shape == (6, 4, 8) and lse.shape == (4, 6), "(L, heads, dim), (heads, L)"
-
-
 def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("qwen3_moe", seed=0).train()
     ids = sequences(model)[0][None]

@@ -11,14 +11,12 @@ import pytest
 import torch
 from emulated_graphs import emulate
 from graphed import COMPILED, assert_near, batch, gradients, packed, recorded
-from peft import LoraConfig
 from torch import Tensor
-from transformers import BitsAndBytesConfig, DynamicCache
+from transformers import DynamicCache
 
-import moe_qlora
 from moe_qlora.memory import levels
 from moe_qlora.speed import flat_rows, graphs, recording
-from moe_qlora.speed.graphs import LayerCalls, record_layers, unflatten
+from moe_qlora.speed.graphs import LayerCalls, LayerGraphs, unflatten
 from moe_qlora.speed.layers import LayerRunner, used_arguments
 from moe_qlora.speed.segments import SegmentMask
 from moe_qlora.testing import tiny_model
@@ -119,7 +117,7 @@ def test_flat_rows_are_recorded_for_few_lengths(ran: list[str]) -> None:
     wanted = [step(ids) for ids in batches]
     (rows,) = flat_rows.flatten_rows(model, 1, 512, fixed=True)
     rows.lengths.pick = lambda n, _: (flat_rows.rounded(n), 16, n != 60)
-    made = record_layers(model)
+    made = LayerGraphs(model)
     for ids, want in zip(batches, wanted, strict=True):
         torch.testing.assert_close(step(ids), want, rtol=1e-4, atol=1e-6)
     assert made.recorded == 3 * LAYERS
@@ -145,7 +143,7 @@ def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
     ids = [token_ids(model, 1, count) for count in (2000, 1000)]
     with fitted(model, ENOUGH) as fit:
         memory = ENOUGH if enough else int(fit.peak) + 4096
-    made = record_layers(model)
+    made = LayerGraphs(model)
     with fitted(model, memory):
         found = []
         for each in (ids[1], ids[1], ids[0], ids[1], ids[0], ids[1]):
@@ -210,23 +208,6 @@ def test_weights_put_in_the_place_of_others_are_read(recordings: list[Any]) -> N
     assert len(recordings) == LAYERS + 1
     reset(model, weights)
     assert all(equal(one, step(model, ids)) for one in got[:1]) and equal(got[0], got[2])
-
-
-@emulated
-def test_a_first_layer_that_trains_nothing_is_recorded(recordings: list[Any]) -> None:
-    model: Any = tiny_model("qwen3_moe", num_hidden_layers=LAYERS)
-    model.config.use_cache = False
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    config = LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[1, 2])
-    model = moe_qlora.get_peft_model(model, config, unpacked_ok=True).train()
-    weights, ids = trained(model), token_ids(model)
-    wanted = step(model, ids)
-    with recorded(model, levels.KEEP) as made:
-        for _ in range(3):
-            reset(model, weights)
-            assert equal(step(model, ids), wanted)
-        assert made.recorded == LAYERS
-    assert len(recordings) == LAYERS
 
 
 def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[str, Tensor]]:

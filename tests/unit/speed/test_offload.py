@@ -16,17 +16,15 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.speed import offload as host_memory
-from moe_qlora.speed.offload import held_tensors
 from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import adapted, equal, fill, token_ids, train, with_lora
-from tests.helpers.mxfp4 import write_gpt_oss
+from tests.helpers.fitting import equal, fill, token_ids, train, with_lora
 from tests.helpers.representatives import REPRESENTATIVES
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -47,20 +45,6 @@ CHECKPOINTS: dict[str, bool | None] = {"kept": None, "recomputed": False, "reent
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
     with delayed(monkeypatch) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def kept_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("gpt_oss")
-    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
-    write_gpt_oss(root, **sizes, num_hidden_layers=3)
-    return root / "maker"
-
-
-def kept_codes(folder: Path) -> Any:
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    with moe_qlora.enabled(keep_codes=True):
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).train()
 
 
 def packed(codec: str = "nf4 twice", layers: int = 4, **overrides: Any) -> Any:
@@ -119,28 +103,6 @@ def test_steps_are_those_of_the_resident_model(
     assert same(bits(model), again)
 
 
-@pytest.mark.parametrize("way", ["kept", "reentrant"])
-def test_kept_codes_of_a_checkpoint(kept_folder: Path, way: str, devices: list[Delayed]) -> None:
-    model = checkpointed(with_lora(kept_codes(kept_folder)), way)
-    ids, weights = token_ids(model, seq=12), bits(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model) as off, Reads(devices):
-        assert equal(train(model, ids), resident)
-        assert off.copies == 2 + 3 * 2
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama4_text", "nemotron_h"])
-def test_model_types_train_alike(model_type: str, devices: list[Delayed]) -> None:
-    """Some read decoded weights, have dense layers first, or several kinds of layers."""
-    model = adapted(model_type)
-    ids, weights = token_ids(model, seq=20), bits(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model), Reads(devices):
-        assert equal(train(model, ids), resident)
-
-
 @pytest.mark.parametrize(
     "model_type", sorted(REPRESENTATIVES.keys() & {*registry_families()} - {"qwen3_omni_moe"})
 )
@@ -195,29 +157,6 @@ def test_evaluation_generation_and_switched_adapters() -> None:
         for _ in range(2):
             assert all(map(torch.equal, results(), resident))
     assert all(map(torch.equal, results(), resident))
-
-
-def test_first_use_in_inference_mode_spoils_nothing() -> None:
-    model = with_lora(packed())
-    ids = token_ids(model)
-    resident = train(copy.deepcopy(model), ids, 2)
-    with moe_qlora.offload_experts(model):
-        with torch.inference_mode():
-            model(input_ids=ids)
-        assert equal(train(model, ids, 2), resident)
-
-
-def test_some_layers_only() -> None:
-    model = with_lora(packed())
-    ids, weights = token_ids(model), bits(model)
-    resident = train(model, ids)
-    for count in (1, 2, 3):
-        model.load_state_dict(weights)
-        with moe_qlora.offload_experts(model, layers=count) as off:
-            assert equal(train(model, ids), resident)
-            assert len(off.layers) == count and off.layers[-1].endswith("layers.3")
-            assert off.slots == min(2, count)
-            assert off.copies == (count if count < 3 else 2 + 3 * 2)
 
 
 def test_a_failure_in_the_middle_leaves_nothing(devices: list[Delayed]) -> None:
@@ -279,49 +218,6 @@ def test_remove_gives_back_the_same_model(codec: str) -> None:
     assert off.host_nbytes == off.slots == 0
     hosts = [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
     assert all("host" not in each.__dict__ for each in hosts)
-
-
-def test_host_memory_is_freed_with_the_model_or_by_remove(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[int] = []
-
-    class Watched(host_memory._Map):
-        def __del__(self) -> None:
-            alive.remove(id(self))
-
-    def made(nbytes: int) -> Any:
-        found = original(nbytes)
-        alive.append(id(found))
-        return found
-
-    monkeypatch.setattr(host_memory, "_Map", Watched)
-    original = Watched.anonymous
-    monkeypatch.setattr(Watched, "anonymous", made)
-    model = packed()
-    with moe_qlora.offload_experts(model):
-        model(**tiny_inputs(model))
-        assert len(alive) == 4
-    assert not alive
-    off = moe_qlora.offload_experts(model)
-    model(**tiny_inputs(model))
-    del model, off
-    gc.collect()
-    assert not alive
-
-
-def test_a_copy_has_its_experts_on_the_device() -> None:
-    model = with_lora(packed())
-    ids = token_ids(model)
-    with moe_qlora.offload_experts(model) as off:
-        twin = copy.deepcopy(model)
-        copies = off.copies
-        found = train(twin, ids)
-        assert off.copies == copies and "on host" not in repr(twin)
-        for _, module, name in parametrize.iter_packed(twin):
-            for tensor in held_tensors(parametrize.parametrization_list(module, name)):
-                assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        with moe_qlora.offload_experts(twin):
-            pass
-        assert equal(train(model, ids), found)
 
 
 def test_state_dicts_and_folders_are_those_of_the_resident_model(tmp_path: Path) -> None:
@@ -394,19 +290,6 @@ def test_merging_is_refused_and_possible_afterwards() -> None:
     assert same(bits(first), bits(second))
 
 
-def test_adapters_are_made_on_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = packed()
-    with moe_qlora.offload_experts(model) as off:
-        names = [(module, name) for _, module, name in parametrize.iter_packed(model)]
-        off.device = torch.device("meta")  # Another one than where the codes are
-        devices = {parametrize.device_of(module, name) for module, name in names}
-        off.device = torch.device("cpu")
-        assert devices == {torch.device("meta")}
-        adapted_later = with_lora(model)
-        found = train(adapted_later, token_ids(model))
-    assert equal(train(with_lora(packed()), token_ids(model)), found)
-
-
 @pytest.mark.parametrize("layers", [0, -1, 5, True, 2.0, "2"])
 def test_wrong_numbers_of_layers(layers: Any) -> None:
     with pytest.raises(ConfigError, match=r"layers is .*from 1 to 4"):
@@ -424,19 +307,6 @@ def test_what_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         moe_qlora.offload_experts(model)
     with pytest.raises(ConfigError, match="on meta"):
         moe_qlora.offload_experts(packed().to("meta"))
-
-
-@pytest.mark.parametrize("codec", ["nf4 twice", "int8"])
-def test_a_model_laid_out_for_sharding(codec: str) -> None:
-    """As several ranks have it."""
-    model, sharded = (moe_qlora.prepare_sharding(packed(codec)) for _ in range(2))
-    with moe_qlora.offload_experts(sharded):
-        assert same(bits(sharded), bits(model))
-        with pytest.raises(ConfigError, match=r"lies in host memory.*remove\(\)"):
-            moe_qlora.prepare_sharding(sharded)
-        first, second = with_lora(model), with_lora(sharded)
-        assert equal(train(first, token_ids(model)), train(second, token_ids(model)))
-    assert same(bits(first), bits(second))
 
 
 class Cuda:
@@ -502,57 +372,3 @@ def test_a_limit_of_locked_memory_changes_nothing(monkeypatch: pytest.MonkeyPatc
     assert same(bits(model), before) and "on host" not in repr(model)
     with moe_qlora.offload_experts(model):
         model(**tiny_inputs(model))
-
-
-def test_with_saved_tensors_on_the_host(devices: list[Delayed]) -> None:
-    """torch moves activations there, and nothing of a slot: autograd has saved none of it."""
-    model = with_lora(packed())
-    ids, weights = token_ids(model), bits(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    saved: list[bool] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        made = [memory for device in devices for memory in device.made]
-        slots = {memory.untyped_storage().data_ptr() for memory in made}
-        saved.append(tensor.untyped_storage().data_ptr() in slots)
-        return tensor.clone()  # What `save_on_cpu` does for a device
-
-    with moe_qlora.offload_experts(model):
-        with torch.autograd.graph.saved_tensors_hooks(pack, torch.clone), Reads(devices):
-            assert equal(train(model, ids), resident)
-        assert len(saved) > 40 and not any(saved)
-        model.load_state_dict(weights)
-        with torch.autograd.graph.save_on_cpu():
-            assert equal(train(model, ids), resident)
-
-
-@pytest.mark.parametrize("second", [False, True])
-def test_factors_are_where_experts_are_computed(
-    second: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PEFT moves what it made to the first parameter's device; "cpu:0" stands for another one."""
-    model, moves, there = packed(), [], torch.device("cpu", 0)
-    moe_qlora.offload_experts(model)
-    monkeypatch.setattr("moe_qlora.lora.layer.device_of", lambda *_: there)
-    move = torch.nn.Module.to
-
-    def noted(self: Any, *args: Any, **rest: Any) -> Any:
-        moves.append((self, args[0]))
-        return move(self, *args, **rest)
-
-    monkeypatch.setattr(torch.nn.Module, "to", noted)
-    adapted_model = with_lora(model)
-    if second:
-        config = adapted_model.peft_config["default"]
-        adapted_model.add_adapter("other", copy.deepcopy(config))
-        adapted_model.set_adapter("other")
-    factors = [
-        (name, module)
-        for name, module in adapted_model.named_modules()
-        if "experts" in name and "lora_" in name and isinstance(module, torch.nn.Linear)
-    ]
-    assert len(factors) == (2 if second else 1) * 4 * 2 * 2
-    for name, factor in factors:
-        own = [to for module, to in moves if any(part is factor for part in module.modules())]
-        assert own[-1] == there and str(own[-1]) == "cpu:0", name

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import ConfigError
@@ -44,23 +43,6 @@ def packed(codec: str = "nf4 twice", kind: str = "qwen3_moe", **sizes: Any) -> A
 
 def lists_of(model: Any) -> list[Any]:
     return [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "codec"),
-    [
-        ("qwen3_moe", "nf4 twice"),
-        pytest.param("gpt_oss", "int8", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_plan_and_the_doctor_are_those_of_the_resident_model(kind: str, codec: str) -> None:
-    model = packed(codec, kind)
-    plans = [moe_qlora.plan(model, gpus="1TiB", search=False).as_dict()]
-    findings = [moe_qlora.doctor(model).as_dict()]
-    with moe_qlora.offload_experts(model):
-        plans.append(moe_qlora.plan(model, gpus="1TiB", search=False).as_dict())
-        findings.append(moe_qlora.doctor(model).as_dict())
-    assert plans[0] == plans[1] and findings[0] == findings[1]
 
 
 @pytest.mark.parametrize("again", [None, 2, "hold", "gone", "late"])
@@ -161,31 +143,3 @@ def test_what_fit_memory_has_brought_is_still_the_same_offload(room: str) -> Non
     off.remove()
     assert not hosted_tensors(model)
     assert moe_qlora.offload_experts(model) is not off
-
-
-def test_experts_on_disk_are_loaded_into_host_memory(tmp_path: Path) -> None:
-    tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    settings = BitsAndBytesConfig(**CODECS["nf4"])
-    with (
-        pytest.warns(DeprecationWarning, match="'disk'.* is gone .*host memory"),
-        moe_qlora.enabled(offload="disk"),
-    ):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
-    assert "on host" in repr(model)
-    with pytest.raises(ConfigError, match="give True or False"), moe_qlora.enabled(offload="ssd"):
-        pass
-    with pytest.raises(ConfigError, match="give True or False"):
-        moe_qlora.plan(model, gpus="1TiB", offload=1)
-
-
-def test_a_load_under_zero3_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moe_qlora.hf import quantizer
-
-    tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    monkeypatch.setattr(quantizer, "is_deepspeed_zero3_enabled", lambda: True)
-    settings = BitsAndBytesConfig(**CODECS["nf4"])
-    with (
-        moe_qlora.enabled(offload=True),
-        pytest.raises(ConfigError, match=r"ZeRO-3.*offload_param"),
-    ):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)

@@ -94,22 +94,6 @@ def test_replays_train_as_the_resident_model(
     assert equal(steps(model, ids, weights), resident)
 
 
-@pytest.mark.parametrize("first", ["graphs", "offload"])
-def test_either_is_removed_first(first: str, devices: list[Delayed]) -> None:
-    model = packed()
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights)
-    with recorded(model) as graphs:
-        off = moe_qlora.offload_experts(model)
-        for _ in range(2):
-            assert equal(steps(model, ids, weights), resident)
-        (graphs if first == "graphs" else off).remove()
-        assert equal(steps(model, ids, weights), resident)
-        assert graphs.recorded == (0 if first == "graphs" else 4)
-        (off if first == "graphs" else graphs).remove()
-        assert equal(steps(model, ids, weights), resident)
-
-
 @pytest.mark.parametrize(
     ("moved", "keep"),
     [("there", False), ("back", True), ("there and back", True), ("to other slots", False)],
@@ -158,33 +142,6 @@ def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
         copies = off.copies
         assert equal(steps(model, ids, weights), resident)
         assert off.copies - copies == STEPS * 2 * (count - 2)
-
-
-def test_unrecorded_calls_between_recorded_ones(devices: list[Delayed]) -> None:
-    """Evaluation between a forward and its backward, a second forward, and another length."""
-    model = packed(3)
-    ids, other, weights = token_ids(model), token_ids(model, seq=20, seed=1), trained(model)
-
-    def results() -> list[Tensor]:
-        model.load_state_dict(weights, strict=False)
-        found: list[Tensor] = []
-        for _ in range(3):
-            model.zero_grad()
-            losses = [model(input_ids=each, labels=each).loss for each in (ids, other)]
-            with torch.no_grad():
-                found.append(model.eval()(input_ids=ids).logits)
-                found.append(model.train()(input_ids=other).logits)
-            sum(losses).backward()
-            found += [loss.detach() for loss in losses]
-            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        return found
-
-    resident = results()
-    with recorded(model) as graphs, moe_qlora.offload_experts(model), Reads(devices):
-        got = results()
-        assert graphs.recorded >= 3
-    for one, right in zip(got, resident, strict=True):
-        torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-7)
 
 
 def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[Delayed]) -> None:

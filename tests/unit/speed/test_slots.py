@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import sys
-import threading
 from typing import Any
 
 import pytest
-import torch
 
-from moe_qlora.speed import slots
-from moe_qlora.speed.slots import Copier, Slots
+from moe_qlora.speed.slots import Slots
 from tests.helpers.delayed import Delayed, blocks
 
 
@@ -146,35 +141,6 @@ def test_what_was_rewritten_is_copied_again() -> None:
     assert value(made.fetch(every[1], None)[0]) == 7
 
 
-def test_threads_share_slots() -> None:
-    """Copies that are done at once: each thread checks what it holds while others fetch."""
-    every, wrong = blocks(5, 512), list[Any]()
-    made = Slots(2, 512, Copier(torch.device("cpu")))
-
-    def work(seed: int) -> None:
-        draw = random.Random(seed)
-        for _ in range(300):
-            number = draw.randrange(5)
-            slot, lease = made.fetch(every[number], every[draw.randrange(5)])
-            if not bool((slot.memory == number).all()):
-                wrong.append(number)
-            del slot, lease
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    finally:
-        sys.setswitchinterval(before)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
-    gc.collect()
-    assert not made._ended and all(slot.leases == 0 for slot in made._slots)
-
-
 def test_a_block_stays_for_its_backward_where_no_other_slot_is_free() -> None:
     device, every = Delayed(), blocks(2)
     made = Slots(1, 8, device)
@@ -183,66 +149,3 @@ def test_a_block_stays_for_its_backward_where_no_other_slot_is_free() -> None:
         assert value(slot) == 0
         del lease
     assert made.copies == 1
-
-
-def test_slots_that_are_never_filled_again_keep_one_mark() -> None:
-    device, every = Delayed(), blocks(2)
-    made = Slots(2, 8, device)
-    for _ in range(20):
-        for block in every:
-            made.fetch(block, None)
-    assert made.copies == 2 and all(len(slot.marks) == 1 for slot in made._slots)
-
-
-def test_cuda_orders_copies_behind_marks_and_uses_behind_copies(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The calls of torch's streams, without a GPU."""
-    said: list[Any] = []
-
-    class Stream:
-        def __init__(self, name: Any = None) -> None:
-            self.name = name if isinstance(name, str) else "copies"
-
-        def wait_event(self, event: Any) -> None:
-            said.append((self.name, "waits", event))
-
-        def __enter__(self) -> None:
-            said.append((self.name, "enters"))
-
-        def __exit__(self, *_: object) -> None:
-            said.append((self.name, "leaves"))
-
-        def record_event(self) -> Any:
-            said.append((self.name, "records", event := Event()))
-            return event
-
-    class Event:
-        def synchronize(self) -> None:
-            said.append(("host", "waits", self))
-
-    cuda = slots.torch.cuda
-    monkeypatch.setattr(cuda, "Stream", Stream)
-    monkeypatch.setattr(cuda, "current_stream", lambda device: Stream("computes"))
-    monkeypatch.setattr(cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda _, s: said.append(("frees", s.name)), raising=False
-    )
-    copier = Copier(torch.device("cuda", 0))
-    copier.device = torch.device("cpu")
-    memory, source = copier.empty(4), torch.arange(4, dtype=torch.uint8)
-    mark = copier.mark(copier.here())
-    done = copier.copy(memory, source, [mark])
-    copier.wait(copier.here(), done)
-    copier.finish(done)
-    assert torch.equal(memory, source)
-    assert said == [
-        ("frees", "copies"),
-        ("computes", "records", mark),
-        ("copies", "enters"),
-        ("copies", "waits", mark),
-        ("copies", "records", done),
-        ("copies", "leaves"),
-        ("computes", "waits", done),
-        ("host", "waits", done),
-    ]
