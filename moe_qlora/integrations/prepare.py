@@ -200,22 +200,24 @@ def _quicken(
     """Compile layers and record them, and return what was done; only compile those of FSDP."""
     of_all = f"{len(layers)} layers"
     compiled = f"torch.compile: {of_all if compiles else 'not used; Triton is not installed'}."
-    sharded = _sharding(model)
-    if sharded is None:
+    obstacle = _sharding(model)
+    if obstacle is None:
+        prepared._lines += _join(model, undo)
+        obstacle = None if has_flat_rows(model) else "batches keep their own shapes"
+    if obstacle is None:
         from ..speed.graphs import LayerGraphs
 
-        prepared._lines += _join(model, undo)
         try:
             prepared.graphs = LayerGraphs(model, compiled=compiles)
         except Exception as error:  # noqa: BLE001 - training works without
-            sharded = f"{type(error).__name__}: {first_line(error)}"
+            obstacle = f"{type(error).__name__}: {first_line(error)}"
         else:
             undo.callback(prepared.graphs.remove)
             return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
     for layer in layers if compiles else ():
         undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
         layer.compile()
-    return [compiled, f"CUDA graphs: not used; {sharded.rstrip('.')}."]
+    return [compiled, f"CUDA graphs: not used; {obstacle.rstrip('.')}."]
 
 
 def _join(model: nn.Module, undo: ExitStack) -> list[str]:

@@ -2,7 +2,7 @@
 
     LayerRunner   in place of the layer's forward, with fields that others set:
       level       what it keeps for its backward (memory/levels.py); `fit_memory` sets it
-      graphs      where its calls are recorded and replayed (graphs.py); `record_layers` sets it
+      graphs      where its calls are recorded and replayed (graphs.py), which sets it
       compiles    whether it runs in code of torch.compile
 
 A runner is put on a layer with the first of these fields, and taken off with the last.

@@ -80,13 +80,13 @@ class _Tree:
         """List modules and parameters, unless they are known."""
         adapters = len(getattr(self.root, "peft_config", ()))
         if self._looked != adapters:
+            self._looked = adapters  # The class asks for modules to list parameters
             if self._held is None or self._now() != self._held:
                 self._modules = list(type(self.root).named_modules(self.root))
                 self._parameters = list(type(self.root).named_parameters(self.root))
                 modules = [vars(module) for _, module in self._modules]
                 self._dicts = [each[n] for each in modules for n in ("_modules", "_parameters")]
                 self._held, self._counts = self._now(), {}
-            self._looked = adapters
         return self
 
     def _now(self) -> tuple[list[int], list[int]]:
