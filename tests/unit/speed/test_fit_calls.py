@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,12 +27,14 @@ from moe_qlora.speed import fit as fit_module
 from moe_qlora.testing import tiny_model
 from tests.helpers import training
 from tests.helpers.fitting import (
+    BATCH,
     SEQ,
     adapted,
     equal,
     fill,
     fitted,
     least_memory,
+    measured_peak,
     on_level,
     token_ids,
     train,
@@ -419,3 +423,47 @@ def test_what_the_first_backward_reserved_is_given_back_once(
         for _ in range(2):
             model(input_ids=token_ids(model), labels=token_ids(model)).loss.backward()
     assert len(given) == (0 if removed else 1)
+
+
+@pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH, SEQ + 1), (BATCH + 1, SEQ)])
+def test_more_or_longer_sequences_are_computed_again(
+    shape: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = adapted("gpt_oss")
+    ids = token_ids(model, *shape)
+    expected = train(adapted("gpt_oss"), ids, 1)
+    ran: list[str] = []
+    layer = model.get_base_model().model.layers[0]
+    layer.mlp.router.register_forward_hook(lambda *_: ran.append("router"))
+    with caplog.at_level(logging.WARNING), fitted(model):
+        ran.clear()
+        train(model, token_ids(model), 1)
+        assert len(ran) == 1 and "were promised" not in caplog.text
+    model = adapted("gpt_oss")
+    with caplog.at_level(logging.WARNING), fitted(model):
+        assert equal(train(model, ids, 1), expected)
+        assert measured_peak(model, ids) <= least_memory(adapted("gpt_oss"), *shape)
+    assert caplog.text.count("were promised") == 1
+    assert ("sequences of 96 tokens, and 48 were" in caplog.text) == (shape[0] == 1)
+
+
+def test_an_old_choice_does_not_undo_a_newer_one() -> None:
+    model = adapted(num_hidden_layers=4)
+    least = least_memory(model)
+    with fitted(model) as old:
+        old.remove()
+        new = fitted(model, least)
+    assert "recompute" in {layer.activations for layer in new.layers}
+    assert measured_peak(model, token_ids(model)) <= least
+    new.remove()
+    assert not any("forward" in vars(layer) for layer in model.get_base_model().model.layers)
+
+
+def test_a_copy_of_a_fitted_model_keeps_as_much() -> None:
+    model = adapted()
+    ids = token_ids(model)
+    expected = train(adapted(), ids, 1)
+    with fitted(model, least_memory(model)):
+        copied = copy.deepcopy(model)
+    assert equal(train(copied, ids, 1), expected)
+    assert measured_peak(copied, ids) <= least_memory(model)

@@ -183,17 +183,3 @@ def test_the_device_is_that_of_what_is_not_in_host_memory() -> None:
                     module._parameters[name] = meta
         with pytest.raises(ConfigError, match="the model is on meta"):
             fitted(model)
-
-
-def test_no_level_is_measured_that_layers_cannot_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where copies are slow, memory that does not hold all experts holds no activations."""
-    monkeypatch.setattr("moe_qlora.speed.fit._pace", lambda device: SLOW)
-    model = adapted(num_hidden_layers=6)
-    with moe_qlora.offload_experts(model) as off:
-        least = least_memory(model)
-        with fitted(model, least + off.host_nbytes // 3) as fit:
-            assert {layer.level for layer in fit.layers} == {"recompute"}
-            assert 0 < len(off.layers) < 6
-            assert {*fit._activities} == {"recompute", "all kept"}
-        with fitted(model, least + 2 * off.host_nbytes) as fit:
-            assert "keep" in fit._activities

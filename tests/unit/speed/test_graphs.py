@@ -16,9 +16,8 @@ from transformers import DynamicCache
 
 from moe_qlora.memory import levels
 from moe_qlora.speed import flat_rows, graphs, recording
-from moe_qlora.speed.graphs import LayerCalls, LayerGraphs, unflatten
+from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.speed.layers import LayerRunner, used_arguments
-from moe_qlora.speed.segments import SegmentMask
 from moe_qlora.testing import tiny_model
 from tests.helpers.fitting import ENOUGH, adapted, equal, fill, fitted, token_ids, train
 
@@ -89,17 +88,6 @@ def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
     assert used_arguments(layer, given) == {
         "seq_idx": ids, "is_causal": False, "past_key_values": None, "use_cache": False,
     }  # fmt: skip
-
-
-def test_numbers_on_the_host_tell_calls_apart() -> None:
-    model, x = tiny_model("qwen3_moe"), torch.ones(1, 4, 64)
-    calls = LayerCalls(model, model.model.layers[0], 0)
-    masks = [SegmentMask(torch.arange(3), torch.tensor([4, rows]), 0) for rows in (0, 1, 1)]
-    leaves, structure, one = calls.describe((x,), {"mask": masks[0], "pair": (x, None)})
-    other, same = (calls.describe((x,), {"mask": m, "pair": (x, None)})[2] for m in masks[1:])
-    assert one != other == same
-    args, kwargs = unflatten(structure, iter(leaves))
-    assert args[0] is x and kwargs["mask"] == masks[0] and kwargs["pair"] == (x, None)
 
 
 @emulated
@@ -239,21 +227,6 @@ def test_router_logits_of_replays_have_gradients(
             assert len(got[0]) == 1 + model.config.num_hidden_layers * each[1]
             torch.testing.assert_close(got, want)
         assert made.recorded == 2 * model.config.num_hidden_layers
-
-
-@emulated
-def test_other_outputs_are_not_gathered_from_graphs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    emulate(monkeypatch)
-    model = small()
-    ids = token_ids(model)
-    with recorded(model, levels.KEEP) as made:
-        for _ in range(3):
-            out = model(input_ids=ids, labels=ids, output_hidden_states=True)
-            assert len(out.hidden_states) == LAYERS + 1
-        assert made.recorded == 0
-    assert "outputs of layers are gathered (hidden_states)" in caplog.text
 
 
 def test_a_copy_of_a_recorded_model_runs_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

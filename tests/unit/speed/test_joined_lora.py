@@ -13,8 +13,6 @@ from emulated_graphs import emulate
 from graphed import recorded
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
 
@@ -260,39 +258,7 @@ def test_what_is_not_known_runs_as_it_did(lora: Any, change: Any, products: list
     assert distance(got, wanted) < 1e-6
 
 
-def doubles(module: Any, args: Any, *_: Any) -> None:
-    args[0].mul_(2)
-
-
 BEFORE, AFTER = "register_forward_pre_hook", "register_forward_hook"
-PLACES = ("k", "k.base_layer", "k.lora_A.default", "k.lora_B.default", "v")
-
-
-@pytest.mark.parametrize(
-    ("where", "add", "compiles"),
-    [
-        *((where, add, False) for where in PLACES for add in (BEFORE, AFTER)),
-        *((where, (BEFORE, AFTER)[i % 2], True) for i, where in enumerate(PLACES)),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-def test_hooks_that_change_their_input_in_place(where: str, add: str, compiles: bool) -> None:
-    """In fp32, PEFT gives A a copy of a bfloat16 x, so that autograd needs no unchanged x."""
-    model = adapted()
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name:
-            parameter.data = parameter.data.bfloat16()
-    block = model.get_base_model().blocks[1]
-    getattr(block.get_submodule(where), add)(doubles)
-    if compiles:
-        torch._dynamo.reset()
-    with torch.no_grad():
-        wanted = results(model)
-        with join_lora(model):
-            if compiles:
-                block.compile(backend="eager")
-            got = results(model)
-    assert distance(got, wanted) < 1e-2
 
 
 def test_a_layer_is_joined_with_those_of_its_call_alone(products: list[int]) -> None:
@@ -327,39 +293,6 @@ def test_a_layer_is_joined_with_those_of_its_call_alone(products: list[int]) -> 
         equal(name, x[None], adapter_names=["default"])
     joined.remove()
     assert "forward" not in vars(ours.q)
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-def test_compiled_layers_share_code_of_fewer_products() -> None:
-    model = adapted(linear_4bit)
-    model.get_base_model().embedding.requires_grad_(True)  # all inputs have gradients
-    wanted = results(model)
-    counts: list[int] = []  # products
-
-    def count(graph: Any, inputs: Any) -> Any:
-        targets = [str(node.target) for node in graph.graph.nodes]
-        counts.append(sum(targets.count(f"aten.{name}.default") for name in ("mm", "addmm")))
-        return graph
-
-    def compiled() -> tuple[int, list[int]]:
-        torch._dynamo.reset()
-        counts.clear()
-        backend = CompileCounterWithBackend(aot_autograd(fw_compiler=count, bw_compiler=count))
-        for block in model.get_base_model().blocks:
-            block.compile(backend=backend, fullgraph=True)
-        for _ in range(2):
-            assert distance(results(model), wanted) < 1e-5
-        for block in model.get_base_model().blocks:
-            block._compiled_call_impl = None
-        return backend.frame_count, list(counts)
-
-    frames, before = compiled()
-    assert frames == 1
-    with join_lora(model):
-        frames, after = compiled()
-        assert frames == 1 and held(model) is None
-    # Of q, k and v: 3 A x, and in backward 3 dA and 3 dx, are one each.
-    assert [a - b for a, b in zip(before, after, strict=True)] == [2, 4]
 
 
 def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tensor]]]]:

@@ -212,32 +212,6 @@ def test_on_a_gpu_nothing_in_use_is_overwritten(rest: int, what: Any, keep: bool
             assert torch.equal(tensor, copied)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_two_forwards_come_before_their_backwards(model: Any, together: bool) -> None:
-    """As of a trainer of pairs: the second one runs without graphs."""
-    ids = [torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
-
-    def steps() -> list[Any]:
-        found = []
-        for _ in range(5):
-            model.zero_grad()
-            losses = [model(input_ids=each, labels=each).loss for each in ids]
-            if together:
-                (losses[0] + 2 * losses[1]).backward()
-            else:
-                losses[1].backward()
-                losses[0].backward()
-            found.append(
-                {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-            )
-        return found
-
-    wanted = steps()
-    with recorded(model, levels.KEEP) as graphs:
-        torch.testing.assert_close(steps(), wanted)
-        assert graphs.recorded == 3
-
-
 def test_layers_that_are_computed_again_lend_nothing(model: Any) -> None:
     """Two of their forwards may come before the backwards, which both run as graphs."""
     wanted = train(model, rest=3)

@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel
 from torch import nn
 
 import moe_qlora
-from moe_qlora.speed.module_walks import _Tree, quicken_walks
+from moe_qlora.speed.module_walks import quicken_walks
 from moe_qlora.testing import tiny_model
 
 
@@ -67,21 +67,6 @@ def test_between_forwards_changes_are_seen_without_looking(model: PeftModel) -> 
     model.to("meta")
     assert_as_class(model)
     undo()
-
-
-def test_only_a_training_forward_looks(model: PeftModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[object] = []
-    monkeypatch.setattr(_Tree, "_now", lambda each: looks.append(each))
-    quicken_walks(model.train())
-    for grad, mode in ((False, True), (True, False), (True, True)):
-        model.train(mode)
-        looks.clear()
-        with torch.set_grad_enabled(grad):
-            model(input_ids=torch.arange(4)[None])
-        assert bool(looks) is (grad and mode)
-    looks.clear()
-    list(model.parameters())
-    assert not looks
 
 
 def test_train_reaches_a_module_that_was_switched_by_itself(model: PeftModel) -> None:

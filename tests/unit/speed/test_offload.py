@@ -22,9 +22,19 @@ import moe_qlora
 from moe_qlora import ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.speed import offload as host_memory
+from moe_qlora.speed.offload import _Hosted
 from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import equal, fill, token_ids, train, with_lora
+from tests.helpers.fitting import (
+    equal,
+    fill,
+    fitted,
+    hosted_tensors,
+    least_memory,
+    token_ids,
+    train,
+    with_lora,
+)
 from tests.helpers.representatives import REPRESENTATIVES
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -59,6 +69,10 @@ def checkpointed(model: Any, way: str) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
     return model
+
+
+def lists_of(model: Any) -> list[Any]:
+    return [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
 
 
 def bits(model: Any) -> dict[str, Tensor]:
@@ -276,20 +290,6 @@ def test_to_leaves_experts_in_host_memory() -> None:
         assert off.device == torch.device("cpu")
 
 
-def test_merging_is_refused_and_possible_afterwards() -> None:
-    model = with_lora(packed())
-    twin = copy.deepcopy(model)
-    with moe_qlora.offload_experts(model):
-        for merge in (model.merge_adapter, model.merge_and_unload):
-            with pytest.raises(ConfigError, match=r"experts.*lies in host memory.*remove\(\)"):
-                merge()
-        with pytest.raises(ConfigError, match=r"lies in host memory"):
-            model.get_base_model().dequantize()
-        assert equal(train(model, token_ids(model), 1), train(twin, token_ids(model), 1))
-    first, second = model.merge_and_unload(), twin.merge_and_unload()
-    assert same(bits(first), bits(second))
-
-
 @pytest.mark.parametrize("layers", [0, -1, 5, True, 2.0, "2"])
 def test_wrong_numbers_of_layers(layers: Any) -> None:
     with pytest.raises(ConfigError, match=r"layers is .*from 1 to 4"):
@@ -372,3 +372,80 @@ def test_a_limit_of_locked_memory_changes_nothing(monkeypatch: pytest.MonkeyPatc
     assert same(bits(model), before) and "on host" not in repr(model)
     with moe_qlora.offload_experts(model):
         model(**tiny_inputs(model))
+
+
+def test_a_layer_that_does_not_fit_on_the_device_stays_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = with_lora(packed())
+    ids = token_ids(model)
+    resident = train(copy.deepcopy(model), ids, 1)
+    off = moe_qlora.offload_experts(model)
+    copied, calls = _Hosted.on_device, 0
+
+    def on_device(self: _Hosted, device: torch.device) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # the second weight of the second layer that leaves
+            raise torch.OutOfMemoryError("no room")
+        return copied(self, device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Hosted, "on_device", on_device)
+        with pytest.raises(torch.OutOfMemoryError):
+            off.remove()
+    assert [each.host is None for each in lists_of(model)] == [False] * 6 + [True] * 2
+    assert len(off.layers) == 3
+    assert equal(train(copy.deepcopy(model), ids, 1), resident)
+    off.remove()
+    assert not hosted_tensors(model) and off.host_nbytes == 0
+    assert equal(train(model, ids, 1), resident)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_an_interrupted_move_leaves_all_on_the_device(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_lora(packed())
+    ids = token_ids(model)
+    resident = train(copy.deepcopy(model), ids, 1)
+    write, calls, stores = _Hosted.write, 0, []
+
+    def interrupted(self: _Hosted, store: Any) -> None:
+        nonlocal calls
+        calls += 1
+        stores.append(store)
+        if calls == fails_at:
+            raise KeyboardInterrupt
+        write(self, store)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Hosted, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            moe_qlora.offload_experts(model)
+    spans = [(s.tensor(0, 1).data_ptr(), s.nbytes) for s in stores]
+    for each in lists_of(model):
+        at = each.original.data_ptr()
+        assert each.host is None and not any(a <= at < a + n for a, n in spans)
+    with moe_qlora.offload_experts(model) as off:
+        assert len(off.layers) == 4
+        assert equal(train(model, ids, 1), resident)
+
+
+@pytest.mark.parametrize("room", ["least", "all"])
+def test_what_fit_memory_has_brought_is_still_the_same_offload(room: str) -> None:
+    model = tiny_model("qwen3_moe", num_hidden_layers=5)
+    with moe_qlora.enabled(offload=True):
+        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CODECS["nf4"]))
+    model = with_lora(model)
+    memory = least_memory(model) if room == "least" else 1 << 40
+    with fitted(model, memory) as fit:
+        host = [layer.experts for layer in fit.layers].count("host")
+        off = moe_qlora.offload_experts(model)
+        assert len(off.layers) == host and (host == 5) == (room == "least")
+        with pytest.raises(ConfigError, match=r"offload_experts\(model\) returns"):
+            moe_qlora.offload_experts(model, layers=2)
+    assert moe_qlora.offload_experts(model) is off and len(off.layers) == 5
+    off.remove()
+    assert not hosted_tensors(model)
+    assert moe_qlora.offload_experts(model) is not off

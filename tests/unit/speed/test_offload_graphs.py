@@ -174,28 +174,6 @@ def test_weights_that_are_loaded_reach_the_graphs(devices: list[Delayed]) -> Non
         assert equal(train(model, ids, 3), resident) and graphs.recorded == 4
 
 
-def test_a_backward_without_graphs_has_the_autocast_of_its_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A layer is computed in backward, where no autocast is on."""
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    model = packed(1)
-    ids, seen = token_ids(model), list[Any]()
-    mlp = model.get_base_model().model.layers[0].mlp
-    run = mlp.forward
-    mlp.forward = lambda x: (seen.append(torch.is_autocast_enabled("cuda")), run(x))[1]
-    with recorded(model, levels.KEEP) as graphs:
-        for step in range(3):
-            with torch.autocast("cuda", torch.float16):
-                loss = model(input_ids=ids, labels=ids).loss
-            if step == 2:
-                assert graphs.recorded == 1
-                seen.clear()
-                moe_qlora.offload_experts(model)
-            loss.backward()
-        assert seen == [True]
-
-
 @pytest.mark.parametrize("order", ["graphs first", "fit first"])
 def test_fit_memory_moves_experts_of_recorded_layers(order: str) -> None:
     model = packed(4)
