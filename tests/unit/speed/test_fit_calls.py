@@ -407,24 +407,6 @@ def test_the_first_steps_are_compared_with_what_was_planned(
     assert all(("expandable_segments:True" in text) is (over == 1.0) for text in said)
 
 
-@pytest.mark.parametrize("removed", [False, True])
-def test_what_the_first_backward_reserved_is_given_back_once(
-    removed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[None] = []
-    model = adapted()
-    with fitted(model) as fit:
-        record(fit)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
-        fit._check_first_steps()
-        if removed:
-            fit.remove()
-        for _ in range(2):
-            model(input_ids=token_ids(model), labels=token_ids(model)).loss.backward()
-    assert len(given) == (0 if removed else 1)
-
-
 @pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH, SEQ + 1), (BATCH + 1, SEQ)])
 def test_more_or_longer_sequences_are_computed_again(
     shape: tuple[int, int], caplog: pytest.LogCaptureFixture

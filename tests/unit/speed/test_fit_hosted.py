@@ -11,7 +11,6 @@ from torch import nn
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.hosting import Pace
 from tests.helpers.fitting import (
@@ -91,26 +90,6 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: s
     off.remove()
     model.load_state_dict(weights)
     assert equal(train(model, ids), resident)
-
-
-@pytest.mark.parametrize("pace", ["slow"], indirect=True)
-def test_of_some_layers_in_host_memory_the_others_stay_on_the_device(pace: str) -> None:
-    model = adapted(num_hidden_layers=6)
-    ids = token_ids(model)
-    every = least_memory(model)
-    off = moe_qlora.offload_experts(model, layers=4)
-    packed = sum(part.weight.nbytes for part in packed_parts(model.get_base_model()))
-    least = least_memory(model)
-    assert every - least == 4 * packed // 6 - 2 * off.host_nbytes // 4
-    with fitted(model, least) as fit:
-        assert [layer.experts for layer in fit.layers] == ["device"] * 2 + ["host"] * 4
-        assert measured_peak(model, ids) <= fit.peak <= least
-    # Two of them would free no more than their slots take.
-    off.remove()
-    off = moe_qlora.offload_experts(model, layers=2)
-    with fitted(model, every) as fit:
-        assert {layer.experts for layer in fit.layers} == {"device"} and not off.layers
-    assert len(off.layers) == 2
 
 
 def test_where_nothing_fits_offloading_is_named_only_if_it_helps() -> None:

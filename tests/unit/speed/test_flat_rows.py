@@ -6,19 +6,15 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn import functional
 
-import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.lora.packed_rows import watch_packed_rows
-from moe_qlora.memory import levels
 from moe_qlora.speed import flat_rows, segments
 from moe_qlora.testing import tiny_model
 from tests.helpers import flat_reference
@@ -200,24 +196,6 @@ def test_plain_rows_are_computed_as_rows(
     assert set(seen) == ({rows} if family in ("qwen3_moe", "deepseek_v3") else set())
 
 
-@pytest.mark.parametrize("offsets", [False, True], ids=["masks", "offsets"])
-def test_levels_of_fit_memory_keep_the_gradients(
-    offsets: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = adapted("gpt_oss", sliding_window=8)
-    expected, rows = alone(model), sequences(model)
-    if offsets:
-        flat_reference.use(monkeypatch)
-    sizes = {"batch_size": len(LENGTHS), "seq_len": max(LENGTHS), "memory": 1 << 40}
-    with moe_qlora.prepare_training(model, **sizes) as prepared:
-        assert prepared.fit is not None
-        for level in (levels.RECOMPUTE, levels.ATTENTION, levels.KEEP):
-            for layer in prepared.fit._runners.values():
-                layer.level = level
-            for make in BATCHES.values():
-                check(model, expected, make(rows))
-
-
 def test_outputs_have_the_shape_of_the_batch() -> None:
     model = tiny_model("qwen3_moe", seed=0).train()
     batch = padded(sequences(model), left=False)
@@ -325,16 +303,6 @@ def test_rows_are_filled_up_in_training() -> None:
     assert seen == [(1024, True)] * 3 + [(4096, True), (5120, False), (33, False)]
 
 
-def test_a_recorded_plain_row_is_the_same_each_step() -> None:
-    model = tiny_model("qwen3_moe", seed=0).train()
-    rows = flat_rows.FlatRows(model.model, 64, 2 * 64)
-    one, other = ({"input_ids": torch.full((n, 64), 7)} for n in (2, 1))
-    first = rows._row(one, True)
-    assert rows._row(one, True) is first
-    assert rows._row(other, True) is not first and rows._row(one, True) is not first
-    rows.remove()
-
-
 def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("qwen3_moe", seed=0).train()
     ids = sequences(model)[0][None]
@@ -386,42 +354,6 @@ def test_the_forward_says_which_arguments_it_takes() -> None:
     with flat(model):
         assert list(inspect.signature(stack.forward).parameters) == before
     assert "forward" not in vars(stack)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize(
-    "level",
-    [
-        pytest.param(levels.RECOMPUTE, marks=pytest.mark.nightly),
-        pytest.param(levels.ATTENTION, marks=pytest.mark.nightly),
-        levels.KEEP,
-    ],
-)
-def test_layers_are_compiled_once_for_rows_of_all_lengths(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And for all tables of segments, and for the first layer, whose input has no gradient."""
-    model = adapted()
-    flat_reference.use(monkeypatch)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    for layer in model.get_base_model().model.layers:
-        layer.compile()
-    with moe_qlora.prepare_training(model, batch_size=1, seq_len=256, memory=1 << 40) as prepared:
-        stack = model.get_base_model().model
-        stack.forward.lengths = flat_rows.RowLengths(256)  # As on CUDA
-        assert prepared.fit is not None
-        for layer in prepared.fit._runners.values():
-            layer.level = level
-        torch._dynamo.reset()
-        counters.clear()
-        for tokens, each in ((250, 10), (64, 10), (128, 1), (190, 20), (256, 256), (320, 2)):
-            ids = torch.arange(tokens)[None] % 64
-            positions = torch.arange(tokens)[None] % each
-            model(input_ids=ids, position_ids=positions, labels=ids, num_items_in_batch=tokens)
-            model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
-    # Rows of more than was promised are computed again as a whole, by code of its own.
-    assert counters["stats"]["unique_graphs"] == 1 + (level == levels.ATTENTION)
-    assert not counters["graph_break"]
 
 
 def test_a_mask_with_holes_runs_as_before() -> None:

@@ -18,6 +18,7 @@ from moe_qlora.memory import levels
 from moe_qlora.speed import flat_rows, graphs, recording
 from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.speed.layers import LayerRunner, used_arguments
+from moe_qlora.speed.passes import Passes
 from moe_qlora.testing import tiny_model
 from tests.helpers.fitting import ENOUGH, adapted, equal, fill, fitted, token_ids, train
 
@@ -332,25 +333,6 @@ def test_several_forwards_may_come_before_their_backwards(level: str) -> None:
 
 @gpu
 @each_level
-def test_evaluation_is_not_recorded_and_finds_no_stale_weights(level: str) -> None:
-    model = packed()
-    ids = batch(0)
-    with torch.no_grad():
-        wanted = model.eval()(input_ids=ids).logits
-    want = gradients(model.train(), ids)
-    with recorded(model, level) as made:
-        for _ in range(3):
-            gradients(model, ids)
-            with torch.no_grad():
-                got = model.eval()(input_ids=ids).logits
-            model.train()
-            torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
-        assert made.recorded == model.config.num_hidden_layers
-        assert_near(gradients(model, ids), want)
-
-
-@gpu
-@each_level
 def test_dropout_is_drawn_again_in_backward(level: str) -> None:
     model = packed(lora_dropout=0.5)
     ids = batch(0)
@@ -408,3 +390,57 @@ def test_a_hook_that_a_graph_would_skip_is_told(caplog: pytest.LogCaptureFixture
         assert made.recorded == model.config.num_hidden_layers - 1
         assert len(seen) == 3
     assert "has a hook of" in caplog.text
+
+
+class Call:
+    """Stands for a recorded call."""
+
+    def __init__(self, pool: int = 0, keeps: bool = True) -> None:
+        self.pool, self.keeps = pool, keeps
+
+
+def test_a_second_pass_waits_for_the_backward_of_the_first() -> None:
+    passes = Passes()
+    held = [passes.pending(Call()) for place in range(2) if passes.enters(place, keeps=True)]
+    assert not passes.enters(0, keeps=True)
+    assert not passes.enters(1, keeps=True)
+    held.pop()
+    # The pass that began before stays without graphs: layers before may have run eagerly.
+    assert not passes.enters(2, keeps=True)
+    held.clear()
+    assert passes.enters(0, keeps=True)
+    assert not passes.is_kept
+
+
+@pytest.mark.parametrize(
+    ("pool", "keeps", "outdated"), [(0, True, True), (1, True, False), (0, False, False)]
+)
+def test_calls_of_earlier_passes_may_not_write_where_calls_recorded_now_keep_tensors(
+    pool: int, keeps: bool, outdated: bool
+) -> None:
+    passes, earlier = Passes(), Call(0)
+    passes.enters(0, keeps=True)
+    passes.records(earlier)
+    assert not passes.is_outdated(earlier)
+    passes.enters(0, keeps=True)
+    assert not passes.is_outdated(earlier)
+    now = Call(pool, keeps)
+    passes.records(now)
+    assert passes.is_outdated(earlier) is outdated
+    assert not passes.is_outdated(now)
+    passes.enters(0, keeps=True)  # the next pass: all are replayed
+    assert not passes.is_outdated(earlier)
+
+
+def test_a_call_that_keeps_nothing_admits_its_like_alone() -> None:
+    passes = Passes()
+    assert passes.enters(0, keeps=False)
+    held = passes.pending(Call(keeps=False))
+    assert passes.is_waiting and not passes.is_kept and not passes.is_replaying
+    assert passes.enters(1, keeps=True)  # of the same pass: recorded in this order
+    assert passes.enters(0, keeps=False)
+    assert not passes.enters(1, keeps=True)  # whose tensors the first's backward would overwrite
+    del held
+    assert passes.enters(0, keeps=True)
+    other = passes.pending(Call())
+    assert other and not passes.enters(0, keeps=False)

@@ -261,40 +261,6 @@ def test_what_is_not_known_runs_as_it_did(lora: Any, change: Any, products: list
 BEFORE, AFTER = "register_forward_pre_hook", "register_forward_hook"
 
 
-def test_a_layer_is_joined_with_those_of_its_call_alone(products: list[int]) -> None:
-    model = adapted()
-    plain = copy.deepcopy(model)
-    joined = join_lora(model)
-    ours, theirs = model.get_base_model().blocks[0], plain.get_base_model().blocks[0]
-    x, other = torch.randn(3, SIZE), torch.randn(3, SIZE)
-
-    def equal(name: str, x: Tensor, **kwargs: Any) -> None:
-        got = getattr(ours, name)(x, **kwargs)
-        torch.testing.assert_close(got, getattr(theirs, name)(x, **kwargs))
-        assert got.requires_grad is torch.is_grad_enabled()
-
-    equal("k", x)  # without the first of them
-    equal("q", x)
-    equal("k", x.clone())
-    equal("q", x)
-    equal("q", other)
-    equal("k", x)
-    equal("v", other)
-    assert held(model) is None and products == [9] * 3
-    equal("q", x)
-    x.mul_(2)  # A parent may change it after some of its calls
-    equal("k", x)
-    with torch.no_grad():
-        equal("q", x)
-    equal("k", x)  # with a gradient
-    equal("v", x, adapter_names=["default", "__base__", "default"])
-    assert held(model) is None
-    for name in NAMES:
-        equal(name, x[None], adapter_names=["default"])
-    joined.remove()
-    assert "forward" not in vars(ours.q)
-
-
 def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tensor]]]]:
     """A packed model, and what gives the loss and the gradients of one batch."""
     model: Any = tiny_model("qwen3_moe", **sizes)

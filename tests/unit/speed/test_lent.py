@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from moe_qlora.memory import levels
-from moe_qlora.speed.lent import Lender, Lent, is_at
+from moe_qlora.speed.lent import Lent, is_at
 from moe_qlora.testing import tiny_model
 
 STEPS = 6
@@ -156,33 +156,6 @@ def test_what_is_in_use_stays_as_it_is(
             assert torch.equal(tensor, copied)
         told = [r.getMessage() for r in caplog.records if "in use" in r.getMessage()]
         assert len(told) == 1 and "clone what you keep" in told[0]
-
-
-def test_settling_moves_a_gradient_unless_something_else_references_it() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    memory = torch.full((3,), 2.0)
-    lender = Lender()
-    (weight.grad,) = lender.lend_grads_of([weight], [Lent(memory)])
-    assert is_at(weight.grad, memory)
-    assert lender.settle()
-    assert not is_at(weight.grad, memory) and torch.equal(weight.grad, memory)
-    (weight.grad,) = lender.lend_grads_of([weight], [Lent(memory)])
-    other = weight.grad[1:]
-    assert not lender.settle()
-    del other
-    assert lender.settle()
-
-
-def test_only_the_layer_that_is_given_a_gradient_of_hidden_states_may_use_it() -> None:
-    lender, first, second = Lender(), Lent(torch.zeros(3)), Lent(torch.ones(3))
-    kept = lender.lend_grad(first)
-    assert not lender.has_lent_other_than(kept)
-    given = lender.lend_grad(second)
-    assert lender.has_lent_other_than(given) and not lender.settle()
-    del kept
-    assert not lender.has_lent_other_than(given)
-    del given
-    assert lender.settle()
 
 
 @pytest.mark.gpu

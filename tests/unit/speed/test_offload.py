@@ -23,7 +23,7 @@ from moe_qlora import ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.speed import offload as host_memory
 from moe_qlora.speed.offload import _Hosted
-from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
+from moe_qlora.testing import tiny_inputs, tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import (
     equal,
@@ -35,7 +35,6 @@ from tests.helpers.fitting import (
     train,
     with_lora,
 )
-from tests.helpers.representatives import REPRESENTATIVES
 
 CODECS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -115,23 +114,6 @@ def test_steps_are_those_of_the_resident_model(
     model.load_state_dict(weights)
     assert equal(train(model, ids, 2), resident)
     assert same(bits(model), again)
-
-
-@pytest.mark.parametrize(
-    "model_type", sorted(REPRESENTATIVES.keys() & {*registry_families()} - {"qwen3_omni_moe"})
-)
-def test_each_kind_of_layer_computes_alike(model_type: str) -> None:
-    model: Any = tiny_model(model_type)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    inputs, weights = tiny_inputs(model), bits(model)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        expected = model(**inputs)[0]
-    with moe_qlora.offload_experts(model), torch.random.fork_rng():
-        torch.manual_seed(1)
-        assert torch.equal(model(**inputs)[0], expected)
-        assert same(bits(model), weights)
-    assert same(bits(model), weights)
 
 
 def test_evaluation_generation_and_switched_adapters() -> None:
@@ -337,24 +319,6 @@ class Cuda:
         monkeypatch.setattr(cuda, "synchronize", lambda: None)
         monkeypatch.setattr(host_memory.torch, "zeros", lambda *_, **__: None)
         return self
-
-
-def test_page_locked_memory_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, device = Cuda().install(monkeypatch), torch.device("cuda", 0)
-    memory = host_memory.HostMemory(10_000, device)
-    part = memory.tensor(512, 16)
-    assert list(cuda.locked.values()) == [10_000]
-    memory.lock(device)
-    del memory
-    assert len(cuda.locked) == 1 and int(part.sum()) == 0
-    del part
-    assert not cuda.locked
-    memory = host_memory.HostMemory(10, torch.device("cpu"))
-    assert not cuda.locked
-    memory.lock(device)
-    assert len(cuda.locked) == 1
-    del memory
-    assert not cuda.locked
 
 
 def test_a_limit_of_locked_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.experts import projection
-from moe_qlora.experts.operands import PackedOperand, packed_weight
 from moe_qlora.memory import levels
-from moe_qlora.packing import parametrize
-from moe_qlora.packing.codec import unpack
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import equal, token_ids, train, with_lora
@@ -121,21 +118,6 @@ def gradients(model: Any, ids: Tensor, between: Any) -> list[Tensor]:
     between()
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_of_a_handle_is_the_one_that_eager_calls_read(kind: str) -> None:
-    """Also by its number: layers have the same addresses in turns, and workspaces ask whose."""
-    model = packed(kind, layers=3)
-    with moe_qlora.offload_experts(model):
-        for _, module, name in parametrize.iter_packed(model):
-            eager = parametrize.read_for_compute(module, name)
-            handle = parametrize.parametrization_list(module, name).handle
-            numbers = PackedOperand([handle], eager.spec, eager.dtype, None, hosted=True).numbers
-            found = packed_weight(iter([handle]), numbers, eager.dtype)
-            assert found.serial == eager.serial is not None and found.spec == eager.spec
-            assert found.codes.data_ptr() == eager.codes.data_ptr() and found.lease is not None
-            assert torch.equal(unpack(found), unpack(eager))
 
 
 def test_compiled_layers_are_recorded(

@@ -34,17 +34,6 @@ def test_the_next_block_is_copied_while_one_is_read() -> None:
     assert value(third) == 2 and made.copies == 3 and not device.faults
 
 
-def test_a_block_that_nobody_expected_is_copied_at_once() -> None:
-    device, every = Delayed(), blocks(4)
-    made = Slots(2, 8, device)
-    made.fetch(every[0], every[1])
-    slot, lease = made.fetch(every[3], every[2])
-    assert value(slot) == 3 and made.copies == 4
-    del lease
-    slot, _ = made.fetch(every[3], every[2])
-    assert value(slot) == 3 and made.copies == 4
-
-
 def test_without_a_free_slot_a_block_gets_memory_of_its_own() -> None:
     device, every = Delayed(), blocks(4)
     made = Slots(2, 8, device)
@@ -129,16 +118,6 @@ def test_a_lease_may_end_in_the_middle_of_a_fetch() -> None:
         del lease
     held.clear()
     assert not made._ended and not device.faults
-
-
-def test_what_was_rewritten_is_copied_again() -> None:
-    device, every = Delayed(), blocks(2)
-    made = Slots(2, 8, device)
-    made.fetch(every[0], every[1])
-    made.forget(every[1])
-    assert not device.queue  # Nothing reads the memory any more
-    every[1].memory.fill_(7)
-    assert value(made.fetch(every[1], None)[0]) == 7
 
 
 def test_a_block_stays_for_its_backward_where_no_other_slot_is_free() -> None:
