@@ -244,11 +244,6 @@ class FlatRows:
         row = self._row(given, trains)
         if row is None:
             return self._apart(given)
-        # Attention wants masks of all pairs of tokens where flash attention has none.
-        dense = not getattr(self.stack, "_supports_flash_attn", False)
-        segments = Segments(
-            row.length, row.offsets, row.longest, row.recorded, dense, row.rows, row.alone
-        )
         flat = {
             name: row.gathered(value) if row.has_tokens(value) else value
             for name, value in given.items()
@@ -257,9 +252,8 @@ class FlatRows:
         flat |= {"position_ids": row.positions, "use_cache": False}
         flat |= {name: None for name in CACHES if name in self._names}
         # All of one: without a mask, transformers would look for segments by itself.
-        ones = torch.ones((1, row.length), dtype=torch.long, device=row.offsets.device)
-        flat["attention_mask"] = ones
-        token = running.set(segments)
+        flat["attention_mask"] = torch.ones_like(row.positions, dtype=torch.long)
+        token = running.set(row.segments)
         try:
             return row.spread(self._own(**flat))
         finally:
@@ -272,9 +266,11 @@ class FlatRows:
         key = tokens.shape[:2], tokens.device
         if plain and self._plain is not None and self._plain[0] == key:
             return self._plain[1]
-        row = _Row.of(given, self.longest, lengths)
+        # Attention wants masks of all pairs of tokens where flash attention has none.
+        dense = not getattr(self.stack, "_supports_flash_attn", False)
+        row = _Row.of(given, self.longest, lengths, dense)
         self._plain = None
-        if plain and row is not None and row.recorded and not row.alone:
+        if plain and row is not None and row.segments.recorded and not row.segments.alone:
             self._plain = key, row
         return row
 
@@ -306,18 +302,15 @@ class _Row:
     """One flat row: where its tokens come from, and where they go."""
 
     shape: torch.Size  # (B, T) of the batch
-    length: int  # L
-    longest: int  # No segment has more tokens
-    recorded: bool  # Whether rows of this length are recorded
-    offsets: Tensor  # (S + 1,) int32
+    segments: Segments
     positions: Tensor  # (1, L)
-    rows: int  # Likewise `alone`: as of `Segments`
-    alone: bool
     source: Tensor | None  # (L,) of the batch's tokens, B * T for filling; None: in their order
     target: Tensor | None  # (B * T,) in the row, L for padding
 
     @classmethod
-    def of(cls, given: dict[str, Any], longest: int, lengths: RowLengths | None) -> _Row | None:
+    def of(
+        cls, given: dict[str, Any], longest: int, lengths: RowLengths | None, dense: bool
+    ) -> _Row | None:
         real, starts = sequences_of(given)
         shape, device = real.shape, real.device
         mask, positions = map(given.get, PLACES)
@@ -352,7 +345,8 @@ class _Row:
         whole = segments == len(real) and count == real.numel() == length
         rows = 1 if segments == 1 else len(real) if whole else 0
         alone = lengths is not None and lengths.alone
-        row = cls(shape, length, longest, recorded, offsets, offsets, rows, alone, source, target)
+        held = Segments(length, offsets, longest, recorded, dense, rows, alone)
+        row = cls(shape, held, offsets, source, target)
         # Zeros fill it: some rotary embeddings depend on the last position.
         row.positions = row.gathered(within.view(shape) if positions is None else positions)
         return row
@@ -364,7 +358,7 @@ class _Row:
     def gathered(self, x: Tensor) -> Tensor:
         """Return `(1, L, ...)` of `(B, T, ...)`, zero where the row is filled."""
         x = x.flatten(0, 1)
-        fill = self.length - len(x) if self.source is None else 1
+        fill = self.segments.length - len(x) if self.source is None else 1
         if fill > 0:
             x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, fill))
         return (x if self.source is None else x.index_select(0, self.source))[None]
@@ -372,9 +366,9 @@ class _Row:
     def spread(self, out: Any) -> Any:
         """Return a model's output with tensors of the row as of the batch."""
         if isinstance(out, Tensor):
-            if out.dim() > 1 and out.shape[:2] == (1, self.length):
+            if out.dim() > 1 and out.shape[:2] == (1, self.segments.length):
                 return self._spread(out[0]).unflatten(0, self.shape)
-            return self._spread(out) if out.dim() and len(out) == self.length else out
+            return self._spread(out) if out.dim() and len(out) == self.segments.length else out
         if type(out) in (tuple, list):
             return type(out)(self.spread(each) for each in out)
         if isinstance(out, dict):  # transformers' ModelOutput
@@ -385,8 +379,8 @@ class _Row:
     def _spread(self, x: Tensor) -> Tensor:
         if self.target is None:
             return x[: self.shape.numel()]
-        padding = self.target == self.length
-        found = x.index_select(0, self.target.clamp(max=self.length - 1))
+        padding = self.target == len(x)
+        found = x.index_select(0, self.target.clamp(max=len(x) - 1))
         return found.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0)
 
 

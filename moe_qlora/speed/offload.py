@@ -37,46 +37,43 @@ from .layers import decoder_layers
 from .slots import Block, Copier, Slot, Slots
 
 
-class HostMemory:
+class HostMemory(mmap.mmap):
     """Zeroed host memory, freed with the last of its tensors."""
 
+    locked_at = 0  # The address that CUDA has page-locked
+
+    def __new__(cls, nbytes: int, device: torch.device) -> HostMemory:
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
+        return super().__new__(cls, -1, nbytes, **flags)
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._map, self.nbytes = _Map.anonymous(nbytes), nbytes
+        self.nbytes = nbytes
         self.lock(device)
 
     def tensor(self, first: int, nbytes: int) -> Tensor:
         """Return a part as uint8 `(nbytes,)`, with a storage of its own: none copies the whole."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=first)
+        return torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=first)
 
     def lock(self, device: torch.device) -> None:
         """Page-lock the memory, if the device is CUDA, so that copies run beside kernels."""
-        if device.type != "cuda" or self._map.locked_at:
+        if device.type != "cuda" or self.locked_at:
             return
-        address, nbytes = self.tensor(0, 1).data_ptr(), len(self._map)
+        address = self.tensor(0, 1).data_ptr()
         with torch.cuda.device(device):
             portable = 1  # cudaHostRegisterPortable: for all devices
-            error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, portable))
+            error = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, portable))
             if error == 0:
-                self._map.locked_at = address
+                self.locked_at = address
                 return
             with suppress(RuntimeError):  # The next launch would raise what CUDA remembers
                 torch.zeros(1, device=device)
         raise ConfigError(
-            f"offload_experts: {human_bytes(nbytes)} of host memory for a layer's experts could "
-            f"not be page-locked (CUDA error {error}): free host memory, raise the limit "
+            f"offload_experts: {human_bytes(self.nbytes)} of host memory for a layer's experts "
+            f"could not be page-locked (CUDA error {error}): free host memory, raise the limit "
             "(ulimit -l), or give fewer layers."
         )
-
-
-class _Map(mmap.mmap):
-    locked_at = 0  # The address that CUDA has page-locked
-
-    @classmethod
-    def anonymous(cls, nbytes: int) -> _Map:
-        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
-        return cls(-1, nbytes, **flags)
 
     def __del__(self) -> None:
         if self.locked_at and not sys.is_finalizing():

@@ -66,10 +66,6 @@ class Segments:
     rows: int = 0  # Segments are so many rows of one length; 0: of any
     alone: bool = False  # Whether memory does not hold graphs of other rows beside it
 
-    def ids(self) -> Tensor:
-        """Return the segment of each token `(L,)` int64."""
-        return segment_ids(self.offsets, self.length)
-
 
 running: ContextVar[Segments | None] = ContextVar("moe_qlora_segments", default=None)
 """The flat row that runs now."""
@@ -111,7 +107,7 @@ def _mask(original: str, **kwargs: Any) -> Any:
     if plain and not now.dense and has_kernels(device, dtype):
         sizes = torch.tensor([now.longest, now.rows])
         return SegmentMask(now.offsets, sizes, kwargs.get("local_size") or 0)
-    function, ids = kwargs["mask_function"], now.ids()
+    function, ids = kwargs["mask_function"], segment_ids(now.offsets, now.length)
     places = torch.arange(now.length, device=device) - now.offsets.long()[ids]
 
     def within(batch: Any, head: Any, q: Any, kv: Any) -> Any:
