@@ -15,16 +15,13 @@ import inspect
 import logging
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..memory import levels
 from ..memory.tracker import tensors_of
-
-if TYPE_CHECKING:
-    from .graphs import LayerCalls, LayerGraphs
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +39,8 @@ class LayerRunner:
         self.warned: list[str] = []  # That a batch exceeds this; of all layers of a model
         self.fits_beside = True  # Whether a step without graphs fits beside their memory
         self.measured = False  # Its steps are measured now, and not recorded
-        self.graphs: LayerGraphs | None = None
-        self.calls: LayerCalls | None = None  # Of `graphs`
+        self.graphs: Any = None  # `LayerGraphs`, or None
+        self.calls: Any = None  # The layer's `LayerCalls` there
         self._before = vars(layer).get("forward")  # As accelerate's offloading puts one there
         self._compiled = vars(layer).pop("_compiled_call_impl", None)  # Else it runs in our place
         self.compiles = compiles or self._compiled is not None

@@ -277,12 +277,7 @@ class _Layer(Block):
             end = record.end
         self.store = HostMemory(end, offload.device)
         super().__init__(self.store.tensor(0, end), place)
-        try:
-            self.write()
-        except BaseException:
-            for record in self._records:
-                record.undo()
-            raise
+        self.write()
         for record in self._records:
             record.settle(record)
 
@@ -291,14 +286,15 @@ class _Layer(Block):
         outdated = [record for record in self._records if record.is_outdated()]
         if outdated and slots is not None:
             slots.forget(self)
-        for record in outdated:
-            record.write(self.store)
+        # All of them first: after an error, a layer stays whole where it is.
+        copies = [record.written(self.store) for record in outdated]
+        for record, packed in zip(outdated, copies, strict=True):
+            record.hold(packed)
 
     def leave(self) -> None:
-        # All of them first: a layer that does not fit on the device stays whole where it is.
         copies = [record.on_device(self.offload.device) for record in self._records]
         for record, packed in zip(self._records, copies, strict=True):
-            record.leave(packed)
+            record.hold(packed)
             record.settle(None)
         self._records.clear()
         del self.store, self.memory
@@ -346,26 +342,22 @@ class _Hosted:
             each.settle(host)
 
     @torch.no_grad()
-    def write(self, store: HostMemory) -> None:
-        parts = iter(self._parts)
-
-        def written(tensor: Tensor) -> Tensor:
-            first, nbytes = next(parts)
-            if nbytes != tensor.nbytes:
-                shape = tuple(self._first[0].weight_shape)
-                raise ConfigError(
-                    f"a packed weight of shape {shape} in host memory was replaced by one in other "
-                    "bytes: call remove() on what offload_experts returned before loading it."
-                )
-            there = store.tensor(first, nbytes).view(tensor.dtype).view(tensor.shape)
-            if there.data_ptr() != tensor.data_ptr():
-                there.copy_(tensor.detach())
-            return there
-
+    def written(self, store: HostMemory) -> list[Tensor]:
+        """Return copies in host memory, of tensors that are not there."""
+        copies = []
         with torch.inference_mode(False):
-            self.leave([written(tensor) for tensor in held_tensors(self._first)])
-        self._seen = self._state()
-        self._views.clear()
+            for (first, nbytes), held in zip(self._parts, held_tensors(self._first), strict=True):
+                if nbytes != held.nbytes:
+                    shape = tuple(self._first[0].weight_shape)
+                    raise ConfigError(
+                        f"a packed weight of shape {shape} in host memory was replaced by one in "
+                        "another format: call remove() on what offload_experts returned before "
+                        "loading it."
+                    )
+                copies.append(store.tensor(first, nbytes).view(held.dtype).view(held.shape))
+                if copies[-1].data_ptr() != held.data_ptr():
+                    copies[-1].copy_(held.detach())
+        return copies
 
     @torch.no_grad()
     def on_device(self, device: torch.device) -> list[Tensor]:
@@ -373,20 +365,18 @@ class _Hosted:
             held = held_tensors(self._first)
             return [tensor.detach().to(device, copy=True) for tensor in held]
 
-    def undo(self) -> None:
-        if self._seen is not None:
-            self.leave(self.on_device(self.device))
-
     def is_outdated(self) -> bool:
         return self._state() != self._seen
 
     @torch.no_grad()
-    def leave(self, tensors: Sequence[Tensor]) -> None:
+    def hold(self, tensors: Sequence[Tensor]) -> None:
         with torch.inference_mode(False):
             for old, new in zip(held_tensors(self._first), tensors, strict=True):
                 old.data = new
             for each in self.lists:
                 cast(Any, each[0]).forget()
+        self._seen = self._state()
+        self._views.clear()
 
     def _in_slot(self, memory: Tensor) -> PackedWeight:
         codes, *statistics = (

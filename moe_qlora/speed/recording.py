@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..kernels import workspace
 from ..memory import levels
 from .lent import Lent, is_at
-
-if TYPE_CHECKING:
-    from .graphs import LayerGraphs
 
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
 """Origins of hooks that a graph may skip: the recording contains their effect."""
@@ -66,7 +63,7 @@ class RecordedCall:
         self,
         layer: nn.Module,
         compute: Compute,
-        shared: LayerGraphs,
+        shared: Any,
         leaves: Sequence[Any],
         *,
         reserve: Callable[[], object | None],
@@ -78,7 +75,7 @@ class RecordedCall:
         Args:
             layer: The decoder layer.
             compute: Computes it, and router logits that are gathered, from its arguments.
-            shared: The buffers of all graphs.
+            shared: The `LayerGraphs`.
             leaves: Its arguments, hidden states first.
             reserve: Keeps the layer's experts where they are now, for backward, as long as what it
                 returns is referenced; None where they are elsewhere by then.

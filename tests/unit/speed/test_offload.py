@@ -373,18 +373,18 @@ def test_an_interrupted_move_leaves_all_on_the_device(
     model = with_lora(packed())
     ids = token_ids(model)
     resident = train(copy.deepcopy(model), ids, 1)
-    write, calls, stores = _Hosted.write, 0, []
+    write, calls, stores = _Hosted.written, 0, []
 
-    def interrupted(self: _Hosted, store: Any) -> None:
+    def interrupted(self: _Hosted, store: Any) -> Any:
         nonlocal calls
         calls += 1
         stores.append(store)
         if calls == fails_at:
             raise KeyboardInterrupt
-        write(self, store)
+        return write(self, store)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Hosted, "write", interrupted)
+        patch.setattr(_Hosted, "written", interrupted)
         with pytest.raises(KeyboardInterrupt):
             moe_qlora.offload_experts(model)
     spans = [(s.tensor(0, 1).data_ptr(), s.nbytes) for s in stores]
