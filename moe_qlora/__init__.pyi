@@ -39,8 +39,6 @@ from .report.write import write_report as write_report
 from .serving.export import export_adapter as export_adapter
 from .speed.fit import Fit as Fit
 from .speed.fit import fit_memory as fit_memory
-from .speed.graphs import LayerGraphs as LayerGraphs
-from .speed.graphs import graph_layers as graph_layers
 from .speed.offload import Offload as Offload
 from .speed.offload import offload_experts as offload_experts
 

@@ -2,7 +2,7 @@
 
     1. Liger         its loss in chunks, or TRL's; norms and rotary embedding of eager layers
     2. join_lora     LoRA layers with the same input as one product (speed/joined_lora.py)
-    3. graph_layers  decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
+    3. LayerGraphs   decoder layers compiled and recorded as CUDA graphs (speed/graphs.py)
     4. fit_memory    what each decoder layer keeps for its backward (speed/fit.py)
 
 The order is that of what each one finds: `fit_memory` measures a step of the model as it will run,
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,8 @@ from ..experts.backend import has_triton
 from ..lora.targets import base_model
 from ..memory.measure import Loss
 from ..progress import reporting
-from ..speed.early_loss import copy_losses_early
-from ..speed.fitted import RunsLevels, decoder_layers
 from ..speed.flat_rows import flatten_rows, has_flat_rows
+from ..speed.layers import decoder_layers, runner_of
 from ..speed.module_walks import quicken_walks
 from ..world import runs_distributed, world
 from .liger import apply_liger, has_trls_loss, loss_obstacle
@@ -43,7 +41,8 @@ _PREPARED = "_moe_qlora_prepared"
 """Entry of a model's `__dict__`: its `PreparedTraining`."""
 _YOURS = (
     'Trainer\'s arguments are yours: optim="adamw_torch_fused", dataloader_num_workers=2, '
-    "dataloader_prefetch_factor=2 and dataloader_pin_memory=True are the quick ones."
+    "dataloader_prefetch_factor=2, dataloader_pin_memory=True and logging_nan_inf_filter=False are "
+    "the quick ones."
 )
 _MEASURES = "prepare_training compiles decoder layers and measures a step, up to a minute"
 _COMPILED = "_compiled_call_impl"
@@ -56,7 +55,6 @@ def prepare_training(
     batch_size: int,
     seq_len: int,
     memory: int | str | None = None,
-    padded: bool | None = None,
     loss: Loss | None = None,
 ) -> PreparedTraining:
     """Make training steps of a model as fast as its device and memory allow.
@@ -78,7 +76,6 @@ def prepare_training(
         seq_len: Tokens of the longest sequence; padding is not computed.
         memory: Bytes that the step may take on this device, or a string such as "24GiB"; None for
             what the device has free.
-        padded: Ignored, and deprecated: batches may be padded and packed.
         loss: Computes the loss that `fit_memory` measures, where that is not the model's own.
 
     Returns:
@@ -89,13 +86,6 @@ def prepare_training(
         ConfigError: Of `fit_memory`: the step does not fit into this memory, or an argument makes
             no sense. The model is as it was before the call.
     """
-    if padded is not None:
-        warnings.warn(
-            "prepare_training: padded is ignored and will go; leave it out: batches may be padded "
-            "and packed.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
     base = base_model(model)
     if (earlier := vars(base).get(_PREPARED)) is not None:
         earlier.remove()
@@ -125,7 +115,7 @@ class PreparedTraining:
 
     Attributes:
         fit: What `fit_memory` returned; None where it was not called.
-        graphs: What `graph_layers` returned; None where no layer can be recorded.
+        graphs: The recorded layers; None where no layer can be recorded.
     """
 
     def __init__(self, lines: list[str]) -> None:
@@ -168,7 +158,6 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     compiles = obstacle is None and has_triton()
     batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
     prepared = PreparedTraining([f"Prepared for batches of {batch}."])
-    undo.callback(copy_losses_early(model).remove)
     if compiles:  # Torch's compile workers start while other code runs
         from torch._inductor.async_compile import maybe_warm_pool
 
@@ -211,22 +200,24 @@ def _quicken(
     """Compile layers and record them, and return what was done; only compile those of FSDP."""
     of_all = f"{len(layers)} layers"
     compiled = f"torch.compile: {of_all if compiles else 'not used; Triton is not installed'}."
-    sharded = _sharding(model)
-    if sharded is None:
-        from ..speed.graphs import graph_layers
-
+    obstacle = _sharding(model)
+    if obstacle is None:
         prepared._lines += _join(model, undo)
+        obstacle = None if has_flat_rows(model) else "batches keep their own shapes"
+    if obstacle is None:
+        from ..speed.graphs import LayerGraphs
+
         try:
-            prepared.graphs = graph_layers(model, compiled=compiles)
+            prepared.graphs = LayerGraphs(model, compiled=compiles)
         except Exception as error:  # noqa: BLE001 - training works without
-            sharded = f"{type(error).__name__}: {first_line(error)}"
+            obstacle = f"{type(error).__name__}: {first_line(error)}"
         else:
             undo.callback(prepared.graphs.remove)
             return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
     for layer in layers if compiles else ():
         undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
         layer.compile()
-    return [compiled, f"CUDA graphs: not used; {sharded.rstrip('.')}."]
+    return [compiled, f"CUDA graphs: not used; {obstacle.rstrip('.')}."]
 
 
 def _join(model: nn.Module, undo: ExitStack) -> list[str]:
@@ -263,8 +254,7 @@ def _obstacle(layers: list[Any]) -> str | None:
     if not layers:
         return "this model has no decoder layers of transformers' class for checkpointing"
     for layer in layers:
-        forward = vars(layer).get("forward")
-        if forward is not None and not isinstance(getattr(forward, "__self__", None), RunsLevels):
+        if "forward" in vars(layer) and runner_of(layer) is None:
             return "other code has replaced the layers' forward, as a device map or offloading does"
     return None
 

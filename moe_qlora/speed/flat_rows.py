@@ -7,11 +7,9 @@
 
 `L` is one of a few lengths, which come from the batches that come (`RowLengths`): CUDA graphs are
 recorded for each of these. Compiled layers serve all of them. What calls the model, such as the
-head, the loss or a trainer, sees no difference.
-
-The forward of the decoder stack is replaced on its instance; labels never come there. Numbers of
-tokens and segments are read from the device where there is a mask or positions are given, as
-transformers reads masks; the segments themselves are found on the device.
+head, the loss or a trainer, sees no difference. The forward of the decoder stack is replaced on its
+instance. Numbers of tokens and segments are read from the device where there is a mask or positions
+are given, as transformers reads masks; the segments themselves are found on the device.
 """
 
 from __future__ import annotations
@@ -52,30 +50,20 @@ _TABLE = 16
 """Least size of the table of segments, and how much larger each next one is: 4 times. Flash
 attention takes a microsecond for an empty segment and head, or so (4,096 tokens, one H200)."""
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
-_STEP = 64
-"""Lengths are multiples of this: kernels are compiled anew for those that are not of 16."""
+_STEP = 64  # Lengths are multiples: kernels are compiled anew for those that are not of 16
 _OFTEN = 8
 """How often a length comes before it is recorded although a longer one serves.
 
 Recording takes 1.2 s (48 layers of Qwen3-30B-A3B, H200)."""
-_RECORDED = 8
-"""Most lengths that are recorded."""
-_SHORT = 1024
-"""Tokens of a row that takes hardly less time than one of fewer: all experts are read for it."""
+_RECORDED = 8  # Most lengths that are recorded
+_SHORT = 1024  # Fewer tokens take hardly less time: all experts are read for them
 _OF_LOSS = ("num_items_in_batch", "labels")
 
 
 def flatten_rows(model: nn.Module, batch_size: int, seq_len: int, *, fixed: bool) -> list[FlatRows]:
-    """Let the decoder stacks of a model run each batch as one flat row.
+    """Let the decoder stacks of a model run each batch as one flat row; return what was set.
 
-    Args:
-        model: A transformers model, or a PEFT model around one.
-        batch_size: Rows of the largest batch.
-        seq_len: Tokens of the longest row.
-        fixed: Whether rows are filled up to one of a few lengths.
-
-    Returns:
-        What was set on each stack, to be removed; none on a model that has no such stack.
+    Rows of up to `batch_size * seq_len` tokens; with `fixed`, filled up to one of a few lengths.
     """
     largest = batch_size * seq_len if fixed else None
     return [FlatRows(stack, seq_len, largest) for stack in decoder_stacks(model)]
@@ -84,11 +72,10 @@ def flatten_rows(model: nn.Module, batch_size: int, seq_len: int, *, fixed: bool
 class RowLengths:
     """Which lengths rows are filled up to, and which sizes their tables of segments have.
 
-    Both come from the batches that come. CUDA graphs are recorded for the next power of two where
-    no recorded length serves a row (filled to 69 %), and for its own length, a quarter of a power
-    of two, once that has come often (89 %). Recorded rows of up to four times the tokens are
-    quicker than rows that are not recorded. Where memory holds no other length, those that are
-    recorded serve.
+    CUDA graphs are recorded for the next power of two where no recorded length serves a row (filled
+    to 69 %), and for its own length, a quarter of a power of two, once that has come often (89 %).
+    Recorded rows of up to four times the tokens are quicker than rows that are not recorded. Where
+    memory holds no other length, those that are recorded serve.
     """
 
     def __init__(self, largest: int) -> None:
@@ -162,16 +149,18 @@ def table_size(segments: int) -> int:
 
 def has_flat_rows(model: nn.Module) -> bool:
     """Whether batches of a model run as flat rows."""
-    found = [stack.__dict__.get(_FLAT) for stack in decoder_stacks(model)]
-    return any(rows is not None and rows.obstacle is None for rows in found)
+    return any(rows.obstacle is None for rows in _of(model))
 
 
 def limit_lengths(model: nn.Module, memory: RowMemory) -> None:
     """Let the flat rows of a model have no more recorded lengths than memory holds."""
-    for stack in decoder_stacks(model):
-        rows = stack.__dict__.get(_FLAT)
-        if rows is not None and rows.lengths is not None:
+    for rows in _of(model):
+        if rows.lengths is not None:
             rows.lengths.memory = memory
+
+
+def _of(model: nn.Module) -> list[FlatRows]:
+    return [vars(stack)[_FLAT] for stack in decoder_stacks(model) if _FLAT in vars(stack)]
 
 
 def obstacle(stack: Any) -> str | None:
@@ -247,25 +236,14 @@ class FlatRows:
             return self._before(**given)
         return type(self.stack).forward(self.stack, **given)
 
-    def _within(self, segments: Segments | None, given: dict[str, Any]) -> Any:
-        token = running.set(segments)
-        try:
-            return self._own(**given)
-        finally:
-            running.reset(token)
-
     def _apart(self, given: dict[str, Any]) -> Any:
-        return self._within(_APART, kept_apart(self.stack, given, self._own))
+        """Run rows in their own shape, which is not recorded."""
+        return self._own(**kept_apart(self.stack, given, self._own))
 
     def _flat(self, given: dict[str, Any], trains: bool) -> Any:
         row = self._row(given, trains)
         if row is None:
             return self._apart(given)
-        # Attention wants masks of all pairs of tokens where flash attention has none.
-        dense = not getattr(self.stack, "_supports_flash_attn", False)
-        segments = Segments(
-            row.length, row.offsets, row.longest, row.recorded, dense, row.rows, row.alone
-        )
         flat = {
             name: row.gathered(value) if row.has_tokens(value) else value
             for name, value in given.items()
@@ -274,9 +252,12 @@ class FlatRows:
         flat |= {"position_ids": row.positions, "use_cache": False}
         flat |= {name: None for name in CACHES if name in self._names}
         # All of one: without a mask, transformers would look for segments by itself.
-        ones = torch.ones((1, row.length), dtype=torch.long, device=row.offsets.device)
-        flat["attention_mask"] = ones
-        return row.spread(self._within(segments, flat))
+        flat["attention_mask"] = torch.ones_like(row.positions, dtype=torch.long)
+        token = running.set(row.segments)
+        try:
+            return row.spread(self._own(**flat))
+        finally:
+            running.reset(token)
 
     def _row(self, given: dict[str, Any], trains: bool) -> _Row | None:
         """Return the row of a batch; that of recorded plain rows is the same each step."""
@@ -285,15 +266,13 @@ class FlatRows:
         key = tokens.shape[:2], tokens.device
         if plain and self._plain is not None and self._plain[0] == key:
             return self._plain[1]
-        row = _Row.of(given, self.longest, lengths)
+        # Attention wants masks of all pairs of tokens where flash attention has none.
+        dense = not getattr(self.stack, "_supports_flash_attn", False)
+        row = _Row.of(given, self.longest, lengths, dense)
         self._plain = None
-        if plain and row is not None and row.recorded and not row.alone:
+        if plain and row is not None and row.segments.recorded and not row.segments.alone:
             self._plain = key, row
         return row
-
-
-_APART = Segments(0, torch.zeros(1), 0, False, True)
-"""Of a call whose rows stay apart, which is not recorded."""
 
 
 def _reason(stack: Any, given: dict[str, Any]) -> str | None:
@@ -323,18 +302,15 @@ class _Row:
     """One flat row: where its tokens come from, and where they go."""
 
     shape: torch.Size  # (B, T) of the batch
-    length: int  # L
-    longest: int  # No segment has more tokens
-    recorded: bool  # Whether rows of this length are recorded
-    offsets: Tensor  # (S + 1,) int32
+    segments: Segments
     positions: Tensor  # (1, L)
-    rows: int  # As of `Segments`
-    alone: bool  # Likewise
     source: Tensor | None  # (L,) of the batch's tokens, B * T for filling; None: in their order
     target: Tensor | None  # (B * T,) in the row, L for padding
 
     @classmethod
-    def of(cls, given: dict[str, Any], longest: int, lengths: RowLengths | None) -> _Row | None:
+    def of(
+        cls, given: dict[str, Any], longest: int, lengths: RowLengths | None, dense: bool
+    ) -> _Row | None:
         real, starts = sequences_of(given)
         shape, device = real.shape, real.device
         mask, positions = map(given.get, PLACES)
@@ -369,7 +345,8 @@ class _Row:
         whole = segments == len(real) and count == real.numel() == length
         rows = 1 if segments == 1 else len(real) if whole else 0
         alone = lengths is not None and lengths.alone
-        row = cls(shape, length, longest, recorded, offsets, offsets, rows, alone, source, target)
+        held = Segments(length, offsets, longest, recorded, dense, rows, alone)
+        row = cls(shape, held, offsets, source, target)
         # Zeros fill it: some rotary embeddings depend on the last position.
         row.positions = row.gathered(within.view(shape) if positions is None else positions)
         return row
@@ -381,7 +358,7 @@ class _Row:
     def gathered(self, x: Tensor) -> Tensor:
         """Return `(1, L, ...)` of `(B, T, ...)`, zero where the row is filled."""
         x = x.flatten(0, 1)
-        fill = self.length - len(x) if self.source is None else 1
+        fill = self.segments.length - len(x) if self.source is None else 1
         if fill > 0:
             x = functional.pad(x, (0, 0) * (x.dim() - 1) + (0, fill))
         return (x if self.source is None else x.index_select(0, self.source))[None]
@@ -389,9 +366,9 @@ class _Row:
     def spread(self, out: Any) -> Any:
         """Return a model's output with tensors of the row as of the batch."""
         if isinstance(out, Tensor):
-            if out.dim() > 1 and out.shape[:2] == (1, self.length):
+            if out.dim() > 1 and out.shape[:2] == (1, self.segments.length):
                 return self._spread(out[0]).unflatten(0, self.shape)
-            return self._spread(out) if out.dim() and len(out) == self.length else out
+            return self._spread(out) if out.dim() and len(out) == self.segments.length else out
         if type(out) in (tuple, list):
             return type(out)(self.spread(each) for each in out)
         if isinstance(out, dict):  # transformers' ModelOutput
@@ -402,8 +379,8 @@ class _Row:
     def _spread(self, x: Tensor) -> Tensor:
         if self.target is None:
             return x[: self.shape.numel()]
-        padding = self.target == self.length
-        found = x.index_select(0, self.target.clamp(max=self.length - 1))
+        padding = self.target == len(x)
+        found = x.index_select(0, self.target.clamp(max=len(x) - 1))
         return found.masked_fill(padding.view(-1, *[1] * (x.dim() - 1)), 0)
 
 

@@ -1,10 +1,10 @@
 """CUDA graphs of decoder layers, for training where the GPU waits for the host.
 
-A step of few tokens launches some hundred small kernels a layer, and the host cannot launch them as
-fast as the GPU runs them. `graph_layers` records each decoder layer twice and replays it with two
-calls of the driver:
+A step of few tokens launches some hundred small kernels a layer, more slowly than the GPU runs
+them. Here, each decoder layer is recorded for each length of flat rows (flat_rows.py), and replayed
+with two calls of the driver:
 
-    forward    hidden states, rotary embeddings, mask -> the layer's output
+    forward    hidden states, rotary embeddings, segments -> the layer's output, router logits
     backward   the same, and the output's gradient -> gradients of the hidden states and of the
                layer's trained weights; computes again what the layer does not keep
 
@@ -15,147 +15,91 @@ nothing that is kept is overwritten. Another forward before the backward of the 
 and runs without graphs where one of them keeps something. What graphs return is lent, and not
 copied (`lent.py`).
 
-    LayerGraphs        the layers of one model, and their shared buffers
-      _GraphedLayer    one layer: its `forward` runs a call eagerly, records it or replays it
-        RecordedCall   one kind of call (shapes, active adapters, addresses): recording.py
+A graph reads packed experts where they were when it was recorded: on the device, or in a layer's
+slot (slots.py). While it is recorded or replayed, its call holds a `_Reserved`, which has waited
+for the copy to the slot, and whose end lets the slot be filled again. Where experts have moved
+since, the call is recorded anew.
+
+With `output_router_logits=True`, hooks of transformers append the routers' logits to a list, for
+the loss that balances experts. A replay calls no hooks: so a layer is recorded under a list of its
+own, and each replay adds its logits to the model's.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
-from ..errors import ConfigError, first_line
+from ..errors import first_line
 from ..kernels.workspace import in_backward
 from ..memory import levels
-from . import gathered, recording, segments
-from .call_kinds import (
-    CallKinds,
-    LayerExperts,
-    Reserved,
-    computing_devices,
-    obstacle,
-    unflatten,
-)
-from .fitted import (
-    RunsLevels,
-    decoder_layers,
-    exceeds,
-    fitted,
-    level_of,
-    measures,
-    own_forward,
-    used_arguments,
-)
+from ..packing.decoders import PackedList
+from . import recording, segments
+from .layers import LayerRunner, decoder_layers, runner_of
 from .lent import Lender, is_at
 from .passes import Passes
 from .recording import ObstacleError, RecordedCall, end_recording
 
 _log = logging.getLogger(__name__)
 
-_MOST_KINDS = 4
-"""Most recorded kinds of calls of a layer outside flat rows; with more, batches have no length."""
-_MOST_FLAT = 8
-"""Likewise of flat rows, of which the one that was not run for longest is given up for a ninth."""
-_UNKNOWN = object()
-"""Of a kind of call that has not come before, of whose calls none is recorded yet: None."""
-_EVERY = 4
-"""Fewest passes between evaluations that get the graphs' memory: recording takes over a step."""
-
-
-def graph_layers(model: nn.Module, *, compiled: bool = False, keep: bool = False) -> LayerGraphs:
-    """Record the model's decoder layers as CUDA graphs, and train by replaying them.
-
-    For training that waits for the host, in flat rows (flat_rows.py) or batches of one shape.
-    The first call of a layer runs eagerly, the second call of its kind is recorded, and later ones
-    are replayed. Where the memory given to `fit_memory` holds no step beside what graphs reserve,
-    they are given up for the first call of a kind, and recorded anew after it. Calls that cannot be
-    recorded run eagerly, and a warning gives the reason once: more than four shapes, a key-value
-    cache, gathered outputs other than router logits, foreign hooks, layers that are sharded or
-    spread over devices. Nothing is recorded in evaluation.
-
-    What layers keep between forward and backward is what `fit_memory` says, called before or
-    after; else backward computes a layer again, whether gradient checkpointing is on or not, or,
-    with `keep`, nothing is computed again. Adapters may be switched, disabled, added and saved at
-    any time. Gradients are those of the same kernels. Experts in host memory (`offload_experts`,
-    called before or after) are read where they are copied to, which no graph does itself. Before
-    transformers 5.23 stock gradient checkpointing keeps layers from being recorded: switch it off.
-
-    Call it when the model is complete: after `get_peft_model`, before the training loop or
-    `trainer.train()`.
-
-    Args:
-        model: A transformers model, or a PEFT model around one, on CUDA.
-        compiled: Compile each layer by torch.compile before it is recorded. Layers compiled before
-            (`layer.compile()`) stay compiled.
-        keep: Keep all that backward needs, in layers that `fit_memory` has not set. Switch gradient
-            checkpointing off, which would keep each layer's input a second time.
-
-    Returns:
-        The graphs: `remove()`, or the end of a `with` block, removes them.
-
-    Raises:
-        ConfigError: The model has no decoder layers on a CUDA device.
-    """
-    layers = [
-        layer
-        for layer in decoder_layers(model).values()
-        if any(parameter.is_cuda for parameter in layer.parameters())
-    ]
-    if not layers:
-        raise ConfigError(
-            f"graph_layers: {type(model).__name__} has no decoder layer on a CUDA device; CUDA "
-            "graphs record the kernels of a GPU, so move the model there first."
-        )
-    return LayerGraphs(model, layers, compiled=compiled, keep=keep)
+_MOST = 8  # Recorded calls of a layer: the one not run for longest is given up for a ninth
+_UNKNOWN = object()  # A kind of call that has not come before; None: one that is not recorded
+_LOGITS = "router_logits"
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class LayerGraphs:
-    """Decoder layers that run as CUDA graphs."""
+    """A model's decoder layers as CUDA graphs, and what these share.
 
-    def __init__(
-        self, model: nn.Module, layers: Sequence[nn.Module], *, compiled: bool, keep: bool = False
-    ) -> None:
-        self.model, self.keep = model, keep
+    The first call of a layer runs eagerly, for what compilers and libraries do once. So do calls
+    that cannot be recorded, and a warning gives the reason once. Adapters may be switched,
+    disabled, added and saved at any time. Gradients are those of the same kernels.
+    """
+
+    def __init__(self, model: nn.Module, *, compiled: bool = False) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.passes, self.lender = Passes(), Lender()
         self._buffers: dict[Hashable, Tensor] = {}
         self._sources: dict[int, tuple[Tensor, int]] = {}
         self._warned: set[str] = set()
         self._pool_of = -1  # The pass in which the pool was made
-        self._gave_back = -_EVERY  # Count of passes when an evaluation got the memory
-        self._gives_up = False  # When the next pass begins
-        self._layers = [
-            _GraphedLayer(layer, self, compiled, place) for place, layer in enumerate(layers)
-        ]
+        layers = decoder_layers(model).values()
+        self._runners = [runner_of(each) or LayerRunner(each, compiles=compiled) for each in layers]
+        for place, runner in enumerate(self._runners):
+            runner.graphs, runner.calls = self, LayerCalls(model, runner.layer, place)
+
+    @property
+    def _calls(self) -> list[LayerCalls]:
+        return [runner.calls for runner in self._runners if runner.calls is not None]
 
     @property
     def recorded(self) -> int:
         """Number of recorded calls, of two graphs each."""
-        return sum(call is not None for layer in self._layers for call in layer.calls.values())
+        return sum(call is not None for each in self._calls for call in each.known.values())
 
     def remove(self) -> None:
-        """Restore the layers' forwards, and free the graphs."""
-        for layer in self._layers:
-            layer.remove()
-        self._layers = []
+        """Let the layers run without graphs, and free these."""
+        for runner in self._runners:
+            runner.graphs = runner.calls = None
+            runner.end()
+        self._runners = []
         self._buffers.clear()
         self._sources.clear()
         self.lender = Lender()
 
-    def __enter__(self) -> LayerGraphs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    def forget(self) -> None:
+        """Give back what was recorded."""
+        for each in self._calls:
+            each.known.clear()
 
     def buffer(self, role: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return the contiguous tensor that all graphs share for this role, shape and dtype."""
@@ -181,41 +125,39 @@ class LayerGraphs:
                     source = leaf.detach() if leaf.requires_grad else leaf
                     self._sources[id(buffer)] = source, leaf._version
 
-    def enters(self, place: int, *, keeps: bool) -> bool:
-        """Note that a layer runs in training; return whether its graphs may run now."""
-        before = self.passes.count
-        admitted = self.passes.enters(place, keeps=keeps)
-        if self._gives_up and self.passes.count > before and not self.passes.is_waiting:
-            self._release(for_good=True)
-            return False
-        return admitted
+    def run(self, runner: LayerRunner, level: str, args: Any, kwargs: Any) -> Any:
+        """Run a layer in training: replay its call, record it, or compute it."""
+        calls, row = runner.calls, segments.running.get()
+        assert calls is not None
+        # In backward, a checkpoint around the layer computes it again: no new pass.
+        again = in_backward()
+        admitted = again or self.passes.enters(calls.place, keeps=level != levels.RECOMPUTE)
+        if row is not None and row.alone and calls.place == 0 and not again:
+            self._make_room(runner)
+        if admitted and row is not None and row.recorded and not runner.measured:
+            try:
+                if (reserved := calls.reserve()) is not None:
+                    leaves, structure, kind = calls.describe(args, kwargs)
+                    make = partial(self._record, runner, calls, level, leaves, structure)
+                    call = self._replayable(calls, kind, level, make)
+                    if call is not None:
+                        out, *logits = call.run(leaves)
+                        del reserved
+                        if gathered := output_capturing._active_collector.get():
+                            gathered[_LOGITS].extend(logits)  # Not in a recomputation
+                        return out
+            except ObstacleError as met:
+                self.warn(str(met))
+        if self.recorded and not runner.fits_beside:
+            level = levels.RECOMPUTE
+        return _compute(runner, level, args, kwargs, preserve_rng_state=True)
 
-    def pending(self, call: RecordedCall) -> object:
-        """Return an object that lives as long as a recorded call waits for its backward."""
-        return self.passes.pending(call)
-
-    def holds_both(self, layer: nn.Module) -> bool:
-        """Whether memory holds a step without graphs beside what they reserve."""
-        return not (_is_tight(layer) and self.recorded)
-
-    def make_room(self, layer: nn.Module, *, for_good: bool = False) -> None:
-        """Before a call without graphs, give back their memory if it does not hold both.
-
-        Nothing is given back while a backward needs it. With `for_good` nothing is recorded later.
-        """
-        needed = _is_tight(layer) and (for_good or self.recorded)
-        if needed and not self.passes.is_waiting:
-            self._release(for_good=for_good)
-
-    def make_room_to_evaluate(self, layer: nn.Module) -> None:
-        """Do so before an evaluation; but not for one that comes every few steps."""
-        if self.passes.count - self._gave_back >= _EVERY and not self.holds_both(layer):
-            self._gave_back = self.passes.count
-            self.make_room(layer)
-
-    def _release(self, *, for_good: bool) -> None:
-        for each in self._layers:
-            each.remove() if for_good else each.give_back()
+    def _make_room(self, runner: LayerRunner) -> None:
+        """Before a row that memory holds alone, give back graphs, unless a backward needs them."""
+        if runner.fits_beside or not self.recorded or self.passes.is_waiting:
+            return
+        for each in self._calls:
+            each.known = dict.fromkeys(each.known)  # The next call of a known kind is recorded
         self.lender.settle()
         self.lender = Lender()
         self._buffers.clear()
@@ -223,35 +165,68 @@ class LayerGraphs:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def record(self, layer: _GraphedLayer, make: Callable[[], RecordedCall]) -> RecordedCall:
-        """Record a call of a layer; after a failure, all layers run eagerly."""
+    def _replayable(
+        self, calls: LayerCalls, kind: Hashable, level: str, make: Callable[[], RecordedCall]
+    ) -> RecordedCall | None:
+        """Return a call's graphs if it may run them now; after a change of level, others."""
+        known = calls.known.get(kind, _UNKNOWN)
+        call = known if isinstance(known, RecordedCall) else None
+        if call is not None and (call.level != level or self.passes.is_outdated(call)):
+            call = None
+        records = bool(calls.known)  # The very first call runs without graphs
+        if known is _UNKNOWN and len(calls.known) >= _MOST:
+            del calls.known[
+                min(calls.known, key=lambda k: getattr(calls.known[k], "last_pass", -1))
+            ]
+        if call is None and records:
+            call = make()
+        if call is not known:
+            calls.known[kind] = call
+        if call is not None:
+            call.last_pass = self.passes.count
+        return call
+
+    def _record(
+        self,
+        runner: LayerRunner,
+        calls: LayerCalls,
+        level: str,
+        leaves: list[Any],
+        structure: Hashable,
+    ) -> RecordedCall:
+        """Record a call of a layer; after a failure, all layers run without graphs."""
+        gathers = _gathers_logits()
+
+        def compute(arguments: Sequence[Any]) -> tuple[Any, ...]:
+            args, kwargs = unflatten(structure, iter(arguments))
+            with _gathering(gathers) as logits:
+                out = _compute(runner, level, args, kwargs, preserve_rng_state=False)
+            return out, *logits
+
+        pools = {call.pool for each in self._calls for call in each.known.values() if call}
         replays = self.passes.is_replaying
-        if replays and not self.holds_both(layer.layer):
-            self._gives_up = True
-            raise ObstacleError(
-                "a mask or another argument that only some layers have was not there before, and "
-                "memory does not hold these layers' graphs twice; the graphs are given up"
-            )
-        pools = {call.pool for each in self._layers for call in each.calls.values() if call}
         if self.pool not in pools or (replays and self._pool_of != self.passes.count):
             # To this pool, memory is free that calls recorded in earlier passes keep tensors in; or
             # torch has given it up, as it does when a pool's last graph is gone.
             self.pool, self._pool_of = torch.cuda.graph_pool_handle(), self.passes.count
             torch.cuda.empty_cache()  # While it records, torch does not give back what it holds
         try:
-            made = make()
+            with _gathering(False):  # A checkpoint's recomputation in warming up
+                made = RecordedCall(
+                    runner.layer, compute, self, leaves,
+                    reserve=partial(calls.reserve_at, calls.places), role=structure, level=level,
+                )  # fmt: skip
         except ObstacleError:
-            layer.remove()
+            runner.graphs = runner.calls = None
             raise
         except Exception as error:  # noqa: BLE001 - capture may fail with anything
-            device = torch.device(computing_devices(layer.layer)[0])
-            raise ObstacleError(self._give_up(device, self.pool, error)) from None
+            raise ObstacleError(self._give_up(leaves[0].device, self.pool, error)) from None
         self.passes.records(made)
         return made
 
     def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
         """Record a call's backward, unless the graphs were removed meanwhile; likewise."""
-        if any(layer.active for layer in self._layers):
+        if self._calls:
             try:
                 record()
             except Exception as error:  # noqa: BLE001 - capture may fail with anything
@@ -265,167 +240,161 @@ class LayerGraphs:
             traceback.clear_frames(failed.__traceback__)
             failed = failed.__context__
         end_recording(device, pool)
-        for each in self._layers:
-            each.remove()
+        for runner in self._runners:
+            runner.graphs = runner.calls = None
         return f"recording it failed ({type(error).__name__}: {first_line(error)})"
 
     def warn(self, reason: str) -> None:
         """Warn that layers run eagerly, once for each reason."""
         if reason not in self._warned:
             self._warned.add(reason)
-            _log.warning("graph_layers: a decoder layer runs without CUDA graphs: %s.", reason)
+            _log.warning("prepare_training: a decoder layer runs without CUDA graphs: %s.", reason)
 
 
-class _GraphedLayer(RunsLevels):
-    def __init__(self, layer: nn.Module, shared: LayerGraphs, compiled: bool, place: int) -> None:
-        self.layer, self.shared, self.place = layer, shared, place
-        self.calls: dict[Hashable, RecordedCall | None] = {}
-        self._kinds = CallKinds(shared.model, layer)
-        self.experts = LayerExperts(layer)
+def _compute(runner: LayerRunner, level: str, args: Any, kwargs: Any, **how: Any) -> Any:
+    # In autocast's state of a recording, so that compilers need not compile for two.
+    with recording.uncached_autocast():
+        return runner.compute(level, args, kwargs, **how)
+
+
+class _Reserved(NamedTuple):
+    """Experts that stay where they are as long as this is referenced."""
+
+    places: tuple[Hashable, ...]  # Equal where all are at the same addresses
+    leases: list[object]
+
+
+class LayerCalls:
+    """The calls of one decoder layer: which are of one kind, and what is recorded of each."""
+
+    def __init__(self, model: nn.Module, layer: nn.Module, place: int) -> None:
+        self.model, self.layer, self.place = model, layer, place
+        self.known: dict[Hashable, RecordedCall | None] = {}  # By kind
         self.places: Any = None  # Of the experts, when calls were recorded
-        found = fitted(layer)
-        compiled_before = layer._compiled_call_impl or (found.compiled if found else None)
-        self._compiled: Callable[..., Any] | None = compiled_before
-        self._run = levels.runner(own_forward(layer), compiles=compiled or bool(compiled_before))
-        reason = obstacle(layer)
-        self.active = reason is None
-        if reason is None:
-            layer._compiled_call_impl = None
-            layer.forward = self.forward
-        else:
-            shared.warn(reason)
+        self._lists = [module for module in layer.modules() if isinstance(module, PackedList)]
+        self._adapters: dict[str, int] | None = None
+        self._configs: dict[str, Any] = {}  # Referenced: no other gets their ids
+        # Where weights and buffers stand: another may be put there (load_state_dict(assign=True))
+        self._weights: list[tuple[dict[str, Any], str]] = []
+        self._tuners: list[Any] = []
 
-    def remove(self) -> None:
-        """Restore the layer's forward."""
-        if self.active:
-            self.active = False
-            self.layer.__dict__.pop("forward", None)
-            self.layer._compiled_call_impl = self._compiled
-            if (found := fitted(self.layer)) is not None:
-                found.install()
-        self.calls.clear()
-
-    def forget(self) -> None:
-        self.calls.clear()
-
-    def give_back(self) -> None:
-        """Give back the graphs; the next call of a known kind is recorded."""
-        self.calls = dict.fromkeys(self.calls)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _GraphedLayer:
-        """Return a copy without graphs."""
-        ungraphed = copy.copy(self)
-        memo[id(self)] = ungraphed
-        ungraphed.layer, ungraphed.calls = copy.deepcopy(self.layer, memo), {}
-        ungraphed.active = False
-        return ungraphed
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay a recorded call; record the second one of its kind."""
-        layer = self.layer
-        trains = layer.training and torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or not self.active:
-            return type(layer).forward(layer, *args, **kwargs)
-        if not trains:
-            own = fitted(layer)
-            if own is not None and not layer.training and exceeds(own, args, kwargs):
-                self.shared.make_room_to_evaluate(layer)
-            return type(layer).forward(layer, *args, **kwargs)
-        given, found = kwargs, used_arguments(layer, args, kwargs)
-        if found is None:
-            self.shared.warn("its key-value cache holds something")
-            return type(layer).forward(layer, *args, **given)
-        args, kwargs = found
-        default = levels.KEEP if self.shared.keep else levels.RECOMPUTE
-        level = level_of(layer, args, kwargs, default)
-        # In backward, a checkpoint around the layer computes it again: no new pass.
-        keeps = level != levels.RECOMPUTE
-        again = in_backward()
-        admitted = again or self.shared.enters(self.place, keeps=keeps)
-        if self.place == 0 and segments.is_alone() and not again:
-            self.shared.make_room(self.layer)
-        try:
-            leaves, structure, kind = self._kinds.describe(args, kwargs)
-            may = admitted and self.active and not measures(layer) and segments.records()
-            reserved = self._reserve() if may else None
-            if reserved is not None:
-                call = self._replayable(level, kind, lambda: self._record(leaves, structure, level))
-                if call is not None:
-                    return gathered.delivered(call.run(leaves))
-        except ObstacleError as met:
-            self.shared.warn(str(met))
-            if fitted(layer) is None and not self.shared.keep:
-                return type(layer).forward(layer, *args, **given)
-        if not self.shared.holds_both(layer):
-            level = levels.RECOMPUTE
-        return self._compute(level, args, kwargs, preserve_rng_state=True)
-
-    def _reserve(self) -> Reserved | None:
+    def reserve(self) -> _Reserved | None:
         """Keep the experts where they are; calls that were recorded elsewhere are forgotten."""
-        reserved = self.experts.reserve()
+        reserved = self.reserve_at(None)
         if reserved is not None and reserved.places != self.places:
             self.places = reserved.places
-            self.calls.clear()
+            self.known.clear()
         return reserved
 
-    def _replayable(
-        self, level: str, kind: Hashable, make: Callable[[], RecordedCall]
-    ) -> RecordedCall | None:
-        """Return a call's graphs if it may run them now; after a change of level, others."""
-        known = self.calls.get(kind, _UNKNOWN)
-        call = known if isinstance(known, RecordedCall) else None
-        if call is not None and (call.level != level or self.shared.passes.is_outdated(call)):
-            call = None
-        records = known is not _UNKNOWN
-        if segments.running.get() is not None:
-            # Their lengths are chosen: only the very first call runs without graphs.
-            records = bool(self.calls)
-            if known is _UNKNOWN and len(self.calls) >= _MOST_FLAT:
-                del self.calls[min(self.calls, key=lambda each: _last_pass(self.calls[each]))]
-        elif not records:
-            many = len(self.calls) >= _MOST_KINDS
-            self.shared.make_room(self.layer, for_good=many)
-            if many:
-                raise ObstacleError(
-                    f"it was called in more than {_MOST_KINDS} ways; train in batches of one fixed "
-                    "length"
-                )
-        if call is None and records:
-            call = self.shared.record(self, make)
-        if call is not known:
-            self.calls[kind] = call
-        if call is not None:
-            call.last_pass = self.shared.passes.count
-        return call
+    def reserve_at(self, places: tuple[Hashable, ...] | None) -> _Reserved | None:
+        """Keep the experts where they are.
 
-    def _record(self, leaves: Sequence[Any], structure: Hashable, level: str) -> RecordedCall:
-        gathers = gathered.asked()
+        None where they are not at `places`, if given, or where others hold their slot just now.
+        """
+        found: list[Hashable] = [each.moves for each in self._lists]
+        leases: dict[int, object] = {}
+        for each in self._lists:
+            host = each.host
+            if host is not None and id(host.layer) not in leases:
+                place, leases[id(host.layer)] = host.reserve(each)
+                if place is None:
+                    return None
+                found.append(place)
+        if places not in (None, tuple(found)):
+            return None
+        return _Reserved(tuple(found), list(leases.values()))
 
-        def compute(arguments: Sequence[Any]) -> tuple[Any, ...]:
-            args, kwargs = unflatten(structure, iter(arguments))
-            with gathered.gathering(gathers) as logits:
-                out = self._compute(level, args, kwargs, preserve_rng_state=False)
-            return out, *logits
+    def describe(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable, Hashable]:
+        """Return a call's arguments, their structure, and all that a graph depends on."""
+        leaves: list[Any] = []
+        structure = flatten((args, kwargs), leaves)
+        if not leaves or not isinstance(leaves[0], Tensor):
+            raise ObstacleError("it is not called with its hidden states first")
+        shapes: list[Hashable] = []
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                if leaf.requires_grad and position:
+                    raise ObstacleError("it takes gradients to more than its hidden states")
+                # Numbers on the host are read when a call is recorded.
+                values = tuple(leaf.tolist()) if leaf.is_cpu and leaf.dim() == 1 else None
+                shapes.append((leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, values))
+            elif isinstance(leaf, _CONSTANTS):
+                shapes.append((type(leaf), leaf))
+            else:
+                raise ObstacleError(f"it is called with a {type(leaf).__name__}")
+        autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+        kind = structure, tuple(shapes), autocast, _gathers_logits(), self._state()
+        return leaves, structure, kind
 
-        with gathered.gathering(False):  # A checkpoint's recomputation in warming up
-            return RecordedCall(
-                self.layer, compute, self.shared, leaves,
-                reserve=partial(self.experts.reserve, self.places), role=structure, level=level,
-            )  # fmt: skip
-
-    def _compute(self, level: str, args: Any, kwargs: Any, *, preserve_rng_state: bool) -> Any:
-        # In autocast's state of a recording, so that compilers need not compile for two.
-        with recording.uncached_autocast():
-            return self._run(
-                level, (self.layer, *args), kwargs, preserve_rng_state=preserve_rng_state
+    def _state(self) -> Hashable:
+        """Return addresses of the layer's weights, which are trained, and the active adapters."""
+        configs = dict(getattr(self.model, "peft_config", {}))
+        adapters = {name: id(config) for name, config in configs.items()}
+        if adapters != self._adapters:  # Of a name that was deleted and is used again too
+            self._adapters, self._configs = adapters, configs
+            self._weights = [
+                (tensors, name)
+                for module in self.layer.modules()
+                for tensors in (module._parameters, module._buffers)
+                for name, tensor in tensors.items()
+                if tensor is not None
+            ]
+            self._tuners = [m for m in self.layer.modules() if hasattr(m, "merged_adapters")]
+        found = (tensors.get(name) for tensors, name in self._weights)
+        weights = tuple((t.data_ptr(), t.requires_grad) for t in found if t is not None)
+        active = tuple(
+            (
+                bool(tuner.disable_adapters),
+                tuple(tuner.merged_adapters),
+                tuple((name, tuner.scaling.get(name)) for name in tuner.active_adapters),
             )
+            for tuner in self._tuners
+        )
+        return weights, active
 
 
-def _last_pass(call: RecordedCall | None) -> int:
-    return -1 if call is None else call.last_pass
+def flatten(value: Any, leaves: list[Any]) -> Hashable:
+    """Append the tensors and constants of a call's arguments to `leaves`; return their structure.
+
+    torch's pytrees do so as well, and compare structures in Python: 0.3 ms for a layer's call.
+    """
+    if isinstance(value, tuple | list):
+        return (type(value), *[flatten(each, leaves) for each in value])
+    if isinstance(value, dict):
+        return (dict, tuple(value), *[flatten(each, leaves) for each in value.values()])
+    leaves.append(value)
+    return None
 
 
-def _is_tight(layer: nn.Module) -> bool:
-    """Whether the memory of `fit_memory` does not hold a step beside what graphs reserve."""
-    found = fitted(layer)
-    return found is not None and not found.beside and not found.measures
+def unflatten(structure: Any, leaves: Iterator[Any]) -> Any:
+    """Return the arguments of `flatten` with other leaves."""
+    if structure is None:
+        return next(leaves)
+    kind, *parts = structure
+    if kind is dict:
+        names, *parts = parts
+        return {n: unflatten(part, leaves) for n, part in zip(names, parts, strict=True)}
+    values = [unflatten(part, leaves) for part in parts]
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)
+
+
+def _gathers_logits() -> bool:
+    """Return whether router logits are gathered now; other outputs cannot be recorded."""
+    gathered = output_capturing._active_collector.get() or {}
+    if others := sorted(set(gathered) - {_LOGITS}):
+        raise ObstacleError(
+            f"outputs of layers are gathered ({', '.join(others)}), of which router logits alone "
+            "can be recorded"
+        )
+    return bool(gathered)
+
+
+@contextmanager
+def _gathering(wanted: bool) -> Iterator[list[Tensor]]:
+    """Gather router logits of the block in the list, if they are wanted, and nowhere else."""
+    found: list[Tensor] = []
+    token = output_capturing._active_collector.set({_LOGITS: found} if wanted else None)
+    try:
+        yield found
+    finally:
+        output_capturing._active_collector.reset(token)

@@ -9,8 +9,7 @@ for each dA, and as many gradients of x are added. Here, with n layers of one pa
 
 A forward of a few tokens shows which layers these are. In the order of their calls, the first puts
 z into the model's `_Shared`, and the last one empties it. Dynamo sees both in one frame, and the
-same guards in each decoder layer. What an exception in between leaves, the first layers of the next
-forward replace. The parent's forward stays: to find x in it, its code would have to be known.
+same guards in each decoder layer. What an exception in between leaves is replaced next time.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ from torch.nn.functional import linear
 from ..lora import linear as ours
 from ..lora.targets import base_model
 
-_MEMBER = "_moe_qlora_joined"
-"""Entry of a layer's `__dict__`: its `_Member`."""
+_MEMBER = "_moe_qlora_joined"  # Entry of a layer's `__dict__`: its `_Member`
+# Layers that compute y as above; another subclass may not
 _KINDS = (Linear, Linear4bit, Linear8bitLt, ours.Linear4bit, ours.Linear8bitLt)
-"""Layers that compute y as above; another subclass may not."""
 _TOKENS = 8
 
 
@@ -45,16 +43,7 @@ def join_lora(model: nn.Module) -> JoinedLora:
     Adapters may be added, switched and deleted; state dicts and module names stay the same.
 
     Call it after `get_peft_model`, before layers are compiled or recorded. The model runs once, on
-    a few tokens without gradients.
-
-    Args:
-        model: A transformers model with LoRA; on any device.
-
-    Returns:
-        What was joined, which `remove()` or the end of a `with` block undoes.
-
-    Raises:
-        Exception: The model's own, where it does not run on `input_ids` alone. It is as it was.
+    a few tokens without gradients, and raises what it raises on `input_ids` alone.
     """
     shared, members = _Shared(), []
     for layers in _groups(model):
@@ -88,9 +77,7 @@ class JoinedLora:
 
 
 class _Shared:
-    """The group that is being computed: what `_products` returns of it."""
-
-    held: tuple[Any, ...] | None = None
+    held: tuple[Any, ...] | None = None  # `_products` of the group that is being computed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
         memo[id(self)] = copied = _Shared()
@@ -118,10 +105,7 @@ def _forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _pairs(member: _Member, x: Tensor, alone: bool) -> list[tuple[Tensor, Any]] | None:
-    """Return (s A x, B) of a layer's active adapters; None for PEFT's forward.
-
-    `alone` is whether x is the only argument: others, as `adapter_names`, are PEFT's to read.
-    """
+    """Return (s A x, B) of active adapters; None for PEFT's forward, with other arguments too."""
     layers, place, shared = member.layers, member.place, member.shared
     if place == 0:
         shared.held = _products(layers, x) if alone else None

@@ -1,9 +1,8 @@
 """Memory that graphs write, lent to their callers instead of copied.
 
-Copies of what a layer's graphs take and give took, with what lies between these and the graphs, 74
-of 4,100 us a layer (48 layers of Qwen3-30B-A3B, 4,096 tokens, H100). So results are lent: as
-tensors at the same address, each with a storage of its own, which tells whether anybody still
-references it. Nothing that is referenced is overwritten:
+Copies took 74 of 4,100 us a layer (48 layers of Qwen3-30B-A3B, 4,096 tokens, H100). So results are
+lent: as tensors at the same address, each with a storage of its own, which tells whether anybody
+still references it. Nothing that is referenced is overwritten:
 
     outputs      stay until the layer's next forward; another layer keeps its input where it lies.
                  Who still has one by then lets the layer run without graphs
@@ -45,7 +44,7 @@ class Lent:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody references it, as far as it was lent."""
+        """Whether no alias of it is alive."""
         return self.last is None or self.last.expired()
 
     def is_lent_as(self, tensor: Tensor) -> bool:
@@ -77,7 +76,7 @@ class Lender:
         self._storages: list[StorageWeakRef] = []  # Of these gradients
 
     def lend_grad(self, lent: Lent) -> Tensor:
-        """Lend a gradient of hidden states to the layer before."""
+        """Lend a gradient of hidden states."""
         self.grad = lent
         self._grads.append(lent)
         return lent.lend()
@@ -97,10 +96,9 @@ class Lender:
         return any(lent.tensor.data_ptr() != grad.data_ptr() for lent in self._grads)
 
     def settle(self) -> bool:
-        """Give weights' gradients that are in use memory of their own.
+        """Give weights' gradients that are in use memory of their own; return whether none is left.
 
-        Returns:
-            Whether no gradient is used at its graph's address any more: graphs may run.
+        Graphs may run then.
         """
         if not self._are_free():
             for weights, several in self._of_weights:
@@ -115,9 +113,6 @@ class Lender:
         return all(lent.is_free for lent in self._grads)
 
     def _are_free(self) -> bool:
-        """Whether nobody references weights' gradients.
-
-        Asked in C, since a step's first layer asks for 600 of them while the GPU waits.
-        """
+        # In C, since a step's first layer asks for 600 of them while the GPU waits
         known = [storage.cdata for storage in self._storages]
         return all(map(torch.UntypedStorage._expired, known))

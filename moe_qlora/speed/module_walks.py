@@ -10,6 +10,7 @@ computes, and holds until the next one: for what torch registers, adapters, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -33,142 +34,94 @@ def quicken_walks(model: nn.Module) -> Callable[[], None]:
     Returns:
         A function that undoes it.
     """
-    tree = _Tree(model)
-    before: list[tuple[nn.Module, str, Any]] = []
+    base: Any = base_model(model)
+    tree, undo = _Tree(model, getattr(base, "num_parameters", None)), ExitStack()
 
     def place(module: nn.Module, name: str, call: Any) -> None:
-        before.append((module, name, vars(module).get(name)))
+        if (before := vars(module).get(name)) is not None:
+            undo.callback(vars(module).__setitem__, name, before)
         vars(module)[name] = call
+        undo.callback(vars(module).pop, name, None)
 
     # A method that other code has put on the instance stays. Packing puts a count: wrap it.
-    for name in ("named_modules", "named_parameters", "train"):
+    for name in ("named_modules", "named_parameters", "train", "_apply"):
         if name not in vars(model):
             place(model, name, getattr(tree, name))
-    base: Any = base_model(model)
     if hasattr(base, "num_parameters"):
-        place(base, "num_parameters", _Count(tree, base.num_parameters).num_parameters)
-    if "_apply" not in vars(model):
-        place(model, "_apply", tree.apply)
-    hooks = [stack.register_forward_hook(tree.look) for stack in decoder_stacks(model)]
-    hooks.append(registers.register_module_module_registration_hook(tree.forget))
-    hooks.append(registers.register_module_parameter_registration_hook(tree.forget))
-
-    def undo() -> None:
-        for hook in hooks:
-            hook.remove()
-        for module, name, call in before:
-            vars(module).pop(name, None)
-            if call is not None:
-                vars(module)[name] = call
-
-    return undo
+        place(base, "num_parameters", tree.num_parameters)
+    for stack in decoder_stacks(model):
+        undo.callback(stack.register_forward_hook(tree.look_in_training).remove)
+    undo.callback(registers.register_module_module_registration_hook(tree.forget).remove)
+    undo.callback(registers.register_module_parameter_registration_hook(tree.forget).remove)
+    return undo.close
 
 
 class _Tree:
     """The modules below a root. A bound method of it is copied with the model by `deepcopy`."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root, self._first = root, id(root)
-        self.version = 0
+    def __init__(self, root: nn.Module, count: Callable[..., int] | None) -> None:
+        self.root, self._count = root, count
         self._looked = -1  # Number of adapters when nothing had changed; -1: look again
+        self._dicts: list[dict[str, Any]] = []  # Of modules: their children and parameters
+        self._held: Any = None  # What these held: sizes, and identities
         self._modules: list[tuple[str, nn.Module]] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._children = self._weights = _Dicts([])
+        self._counts: dict[bool, int] = {}
 
-    def look(self, stack: nn.Module, *_: Any) -> None:
-        """Look for changes in a training forward; generation has one for each token.
-
-        A copy of the model, whose registrations are not noted, looks at each call instead.
-        """
-        if not (stack.training and torch.is_grad_enabled()):
-            return
-        self.forget()
-        self.parameters()
-        self._looked = self._adapters() if id(self.root) == self._first else -1
+    def look_in_training(self, stack: nn.Module, *_: Any) -> None:
+        if stack.training and torch.is_grad_enabled():  # Generation has a forward for each token
+            self.forget()
+            self.look()
 
     def forget(self, *_: Any) -> None:
-        """Look for changes at the next call."""
         self._looked = -1
 
-    def apply(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Move or cast the modules, which may put others in the place of parameters."""
-        self.forget()
-        return type(self.root)._apply(self.root, *args, **kwargs)
+    def look(self) -> _Tree:
+        """List modules and parameters, unless they are known."""
+        adapters = len(getattr(self.root, "peft_config", ()))
+        if self._looked != adapters:
+            self._looked = adapters  # The class asks for modules to list parameters
+            if self._held is None or self._now() != self._held:
+                self._modules = list(type(self.root).named_modules(self.root))
+                self._parameters = list(type(self.root).named_parameters(self.root))
+                modules = [vars(module) for _, module in self._modules]
+                self._dicts = [each[n] for each in modules for n in ("_modules", "_parameters")]
+                self._held, self._counts = self._now(), {}
+        return self
 
-    def _adapters(self) -> int:
-        return len(getattr(self.root, "peft_config", ()))
-
-    def modules(self) -> list[tuple[str, nn.Module]]:
-        """Return `(name, module)` as the class's `named_modules()` yields them."""
-        if self._looked == self._adapters():
-            return self._modules
-        if not self._modules or self._children.have_changed():
-            self._modules = list(type(self.root).named_modules(self.root))
-            held = [vars(module) for _, module in self._modules]
-            self._children = _Dicts([each["_modules"] for each in held])
-            self._weights, self._parameters = _Dicts([each["_parameters"] for each in held]), []
-            self.version += 1
-        return self._modules
-
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return `(name, parameter)` as the class's `named_parameters()` yields them."""
-        self.modules()
-        if self._looked != self._adapters() and (
-            not self._parameters or self._weights.have_changed()
-        ):
-            self._parameters = list(type(self.root).named_parameters(self.root))
-            self._weights = _Dicts(self._weights.dicts)
-        return self._parameters
+    def _now(self) -> tuple[list[int], list[int]]:
+        held = chain.from_iterable(map(dict.values, self._dicts))
+        return list(map(len, self._dicts)), list(map(id, held))
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         if memo is not None or prefix or not remove_duplicate:
             return type(self.root).named_modules(self.root, memo, prefix, remove_duplicate)
-        return iter(list(self.modules()))
+        return iter(list(self.look()._modules))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         if prefix or not recurse or not remove_duplicate:
             return type(self.root).named_parameters(self.root, prefix, recurse, remove_duplicate)
-        return iter(list(self.parameters()))
+        return iter(list(self.look()._parameters))
 
     def train(self, mode: bool = True) -> nn.Module:
-        modules = [module for _, module in self.modules()]
+        modules = [module for _, module in self.look()._modules]
         if set(map(attrgetter("training"), modules)) != {mode}:
             type(self.root).train(self.root, mode)
         return self.root
 
-
-class _Dicts:
-    """Dicts of modules, and what they held."""
-
-    def __init__(self, dicts: list[dict[str, Any]]) -> None:
-        self.dicts = dicts
-        self._some = [each for each in dicts if each]
-        self._sizes, self._ids = self._now()
-
-    def _now(self) -> tuple[list[int], list[int]]:
-        held = chain.from_iterable(map(dict.values, self._some))
-        return list(map(len, self.dicts)), list(map(id, held))
-
-    def have_changed(self) -> bool:
-        return self._now() != (self._sizes, self._ids)
-
-
-class _Count:
-    """The number of a model's parameters, counted again for each version of a tree."""
-
-    def __init__(self, tree: _Tree, count: Callable[..., int]) -> None:
-        self._tree, self._count = tree, count
-        self._counts: dict[tuple[int, bool], int] = {}
+    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
+        self.forget()  # It may put others in the place of parameters
+        return type(self.root)._apply(self.root, *args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        assert self._count is not None
         if only_trainable:  # requires_grad may change from one call to the next
             return self._count(only_trainable, exclude_embeddings)
-        self._tree.modules()
-        key = (self._tree.version, exclude_embeddings)
-        if key not in self._counts:
-            self._counts = {key: self._count(only_trainable, exclude_embeddings)}
-        return self._counts[key]
+        self.look()
+        if exclude_embeddings not in self._counts:
+            self._counts[exclude_embeddings] = self._count(only_trainable, exclude_embeddings)
+        return self._counts[exclude_embeddings]

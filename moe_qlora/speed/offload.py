@@ -1,9 +1,8 @@
 """Packed experts in host memory, copied to the device ahead of their use.
 
     offload_experts     moves the experts of decoder layers to host memory, and back
-      HostMemory        one decoder layer's codes and statistics
-      Slots             slots.py: two slots on the device, a copy stream, events
-      _Hosted           one packed weight, as `packing/decoders.py` asks for it
+      _Layer            one decoder layer's codes and statistics: a block of slots.py
+        _Hosted         one packed weight, as `packing/decoders.py` asks for it
 
 The modules' own tensors are views of the host memory, so that saving, copying and exporting read
 it. A forward, a recomputation and a backward each fetch the weight that they read, and nothing of a
@@ -34,57 +33,47 @@ from ..layout import human_bytes, unwrapped_name
 from ..memory.hosting import ALIGNMENT, SLOTS
 from ..packing.decoders import PackedList, fetched, is_share, read
 from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
-from .fitted import decoder_layers
-from .slots import Block, Copier, CudaCopier, Slot, Slots
+from .layers import decoder_layers
+from .slots import Block, Copier, Slot, Slots
 
 
-class HostMemory:
+class HostMemory(mmap.mmap):
     """Zeroed host memory, freed with the last of its tensors."""
 
+    locked_at = 0  # The address that CUDA has page-locked
+
+    def __new__(cls, nbytes: int, device: torch.device) -> HostMemory:
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
+        return super().__new__(cls, -1, nbytes, **flags)
+
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._map, self.nbytes = _Map.anonymous(nbytes), nbytes
+        self.nbytes = nbytes
         self.lock(device)
 
     def tensor(self, first: int, nbytes: int) -> Tensor:
         """Return a part as uint8 `(nbytes,)`, with a storage of its own: none copies the whole."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=first)
-
-    def put(self, tensor: Tensor, first: int) -> Tensor:
-        """Copy a tensor to its place, from this byte on, and return the copy."""
-        there = self.tensor(first, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-        if there.data_ptr() != tensor.data_ptr():
-            there.copy_(tensor)
-        return there
+        return torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=first)
 
     def lock(self, device: torch.device) -> None:
         """Page-lock the memory, if the device is CUDA, so that copies run beside kernels."""
-        if device.type != "cuda" or self._map.locked_at:
+        if device.type != "cuda" or self.locked_at:
             return
-        address, nbytes = self.tensor(0, 1).data_ptr(), len(self._map)
+        address = self.tensor(0, 1).data_ptr()
         with torch.cuda.device(device):
             portable = 1  # cudaHostRegisterPortable: for all devices
-            error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, portable))
+            error = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, portable))
             if error == 0:
-                self._map.locked_at = address
+                self.locked_at = address
                 return
             with suppress(RuntimeError):  # The next launch would raise what CUDA remembers
                 torch.zeros(1, device=device)
         raise ConfigError(
-            f"offload_experts: {human_bytes(nbytes)} of host memory for a layer's experts could "
-            f"not be page-locked (CUDA error {error}): free host memory, raise the limit "
+            f"offload_experts: {human_bytes(self.nbytes)} of host memory for a layer's experts "
+            f"could not be page-locked (CUDA error {error}): free host memory, raise the limit "
             "(ulimit -l), or give fewer layers."
         )
-
-
-class _Map(mmap.mmap):
-    locked_at: int = 0  # The address that CUDA has page-locked
-
-    @classmethod
-    def anonymous(cls, nbytes: int) -> _Map:
-        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
-        return cls(-1, nbytes, **flags)
 
     def __del__(self) -> None:
         if self.locked_at and not sys.is_finalizing():
@@ -100,10 +89,9 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
     gradients are the same, bit by bit. On CUDA the host memory is page-locked.
 
     State dicts, `save_pretrained` and exports read the host memory. `copy.deepcopy` returns a model
-    with all experts on the device. Merging into the weights is refused until `remove()`. Layers
-    that `graph_layers` records, called before or after, are recorded anew. Code of torch.compile
-    fetches experts in its operators. CUDA graphs of others are refused: `generate` on a static
-    cache, which transformers compiles with them, needs `disable_compile=True`.
+    with all experts on the device. Merging into the weights is refused until `remove()`. CUDA
+    graphs but those of `prepare_training` are refused: `generate` on a static cache, which
+    transformers compiles with them, needs `disable_compile=True`.
 
     Args:
         model: A transformers model with packed experts, or a PEFT model around one, on CUDA or a
@@ -111,14 +99,14 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
         layers: How many decoder layers, from the last one; None for all that have packed experts.
 
     Returns:
-        What was moved: `remove()`, or the end of a `with` block, moves it back. Where all experts
-        have been in host memory already, as after `enabled(offload=True)`, what moved them; some
-        or all may be on the device, if `fit_memory` has brought them there.
+        What was moved: `remove()`, or the end of a `with` block, moves it back. After
+        `enabled(offload=True)`, without `layers`, what the load has moved; `fit_memory` may have
+        brought some of it to the device.
 
     Raises:
         ConfigError: No experts are packed, or fewer decoder layers than `layers` have such; they
-            are in host memory already, sharded, or on meta; the layers lie on
-            several devices; or host memory cannot be page-locked.
+            are in host memory already, sharded, or on meta; the layers lie on several devices; or
+            host memory cannot be page-locked.
     """
     groups = expert_groups(model)
     if not groups:
@@ -143,7 +131,7 @@ def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
             "layers with packed experts, or None for all of them."
         )
     chosen = dict(list(groups.items())[-count:])
-    off = Offload(chosen, device_of_layers(model, groups, chosen))
+    off = Offload(chosen, _device_of(model, chosen))
     keep_from_ddp(model)
     return off
 
@@ -161,8 +149,6 @@ class Offload:
         self._copies = 0  # To slots that are gone
         self._lock = threading.Lock()
         self._blocks: list[_Layer] = []
-        self._read: list[_Layer] | None = None  # Layers that passes read, by place; None: all
-        self._passed: list[_Layer] = []  # Those that this forward has read
         self._own(self)
         try:
             for place, lists in enumerate(groups.values()):
@@ -174,13 +160,13 @@ class Offload:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the decoder layers whose experts these are."""
+        """Names of the decoder layers."""
         return tuple(self._groups)[len(self._groups) - len(self._blocks) :]
 
     @property
     def host_nbytes(self) -> int:
         """Bytes of the experts in host memory."""
-        return sum(block.store.nbytes for block in self._blocks)
+        return sum(block.memory.nbytes for block in self._blocks)
 
     @property
     def slots(self) -> int:
@@ -202,14 +188,12 @@ class Offload:
         self._groups = {}
 
     def _own(self, offload: Offload | None) -> None:
-        for each in (each for lists in self._groups.values() for each in lists):
-            each.offload = offload
+        for lists in self._groups.values():
+            for each in lists:
+                each.offload = offload
 
     def hold(self, count: int) -> None:
-        """Let experts of the last `count` of these layers be in host memory, the others' not.
-
-        Does nothing after `remove`.
-        """
+        """Let experts of the last `count` layers be in host memory; not after `remove`."""
         names = list(self._groups)
         if not names or count == len(self._blocks):
             return
@@ -223,10 +207,13 @@ class Offload:
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
-        with self._lock:
-            for block in self._blocks:
-                self._refresh(block)
         return [self.fetch(block, True)[0].memory for block in self._blocks[: self.slots]]
+
+    def __str__(self) -> str:
+        nbytes = human_bytes(self.host_nbytes)
+        return (
+            f"experts of {len(self._blocks)} layers in {nbytes} of host memory, {self.slots} slots"
+        )
 
     def __enter__(self) -> Offload:
         return self
@@ -234,22 +221,15 @@ class Offload:
     def __exit__(self, *_: object) -> None:
         self.remove()
 
-    def __str__(self) -> str:
-        return (
-            f"packed experts of {len(self._blocks)} decoder layers lie in "
-            f"{human_bytes(self.host_nbytes)} of host memory, and {self.slots} slots on "
-            f"{self.device}"
-        )
-
     def fetch(self, block: _Layer, training: bool) -> tuple[Slot, object]:
         """Return the slot with a layer's experts, and what reserves it."""
         with self._lock:
-            self._refresh(block)
+            block.write(self._slots)
             if self._slots is None:
-                most = max(each.nbytes for each in self._blocks)
-                self._slots = Slots(self.slots, most, copier_of(self.device))
+                most = max(each.memory.nbytes for each in self._blocks)
+                self._slots = Slots(self.slots, most, Copier(self.device))
             slots = self._slots
-            following = self._following(block, training, self._order(block))
+            following = self._following(block, training)
         return slots.fetch(block, following)
 
     def move(self, device: torch.device) -> None:
@@ -258,9 +238,8 @@ class Offload:
             return
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(
-                f"the model was moved to {device}, but experts that offload_experts has put in "
-                "host memory are computed on CUDA or the CPU: call remove() on what it returned "
-                "first."
+                f"the model was moved to {device}, and experts in host memory are computed on CUDA "
+                "or the CPU: call remove() on what offload_experts returned first."
             )
         self._drop_slots()
         self.device = device
@@ -268,48 +247,23 @@ class Offload:
             block.store.lock(device)
         kernels_run(device)
 
-    def _refresh(self, block: _Layer) -> None:
-        """Write a layer to host memory again where load_state_dict has changed it."""
-        if block.is_outdated():
-            if self._slots is not None:
-                self._slots.forget(block)
-            block.write()
-
-    def _order(self, block: _Layer) -> list[_Layer]:
-        """Note that a layer is read; return the layers that are read, in the model's order.
-
-        A forward that reads an earlier layer than before is a new one. Layers that it and the one
-        before it have not read are left out, as those of a vision tower in steps of text.
-        """
-        passed = self._passed
-        if not in_backward() and (not passed or block is not passed[-1]):
-            if passed and block.place < passed[-1].place:
-                self._read, self._passed = passed, []
-            self._passed.append(block)
-        if self._read is None:
-            return self._blocks
-        if block not in self._read:
-            self._read = sorted([*self._read, block], key=lambda each: each.place)
-        return self._read
-
-    def _following(self, block: _Layer, training: bool, order: Sequence[_Layer]) -> _Layer | None:
+    def _following(self, block: _Layer, training: bool) -> _Layer | None:
         """Return the layer that is read next: forwards, in training then backwards."""
-        at, last = order.index(block), len(order) - 1
+        at, last = self._blocks.index(block), len(self._blocks) - 1
         if last == 0:
             return None
         if in_backward():
-            return order[at - 1 if at else 1]
+            return self._blocks[at - 1 if at else 1]
         if at < last:
-            return order[at + 1]
-        return order[last - 1 if training else 0]
+            return self._blocks[at + 1]
+        return self._blocks[last - 1 if training else 0]
 
     def _drop_slots(self) -> None:
         with self._lock:
             if self._slots is not None:
-                self._slots.finish()
+                self._slots.forget()
                 self._copies += self._slots.copies
                 self._slots = None
-            self._read, self._passed = None, []
 
 
 class _Layer(Block):
@@ -322,49 +276,32 @@ class _Layer(Block):
             self._records.append(record)
             end = record.end
         self.store = HostMemory(end, offload.device)
-        self.place = place
-        try:
-            self.write()
-        except BaseException:
-            for record in self._records:
-                record.undo()
-            raise
+        super().__init__(self.store.tensor(0, end), place)
+        self.write()
         for record in self._records:
             record.settle(record)
 
-    @property
-    def nbytes(self) -> int:
-        return self.store.nbytes
-
-    def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
-        return copier.copy(to, self.store.tensor(0, self.nbytes), after)
-
-    def is_outdated(self) -> bool:
-        return any(record.is_outdated() for record in self._records)
-
-    def write(self) -> None:
-        for record in self._records:
-            if record.is_outdated():
-                record.write(self.store)
+    def write(self, slots: Slots | None = None) -> None:
+        """Write weights here, at first, and again where load_state_dict has changed them."""
+        outdated = [record for record in self._records if record.is_outdated()]
+        if outdated and slots is not None:
+            slots.forget(self)
+        # All of them first: after an error, a layer stays whole where it is.
+        copies = [record.written(self.store) for record in outdated]
+        for record, packed in zip(outdated, copies, strict=True):
+            record.hold(packed)
 
     def leave(self) -> None:
-        # All of them first: a layer that does not fit on the device stays whole where it is.
         copies = [record.on_device(self.offload.device) for record in self._records]
         for record, packed in zip(self._records, copies, strict=True):
-            record.leave(packed)
+            record.hold(packed)
             record.settle(None)
         self._records.clear()
-        del self.store
+        del self.store, self.memory
 
 
 class _Hosted:
-    """One packed weight in host memory: the `host` of the lists that have it.
-
-    `layer` is with what it lies together, to be copied as a whole; `device` computes. `reserve`
-    returns where the weight is on the device (None where it never stays there), and what keeps it
-    there; `fetch` the weight on the device, valid while the returned object is referenced. `move`
-    has another device compute from now on.
-    """
+    """One packed weight in host memory: the `host` of the lists that have it."""
 
     def __init__(self, layer: _Layer, lists: Sequence[PackedList], first: int) -> None:
         self.layer, self.lists = layer, lists
@@ -383,6 +320,7 @@ class _Hosted:
         return self.layer.offload.device
 
     def fetch(self, packed_list: PackedList) -> PackedWeight:
+        """Return the weight on the device, valid while the returned object is referenced."""
         if packed_list.host is not self:  # a backward after `remove`, or after another move
             return fetched(packed_list)
         slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
@@ -392,6 +330,7 @@ class _Hosted:
         return replace(packed, again=partial(self.fetch, packed_list), lease=lease)
 
     def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]:
+        """Return its place on the device, if it stays there, and what keeps it there."""
         slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
         return (ref(slot) if slot.stays else None), lease
 
@@ -399,29 +338,26 @@ class _Hosted:
         self.layer.offload.move(device)
 
     def settle(self, host: _Hosted | None) -> None:
-        """Be the lists' host, or let them have none."""
         for each in self.lists:
             each.settle(host)
 
     @torch.no_grad()
-    def write(self, store: HostMemory) -> None:
-        parts = iter(self._parts)
-
-        def written(tensor: Tensor) -> Tensor:
-            first, nbytes = next(parts)
-            if nbytes != tensor.nbytes:
-                shape = tuple(self._first[0].weight_shape)
-                raise ConfigError(
-                    f"a packed weight of shape {shape} in host memory was replaced by one in "
-                    "another format: call remove() on what offload_experts returned before "
-                    "loading it."
-                )
-            return store.put(tensor.detach(), first)
-
+    def written(self, store: HostMemory) -> list[Tensor]:
+        """Return copies in host memory, of tensors that are not there."""
+        copies = []
         with torch.inference_mode(False):
-            self.leave([written(tensor) for tensor in held_tensors(self._first)])
-        self._seen = self._state()
-        self._views.clear()
+            for (first, nbytes), held in zip(self._parts, held_tensors(self._first), strict=True):
+                if nbytes != held.nbytes:
+                    shape = tuple(self._first[0].weight_shape)
+                    raise ConfigError(
+                        f"a packed weight of shape {shape} in host memory was replaced by one in "
+                        "another format: call remove() on what offload_experts returned before "
+                        "loading it."
+                    )
+                copies.append(store.tensor(first, nbytes).view(held.dtype).view(held.shape))
+                if copies[-1].data_ptr() != held.data_ptr():
+                    copies[-1].copy_(held.detach())
+        return copies
 
     @torch.no_grad()
     def on_device(self, device: torch.device) -> list[Tensor]:
@@ -429,22 +365,18 @@ class _Hosted:
             held = held_tensors(self._first)
             return [tensor.detach().to(device, copy=True) for tensor in held]
 
-    def undo(self) -> None:
-        """Undo a first `write`, where it was done."""
-        if self._seen is not None:
-            self.leave(self.on_device(self.device))
-
     def is_outdated(self) -> bool:
         return self._state() != self._seen
 
     @torch.no_grad()
-    def leave(self, tensors: Sequence[Tensor]) -> None:
-        """Let the weight have these tensors."""
+    def hold(self, tensors: Sequence[Tensor]) -> None:
         with torch.inference_mode(False):
             for old, new in zip(held_tensors(self._first), tensors, strict=True):
                 old.data = new
             for each in self.lists:
                 cast(Any, each[0]).forget()
+        self._seen = self._state()
+        self._views.clear()
 
     def _in_slot(self, memory: Tensor) -> PackedWeight:
         codes, *statistics = (
@@ -469,11 +401,6 @@ def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:
 def held_tensors(chain: PackedList) -> list[Tensor]:
     """Return the tensors of a packed weight as its modules have them: codes, then statistics."""
     return [chain.original, *chain[0].parameters(), *chain[0].buffers()]
-
-
-def copier_of(device: torch.device) -> Copier:
-    """Return what copies to a device."""
-    return CudaCopier(device) if device.type == "cuda" else Copier()
 
 
 def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
@@ -501,25 +428,20 @@ def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
     return groups
 
 
-def device_of_layers(
-    model: nn.Module, groups: dict[str, list[PackedList]], chosen: dict[str, Any]
-) -> torch.device:
-    """Return the one device that computes these layers; raise where they cannot be offloaded."""
+def _device_of(model: nn.Module, chosen: Mapping[str, Sequence[PackedList]]) -> torch.device:
+    """Return the one device that computes these layers."""
     devices = set()
-    for name in chosen:
-        layer = model.get_submodule(name)
-        packed = {id(each.original) for each in groups[name]}
-        plain = {p.device for p in layer.parameters() if id(p) not in packed and not p.is_meta}
-        devices |= plain or {groups[name][0].original.device}
-    if len(devices) > 1:
-        found = " and ".join(sorted(map(str, devices)))
+    for name, lists in chosen.items():
+        packed = {id(each.original) for each in lists}
+        own = model.get_submodule(name).parameters()
+        plain = {p.device for p in own if id(p) not in packed and not p.is_meta}
+        devices |= plain or {lists[0].original.device}
+    device: torch.device = next(iter(devices))
+    if len(devices) > 1 or device.type not in ("cpu", "cuda"):
         raise ConfigError(
-            f"offload_experts: the layers lie on {found}; experts in host memory are for one "
-            "device."
+            f"offload_experts: the layers lie on {' and '.join(sorted(map(str, devices)))}; "
+            "experts in host memory are for one device, CUDA or a CPU."
         )
-    device: torch.device = devices.pop()
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"offload_experts copies to CUDA, and the layers lie on {device}.")
     return device
 
 
@@ -539,9 +461,8 @@ _AROUND = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
 def keep_from_ddp(model: nn.Module) -> None:
     """Make DDP ignore what lies in host memory of a model, or of one that wraps it later.
 
-    DDP asks the module that it wraps, by the attribute that its own
-    `_set_params_and_buffers_to_ignore_for_model` sets. Else it would broadcast codes that lie in
-    host memory, and refuse a model with parameters on two kinds of devices.
+    Else it would broadcast these codes, and refuse parameters on two kinds of devices. It asks by
+    the attribute that its own `_set_params_and_buffers_to_ignore_for_model` sets.
     """
     host: Any = model
     if not isinstance(model.__dict__.get(_IGNORED), _Names):

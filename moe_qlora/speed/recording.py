@@ -1,8 +1,5 @@
 """CUDA graphs of single calls of a decoder layer, replayed under autograd.
 
-    RecordedCall     forward in one graph; its backward, which computes again what the layer does
-                     not keep, in another
-
 graphs.py decides which calls are recorded.
 """
 
@@ -11,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..kernels import workspace
 from ..memory import levels
-from .lent import Lender, Lent, is_at
+from .lent import Lent, is_at
 
 _KNOWN_HOOKS = ("moe_qlora.", "bitsandbytes.", "torch.nn.utils.parametrize", "transformers.utils.")
 """Origins of hooks that a graph may skip: the recording contains their effect."""
@@ -29,25 +26,6 @@ _IN_USE = "hidden states or gradients of an earlier step are still in use; clone
 
 class ObstacleError(Exception):
     """A call cannot be recorded, for this reason."""
-
-
-class Buffers(Protocol):
-    """The tensors at fixed addresses that all graphs of a model share."""
-
-    pool: Any  # The graphs' memory pool
-    lender: Lender  # Of what the graphs return
-
-    def buffer(self, role: Any, shape: Sequence[int], like: Tensor) -> Tensor:
-        """Return the contiguous tensor for this role and shape, with the dtype of `like`."""
-
-    def fill(self, buffers: Sequence[Any], leaves: Sequence[Any]) -> None:
-        """Copy a call's tensors to their buffers, hidden states first."""
-
-    def pending(self, call: RecordedCall) -> object:
-        """Return an object that lives as long as the call waits for its backward."""
-
-    def record_backward(self, call: RecordedCall, record: Callable[[], None]) -> None:
-        """Record a call's backward; if that fails, do what has to be done then."""
 
 
 Compute = Callable[[Sequence[Any]], tuple[Any, ...]]
@@ -85,7 +63,7 @@ class RecordedCall:
         self,
         layer: nn.Module,
         compute: Compute,
-        shared: Buffers,
+        shared: Any,
         leaves: Sequence[Any],
         *,
         reserve: Callable[[], object | None],
@@ -97,17 +75,15 @@ class RecordedCall:
         Args:
             layer: The decoder layer.
             compute: Computes it, and router logits that are gathered, from its arguments.
-            shared: The buffers of all graphs.
+            shared: The `LayerGraphs`.
             leaves: Its arguments, hidden states first.
             reserve: Keeps the layer's experts where they are now, for backward, as long as what it
                 returns is referenced; None where they are elsewhere by then.
-            role: Calls of one role share the buffers of all arguments: layers whose attention is
-                masked alike, so that these are filled once in a step.
+            role: Calls of one role share the buffers of all arguments, filled once in a step.
             level: What it keeps for its backward (memory/levels.py).
 
         Raises:
-            ObstacleError: The layer has hooks that a graph would skip, or returns more than hidden
-                states.
+            ObstacleError: A module has hooks that a graph would skip, or other outputs are made.
         """
         check_hooks(layer)
         self.layer, self.compute, self.shared, self.level = layer, compute, shared, level
@@ -164,12 +140,9 @@ class RecordedCall:
         return places
 
     def _warm_up(self) -> None:
-        """Run both before recording, for one-time work of compilers and libraries.
-
-        In autocast's state of the recording, which compiled code checks.
-        """
+        """Run both before recording, for one-time work of compilers and libraries."""
         offset = self.generator.get_offset()
-        with uncached_autocast():
+        with uncached_autocast():  # As in the recording: compiled code checks it
             self._gradients(self._forward())
         self.outs, self.weight_grads, self.grad_x = [], [], None
         self.generator.set_offset(offset)
@@ -242,7 +215,6 @@ class RecordedCall:
         return outs
 
     def _is_free(self, x: Tensor) -> bool:
-        """Whether nobody uses what its graphs overwrite, called on these hidden states."""
         return (
             self.shared.lender.settle()
             and (self.out is None or self.out.is_free)
@@ -301,10 +273,7 @@ class RecordedCall:
     def _again(
         self, leaves: Sequence[Any], grads: Sequence[Tensor]
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """Compute the layer and its gradients without graphs.
-
-        Where the backward could not be recorded, or the experts are not where they were.
-        """
+        """Compute without graphs: none was recorded, or experts are not where they were."""
         self.edges = []
         x = leaves[0].detach().requires_grad_(self.x.requires_grad)
         enabled, dtype = self.autocast
@@ -325,7 +294,7 @@ class _Replay(torch.autograd.Function):
         ctx: Any, call: RecordedCall, others: Sequence[Any], x: Tensor, *trained: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call, ctx.others, ctx.offset = call, others, call.generator.get_offset()
-        ctx.pending = call.shared.pending(call)
+        ctx.pending = call.shared.passes.pending(call)
         ctx.save_for_backward(*(() if call.keeps else (x,)))
         ctx.lends = call.input is not None and call.input.is_lent_as(x)
         return tuple(call.room())
@@ -335,7 +304,7 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.call is None:
             raise RuntimeError(
-                "a decoder layer that graph_layers records was differentiated twice: call backward "
+                "a decoder layer that is recorded was differentiated twice: call backward "
                 "once for each forward, without retain_graph=True."
             )
         x = None if ctx.call.keeps else ctx.saved_tensors[0]
@@ -409,8 +378,7 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record the kernels launched in the block."""
     stream = torch.cuda.current_stream()
     try:
-        # Another thread may read experts ahead, and tell CUDA of it.
-        mode = "thread_local"
+        mode = "thread_local"  # Another thread may read experts ahead, and tell CUDA of it
         with uncached_autocast(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             yield
     except BaseException:

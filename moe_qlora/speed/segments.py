@@ -9,10 +9,9 @@ begins, padded by repeating the end, so that its shape is fixed. Where flash ker
 is one operator over them: torch's flash attention for sequences of different lengths, with grouped
 heads, sliding windows, values narrower than keys (MLA) and sinks; where the segments are rows of
 one length, cuDNN's on Hopper. It reads on the host which of these, so that one compilation of a
-layer serves all. Sinks are a part of the softmax's
-sum. With `lse' = log(exp(lse) + exp(sink))` and `out' = out * exp(lse - lse')`, the same backward
-kernel, given `out'` and `lse'`, returns the right gradients, and `-exp(sink - lse') * <grad, out'>`
-is the sink's.
+layer serves all. Sinks are a part of the softmax's sum. With `lse' = log(exp(lse) + exp(sink))` and
+`out' = out * exp(lse - lse')`, the same backward kernel, given `out'` and `lse'`, returns the right
+gradients, and `-exp(sink - lse') * <grad, out'>` is the sink's.
 
 Elsewhere (a CPU, 32 bit, wide heads, dropout, caps) a dense mask of segments goes to the model's
 own implementation. In other calls `segmented(name)` delegates to the implementation of that name.
@@ -21,6 +20,7 @@ own implementation. In other calls `segmented(name)` delegates to the implementa
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,11 @@ PREFIX = "moe_qlora_segments_"
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)  # of flash attention
 _WIDEST_HEAD = 256  # likewise
 _DENSE = ("sdpa", "eager")
+_BACKWARD = (
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor offsets, "
+    "Tensor sizes, int window, float scale) -> (Tensor, Tensor, Tensor)"
+)
+_Gradients = tuple[Tensor, Tensor, Tensor]
 _CAPS = ("softcap", "logit_cap", "position_bias", "attention_bias")
 
 
@@ -53,7 +58,7 @@ class SegmentMask(NamedTuple):
 class Segments:
     """The segments of the flat row that runs now."""
 
-    length: int  # L; 0: the rows of this call stay apart
+    length: int  # L
     offsets: Tensor  # (S + 1,) int32
     longest: int  # No segment has more tokens
     recorded: bool  # Whether rows of this length are recorded as CUDA graphs
@@ -61,25 +66,9 @@ class Segments:
     rows: int = 0  # Segments are so many rows of one length; 0: of any
     alone: bool = False  # Whether memory does not hold graphs of other rows beside it
 
-    def ids(self) -> Tensor:
-        """Return the segment of each token `(L,)` int64."""
-        return segment_ids(self.offsets, self.length)
-
 
 running: ContextVar[Segments | None] = ContextVar("moe_qlora_segments", default=None)
 """The flat row that runs now."""
-
-
-def records() -> bool:
-    """Whether layers that run now may be recorded: not in rows of a length that comes seldom."""
-    now = running.get()
-    return now is None or now.recorded
-
-
-def is_alone() -> bool:
-    """Whether memory does not hold graphs of other rows beside the one that runs now."""
-    now = running.get()
-    return now is not None and now.alone
 
 
 def segment_ids(offsets: Tensor, length: int) -> Tensor:
@@ -105,7 +94,7 @@ def _mask(original: str, **kwargs: Any) -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
     now = running.get()
-    if now is None or not now.length:
+    if now is None:
         return MASKS[original](**kwargs)
     config, device = kwargs["config"], kwargs["device"]
     dtype = kwargs["dtype"]
@@ -118,7 +107,7 @@ def _mask(original: str, **kwargs: Any) -> Any:
     if plain and not now.dense and has_kernels(device, dtype):
         sizes = torch.tensor([now.longest, now.rows])
         return SegmentMask(now.offsets, sizes, kwargs.get("local_size") or 0)
-    function, ids = kwargs["mask_function"], now.ids()
+    function, ids = kwargs["mask_function"], segment_ids(now.offsets, now.length)
     places = torch.arange(now.length, device=device) - now.offsets.long()[ids]
 
     def within(batch: Any, head: Any, q: Any, kv: Any) -> Any:
@@ -191,13 +180,8 @@ def attend(
 ) -> Tensor:
     """Return attention over segments `(1, L, heads, D of values)`, by flash kernels.
 
-    Args:
-        query: `(1, heads, L, D)`, as key and value `(1, key heads, L, D)`, in 16 bit.
-        key: The keys.
-        value: The values, whose D may be less.
-        mask: Which keys a query sees.
-        sinks: `(heads,)`, or None.
-        scaling: Of the scores.
+    Queries are `(1, heads, L, D)`, keys and values `(1, key heads, L, D)` in 16 bit; the D of
+    values may be less. `sinks` `(heads,)`.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     wide, narrow = query.shape[-1], value.shape[-1]
@@ -233,23 +217,17 @@ def _register() -> None:
             q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),
         )
     )
-    backward = define("moe_qlora::segment_attention_backward", _backward)
-    backward.register_fake(
-        lambda grad, q, k, v, out, lse, offsets, sizes, window, scale: (
-            torch.empty_like(q),
-            torch.empty_like(k),
-            torch.empty_like(v),
-        )
-    )
+    backward = define("moe_qlora::segment_attention_backward", _backward, schema=_BACKWARD)
+    backward.register_fake(lambda grad, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))))
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         q, k, v, offsets, sizes, sinks, *ctx.numbers = inputs
-        ctx.has_sinks = sinks is not None
-        ctx.save_for_backward(q, k, v, offsets, sizes, *output, *([sinks] if ctx.has_sinks else []))
+        rest = [] if sinks is None else [sinks]
+        ctx.save_for_backward(q, k, v, *output, offsets, sizes, *rest)
         ctx.set_materialize_grads(False)
 
     def back(ctx: Any, grad: Tensor, _: Any) -> Any:
-        q, k, v, offsets, sizes, out, lse, *sinks = ctx.saved_tensors
+        q, k, v, out, lse, offsets, sizes, *sinks = ctx.saved_tensors
         grad = grad.contiguous()
         grads = backward(grad, q, k, v, out, lse, offsets, sizes, *ctx.numbers)
         of_sinks = None
@@ -284,23 +262,12 @@ def _forward(
     return out, lse
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    offsets: Tensor,
-    sizes: Tensor,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(grad: Tensor, *args: Any) -> _Gradients:
+    *saved, offsets, sizes, window, scale = args
     longest, rows = sizes.tolist()
-    if suits_rows(q, rows, window):
-        return rows_backward(grad, q, k, v, out, lse, rows, scale)
-    longest = min(longest, len(q))
-    return flash_backward(grad, q, k, v, out, lse, offsets, longest, window, scale)
+    if suits_rows(saved[0], rows, window):
+        return rows_backward(grad, saved, rows, scale)
+    return flash_backward(grad, saved, offsets, min(longest, len(saved[0])), window, scale)
 
 
 def suits_rows(q: Tensor, rows: int, window: int) -> bool:
@@ -331,17 +298,9 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float) -> tu
     return out.transpose(1, 2).reshape(q.shape), lse.reshape(q.shape[1], -1)
 
 
-def rows_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rows: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values, by cuDNN."""
+def rows_backward(grad: Tensor, saved: Sequence[Tensor], rows: int, scale: float) -> _Gradients:
+    """Return the gradients of queries, keys and values, by cuDNN; saved are q, k, v, out, lse."""
+    q, k, v, out, lse = saved
     of_rows = lse.unflatten(1, (rows, -1)).transpose(0, 1).contiguous()[..., None]
     state = torch.zeros((), dtype=torch.int64, device=q.device)  # Of dropout, which there is not
     length = len(q) // rows
@@ -365,22 +324,14 @@ def flash_forward(
 
 
 def flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    offsets: Tensor,
-    longest: int,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values."""
+    grad: Tensor, saved: Sequence[Tensor], offsets: Tensor, longest: int, window: int, scale: float
+) -> _Gradients:
+    """Return the same by flash attention."""
+    q, *_ = saved
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # Of dropout, which there is not
     unused = torch.empty(0, device=q.device)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, offsets, offsets, longest, longest, 0.0, window < 0, state, unused,
+    found: _Gradients = torch.ops.aten._flash_attention_backward(
+        grad, *saved, offsets, offsets, longest, longest, 0.0, window < 0, state, unused,
         scale=scale, window_size_left=window, window_size_right=0 if window >= 0 else -1,
     )  # fmt: skip
     return found

@@ -12,8 +12,6 @@ neighbours in that order are in different ones, forwards as well as backwards.
 
     compute stream   | wait for ready | kernels that read the slot | mark |
     copy stream                                                           | wait for mark | copy |
-
-A `Copier` has the stream and events of one device.
 """
 
 from __future__ import annotations
@@ -30,91 +28,63 @@ from torch import Tensor
 
 
 class Copier:
-    """Copies from host memory to one device, beside what it computes; this one to the CPU's own.
+    """Copies from host memory to one device, on a stream of its own; on a CPU at once.
 
-    There, a copy is done when the call returns.
+    Events say that a stream has done all that it was given until then; on a CPU they are None.
     """
 
-    device = torch.device("cpu")
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def empty(self, nbytes: int) -> Tensor:
         """Return memory of the device, uint8 `(nbytes,)`, to copy to."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def records(self) -> bool:
-        """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
-        return False
-
-    def here(self) -> Any:
-        """Return the stream that the caller computes on."""
-
-    def mark(self, stream: Any) -> Any:
-        """Return an event: all that a stream has been given so far is done."""
-
-    def copy(self, to: Tensor, source: Tensor, after: Iterable[Any]) -> Any:
-        """Copy once all events of `after` have come; return the event that it is done."""
-        to.copy_(source)
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Let all that a stream is given from now on wait for an event."""
-
-    def finish(self, event: Any) -> None:
-        """Wait for an event here and now."""
-
-
-class CudaCopier(Copier):
-    """The `Copier` of a CUDA device, with a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
-
-    def empty(self, nbytes: int) -> Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        # When it is freed, torch gives it to nobody before the copies to it are done.
-        memory.record_stream(self.stream)
+        if self.stream is not None:
+            # When it is freed, torch gives it to nobody before the copies to it are done.
+            memory.record_stream(self.stream)
         return memory
 
     def records(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
+        return self.stream is not None and torch.cuda.is_current_stream_capturing()
 
     def here(self) -> Any:
-        return torch.cuda.current_stream(self.device)
+        """Return the stream that the caller computes on."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device)
 
     def mark(self, stream: Any) -> Any:
-        event = torch.cuda.Event()
-        event.record(stream)
-        return event
+        """Return an event of a stream."""
+        return None if stream is None else stream.record_event()
 
     def copy(self, to: Tensor, source: Tensor, after: Iterable[Any]) -> Any:
+        """Copy once all events of `after` have come; return the event that it is done."""
+        if self.stream is None:
+            to.copy_(source)
+            return None
         with torch.cuda.stream(self.stream):
             for event in after:
                 self.stream.wait_event(event)
             to.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self.stream)
-        return done
+            return self.stream.record_event()
 
     def wait(self, stream: Any, event: Any) -> None:
-        stream.wait_event(event)
+        """Let all that a stream is given from now on wait for an event."""
+        if stream is not None:
+            stream.wait_event(event)
 
     def finish(self, event: Any) -> None:
-        event.synchronize()
+        """Wait for an event here and now."""
+        if event is not None:
+            event.synchronize()
 
 
 class Block:
-    """What is copied to a slot as a whole: some host memory, or what a subclass reads."""
+    """Host memory that is copied to a slot as a whole."""
 
     def __init__(self, memory: Tensor, place: int) -> None:
         self.memory = memory  # `(bytes,)` uint8
         self.place = place  # In the order of use; modulo the number of slots, that of its slot
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-    def fill(self, to: Tensor, copier: Copier, after: Iterable[Any]) -> Any:
-        """Copy once all events of `after` have come; return the event that it is done."""
-        return copier.copy(to, self.memory, after)
 
 
 class Slot:
@@ -168,8 +138,8 @@ class Slots:
             slot = self._slot(block)
             if slot.block is not block or not slot.leases:
                 raise RuntimeError(
-                    "experts in host memory were read in a CUDA graph that graph_layers does not "
-                    "record, which would read them again after remove() has freed them: in "
+                    "experts in host memory were read in a CUDA graph that prepare_training does "
+                    "not record, which would read them again after remove() has freed them: in "
                     "generate, give disable_compile=True; elsewhere, call remove() on what "
                     "offload_experts returned before recording it"
                 )
@@ -179,7 +149,7 @@ class Slots:
             slot = self._slot(block)
             if slot.block is not block:
                 if slot.leases:
-                    slot = self._new(block.nbytes, stays=False)
+                    slot = self._new(block.memory.nbytes, stays=False)
                 self._copy(block, slot)
             stream = self.copier.here()
             self.copier.wait(stream, slot.ready)
@@ -194,25 +164,16 @@ class Slots:
         self._ended.append((slot, stream, self.copier.mark(stream)))
         self._catch_up()
 
-    def forget(self, block: Block) -> None:
-        """Forget a block's copies, and wait until its memory is not read any more."""
+    def forget(self, block: Block | None = None) -> None:
+        """Forget copies, of a block or of all, and wait until host memory is not read any more."""
         with self._lock:
+            if block is None:
+                self._wanted = None
             for slot in self._slots:
-                if slot.block is block:
-                    self._finish(slot)
+                if slot.block is not None and block in (None, slot.block):
+                    with suppress(Exception):  # Of a copy that was not made: nobody needs it now
+                        self.copier.finish(slot.ready)
                     slot.block = None
-
-    def finish(self) -> None:
-        """Wait until no host memory is read any more."""
-        with self._lock:
-            self._wanted = None
-            for slot in self._slots:
-                if slot.block is not None:
-                    self._finish(slot)
-
-    def _finish(self, slot: Slot) -> None:
-        with suppress(Exception):  # Of a copy that was not made: nobody needs it now
-            self.copier.finish(slot.ready)
 
     def _catch_up(self) -> None:
         """Treat leases that have ended, unless another call does, which then sees these too."""
@@ -252,8 +213,8 @@ class Slots:
 
     def _copy(self, block: Block, slot: Slot) -> None:
         slot.block = None  # While it is not known whether the copy is under way
-        to = slot.memory[: block.nbytes]
-        slot.ready = block.fill(to, self.copier, slot.marks.values())
+        to = slot.memory[: block.memory.nbytes]
+        slot.ready = self.copier.copy(to, block.memory, slot.marks.values())
         slot.marks = {}
         slot.block = block
         self.copies += 1

@@ -110,7 +110,7 @@ def delayed(monkeypatch: Any) -> Any:
         return made[-1]
 
     with monkeypatch.context() as patched:
-        patched.setattr(offload, "copier_of", make)
+        patched.setattr(offload, "Copier", make)
         yield made
     assert not [fault for each in made for fault in each.faults]
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moe_qlora.packing import parametrize
 from moe_qlora.speed import recording
-from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.speed.offload import _Hosted
 
 
@@ -115,8 +114,3 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "default_generators", [_Generator()])
-
-
-def emulated(model: Any, **arguments: Any) -> LayerGraphs:
-    """Return graphs of a model's decoder layers."""
-    return LayerGraphs(model, list(model.model.layers), compiled=False, **arguments)

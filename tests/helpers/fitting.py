@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.memory.blocks import packed_parts
+from moe_qlora.speed.layers import LayerRunner
 from moe_qlora.speed.offload import held_tensors
 from moe_qlora.testing import tiny_model
 
@@ -68,6 +69,13 @@ def fitted(model: Any, memory: Any = ENOUGH, **sizes: Any) -> Any:
     return moe_qlora.fit_memory(
         model, **{"batch_size": BATCH, "seq_len": SEQ, "memory": memory, **sizes}
     )
+
+
+def on_level(layer: Any, level: str, promised: tuple[int, int] = (1, 10_000)) -> LayerRunner:
+    """Let a layer keep what a level says."""
+    runner = LayerRunner(layer)
+    runner.level, runner.promised = level, promised
+    return runner
 
 
 def least_memory(

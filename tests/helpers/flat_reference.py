@@ -1,5 +1,6 @@
 """Flash attention over segments in plain torch, for tests on a CPU."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,18 +34,10 @@ def flash_forward(
 
 
 def flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    offsets: Tensor,
-    longest: int,
-    window: int,
-    scale: float,
+    grad: Tensor, saved: Sequence[Tensor], offsets: Tensor, longest: int, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients, from the given log-sum-exp, as the kernel computes them."""
+    q, k, v, out, lse = saved
     share = q.shape[1] // k.shape[1]
     p = (_scores(q, k, offsets, window, scale) - lse[..., None]).exp()
     wide_v, wide_k = (x.float().repeat_interleave(share, 1) for x in (v, k))
@@ -69,10 +62,10 @@ def rows_forward(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float) -> tu
 
 
 def rows_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: int, scale: float
+    grad: Tensor, saved: Sequence[Tensor], rows: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return its gradients."""
-    return flash_backward(grad, q, k, v, out, lse, *_of_rows(q, rows), -1, scale)
+    return flash_backward(grad, saved, *_of_rows(saved[0], rows), -1, scale)
 
 
 def use(monkeypatch: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from training import NF4
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.speed.graphs import LayerGraphs
+from moe_qlora.speed.segments import Segments, running
 from moe_qlora.testing import tiny_model
 
 
@@ -38,6 +42,27 @@ def packed(model_type: str = "qwen3_moe", config: dict[str, Any] | None = None, 
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     return adapted.train()
+
+
+@contextmanager
+def recorded(
+    model: Any, level: str | Sequence[str] | None = None, *, compiled: bool = False
+) -> Iterator[LayerGraphs]:
+    """Record decoder layers in calls of any shape, as in flat rows; on a level, or one for each."""
+    graphs = LayerGraphs(model, compiled=compiled)
+    for place, runner in enumerate(graphs._runners if level else ()):
+        runner.level = level if isinstance(level, str) else level[place]
+        runner.promised = 1, 1 << 20
+    token = running.set(Segments(0, torch.zeros(1), 0, recorded=True, dense=True))
+    runners = graphs._runners
+    try:
+        yield graphs
+    finally:
+        running.reset(token)
+        for runner in runners if level else ():
+            runner.level = None
+            runner.end()
+        graphs.remove()
 
 
 def batch(step: int, length: int = 64) -> Tensor:

@@ -280,7 +280,7 @@ class Calls(RuleBasedStateMachine):
 def late_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two layers share a slot, and a copy that nobody waits for is garbage."""
     monkeypatch.setattr(offload, "SLOTS", 1)
-    monkeypatch.setattr(offload, "copier_of", lambda device: Delayed())
+    monkeypatch.setattr(offload, "Copier", lambda device: Delayed())
     monkeypatch.setattr(Calls, "place", tmp_path, raising=False)
 
 

@@ -145,7 +145,7 @@ def run(name: str, recipe: Recipe, folder: Path, options: argparse.Namespace) ->
         return f"FAILED after {seconds:.0f} s: {done.stdout[-800:]}\n{done.stderr[-3000:]}"
     losses = [float(value) for value in re.findall(LOSS, done.stdout, re.MULTILINE)]
     saved = len(list((folder / "out" / name).rglob("adapter_model.safetensors")))
-    graphs = [line for line in done.stderr.splitlines() if "graph_layers:" in line]
+    graphs = [line for line in done.stderr.splitlines() if "without CUDA graphs:" in line]
     first, last = (f"{losses[0]:.3f}", f"{losses[-1]:.3f}") if losses else ("", "")
     return f"loss {first} -> {last}, {saved} saved, {seconds:.0f} s {' '.join(graphs[:1])}"
 

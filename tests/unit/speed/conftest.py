@@ -24,7 +24,7 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         known = of_this_test if equal is None else _of_equal_models
         cache = getattr(model.config.get_text_config(), "use_cache", None)
         key = (equal or model, cache, self._sizes, self._loss, kinds, calls, name)
-        if key in known and self._experts.offload is None:
+        if key in known and self._offload is None:
             self._activities[name] = known[key]
         measure(self, name)
         known[key] = self._activities[name]

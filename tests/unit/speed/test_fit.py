@@ -14,7 +14,7 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.experts import projection
 from moe_qlora.memory.choice import LEVELS, Ladder
 from moe_qlora.speed import fit as fit_module
-from moe_qlora.speed.fitted import fitted as fitted_layer
+from moe_qlora.speed.layers import runner_of
 from tests.helpers.fitting import (
     SEQ,
     adapted,
@@ -217,38 +217,6 @@ def runs(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tupl
     return counted["norm"], attentions.count, counted["first"], counted["second"]
 
 
-@pytest.mark.parametrize("attended", [pytest.param(SEQ / 2, marks=pytest.mark.nightly), 1e5])
-def test_what_is_kept_is_not_computed_again(
-    attended: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ladder = attends_to(monkeypatch, attended)
-    # The place of the level from which on each is kept
-    experts, attention = (1, 2) if ladder.levels == LEVELS else (2, 1)
-    model = adapted(num_hidden_layers=3)
-    ids = token_ids(model)
-    least = least_memory(model)
-    with fitted(model) as fit:
-        assert runs(model, ids, monkeypatch)[:3] == (3, 3, 3)
-        most = fit.peak
-    seen = []
-    for memory in range(least, most + 1, (most - least) // 5):
-        with fitted(model, memory) as fit:
-            kept = [ladder.levels.index(layer.level) for layer in fit.layers]
-            if kept in seen:
-                continue
-            seen.append(kept)
-            norms, attentions, firsts, _ = runs(model, ids, monkeypatch)
-            assert norms == 3 + sum(level < ladder.levels.index("keep") for level in kept)
-            assert attentions == 3 + sum(level < attention for level in kept)
-            assert firsts == 3 + sum(level < experts for level in kept)
-            activations = {0: "recompute", ladder.levels.index("keep"): "keep"}
-            expected = [activations.get(level, "part") for level in kept]
-            assert [layer.activations for layer in fit.layers] == expected
-            assert {layer.experts for layer in fit.layers} == {"device"}
-    assert len(seen) > 3
-    assert nested(seen)
-
-
 def test_layers_that_text_does_not_reach_are_computed_again() -> None:
     """Those of a vision tower: how much they allocate for images is not measured."""
     model = adapted("qwen3_vl_moe")
@@ -256,7 +224,7 @@ def test_layers_that_text_does_not_reach_are_computed_again() -> None:
     before = train(model, ids)
     vision = [m for m in model.modules() if type(m).__name__ == "Qwen3VLMoeVisionBlock"]
     with fitted(model) as fit:
-        assert vision and {layer.level for layer in map(fitted_layer, vision)} == {"recompute"}
+        assert vision and {layer.level for layer in map(runner_of, vision)} == {"recompute"}
         assert {layer.activations for layer in fit.layers} == {"keep"}
         assert all("language_model" in layer.name for layer in fit.layers)
         assert measured_peak(model, ids) <= fit.peak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -13,25 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import (
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
     DynamicCache,
     EncoderDecoderCache,
     StaticCache,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.memory import levels
 from moe_qlora.memory.choice import RECOMPUTE
-from moe_qlora.speed import first_steps
-from moe_qlora.speed.first_steps import FirstSteps
-from moe_qlora.speed.fitted import FittedLayer, RunsLevels
+from moe_qlora.speed import fit as fit_module
 from moe_qlora.testing import tiny_model
 from tests.helpers import training
 from tests.helpers.fitting import (
-    ENOUGH,
+    BATCH,
     SEQ,
     adapted,
     equal,
@@ -39,6 +35,7 @@ from tests.helpers.fitting import (
     fitted,
     least_memory,
     measured_peak,
+    on_level,
     token_ids,
     train,
     with_lora,
@@ -61,8 +58,6 @@ def test_what_cannot_be_fitted_is_said() -> None:
         for size in (0, -1, True, "2", None, 1.0):
             with pytest.raises(ConfigError, match=f"{name} is"):
                 fitted(model, **{name: size})
-    with pytest.warns(DeprecationWarning, match="padded is ignored"):
-        fitted(model, padded=True).remove()
     with pytest.raises(ConfigError, match="Linear has no decoder layers"):
         fitted(nn.Linear(3, 3))
     with pytest.raises(ConfigError, match="is on meta"):
@@ -202,19 +197,6 @@ def test_tokens_after_a_cached_prefix(model_type: str, static: bool) -> None:
         assert all(map(torch.equal, steps(), wanted))
 
 
-def test_a_cache_that_training_left_empty_is_refused() -> None:
-    model = adapted()
-    model.get_base_model().config.use_cache = True
-    ids = token_ids(model)
-    with fitted(model):
-        cache = model(input_ids=ids[:, :-6]).past_key_values
-        for train in (True, False):
-            with pytest.raises(ConfigError, match=r"compute the prefix under torch\.no_grad"):
-                model.train(train)(input_ids=ids[:, -6:], past_key_values=cache)
-        model.train()(input_ids=ids)
-    model(input_ids=ids[:, -6:], past_key_values=cache)
-
-
 @pytest.mark.parametrize("name", ["past_key_values", "layer_past", "cache", "cache_params", "any"])
 def test_a_cache_has_several_names(name: str) -> None:
     """transformers 5.24 calls a layer's `past_key_values` `cache`."""
@@ -229,7 +211,7 @@ def test_a_cache_has_several_names(name: str) -> None:
     layer, full, x = Layer(), DynamicCache(config=config), torch.ones(1, 2, 4, requires_grad=True)
     full.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 1)
     empty, encoder = DynamicCache(config=config), EncoderDecoderCache(full, DynamicCache())
-    FittedLayer(layer, levels.RECOMPUTE, (1, 2), set())
+    on_level(layer, levels.RECOMPUTE, (1, 2))
     for cache in (full, encoder, StaticCache(config=config, max_cache_len=8), empty, None):
         layer(x, **{name: cache})
     assert seen[:3] == [full, encoder, seen[2]] and seen[2] is not None
@@ -265,34 +247,6 @@ def other_adapter(model: Any) -> None:
     accumulated(model)
     model.set_adapter("default")
     accumulated(model)
-
-
-def test_packed_linear_layers_compute_under_autocast_on_every_level(tmp_path: Path) -> None:
-    """bitsandbytes' operator calls another on a CPU, from which a mode would hide autocast."""
-
-    tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-
-    with moe_qlora.enabled():
-        model = with_lora(
-            AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
-        )
-    assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
-    ids = token_ids(model)
-
-    def gradients() -> tuple[list[float], Any]:
-        model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return [loss.item()], {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-
-    wanted = gradients()
-    with fitted(model) as fit:
-        for level in levels.EVERY:
-            for layer in fit._fitted.values():
-                layer.level = level
-            assert equal(gradients(), wanted), level
 
 
 @pytest.mark.parametrize("run", [two_forwards, in_bf16, other_adapter])
@@ -335,24 +289,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_weights_of_any_kind_are_counted(kind: str) -> None:
-    def make() -> Any:
-        model = MODELS[kind]()
-        model.equal_models = kind
-        return model
-
-    model = make()
-    ids = token_ids(model)
-    before = train(make(), ids)
-    for memory in (half(model), ENOUGH):
-        model = make()
-        with fitted(model, memory) as fit:
-            measured = max(measured_peak(model, x) for x in (ids, torch.zeros_like(ids)))
-            assert measured <= fit.peak <= min(1.03 * measured, memory)
-            assert equal(train(model, ids), before)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it
 @pytest.mark.parametrize("order", [pytest.param("before", marks=pytest.mark.nightly), "after"])
 def test_compiled_layers_stay_compiled(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,9 +315,7 @@ def test_compiled_layers_stay_compiled(order: str, monkeypatch: pytest.MonkeyPat
     assert all(layer._compiled_call_impl is not None for layer in layers)
 
 
-def test_what_is_fitted_wins_over_a_trainers_checkpointing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_fitted_wins_over_a_trainers_checkpointing(tmp_path: Path) -> None:
     def losses(model: Any) -> list[float]:
         options = training.four_steps(tmp_path, 1, use_cpu=True, gradient_checkpointing=True)
         trainer = training.trainer_of(model, options)
@@ -391,12 +325,9 @@ def test_what_is_fitted_wins_over_a_trainers_checkpointing(
     expected = losses(adapted(vocab_size=256))
     model = adapted(vocab_size=256)
     layers = model.get_base_model().model.layers
-    with fitted(model, batch_size=12, seq_len=8), caplog.at_level(logging.WARNING):
+    with fitted(model, batch_size=12, seq_len=8):
         assert losses(model) == expected
         assert not any(layer.gradient_checkpointing for layer in layers)
-        said = "enabling gradient checkpointing changes nothing"
-        assert sum(said in text for text in caplog.messages) == 1
-    model.gradient_checkpointing_enable()
     assert all(layer.gradient_checkpointing for layer in layers)
 
 
@@ -412,11 +343,10 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
         peak = fit._needed(activities)
         fit._device = torch.device("cuda")
         assert fit._needed(activities) == int(peak * 1.04)
-        for layer in fit._modules.values():
-            layer.forward = _Recorded().forward
+        record(fit)
         work = {a.name: max(a.forward, a.backward) - a.saved for a in activities}
-        of_layers = max(work[name] for name in fit._modules)
-        of_others = max(size for name, size in work.items() if name not in fit._modules)
+        of_layers = max(work[name] for name in fit._runners)
+        of_others = max(size for name, size in work.items() if name not in fit._runners)
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         every = (*model.parameters(), *model.buffers())
         always = sum(t.nbytes for t in every) + 2 * trained + fit._resident
@@ -429,10 +359,19 @@ def test_on_cuda_there_is_room_for_gaps_and_for_the_pool_of_graphs(
         fit._device = torch.device("cpu")
 
 
-class _Recorded(RunsLevels):
-    """Stands for `graph_layers`."""
+class _Graphs:
+    """Stands for `LayerGraphs`, and records nothing."""
 
-    def forward(self, *args: Any) -> None: ...
+    def run(self, runner: Any, level: str, args: Any, kwargs: Any) -> Any:
+        return runner.compute(level, args, kwargs)
+
+    def forget(self) -> None: ...
+
+
+def record(fit: Any) -> None:
+    graphs: Any = _Graphs()
+    for runner in fit._runners.values():
+        runner.graphs = graphs
 
 
 @pytest.mark.parametrize(
@@ -454,12 +393,11 @@ def test_the_first_steps_are_compared_with_what_was_planned(
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int(over * most))
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(reserved * most))
-        monkeypatch.setattr(first_steps, "expandable", lambda: False)
+        monkeypatch.setattr(fit_module, "_expandable", lambda: False)
         given: list[None] = []
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
-        check = FirstSteps(fit)
         for _ in range(4):
-            check(model, ())
+            fit._check_first_steps()
         levels = {layer.level for layer in fit.layers}
     assert (levels != {"keep"}) is less
     assert bool(given) is less  # Else graphs of before stay reserved beside the next ones
@@ -469,44 +407,45 @@ def test_the_first_steps_are_compared_with_what_was_planned(
     assert all(("expandable_segments:True" in text) is (over == 1.0) for text in said)
 
 
-def test_after_a_smaller_choice_memory_is_given_back_once_more(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("shape", [(1, BATCH * SEQ), (BATCH, SEQ + 1), (BATCH + 1, SEQ)])
+def test_more_or_longer_sequences_are_computed_again(
+    shape: tuple[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
+    model = adapted("gpt_oss")
+    ids = token_ids(model, *shape)
+    expected = train(adapted("gpt_oss"), ids, 1)
+    ran: list[str] = []
+    layer = model.get_base_model().model.layers[0]
+    layer.mlp.router.register_forward_hook(lambda *_: ran.append("router"))
+    with caplog.at_level(logging.WARNING), fitted(model):
+        ran.clear()
+        train(model, token_ids(model), 1)
+        assert len(ran) == 1 and "were promised" not in caplog.text
+    model = adapted("gpt_oss")
+    with caplog.at_level(logging.WARNING), fitted(model):
+        assert equal(train(model, ids, 1), expected)
+        assert measured_peak(model, ids) <= least_memory(adapted("gpt_oss"), *shape)
+    assert caplog.text.count("were promised") == 1
+    assert ("sequences of 96 tokens, and 48 were" in caplog.text) == (shape[0] == 1)
+
+
+def test_an_old_choice_does_not_undo_a_newer_one() -> None:
+    model = adapted(num_hidden_layers=4)
+    least = least_memory(model)
+    with fitted(model) as old:
+        old.remove()
+        new = fitted(model, least)
+    assert "recompute" in {layer.activations for layer in new.layers}
+    assert measured_peak(model, token_ids(model)) <= least
+    new.remove()
+    assert not any("forward" in vars(layer) for layer in model.get_base_model().model.layers)
+
+
+def test_a_copy_of_a_fitted_model_keeps_as_much() -> None:
     model = adapted()
-    with fitted(model) as fit:
-        layers = [*fit._modules.values()]
-        for layer in layers:
-            layer.forward = _Recorded().forward
-        for name in ("max_memory_allocated", "max_memory_reserved"):
-            monkeypatch.setattr(torch.cuda, name, lambda device: 2 * fit.memory)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        check, hooks = FirstSteps(fit), []
-        for _ in range(4):
-            check(model, ())
-            hooks.append(fit._given_back)
-        assert hooks[0] is not None and hooks[:3] == hooks[:1] * 3
-        assert hooks[3] is not None and hooks[3] is not hooks[0]
-        for layer in layers:
-            vars(layer).pop("forward", None)
-
-
-@pytest.mark.parametrize("removed", [False, True])
-def test_what_the_first_backward_reserved_is_given_back_once(
-    removed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[None] = []
-    model, layers = adapted(), []
-    with fitted(model) as fit:
-        layers = [*fit._modules.values()]
-        for layer in layers:
-            layer.forward = _Recorded().forward
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
-        FirstSteps(fit)(model, ())
-        if removed:
-            fit.remove()
-        for layer in layers:
-            vars(layer).pop("forward", None)
-        for _ in range(2):
-            model(input_ids=token_ids(model), labels=token_ids(model)).loss.backward()
-    assert len(given) == (0 if removed else 1)
+    ids = token_ids(model)
+    expected = train(adapted(), ids, 1)
+    with fitted(model, least_memory(model)):
+        copied = copy.deepcopy(model)
+    assert equal(train(copied, ids, 1), expected)
+    assert measured_peak(copied, ids) <= least_memory(model)

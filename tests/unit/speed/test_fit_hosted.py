@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +11,8 @@ from torch import nn
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.hosting import Pace
-from moe_qlora.speed import first_steps, hosted
-from moe_qlora.speed.slots import Copier
 from tests.helpers.fitting import (
     adapted,
     equal,
@@ -34,8 +30,7 @@ SLOW, QUICK = Pace(link=1.0), Pace(link=1e15)
 def pace(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """How quick copies are: the tiny model's computing hides none of them, or all."""
     found = {"slow": SLOW, "quick": QUICK}[request.param]
-    monkeypatch.setattr(hosted, "pace", lambda device: found)
-    monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: found)
+    monkeypatch.setattr("moe_qlora.speed.fit._pace", lambda device: found)
     return str(request.param)
 
 
@@ -97,45 +92,6 @@ def test_no_memory_is_exceeded_and_nothing_else_changes(model_type: str, pace: s
     assert equal(train(model, ids), resident)
 
 
-def test_slots_of_before_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: SLOW)
-    made: list[weakref.ref[torch.Tensor]] = []
-
-    def empty(self: Copier, nbytes: int, own: Any = Copier.empty) -> torch.Tensor:
-        memory: torch.Tensor = own(self, nbytes)
-        made.append(weakref.ref(memory))
-        return memory
-
-    monkeypatch.setattr(Copier, "empty", empty)
-    model = adapted(num_hidden_layers=6)
-    off = moe_qlora.offload_experts(model)
-    memory = least_memory(model) + off.host_nbytes // 3
-    with fitted(model, memory):
-        train(model, token_ids(model))
-        assert 2 < len(off.layers) < 6
-        assert len(made) > off.slots == sum(slot() is not None for slot in made)
-
-
-@pytest.mark.parametrize("pace", ["slow"], indirect=True)
-def test_of_some_layers_in_host_memory_the_others_stay_on_the_device(pace: str) -> None:
-    model = adapted(num_hidden_layers=6)
-    ids = token_ids(model)
-    every = least_memory(model)
-    off = moe_qlora.offload_experts(model, layers=4)
-    packed = sum(part.weight.nbytes for part in packed_parts(model.get_base_model()))
-    least = least_memory(model)
-    assert every - least == 4 * packed // 6 - 2 * off.host_nbytes // 4
-    with fitted(model, least) as fit:
-        assert [layer.experts for layer in fit.layers] == ["device"] * 2 + ["host"] * 4
-        assert measured_peak(model, ids) <= fit.peak <= least
-    # Two of them would free no more than their slots take.
-    off.remove()
-    off = moe_qlora.offload_experts(model, layers=2)
-    with fitted(model, every) as fit:
-        assert {layer.experts for layer in fit.layers} == {"device"} and not off.layers
-    assert len(off.layers) == 2
-
-
 def test_where_nothing_fits_offloading_is_named_only_if_it_helps() -> None:
     model = adapted(num_hidden_layers=6)
     every = least_memory(model)
@@ -188,9 +144,8 @@ def test_steps_that_take_too_much_move_experts_back_to_host_memory(
             monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
             monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: over)
             monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: over)
-            check = first_steps.FirstSteps(fit)
             for _ in range(4):
-                check(model, ())
+                fit._check_first_steps()
             assert {layer.experts for layer in fit.layers} == {"host"}
             assert len(off.layers) == 6 and off.host_nbytes
             assert equal(train(model, ids), resident)
@@ -207,37 +162,3 @@ def test_the_device_is_that_of_what_is_not_in_host_memory() -> None:
                     module._parameters[name] = meta
         with pytest.raises(ConfigError, match="the model is on meta"):
             fitted(model)
-
-
-@pytest.mark.parametrize("pace", ["quick"], indirect=True)
-def test_enabled_offload_is_fitted(pace: str) -> None:
-    model = adapted(num_hidden_layers=4)
-    moe_qlora.offload_experts(model.get_base_model())  # As a load does, before adapters
-    with fitted(model) as fit:
-        assert {layer.experts for layer in fit.layers} == {"device"}
-    with fitted(model, least_memory(model)) as fit:
-        assert {layer.experts for layer in fit.layers} == {"host"}
-
-
-def test_prepare_training_names_the_layers_in_host_memory() -> None:
-    model = adapted(num_hidden_layers=4)
-    with moe_qlora.offload_experts(model) as off:
-        least = least_memory(model, by=moe_qlora.prepare_training)
-        prepared = moe_qlora.prepare_training(model, batch_size=2, seq_len=48, memory=least)
-        assert "experts of 4 lie in" in str(prepared) and "; copies " in str(prepared)
-        prepared.remove()
-        assert len(off.layers) == 4
-
-
-def test_no_level_is_measured_that_layers_cannot_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where copies are slow, memory that does not hold all experts holds no activations."""
-    monkeypatch.setattr("moe_qlora.speed.fit.pace", lambda device: SLOW)
-    model = adapted(num_hidden_layers=6)
-    with moe_qlora.offload_experts(model) as off:
-        least = least_memory(model)
-        with fitted(model, least + off.host_nbytes // 3) as fit:
-            assert {layer.level for layer in fit.layers} == {"recompute"}
-            assert 0 < len(off.layers) < 6
-            assert {*fit._activities} == {"recompute", "all kept"}
-        with fitted(model, least + 2 * off.host_nbytes) as fit:
-            assert "keep" in fit._activities

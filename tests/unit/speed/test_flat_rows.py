@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.nn import functional
 
-import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.lora.packed_rows import watch_packed_rows
-from moe_qlora.memory import levels
 from moe_qlora.speed import flat_rows, segments
 from moe_qlora.testing import tiny_model
 from tests.helpers import flat_reference
@@ -201,24 +196,6 @@ def test_plain_rows_are_computed_as_rows(
     assert set(seen) == ({rows} if family in ("qwen3_moe", "deepseek_v3") else set())
 
 
-@pytest.mark.parametrize("offsets", [False, True], ids=["masks", "offsets"])
-def test_levels_of_fit_memory_keep_the_gradients(
-    offsets: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = adapted("gpt_oss", sliding_window=8)
-    expected, rows = alone(model), sequences(model)
-    if offsets:
-        flat_reference.use(monkeypatch)
-    sizes = {"batch_size": len(LENGTHS), "seq_len": max(LENGTHS), "memory": 1 << 40}
-    with moe_qlora.prepare_training(model, **sizes) as prepared:
-        assert prepared.fit is not None
-        for level in (levels.RECOMPUTE, levels.ATTENTION, levels.KEEP):
-            for layer in prepared.fit._fitted.values():
-                layer.level = level
-            for make in BATCHES.values():
-                check(model, expected, make(rows))
-
-
 def test_outputs_have_the_shape_of_the_batch() -> None:
     model = tiny_model("qwen3_moe", seed=0).train()
     batch = padded(sequences(model), left=False)
@@ -302,7 +279,9 @@ def test_the_table_of_segments_holds_those_of_a_row() -> None:
     assert [lengths.pick(500, count)[1] for count in (5, 16, 17, 5, 40)] == [16, 16, 64, 16, 64]
     model, seen = tiny_model("qwen3_moe", seed=0).train(), []
     model.model.layers[0].register_forward_pre_hook(
-        lambda *_: seen.append((segments.records(), len(segments.running.get().offsets) - 1))
+        lambda *_: seen.append(
+            (segments.running.get().recorded, len(segments.running.get().offsets) - 1)
+        )
     )
     ids = torch.full((1, 256), 7)
     with flat(model, 1, 256):
@@ -314,7 +293,7 @@ def test_the_table_of_segments_holds_those_of_a_row() -> None:
 def test_rows_are_filled_up_in_training() -> None:
     model, seen = tiny_model("qwen3_moe", seed=0).train(), []
     model.model.layers[0].register_forward_pre_hook(
-        lambda _, args: seen.append((args[0].shape[1], segments.records()))
+        lambda _, args: seen.append((args[0].shape[1], segments.running.get().recorded))
     )
     with flat(model, 1, 4096):
         for tokens in (1, 33, 65, 2100, 4200):
@@ -322,24 +301,6 @@ def test_rows_are_filled_up_in_training() -> None:
         with torch.no_grad():
             model(input_ids=torch.full((1, 33), 7), use_cache=False)
     assert seen == [(1024, True)] * 3 + [(4096, True), (5120, False), (33, False)]
-
-
-def test_a_recorded_plain_row_is_the_same_each_step() -> None:
-    model = tiny_model("qwen3_moe", seed=0).train()
-    rows = flat_rows.FlatRows(model.model, 64, 2 * 64)
-    one, other = ({"input_ids": torch.full((n, 64), 7)} for n in (2, 1))
-    first = rows._row(one, True)
-    assert rows._row(one, True) is first
-    assert rows._row(other, True) is not first and rows._row(one, True) is not first
-    rows.remove()
-
-
-def test_the_operator_of_attention_gives_the_shapes_that_it_says() -> None:
-    segments.segmented("sdpa")  # Defines it
-    q, k = torch.empty(6, 4, 8, device="meta"), torch.empty(6, 2, 8, device="meta")
-    offsets, sizes = torch.empty(3, dtype=torch.int32, device="meta"), torch.tensor([6, 1])
-    out, lse = torch.ops.moe_qlora.segment_attention(q, k, k, offsets, sizes, None, 0, 1.0)
-    assert out.shape == (6, 4, 8) and lse.shape == (4, 6), "(L, heads, dim), (heads, L)"
 
 
 def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
@@ -374,15 +335,6 @@ def test_generation_and_evaluation_are_those_without() -> None:
             torch.testing.assert_close(ours, model(row[None]).logits[0], rtol=1e-4, atol=1e-5)
 
 
-def test_a_copy_of_a_model_has_flat_rows_of_its_own() -> None:
-    model = tiny_model("gpt_oss", seed=0).train()
-    expected = alone(model)
-    with flat(model):
-        other = copy.deepcopy(model)
-    check(other, expected, packed(sequences(model)))
-    assert other.model.forward.stack is other.model
-
-
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
 def test_layers_with_a_state_refuse_packed_rows(family: str) -> None:
     model = tiny_model(family, seed=0).train()
@@ -402,42 +354,6 @@ def test_the_forward_says_which_arguments_it_takes() -> None:
     with flat(model):
         assert list(inspect.signature(stack.forward).parameters) == before
     assert "forward" not in vars(stack)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize(
-    "level",
-    [
-        pytest.param(levels.RECOMPUTE, marks=pytest.mark.nightly),
-        pytest.param(levels.ATTENTION, marks=pytest.mark.nightly),
-        levels.KEEP,
-    ],
-)
-def test_layers_are_compiled_once_for_rows_of_all_lengths(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And for all tables of segments, and for the first layer, whose input has no gradient."""
-    model = adapted()
-    flat_reference.use(monkeypatch)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    for layer in model.get_base_model().model.layers:
-        layer.compile()
-    with moe_qlora.prepare_training(model, batch_size=1, seq_len=256, memory=1 << 40) as prepared:
-        stack = model.get_base_model().model
-        stack.forward.lengths = flat_rows.RowLengths(256)  # As on CUDA
-        assert prepared.fit is not None
-        for layer in prepared.fit._fitted.values():
-            layer.level = level
-        torch._dynamo.reset()
-        counters.clear()
-        for tokens, each in ((250, 10), (64, 10), (128, 1), (190, 20), (256, 256), (320, 2)):
-            ids = torch.arange(tokens)[None] % 64
-            positions = torch.arange(tokens)[None] % each
-            model(input_ids=ids, position_ids=positions, labels=ids, num_items_in_batch=tokens)
-            model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
-    # Rows of more than was promised are computed again as a whole, by code of its own.
-    assert counters["stats"]["unique_graphs"] == 1 + (level == levels.ATTENTION)
-    assert not counters["graph_break"]
 
 
 def test_a_mask_with_holes_runs_as_before() -> None:

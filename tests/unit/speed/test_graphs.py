@@ -4,38 +4,80 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
-from graphed import COMPILED, assert_near, batch, gradients, packed
+from emulated_graphs import emulate
+from graphed import COMPILED, assert_near, batch, gradients, packed, recorded
 from torch import Tensor
 from transformers import DynamicCache
 
-import moe_qlora
 from moe_qlora.memory import levels
-from moe_qlora.speed.call_kinds import CallKinds, unflatten
-from moe_qlora.speed.fitted import FittedLayer, used_arguments
+from moe_qlora.speed import flat_rows, graphs, recording
 from moe_qlora.speed.graphs import LayerGraphs
-from moe_qlora.speed.segments import SegmentMask
+from moe_qlora.speed.layers import LayerRunner, used_arguments
+from moe_qlora.speed.passes import Passes
 from moe_qlora.testing import tiny_model
+from tests.helpers.fitting import ENOUGH, adapted, equal, fill, fitted, token_ids, train
 
 gpu = pytest.mark.gpu
+emulated = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 compiles = pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-keeps = pytest.mark.parametrize("keep", [False, True])
+each_level = pytest.mark.parametrize("level", [levels.RECOMPUTE, levels.KEEP])
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")
+LAYERS = 2
 
 
-def test_a_model_on_the_cpu_has_nothing_to_record() -> None:
-    with pytest.raises(moe_qlora.ConfigError, match="no decoder layer on a CUDA device"):
-        moe_qlora.graph_layers(tiny_model("qwen3_moe"))
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The levels of layers that ran without graphs, which are emulated."""
+    emulate(monkeypatch)
+    seen: list[str] = []
+    compute = LayerRunner.compute
+
+    def noting(self: Any, level: str, *args: Any, preserve_rng_state: bool = True) -> Any:
+        if preserve_rng_state and self.graphs is not None and not self.measured:
+            seen.append(level)
+        return compute(self, level, *args, preserve_rng_state=preserve_rng_state)
+
+    monkeypatch.setattr(LayerRunner, "compute", noting)
+    return seen
 
 
-def test_a_number_in_a_tensor_has_a_buffer_too() -> None:
-    graphs = object.__new__(LayerGraphs)
-    graphs._buffers = {}
-    number = torch.tensor(3)
-    buffer = graphs.buffer("argument", number.shape, number)
-    assert buffer.shape == number.shape and buffer.dtype == number.dtype
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls that were recorded, by emulated graphs."""
+    emulate(monkeypatch)
+    calls: list[Any] = []
+    init = recording.RecordedCall.__init__
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        calls.append(self.layer)
+
+    monkeypatch.setattr(recording.RecordedCall, "__init__", noting)
+    return calls
+
+
+def small(**overrides: Any) -> Any:
+    model = adapted("qwen3_moe", **{"num_hidden_layers": LAYERS, "num_experts": 2, **overrides})
+    model.get_base_model().config.use_cache = False
+    return model
+
+
+def step(model: Any, ids: Tensor) -> Any:
+    model.zero_grad()
+    return train(model, ids, 1)
+
+
+def reset(model: Any, weights: dict[str, Tensor]) -> None:
+    model.load_state_dict(weights, strict=False)
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
@@ -44,104 +86,205 @@ def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
         "num_items_in_batch": 7, "output_router_logits": True, "chunk_mem_const": 8, "seq_idx": ids,
         "is_causal": False, "past_key_values": DynamicCache(), "use_cache": False, "absent": None,
     }  # fmt: skip
-    assert used_arguments(layer, (), given) == (
-        (), {"seq_idx": ids, "is_causal": False, "past_key_values": None, "use_cache": False},
-    )  # fmt: skip
+    assert used_arguments(layer, given) == {
+        "seq_idx": ids, "is_causal": False, "past_key_values": None, "use_cache": False,
+    }  # fmt: skip
 
 
-def test_numbers_on_the_host_tell_calls_apart() -> None:
-    model, x = tiny_model("qwen3_moe"), torch.ones(1, 4, 64)
-    kinds = CallKinds(model, model.model.layers[0])
-    masks = [SegmentMask(torch.arange(3), torch.tensor([4, rows]), 0) for rows in (0, 1, 1)]
-    leaves, structure, one = kinds.describe((x,), {"mask": masks[0], "pair": (x, None)})
-    other, same = (kinds.describe((x,), {"mask": m, "pair": (x, None)})[2] for m in masks[1:])
-    assert one != other == same
-    args, kwargs = unflatten(structure, iter(leaves))
-    assert args[0] is x and kwargs["mask"] == masks[0] and kwargs["pair"] == (x, None)
+@emulated
+def test_flat_rows_are_recorded_for_few_lengths(ran: list[str]) -> None:
+    """Of those that come often, and of the last few where these change; gradients stay the same."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=LAYERS, seed=0).train()
+    counts = [500, 120, 120, 190, 60, 120, 190, 120, 120, 190, 500, 60, 120, 190, 500, 60]
+    batches = [token_ids(model, 1, count, seed=place) for place, count in enumerate(counts)]
+
+    def step(ids: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = [step(ids) for ids in batches]
+    (rows,) = flat_rows.flatten_rows(model, 1, 512, fixed=True)
+    rows.lengths.pick = lambda n, _: (flat_rows.rounded(n), 16, n != 60)
+    made = LayerGraphs(model)
+    for ids, want in zip(batches, wanted, strict=True):
+        torch.testing.assert_close(step(ids), want, rtol=1e-4, atol=1e-6)
+    assert made.recorded == 3 * LAYERS
+    assert len(ran) == (1 + counts.count(60)) * LAYERS  # The first step, and those of 60
+    model.eval()(input_ids=batches[0])  # is not recorded
+    model.train()
+    for length in range(576, 576 + 64 * 9, 64):
+        rows.longest = length
+        step(token_ids(model, 1, length))
+    assert made.recorded == graphs._MOST * LAYERS
+    made.remove()
+    rows.remove()
+    assert made.recorded == 0 and "forward" not in vars(model.model.layers[0])
+
+
+@emulated
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
+    enough: bool, ran: list[str]
+) -> None:
+    model = small()
+    rows, *_ = flat_rows.flatten_rows(model, 1, 2048, fixed=True)
+    ids = [token_ids(model, 1, count) for count in (2000, 1000)]
+    with fitted(model, ENOUGH) as fit:
+        memory = ENOUGH if enough else int(fit.peak) + 4096
+    made = LayerGraphs(model)
+    with fitted(model, memory):
+        found = []
+        for each in (ids[1], ids[1], ids[0], ids[1], ids[0], ids[1]):
+            step(model, each)
+            found.append(made.recorded // LAYERS)
+    assert found == ([0, 1, 2, 2, 2, 2] if enough else [0, 1, 0, 1, 0, 1])
+    made.remove()
+    rows.remove()
+
+
+@emulated
+@pytest.mark.parametrize("through", ["another", "none"])
+def test_an_adapter_made_again_under_its_name_is_trained(
+    through: str, recordings: list[Any]
+) -> None:
+    model = small()
+    ids, config = token_ids(model), copy.deepcopy(model.peft_config["default"])
+
+    def made_again() -> None:
+        if through == "another":
+            model.add_adapter("other", copy.deepcopy(config))
+            model.set_adapter("other")
+        model.delete_adapter("default")
+        model.add_adapter("default", copy.deepcopy(config))
+        model.set_adapter("default")
+        if through == "another":
+            model.delete_adapter("other")
+        fill(model)
+
+    with recorded(model, levels.KEEP):
+        for _ in range(2):
+            for _ in range(3):
+                got = step(model, ids)
+            assert all(grad is not None for grad in got[1].values())
+            made_again()
+        weights, got = trained(model), []
+        for _ in range(3):
+            reset(model, weights)
+            got.append(step(model, ids))
+    assert len(recordings) == 3 * LAYERS
+    reset(model, weights)
+    wanted = step(model, ids)
+    assert all(equal(each, wanted) for each in got)
+
+
+@emulated
+def test_weights_put_in_the_place_of_others_are_read(recordings: list[Any]) -> None:
+    model = small()
+    ids = token_ids(model)
+    norm = "base_model.model.model.layers.0.input_layernorm.weight"
+    with recorded(model):
+        for _ in range(2):
+            step(model, ids)
+        weights = trained(model)
+        state = {norm: model.state_dict()[norm] * 2}
+        model.load_state_dict(state, strict=False, assign=True)
+        model.get_parameter(norm).requires_grad_(False)
+        got = []
+        for _ in range(3):
+            reset(model, weights)
+            got.append(step(model, ids))
+    assert len(recordings) == LAYERS + 1
+    reset(model, weights)
+    assert all(equal(one, step(model, ids)) for one in got[:1]) and equal(got[0], got[2])
+
+
+def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The loss and router logits of one batch, and each trained weight's gradient."""
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids, output_router_logits=asked)
+    out.loss.backward()
+    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return [out.loss.detach(), *(each.detach() for each in out.router_logits or ())], named
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("model_type", "level"),
+    [("qwen3_moe", levels.RECOMPUTE), ("qwen3_moe", levels.KEEP), ("gpt_oss", levels.KEEP)],
+)
+def test_router_logits_of_replays_have_gradients(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, level: str
+) -> None:
+    emulate(monkeypatch)
+    model: Any = tiny_model(model_type).train()
+    model.config.use_cache = False
+    model.router_aux_loss_coef = 0.5  # Such that the loss is most of the routers' gradient
+    steps = [(token_ids(model, 2, 12, seed), asked) for asked in (True, False) for seed in range(3)]
+    wanted = [balanced(model, *each) for each in steps]
+    with recorded(model, level) as made:
+        for each, want in zip(steps, wanted, strict=True):
+            got = balanced(model, *each)
+            assert len(got[0]) == 1 + model.config.num_hidden_layers * each[1]
+            torch.testing.assert_close(got, want)
+        assert made.recorded == 2 * model.config.num_hidden_layers
+
+
+def test_a_copy_of_a_recorded_model_runs_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model = small()
+    ids = token_ids(model)
+    wanted = step(copy.deepcopy(model), ids)
+    with recorded(model, levels.KEEP):
+        assert equal(step(copy.deepcopy(model), ids), wanted)
 
 
 @gpu
-@keeps
-@pytest.mark.parametrize("checkpointing", [True, False])
+@each_level
 @pytest.mark.parametrize("length", [64, 640])  # With 1,024 tokens and more, on two streams
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_replays_give_the_gradients_of_the_layer(
-    model_type: str, length: int, checkpointing: bool, keep: bool
-) -> None:
+def test_replays_give_the_gradients_of_the_layer(model_type: str, length: int, level: str) -> None:
     model = packed(model_type)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     batches = [batch(step, length) for step in range(5)]
     wanted = [gradients(model, ids) for ids in batches]
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with recorded(model, level) as made:
         for ids, want in zip(batches, wanted, strict=True):
             assert_near(gradients(model, ids), want)
-        assert graphs.recorded == model.config.num_hidden_layers
+        assert made.recorded == model.config.num_hidden_layers
     assert_near(gradients(model, batches[4]), wanted[4])
-    assert graphs.recorded == 0
-
-
-@gpu
-@keeps
-@compiles
-@pytest.mark.parametrize("order", ["compiled before", "asked for"])
-def test_compiled_layers_are_recorded(order: str, keep: bool) -> None:
-    model = packed()
-    layers = model.get_base_model().model.layers
-    for layer in layers:
-        layer.compile()
-    wanted = [gradients(model, batch(step)) for step in range(4)]
-    if order == "asked for":
-        for layer in layers:
-            layer._compiled_call_impl = None
-    with moe_qlora.graph_layers(model, compiled=order == "asked for", keep=keep) as graphs:
-        for step in range(4):
-            assert_near(gradients(model, batch(step)), wanted[step])
-        assert graphs.recorded == model.config.num_hidden_layers
-    assert (layers[0]._compiled_call_impl is None) is (order == "asked for")
-
-
-ALL_EXPERTS = {"num_experts_per_tok": 4}
-"""Routers that choose all experts: compiled in another way, they may choose other ones."""
+    assert made.recorded == 0
 
 
 @gpu
 @compiles
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("level", levels.EVERY[1:-1])
+@pytest.mark.parametrize("level", levels.EVERY)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
-def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compiled: bool) -> None:
-    model = packed(model_type, ALL_EXPERTS if compiled else None)
+def test_layers_on_every_level_are_recorded(model_type: str, level: str, compiled: bool) -> None:
+    # Routers that choose all experts: compiled in another way, they may choose other ones
+    model = packed(model_type, {"num_experts_per_tok": 4} if compiled else None)
     wanted = [gradients(model, batch(step)) for step in range(4)]
-    layers = model.get_base_model().model.layers
-    fitted = [FittedLayer(layer, level, (1, 10_000), set()) for layer in layers]
-    if not compiled:  # The same kernels run
-        assert_near(gradients(model, batch(3)), wanted[3])
-    with moe_qlora.graph_layers(model, compiled=compiled) as graphs:
+    with recorded(model, level, compiled=compiled) as made:
         for step in range(4):
             within = COMPILED if compiled else 0.02
             assert_near(gradients(model, batch(step)), wanted[step], within)
-        assert graphs.recorded == len(layers)
-    for each in fitted:
-        each.remove()
-    assert "forward" not in layers[0].__dict__
+        assert made.recorded == model.config.num_hidden_layers
+    assert "forward" not in vars(model.get_base_model().model.layers[0])
 
 
 @gpu
 @pytest.mark.parametrize("changed", [[0], [2], [0, 2], [3], [0, 1, 2, 3]])
-def test_layers_whose_level_changes_are_recorded_anew(changed: list[int]) -> None:
+def test_layers_whose_level_changes_are_recorded_anew(changed: Sequence[int]) -> None:
     """And so are those whose graphs write where the others keep tensors now."""
     model = packed(config={"num_hidden_layers": 4})
     wanted = [gradients(model, batch(step)) for step in range(9)]
-    layers = model.get_base_model().model.layers
-    fitted = [FittedLayer(layer, levels.KEEP, (1, 10_000), set()) for layer in layers]
-    with moe_qlora.graph_layers(model) as graphs:
+    with recorded(model, levels.KEEP) as made:
         for step in range(9):
             if step == 4:
                 for place in changed:
-                    fitted[place].level = levels.EXPERTS
+                    made._runners[place].level = levels.EXPERTS
             assert_near(gradients(model, batch(step)), wanted[step])
-        assert graphs.recorded == len(layers)
+        assert made.recorded == 4
 
 
 @gpu
@@ -150,33 +293,29 @@ def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again(
     model = packed(config={"num_hidden_layers": 6})
     steps = [(0, 64), (1, 64), (2, 32), (3, 32), (4, 64), (5, 32), (6, 64)]
     wanted = [gradients(model, batch(*step)) for step in steps]
-    layers = model.get_base_model().model.layers
     order = [levels.KEEP, levels.RECOMPUTE, levels.EXPERTS, levels.KEEP, levels.ATTENTION]
-    for layer, level in zip(layers, [*order, levels.KEEP], strict=True):
-        FittedLayer(layer, level, (1, 10_000), set())
-    with moe_qlora.graph_layers(model) as graphs:
+    with recorded(model, [*order, levels.KEEP]) as made:
         for place, step in enumerate(steps):
             if place == 4:
-                late = next(each for each in graphs._layers if each.layer is layers[4])
-                late.calls.clear()
+                made._calls[4].known.clear()
             assert_near(gradients(model, batch(*step)), wanted[place])
         for place, step in enumerate(steps):
             assert_near(gradients(model, batch(*step)), wanted[place])
-        assert graphs.recorded == 12
+        assert made.recorded == 12
         # A forward whose loss is given up leaves nothing that a later step waits for.
         model(input_ids=batch(0), labels=batch(0))
-        before = graphs.recorded
+        before = made.recorded
         assert_near(gradients(model, batch(0)), wanted[0])
-        assert graphs.recorded == before
+        assert made.recorded == before
 
 
 @gpu
-@keeps
-def test_several_forwards_may_come_before_their_backwards(keep: bool) -> None:
+@each_level
+def test_several_forwards_may_come_before_their_backwards(level: str) -> None:
     model = packed()
     wanted = [gradients(model, batch(step)) for step in (7, 8)]
     both = {n: wanted[0][1][n] + g for n, g in wanted[1][1].items()}
-    with moe_qlora.graph_layers(model, keep=keep):
+    with recorded(model, level):
         for step in range(3):
             gradients(model, batch(step))
         model.zero_grad()
@@ -193,28 +332,8 @@ def test_several_forwards_may_come_before_their_backwards(keep: bool) -> None:
 
 
 @gpu
-@keeps
-def test_evaluation_is_not_recorded_and_finds_no_stale_weights(keep: bool) -> None:
-    model = packed()
-    ids = batch(0)
-    with torch.no_grad():
-        wanted = model.eval()(input_ids=ids).logits
-    want = gradients(model.train(), ids)
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
-        for _ in range(3):
-            gradients(model, ids)
-            with torch.no_grad():
-                got = model.eval()(input_ids=ids).logits
-            model.train()
-            torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)
-        assert graphs.recorded == model.config.num_hidden_layers
-        assert_near(gradients(model, ids), want)
-
-
-@gpu
-@keeps
-def test_dropout_is_drawn_again_in_backward(keep: bool) -> None:
-    """A small step along the gradient lowers the loss of the very same masks as it says."""
+@each_level
+def test_dropout_is_drawn_again_in_backward(level: str) -> None:
     model = packed(lora_dropout=0.5)
     ids = batch(0)
 
@@ -223,19 +342,19 @@ def test_dropout_is_drawn_again_in_backward(keep: bool) -> None:
         return gradients(model, ids)
 
     wanted = seeded()
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with recorded(model, level) as made:
         for _ in range(3):
             assert_near(seeded(), wanted)
-        assert graphs.recorded == model.config.num_hidden_layers
+        assert made.recorded == model.config.num_hidden_layers
         torch.manual_seed(12)
         other = gradients(model, ids)
     assert other[0] != wanted[0]
 
 
 @gpu
-@keeps
+@each_level
 def test_a_failed_recording_leaves_everything_as_before(
-    caplog: pytest.LogCaptureFixture, keep: bool
+    caplog: pytest.LogCaptureFixture, level: str
 ) -> None:
     model = packed()
     ids = batch(0)
@@ -243,53 +362,85 @@ def test_a_failed_recording_leaves_everything_as_before(
     norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
     norm.forward = lambda x, own=norm.forward: own(x) + 0 * x.sum().item()  # waits for the GPU
     stream = torch.cuda.current_stream()
-    with moe_qlora.graph_layers(model, keep=keep) as graphs, caplog.at_level(logging.WARNING):
+    with recorded(model, level) as made, caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_near(gradients(model, ids), want)
-        assert graphs.recorded == 0
+        assert made.recorded == 0
     assert "recording it failed" in caplog.text
     assert torch.cuda.current_stream() == stream
     torch.rand(3, device="cuda")
     del norm.forward
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with recorded(model, level) as made:
         for _ in range(3):
             assert_near(gradients(model, ids), want)
-        assert graphs.recorded == model.config.num_hidden_layers
+        assert made.recorded == model.config.num_hidden_layers
 
 
 @gpu
-@keeps
-def test_a_copy_runs_as_its_class_does(keep: bool) -> None:
-    model = packed()
-    with moe_qlora.graph_layers(model, keep=keep):
-        for step in range(3):
-            wanted = gradients(model, batch(step))
-        duplicate = copy.deepcopy(model)
-        assert_near(gradients(duplicate, batch(2)), wanted)
-
-
-@gpu
-def test_what_cannot_be_recorded_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_a_graph_would_skip_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = packed()
     seen: list[int] = []
-    experts = next(
-        m
-        for m in model.modules()
-        if type(m).__name__.endswith("Gate") or "Router" in type(m).__name__
-    )
-    handle = experts.register_forward_hook(lambda *_: seen.append(1))
+    router = next(m for m in model.modules() if "Router" in type(m).__name__)
+    router.register_forward_hook(lambda *_: seen.append(1))
     want = gradients(model, batch(0))
-    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
+    seen.clear()
+    with recorded(model, levels.KEEP) as made, caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_near(gradients(model, batch(0)), want)
-        assert graphs.recorded == model.config.num_hidden_layers - 1
-        assert len(seen) == 5  # one more for the recomputation of the first call
+        assert made.recorded == model.config.num_hidden_layers - 1
+        assert len(seen) == 3
     assert "has a hook of" in caplog.text
-    handle.remove()
-    # Hidden states, which transformers gathers by hooks.
-    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            out = model(input_ids=batch(0), labels=batch(0), output_hidden_states=True)
-            assert len(out.hidden_states) == model.config.num_hidden_layers + 1
-        assert graphs.recorded == 0
-    assert "outputs of layers are gathered (hidden_states)" in caplog.text
+
+
+class Call:
+    """Stands for a recorded call."""
+
+    def __init__(self, pool: int = 0, keeps: bool = True) -> None:
+        self.pool, self.keeps = pool, keeps
+
+
+def test_a_second_pass_waits_for_the_backward_of_the_first() -> None:
+    passes = Passes()
+    held = [passes.pending(Call()) for place in range(2) if passes.enters(place, keeps=True)]
+    assert not passes.enters(0, keeps=True)
+    assert not passes.enters(1, keeps=True)
+    held.pop()
+    # The pass that began before stays without graphs: layers before may have run eagerly.
+    assert not passes.enters(2, keeps=True)
+    held.clear()
+    assert passes.enters(0, keeps=True)
+    assert not passes.is_kept
+
+
+@pytest.mark.parametrize(
+    ("pool", "keeps", "outdated"), [(0, True, True), (1, True, False), (0, False, False)]
+)
+def test_calls_of_earlier_passes_may_not_write_where_calls_recorded_now_keep_tensors(
+    pool: int, keeps: bool, outdated: bool
+) -> None:
+    passes, earlier = Passes(), Call(0)
+    passes.enters(0, keeps=True)
+    passes.records(earlier)
+    assert not passes.is_outdated(earlier)
+    passes.enters(0, keeps=True)
+    assert not passes.is_outdated(earlier)
+    now = Call(pool, keeps)
+    passes.records(now)
+    assert passes.is_outdated(earlier) is outdated
+    assert not passes.is_outdated(now)
+    passes.enters(0, keeps=True)  # the next pass: all are replayed
+    assert not passes.is_outdated(earlier)
+
+
+def test_a_call_that_keeps_nothing_admits_its_like_alone() -> None:
+    passes = Passes()
+    assert passes.enters(0, keeps=False)
+    held = passes.pending(Call(keeps=False))
+    assert passes.is_waiting and not passes.is_kept and not passes.is_replaying
+    assert passes.enters(1, keeps=True)  # of the same pass: recorded in this order
+    assert passes.enters(0, keeps=False)
+    assert not passes.enters(1, keeps=True)  # whose tensors the first's backward would overwrite
+    del held
+    assert passes.enters(0, keeps=True)
+    other = passes.pending(Call())
+    assert other and not passes.enters(0, keeps=False)

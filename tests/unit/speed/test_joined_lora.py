@@ -9,21 +9,19 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
-from emulated_graphs import emulate, emulated
+from emulated_graphs import emulate
+from graphed import recorded
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.lora.linear import use_own_layers
 from moe_qlora.memory import levels
 from moe_qlora.speed import joined_lora
-from moe_qlora.speed.fitted import FittedLayer
 from moe_qlora.speed.joined_lora import join_lora
 from moe_qlora.testing import tiny_model
+from tests.helpers.fitting import on_level
 
 SIZE = 16
 NAMES = ("q", "k", "v", "o")
@@ -183,25 +181,6 @@ def test_as_near_to_exact_results_as_peft(
     assert distance(ours, wanted) <= 1.5 * distance(theirs, wanted) + 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:Merge lora module")
-@pytest.mark.parametrize("make", [linear_4bit, linear_8bit])
-def test_layers_that_use_own_layers(make: Any, products: list[int]) -> None:
-    """`moe_qlora.get_peft_model` puts classes of its own over bitsandbytes' layers."""
-    model = adapted(make)
-    wanted = results(model)
-    use_own_layers(model)
-    plain = copy.deepcopy(model)
-    plain.merge_adapter()
-    with join_lora(model) as joined:
-        assert (joined.layers, joined.products) == (12, 4)
-        products.clear()
-        assert distance(results(model), wanted) < 1e-5 and products == [9] * 4
-        model.merge_adapter()
-        assert torch.equal(results(model)[0], results(plain)[0])
-        model.unmerge_adapter()
-        assert distance(results(model), wanted) < 1e-5
-
-
 @pytest.mark.filterwarnings("ignore:Already unmerged")  # of layers without this adapter
 def test_adapters_that_come_and_go(products: list[int]) -> None:
     model = adapted()
@@ -279,200 +258,7 @@ def test_what_is_not_known_runs_as_it_did(lora: Any, change: Any, products: list
     assert distance(got, wanted) < 1e-6
 
 
-@pytest.mark.parametrize("make", [linear, linear_4bit])
-@pytest.mark.parametrize(
-    "add",
-    [
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-    ],
-)
-def test_hooks_of_the_frozen_layers_and_of_their_factors_are_called(make: Any, add: str) -> None:
-    model = adapted(make)
-    model.get_base_model().embedding.requires_grad_(True)
-    wanted, calls = results(model), []
-    block = model.get_base_model().blocks[1]
-    hooked = [block.k.base_layer, block.o.base_layer, block.q.lora_dropout["default"]]
-    hooked += [block.k.lora_A["default"], block.v.lora_B["default"]]
-    for module in hooked:
-        getattr(module, add)(lambda *_: calls.append(1) or None)
-    with join_lora(model):
-        calls.clear()
-        assert distance(results(model), wanted) < 1e-5
-    assert len(calls) == len(hooked)
-
-
-def doubles(module: Any, args: Any, *_: Any) -> None:
-    args[0].mul_(2)
-
-
 BEFORE, AFTER = "register_forward_pre_hook", "register_forward_hook"
-PLACES = ("k", "k.base_layer", "k.lora_A.default", "k.lora_B.default", "v")
-
-
-@pytest.mark.parametrize(
-    ("where", "add", "compiles"),
-    [
-        *((where, add, False) for where in PLACES for add in (BEFORE, AFTER)),
-        *((where, (BEFORE, AFTER)[i % 2], True) for i, where in enumerate(PLACES)),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-def test_hooks_that_change_their_input_in_place(where: str, add: str, compiles: bool) -> None:
-    """In fp32, PEFT gives A a copy of a bfloat16 x, so that autograd needs no unchanged x."""
-    model = adapted()
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name:
-            parameter.data = parameter.data.bfloat16()
-    block = model.get_base_model().blocks[1]
-    getattr(block.get_submodule(where), add)(doubles)
-    if compiles:
-        torch._dynamo.reset()
-    with torch.no_grad():
-        wanted = results(model)
-        with join_lora(model):
-            if compiles:
-                block.compile(backend="eager")
-            got = results(model)
-    assert distance(got, wanted) < 1e-2
-
-
-def test_outputs_and_inputs_may_be_changed_in_place_by_their_parent(
-    products: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As llama4 and OLMoE with `clip_qkv` change outputs."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        k, q = self.k(x).mul_(2), self.q(x).clamp_(-0.5)
-        other = x.detach().clone()
-        v = self.v(other).detach()
-        return q * k + v + self.o(other.mul_(2))
-
-    monkeypatch.setattr(Block, "forward", forward)
-    model = adapted()
-    wanted = results(model)
-    with join_lora(model) as joined:
-        assert (joined.layers, joined.products) == (8, 4)
-        products.clear()
-        assert distance(results(model), wanted) < 1e-5 and products == [6] * 4
-
-
-def test_a_layer_is_joined_with_those_of_its_call_alone(products: list[int]) -> None:
-    model = adapted()
-    plain = copy.deepcopy(model)
-    joined = join_lora(model)
-    ours, theirs = model.get_base_model().blocks[0], plain.get_base_model().blocks[0]
-    x, other = torch.randn(3, SIZE), torch.randn(3, SIZE)
-
-    def equal(name: str, x: Tensor, **kwargs: Any) -> None:
-        got = getattr(ours, name)(x, **kwargs)
-        torch.testing.assert_close(got, getattr(theirs, name)(x, **kwargs))
-        assert got.requires_grad is torch.is_grad_enabled()
-
-    equal("k", x)  # without the first of them
-    equal("q", x)
-    equal("k", x.clone())
-    equal("q", x)
-    equal("q", other)
-    equal("k", x)
-    equal("v", other)
-    assert held(model) is None and products == [9] * 3
-    equal("q", x)
-    x.mul_(2)  # A parent may change it after some of its calls
-    equal("k", x)
-    with torch.no_grad():
-        equal("q", x)
-    equal("k", x)  # with a gradient
-    equal("v", x, adapter_names=["default", "__base__", "default"])
-    assert held(model) is None
-    for name in NAMES:
-        equal(name, x[None], adapter_names=["default"])
-    joined.remove()
-    assert "forward" not in vars(ours.q)
-
-
-def test_nothing_is_left_of_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted()
-    wanted = results(model)
-    join_lora(model)
-    failing = model.get_base_model().blocks[2].k
-    with monkeypatch.context() as patch:
-        patch.setattr(failing, "forward", lambda x: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            results(model)
-    x = held(model)[1]
-    model.get_base_model().blocks[0].q(torch.zeros(1, SIZE))  # of the next forward
-    assert held(model)[1] is not x
-    assert distance(results(model), wanted) < 1e-5 and held(model) is None
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_are_computed_again(reentrant: bool, products: list[int]) -> None:
-    model = adapted(checkpoints=reentrant)
-    model.get_base_model().embedding.requires_grad_(True)
-    wanted = results(model)
-    join_lora(model)
-    products.clear()
-    assert distance(results(model), wanted) < 1e-5
-    assert products == [9] * 8 and held(model) is None
-
-
-def test_a_copy_is_joined_by_itself(products: list[int]) -> None:
-    model = adapted()
-    joined = join_lora(model)
-    copied = copy.deepcopy(model)
-    first = vars(member(copied))["_moe_qlora_joined"]
-    assert first.layers[0] is member(copied) and first.shared.held is None
-    joined.remove()
-    products.clear()
-    wanted = results(model)
-    assert not products
-    assert distance(results(copied), wanted) < 1e-5 and products == [9] * 4
-
-
-def test_a_model_that_fails_is_as_it_was() -> None:
-    model = adapted()
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    model.get_base_model().forward = lambda input_ids: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        join_lora(model)
-    del model.get_base_model().forward
-    assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-def test_compiled_layers_share_code_of_fewer_products() -> None:
-    model = adapted(linear_4bit)
-    model.get_base_model().embedding.requires_grad_(True)  # all inputs have gradients
-    wanted = results(model)
-    counts: list[int] = []  # products
-
-    def count(graph: Any, inputs: Any) -> Any:
-        targets = [str(node.target) for node in graph.graph.nodes]
-        counts.append(sum(targets.count(f"aten.{name}.default") for name in ("mm", "addmm")))
-        return graph
-
-    def compiled() -> tuple[int, list[int]]:
-        torch._dynamo.reset()
-        counts.clear()
-        backend = CompileCounterWithBackend(aot_autograd(fw_compiler=count, bw_compiler=count))
-        for block in model.get_base_model().blocks:
-            block.compile(backend=backend, fullgraph=True)
-        for _ in range(2):
-            assert distance(results(model), wanted) < 1e-5
-        for block in model.get_base_model().blocks:
-            block._compiled_call_impl = None
-        return backend.frame_count, list(counts)
-
-    frames, before = compiled()
-    assert frames == 1
-    with join_lora(model):
-        frames, after = compiled()
-        assert frames == 1 and held(model) is None
-    # Of q, k and v: 3 A x, and in backward 3 dA and 3 dx, are one each.
-    assert [a - b for a, b in zip(before, after, strict=True)] == [2, 4]
 
 
 def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tensor]]]]:
@@ -503,7 +289,7 @@ def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
     wanted = step()
     join_lora(model)
     for layer in model.get_base_model().model.layers:
-        FittedLayer(layer, level, (1, 10_000), set())
+        on_level(layer, level)
     products.clear()
     assert distance(step(), wanted) < 1e-4
     assert products == [9] * (2 if level == levels.KEEP else 4)
@@ -521,7 +307,7 @@ def test_joined_layers_are_recorded(
     wanted = step()
     with join_lora(model) as joined:
         assert (joined.layers, joined.products) == (6, 2)
-        with emulated(model.get_base_model(), keep=keep) as graphs:
+        with recorded(model.get_base_model(), levels.KEEP if keep else None) as graphs:
             for _ in range(4):
                 assert distance(step(), wanted) < 1e-4
             assert graphs.recorded == 2 and set(products) == {9}

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import emulate, emulated
-from graphed import assert_near, packed
+from emulated_graphs import emulate
+from graphed import assert_near, packed, recorded
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from moe_qlora.speed.graphs import LayerGraphs
-from moe_qlora.speed.lent import Lender, Lent, is_at
+from moe_qlora.memory import levels
+from moe_qlora.speed.lent import Lent, is_at
 from moe_qlora.testing import tiny_model
 
 STEPS = 6
@@ -73,7 +74,7 @@ def test_a_tensor_is_free_again_when_nobody_references_it() -> None:
 def test_gradients_are_those_without_graphs_and_accumulate(model: Any, rest: int) -> None:
     """They are set to None between forward and backward, while the last ones are in use."""
     wanted = train(model, rest=rest)
-    with emulated(model, keep=True) as graphs:
+    with recorded(model, levels.KEEP) as graphs:
         torch.testing.assert_close(train(model, rest=rest), wanted)
         assert graphs.recorded == 3
 
@@ -88,16 +89,16 @@ def test_nothing_is_copied_in_a_steady_state(model: Any) -> None:
         grads.clear()
         model.zero_grad()
 
-    with emulated(model, keep=True) as graphs:
+    with recorded(model, levels.KEEP) as graphs:
         train(model, note)
-        calls = [next(iter(layer.calls.values())) for layer in graphs._layers]
+        calls = [next(iter(each.known.values())) for each in graphs._calls]
         assert len(places[0]) > 3 and all(each == places[0] for each in places)
         for before, call in pairwise(calls):
             assert is_at(call.arguments[0], before.outs[0])
             assert is_at(before.grads[0], call.grad_x)
 
 
-class Shift(torch.nn.Module):
+class Shift(GradientCheckpointingLayer):
     """A layer whose two weights have one gradient: that of its output."""
 
     def __init__(self) -> None:
@@ -113,7 +114,7 @@ def test_weights_never_share_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None
     layers = [Shift(), Shift()]
     x = torch.randn(2, 3, requires_grad=True)
     model = torch.nn.Sequential(*layers)
-    with LayerGraphs(model, layers, compiled=False, keep=True) as graphs:
+    with recorded(model, levels.KEEP) as graphs:
         for step in range(4):
             model.zero_grad()
             (model(x) * (step + 1)).sum().backward()
@@ -147,7 +148,7 @@ def test_what_is_in_use_stays_as_it_is(
     wanted = train(model)
     kept: Kept = []
     each = what(kept, model)
-    with emulated(model, keep=True) as graphs:
+    with recorded(model, levels.KEEP) as graphs:
         torch.testing.assert_close(train(model, each), wanted)
         assert graphs.recorded == 3
         assert len(kept) >= 3 * STEPS
@@ -155,33 +156,6 @@ def test_what_is_in_use_stays_as_it_is(
             assert torch.equal(tensor, copied)
         told = [r.getMessage() for r in caplog.records if "in use" in r.getMessage()]
         assert len(told) == 1 and "clone what you keep" in told[0]
-
-
-def test_settling_moves_a_gradient_unless_something_else_references_it() -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    memory = torch.full((3,), 2.0)
-    lender = Lender()
-    (weight.grad,) = lender.lend_grads_of([weight], [Lent(memory)])
-    assert is_at(weight.grad, memory)
-    assert lender.settle()
-    assert not is_at(weight.grad, memory) and torch.equal(weight.grad, memory)
-    (weight.grad,) = lender.lend_grads_of([weight], [Lent(memory)])
-    other = weight.grad[1:]
-    assert not lender.settle()
-    del other
-    assert lender.settle()
-
-
-def test_only_the_layer_that_is_given_a_gradient_of_hidden_states_may_use_it() -> None:
-    lender, first, second = Lender(), Lent(torch.zeros(3)), Lent(torch.ones(3))
-    kept = lender.lend_grad(first)
-    assert not lender.has_lent_other_than(kept)
-    given = lender.lend_grad(second)
-    assert lender.has_lent_other_than(given) and not lender.settle()
-    del kept
-    assert not lender.has_lent_other_than(given)
-    del given
-    assert lender.settle()
 
 
 @pytest.mark.gpu
@@ -195,15 +169,13 @@ def test_only_the_layer_that_is_given_a_gradient_of_hidden_states_may_use_it() -
     ],
 )
 def test_on_a_gpu_nothing_in_use_is_overwritten(rest: int, what: Any, keep: bool) -> None:
-    import moe_qlora
-
     model = packed(config={"num_hidden_layers": 4})
     model.enable_input_require_grads()  # As where embeddings are trained
     kept: Kept = []
     each = None if what is None else what(kept, model.get_base_model())
     wanted = train(model, rest=rest)
     kept.clear()
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with recorded(model, levels.KEEP if keep else None) as graphs:
         for got, want in zip(train(model, each, rest=rest), wanted, strict=True):
             assert_near((0.0, got), (0.0, want))
         assert graphs.recorded == 4
@@ -213,37 +185,11 @@ def test_on_a_gpu_nothing_in_use_is_overwritten(rest: int, what: Any, keep: bool
             assert torch.equal(tensor, copied)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_two_forwards_come_before_their_backwards(model: Any, together: bool) -> None:
-    """As of a trainer of pairs: the second one runs without graphs."""
-    ids = [torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(i)) for i in (0, 1)]
-
-    def steps() -> list[Any]:
-        found = []
-        for _ in range(5):
-            model.zero_grad()
-            losses = [model(input_ids=each, labels=each).loss for each in ids]
-            if together:
-                (losses[0] + 2 * losses[1]).backward()
-            else:
-                losses[1].backward()
-                losses[0].backward()
-            found.append(
-                {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-            )
-        return found
-
-    wanted = steps()
-    with emulated(model, keep=True) as graphs:
-        torch.testing.assert_close(steps(), wanted)
-        assert graphs.recorded == 3
-
-
 def test_layers_that_are_computed_again_lend_nothing(model: Any) -> None:
     """Two of their forwards may come before the backwards, which both run as graphs."""
     wanted = train(model, rest=3)
-    with emulated(model, keep=False) as graphs:
+    with recorded(model) as graphs:
         torch.testing.assert_close(train(model, rest=3), wanted)
-        calls = [next(iter(layer.calls.values())) for layer in graphs._layers]
+        calls = [next(iter(each.known.values())) for each in graphs._calls]
         assert len(calls) == 3
         assert not any(call.lent[0] or call.out or call.input for call in calls)

@@ -16,18 +16,25 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.speed import offload as host_memory
-from moe_qlora.speed.offload import held_tensors
-from moe_qlora.testing import registry_families, tiny_inputs, tiny_model
+from moe_qlora.speed.offload import _Hosted
+from moe_qlora.testing import tiny_inputs, tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import adapted, equal, fill, token_ids, train, with_lora
-from tests.helpers.mxfp4 import write_gpt_oss
-from tests.helpers.representatives import REPRESENTATIVES
+from tests.helpers.fitting import (
+    equal,
+    fill,
+    fitted,
+    hosted_tensors,
+    least_memory,
+    token_ids,
+    train,
+    with_lora,
+)
 
 CODECS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -49,20 +56,6 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def kept_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("gpt_oss")
-    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_local_experts": 3}
-    write_gpt_oss(root, **sizes, num_hidden_layers=3)
-    return root / "maker"
-
-
-def kept_codes(folder: Path) -> Any:
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
-    with moe_qlora.enabled(keep_codes=True):
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config).train()
-
-
 def packed(codec: str = "nf4 twice", layers: int = 4, **overrides: Any) -> Any:
     model = tiny_model("qwen3_moe", num_hidden_layers=layers, **{"num_experts": 2, **overrides})
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CODECS[codec]))
@@ -75,6 +68,10 @@ def checkpointed(model: Any, way: str) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
     return model
+
+
+def lists_of(model: Any) -> list[Any]:
+    return [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
 
 
 def bits(model: Any) -> dict[str, Tensor]:
@@ -119,45 +116,6 @@ def test_steps_are_those_of_the_resident_model(
     assert same(bits(model), again)
 
 
-@pytest.mark.parametrize("way", ["kept", "reentrant"])
-def test_kept_codes_of_a_checkpoint(kept_folder: Path, way: str, devices: list[Delayed]) -> None:
-    model = checkpointed(with_lora(kept_codes(kept_folder)), way)
-    ids, weights = token_ids(model, seq=12), bits(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model) as off, Reads(devices):
-        assert equal(train(model, ids), resident)
-        assert off.copies == 2 + 3 * 2
-
-
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "llama4_text", "nemotron_h"])
-def test_model_types_train_alike(model_type: str, devices: list[Delayed]) -> None:
-    """Some read decoded weights, have dense layers first, or several kinds of layers."""
-    model = adapted(model_type)
-    ids, weights = token_ids(model, seq=20), bits(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model), Reads(devices):
-        assert equal(train(model, ids), resident)
-
-
-@pytest.mark.parametrize(
-    "model_type", sorted(REPRESENTATIVES.keys() & {*registry_families()} - {"qwen3_omni_moe"})
-)
-def test_each_kind_of_layer_computes_alike(model_type: str) -> None:
-    model: Any = tiny_model(model_type)
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    inputs, weights = tiny_inputs(model), bits(model)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        expected = model(**inputs)[0]
-    with moe_qlora.offload_experts(model), torch.random.fork_rng():
-        torch.manual_seed(1)
-        assert torch.equal(model(**inputs)[0], expected)
-        assert same(bits(model), weights)
-    assert same(bits(model), weights)
-
-
 def test_evaluation_generation_and_switched_adapters() -> None:
     model = with_lora(packed())
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
@@ -195,29 +153,6 @@ def test_evaluation_generation_and_switched_adapters() -> None:
         for _ in range(2):
             assert all(map(torch.equal, results(), resident))
     assert all(map(torch.equal, results(), resident))
-
-
-def test_first_use_in_inference_mode_spoils_nothing() -> None:
-    model = with_lora(packed())
-    ids = token_ids(model)
-    resident = train(copy.deepcopy(model), ids, 2)
-    with moe_qlora.offload_experts(model):
-        with torch.inference_mode():
-            model(input_ids=ids)
-        assert equal(train(model, ids, 2), resident)
-
-
-def test_some_layers_only() -> None:
-    model = with_lora(packed())
-    ids, weights = token_ids(model), bits(model)
-    resident = train(model, ids)
-    for count in (1, 2, 3):
-        model.load_state_dict(weights)
-        with moe_qlora.offload_experts(model, layers=count) as off:
-            assert equal(train(model, ids), resident)
-            assert len(off.layers) == count and off.layers[-1].endswith("layers.3")
-            assert off.slots == min(2, count)
-            assert off.copies == (count if count < 3 else 2 + 3 * 2)
 
 
 def test_a_failure_in_the_middle_leaves_nothing(devices: list[Delayed]) -> None:
@@ -281,49 +216,6 @@ def test_remove_gives_back_the_same_model(codec: str) -> None:
     assert all("host" not in each.__dict__ for each in hosts)
 
 
-def test_host_memory_is_freed_with_the_model_or_by_remove(monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[int] = []
-
-    class Watched(host_memory._Map):
-        def __del__(self) -> None:
-            alive.remove(id(self))
-
-    def made(nbytes: int) -> Any:
-        found = original(nbytes)
-        alive.append(id(found))
-        return found
-
-    monkeypatch.setattr(host_memory, "_Map", Watched)
-    original = Watched.anonymous
-    monkeypatch.setattr(Watched, "anonymous", made)
-    model = packed()
-    with moe_qlora.offload_experts(model):
-        model(**tiny_inputs(model))
-        assert len(alive) == 4
-    assert not alive
-    off = moe_qlora.offload_experts(model)
-    model(**tiny_inputs(model))
-    del model, off
-    gc.collect()
-    assert not alive
-
-
-def test_a_copy_has_its_experts_on_the_device() -> None:
-    model = with_lora(packed())
-    ids = token_ids(model)
-    with moe_qlora.offload_experts(model) as off:
-        twin = copy.deepcopy(model)
-        copies = off.copies
-        found = train(twin, ids)
-        assert off.copies == copies and "on host" not in repr(twin)
-        for _, module, name in parametrize.iter_packed(twin):
-            for tensor in held_tensors(parametrize.parametrization_list(module, name)):
-                assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        with moe_qlora.offload_experts(twin):
-            pass
-        assert equal(train(model, ids), found)
-
-
 def test_state_dicts_and_folders_are_those_of_the_resident_model(tmp_path: Path) -> None:
     model = packed()
     before = bits(model)
@@ -380,33 +272,6 @@ def test_to_leaves_experts_in_host_memory() -> None:
         assert off.device == torch.device("cpu")
 
 
-def test_merging_is_refused_and_possible_afterwards() -> None:
-    model = with_lora(packed())
-    twin = copy.deepcopy(model)
-    with moe_qlora.offload_experts(model):
-        for merge in (model.merge_adapter, model.merge_and_unload):
-            with pytest.raises(ConfigError, match=r"experts.*lies in host memory.*remove\(\)"):
-                merge()
-        with pytest.raises(ConfigError, match=r"lies in host memory"):
-            model.get_base_model().dequantize()
-        assert equal(train(model, token_ids(model), 1), train(twin, token_ids(model), 1))
-    first, second = model.merge_and_unload(), twin.merge_and_unload()
-    assert same(bits(first), bits(second))
-
-
-def test_adapters_are_made_on_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = packed()
-    with moe_qlora.offload_experts(model) as off:
-        names = [(module, name) for _, module, name in parametrize.iter_packed(model)]
-        off.device = torch.device("meta")  # Another one than where the codes are
-        devices = {parametrize.device_of(module, name) for module, name in names}
-        off.device = torch.device("cpu")
-        assert devices == {torch.device("meta")}
-        adapted_later = with_lora(model)
-        found = train(adapted_later, token_ids(model))
-    assert equal(train(with_lora(packed()), token_ids(model)), found)
-
-
 @pytest.mark.parametrize("layers", [0, -1, 5, True, 2.0, "2"])
 def test_wrong_numbers_of_layers(layers: Any) -> None:
     with pytest.raises(ConfigError, match=r"layers is .*from 1 to 4"):
@@ -424,19 +289,6 @@ def test_what_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         moe_qlora.offload_experts(model)
     with pytest.raises(ConfigError, match="on meta"):
         moe_qlora.offload_experts(packed().to("meta"))
-
-
-@pytest.mark.parametrize("codec", ["nf4 twice", "int8"])
-def test_a_model_laid_out_for_sharding(codec: str) -> None:
-    """As several ranks have it."""
-    model, sharded = (moe_qlora.prepare_sharding(packed(codec)) for _ in range(2))
-    with moe_qlora.offload_experts(sharded):
-        assert same(bits(sharded), bits(model))
-        with pytest.raises(ConfigError, match=r"lies in host memory.*remove\(\)"):
-            moe_qlora.prepare_sharding(sharded)
-        first, second = with_lora(model), with_lora(sharded)
-        assert equal(train(first, token_ids(model)), train(second, token_ids(model)))
-    assert same(bits(first), bits(second))
 
 
 class Cuda:
@@ -469,24 +321,6 @@ class Cuda:
         return self
 
 
-def test_page_locked_memory_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, device = Cuda().install(monkeypatch), torch.device("cuda", 0)
-    memory = host_memory.HostMemory(10_000, device)
-    part = memory.tensor(512, 16)
-    assert list(cuda.locked.values()) == [10_000]
-    memory.lock(device)
-    del memory
-    assert len(cuda.locked) == 1 and int(part.sum()) == 0
-    del part
-    assert not cuda.locked
-    memory = host_memory.HostMemory(10, torch.device("cpu"))
-    assert not cuda.locked
-    memory.lock(device)
-    assert len(cuda.locked) == 1
-    del memory
-    assert not cuda.locked
-
-
 def test_a_limit_of_locked_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed()
     before = bits(model)
@@ -504,55 +338,78 @@ def test_a_limit_of_locked_memory_changes_nothing(monkeypatch: pytest.MonkeyPatc
         model(**tiny_inputs(model))
 
 
-def test_with_saved_tensors_on_the_host(devices: list[Delayed]) -> None:
-    """torch moves activations there, and nothing of a slot: autograd has saved none of it."""
-    model = with_lora(packed())
-    ids, weights = token_ids(model), bits(model)
-    resident = train(model, ids)
-    model.load_state_dict(weights)
-    saved: list[bool] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        made = [memory for device in devices for memory in device.made]
-        slots = {memory.untyped_storage().data_ptr() for memory in made}
-        saved.append(tensor.untyped_storage().data_ptr() in slots)
-        return tensor.clone()  # What `save_on_cpu` does for a device
-
-    with moe_qlora.offload_experts(model):
-        with torch.autograd.graph.saved_tensors_hooks(pack, torch.clone), Reads(devices):
-            assert equal(train(model, ids), resident)
-        assert len(saved) > 40 and not any(saved)
-        model.load_state_dict(weights)
-        with torch.autograd.graph.save_on_cpu():
-            assert equal(train(model, ids), resident)
-
-
-@pytest.mark.parametrize("second", [False, True])
-def test_factors_are_where_experts_are_computed(
-    second: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_that_does_not_fit_on_the_device_stays_whole(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """PEFT moves what it made to the first parameter's device; "cpu:0" stands for another one."""
-    model, moves, there = packed(), [], torch.device("cpu", 0)
-    moe_qlora.offload_experts(model)
-    monkeypatch.setattr("moe_qlora.lora.layer.device_of", lambda *_: there)
-    move = torch.nn.Module.to
+    model = with_lora(packed())
+    ids = token_ids(model)
+    resident = train(copy.deepcopy(model), ids, 1)
+    off = moe_qlora.offload_experts(model)
+    copied, calls = _Hosted.on_device, 0
 
-    def noted(self: Any, *args: Any, **rest: Any) -> Any:
-        moves.append((self, args[0]))
-        return move(self, *args, **rest)
+    def on_device(self: _Hosted, device: torch.device) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # the second weight of the second layer that leaves
+            raise torch.OutOfMemoryError("no room")
+        return copied(self, device)
 
-    monkeypatch.setattr(torch.nn.Module, "to", noted)
-    adapted_model = with_lora(model)
-    if second:
-        config = adapted_model.peft_config["default"]
-        adapted_model.add_adapter("other", copy.deepcopy(config))
-        adapted_model.set_adapter("other")
-    factors = [
-        (name, module)
-        for name, module in adapted_model.named_modules()
-        if "experts" in name and "lora_" in name and isinstance(module, torch.nn.Linear)
-    ]
-    assert len(factors) == (2 if second else 1) * 4 * 2 * 2
-    for name, factor in factors:
-        own = [to for module, to in moves if any(part is factor for part in module.modules())]
-        assert own[-1] == there and str(own[-1]) == "cpu:0", name
+    with monkeypatch.context() as patch:
+        patch.setattr(_Hosted, "on_device", on_device)
+        with pytest.raises(torch.OutOfMemoryError):
+            off.remove()
+    assert [each.host is None for each in lists_of(model)] == [False] * 6 + [True] * 2
+    assert len(off.layers) == 3
+    assert equal(train(copy.deepcopy(model), ids, 1), resident)
+    off.remove()
+    assert not hosted_tensors(model) and off.host_nbytes == 0
+    assert equal(train(model, ids, 1), resident)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_an_interrupted_move_leaves_all_on_the_device(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_lora(packed())
+    ids = token_ids(model)
+    resident = train(copy.deepcopy(model), ids, 1)
+    write, calls, stores = _Hosted.written, 0, []
+
+    def interrupted(self: _Hosted, store: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        stores.append(store)
+        if calls == fails_at:
+            raise KeyboardInterrupt
+        return write(self, store)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Hosted, "written", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            moe_qlora.offload_experts(model)
+    spans = [(s.tensor(0, 1).data_ptr(), s.nbytes) for s in stores]
+    for each in lists_of(model):
+        at = each.original.data_ptr()
+        assert each.host is None and not any(a <= at < a + n for a, n in spans)
+    with moe_qlora.offload_experts(model) as off:
+        assert len(off.layers) == 4
+        assert equal(train(model, ids, 1), resident)
+
+
+@pytest.mark.parametrize("room", ["least", "all"])
+def test_what_fit_memory_has_brought_is_still_the_same_offload(room: str) -> None:
+    model = tiny_model("qwen3_moe", num_hidden_layers=5)
+    with moe_qlora.enabled(offload=True):
+        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CODECS["nf4"]))
+    model = with_lora(model)
+    memory = least_memory(model) if room == "least" else 1 << 40
+    with fitted(model, memory) as fit:
+        host = [layer.experts for layer in fit.layers].count("host")
+        off = moe_qlora.offload_experts(model)
+        assert len(off.layers) == host and (host == 5) == (room == "least")
+        with pytest.raises(ConfigError, match=r"offload_experts\(model\) returns"):
+            moe_qlora.offload_experts(model, layers=2)
+    assert moe_qlora.offload_experts(model) is off and len(off.layers) == 5
+    off.remove()
+    assert not hosted_tensors(model)
+    assert moe_qlora.offload_experts(model) is not off

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import emulate, emulated, hold_addresses, in_graph
+from emulated_graphs import emulate, hold_addresses, in_graph
+from graphed import recorded
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -16,13 +17,10 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.experts import projection
-from moe_qlora.experts.operands import PackedOperand, packed_weight
-from moe_qlora.packing import parametrize
-from moe_qlora.packing.codec import unpack
-from moe_qlora.speed import offload
+from moe_qlora.memory import levels
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
-from tests.helpers.fitting import adapted, equal, token_ids, train, with_lora
+from tests.helpers.fitting import equal, token_ids, train, with_lora
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -122,42 +120,6 @@ def gradients(model: Any, ids: Tensor, between: Any) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def test_compiled_code_knows_whether_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot find out, and a model that is loaded to host memory has no weights on CUDA."""
-    asked: list[torch.device] = []
-    monkeypatch.setattr(offload, "kernels_run", asked.append)
-    moe_qlora.offload_experts(packed(layers=1))
-    assert asked == [torch.device("cpu")]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_of_a_handle_is_the_one_that_eager_calls_read(kind: str) -> None:
-    """Also by its number: layers have the same addresses in turns, and workspaces ask whose."""
-    model = packed(kind, layers=3)
-    with moe_qlora.offload_experts(model):
-        for _, module, name in parametrize.iter_packed(model):
-            eager = parametrize.read_for_compute(module, name)
-            handle = parametrize.parametrization_list(module, name).handle
-            numbers = PackedOperand([handle], eager.spec, eager.dtype, None, hosted=True).numbers
-            found = packed_weight(iter([handle]), numbers, eager.dtype)
-            assert found.serial == eager.serial is not None and found.spec == eager.spec
-            assert found.codes.data_ptr() == eager.codes.data_ptr() and found.lease is not None
-            assert torch.equal(unpack(found), unpack(eager))
-
-
-def test_decoded_weights_are_fetched_between_graphs(devices: list[Delayed]) -> None:
-    """Experts that are not computed by transformers' interface."""
-    model = adapted("llama4_text")
-    ids, weights = token_ids(model, seq=12), bits(model)
-    resident = train(model, ids)
-    layers_of(model)[-1].compile(backend="eager")
-    model.load_state_dict(weights)
-    with moe_qlora.offload_experts(model):
-        assert equal(train(model, ids), resident)
-    model.load_state_dict(weights)
-    assert equal(train(model, ids), resident)
-
-
 def test_compiled_layers_are_recorded(
     devices: list[Delayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +134,7 @@ def test_compiled_layers_are_recorded(
         layer.compile(backend="eager")
     with (
         moe_qlora.offload_experts(model) as off,
-        emulated(model.get_base_model(), keep=True) as graphs,
+        recorded(model.get_base_model(), levels.KEEP) as graphs,
     ):
         for _ in range(2):
             model.load_state_dict(trained, strict=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphed import COMPILED, assert_near, batch, gradients, packed
+from graphed import COMPILED, assert_near, batch, gradients, packed, recorded
 from peft import LoraConfig
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.experts import fused
+from moe_qlora.memory import levels
 from moe_qlora.packing import parametrize
 from moe_qlora.speed.offload import Offload
-from moe_qlora.speed.slots import CudaCopier
+from moe_qlora.speed.slots import Copier
 from moe_qlora.testing import tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -73,13 +74,13 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
         return slowly
 
-    def copied(self: CudaCopier, *args: Any, own: Any = CudaCopier.copy) -> Any:
+    def copied(self: Copier, *args: Any, own: Any = Copier.copy) -> Any:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(SLOW)
         return own(self, *args)
 
     if request.param == "copies":
-        monkeypatch.setattr(CudaCopier, "copy", copied)
+        monkeypatch.setattr(Copier, "copy", copied)
     if request.param == "kernels":
         for name in ("make_layer", "layer_backward"):
             monkeypatch.setattr(fused, name, late(getattr(fused, name)))
@@ -142,11 +143,11 @@ def test_a_model_that_is_forgotten_unlocks_its_memory() -> None:
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_recorded_layers(count: int, keep: bool) -> None:
     model = packed("qwen3_moe", {"num_hidden_layers": count})
-    with moe_qlora.graph_layers(model, keep=keep):
+    with recorded(model, levels.KEEP if keep else None):
         resident, again = steps(model), steps(model)
     with (
         moe_qlora.offload_experts(model) as off,
-        moe_qlora.graph_layers(model, keep=keep) as graphs,
+        recorded(model, levels.KEEP if keep else None) as graphs,
     ):
         assert_alike(steps(model), resident, again)
         assert graphs.recorded == count
@@ -163,7 +164,7 @@ def test_experts_that_move_under_graphs(keep: bool) -> None:
     """Once between a forward and its backward, where what graphs read is then given to others."""
     model = packed("qwen3_moe", LAYERS)
     ids = batch(0)
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with recorded(model, levels.KEEP if keep else None) as graphs:
         wanted = [gradients(model, ids) for _ in range(4)][-1]
         for layers in (None, 2):
             off = moe_qlora.offload_experts(model, layers=layers)
@@ -186,8 +187,8 @@ def test_experts_that_move_under_graphs(keep: bool) -> None:
 @slowed
 @pytest.mark.usefixtures("slow")
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
-@pytest.mark.parametrize("recorded", [False, True])
-def test_compiled_layers(recorded: bool) -> None:
+@pytest.mark.parametrize("records", [False, True])
+def test_compiled_layers(records: bool) -> None:
     # Routers that choose all experts: compiled in another way, they may choose other ones
     model = packed("qwen3_moe", {**LAYERS, "num_experts_per_tok": 4})
     resident = steps(model)
@@ -196,7 +197,7 @@ def test_compiled_layers(recorded: bool) -> None:
     for layer in model.get_base_model().model.layers:
         layer.compile(fullgraph=True)
     off = moe_qlora.offload_experts(model)
-    with off, moe_qlora.graph_layers(model) if recorded else nullcontext():
+    with off, recorded(model) if records else nullcontext():
         for _ in range(2):
             copies = off.copies
             for one, other in zip(steps(model), resident, strict=True):
@@ -254,7 +255,7 @@ def test_fit_memory_brings_experts_to_the_device_and_back(graphs: bool) -> None:
     for memory in (least, least + host_nbytes // 4, least + host_nbytes // 2, least + (8 << 30)):
         with moe_qlora.fit_memory(model, memory=memory, **sizes) as fit, ExitStack() as undo:
             if graphs:
-                undo.enter_context(moe_qlora.graph_layers(model))
+                undo.enter_context(recorded(model))
             hosts.append([layer.experts for layer in fit.layers].count("host"))
             assert len(off.layers) == hosts[-1]
             gradients(model, ids)

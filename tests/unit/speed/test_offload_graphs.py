@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_graphs import emulate, emulated, hold_addresses, in_graph
+from emulated_graphs import emulate, hold_addresses, in_graph
+from graphed import recorded
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 from upstream import TRANSFORMERS
 
 import moe_qlora
 from moe_qlora.memory import levels
-from moe_qlora.speed.fitted import FittedLayer
-from moe_qlora.speed.graphs import LayerGraphs
 from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, Reads, delayed
 from tests.helpers.fitting import equal, fitted, least_memory, token_ids, train, with_lora
@@ -47,10 +46,6 @@ def packed(layers: int = 4, **settings: Any) -> Any:
     model.config.use_cache = False
     moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True, **settings))
     return with_lora(model)
-
-
-def graphed(model: Any, **arguments: Any) -> LayerGraphs:
-    return emulated(model.get_base_model(), **arguments)
 
 
 def trained(model: Any) -> dict[str, Tensor]:
@@ -83,12 +78,12 @@ def test_replays_train_as_the_resident_model(
     resident = steps(model, ids, weights)
     with ExitStack() as stack:
         if order == "graphs first":
-            graphs = stack.enter_context(graphed(model, keep=keep))
+            graphs = stack.enter_context(recorded(model, levels.KEEP if keep else None))
             assert equal(steps(model, ids, weights), resident)
             off = stack.enter_context(moe_qlora.offload_experts(model))
         else:
             off = stack.enter_context(moe_qlora.offload_experts(model))
-            graphs = stack.enter_context(graphed(model, keep=keep))
+            graphs = stack.enter_context(recorded(model, levels.KEEP if keep else None))
         with Reads(devices) as reads:
             assert equal(steps(model, ids, weights), resident)  # Recording fetches now and then
             assert graphs.recorded == count and reads.count > STEPS * count * 2
@@ -96,21 +91,6 @@ def test_replays_train_as_the_resident_model(
             assert equal(steps(model, ids, weights), resident)
         assert off.copies - copies == STEPS * 2 * max(0, count - 2)
         assert devices[0].missed == missed and len(devices[0].made) == off.slots
-    assert equal(steps(model, ids, weights), resident)
-
-
-@pytest.mark.parametrize("first", ["graphs", "offload"])
-def test_either_is_removed_first(first: str, devices: list[Delayed]) -> None:
-    model = packed()
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights)
-    graphs, off = graphed(model), moe_qlora.offload_experts(model)
-    for _ in range(2):
-        assert equal(steps(model, ids, weights), resident)
-    (graphs if first == "graphs" else off).remove()
-    assert equal(steps(model, ids, weights), resident)
-    assert graphs.recorded == (0 if first == "graphs" else 4)
-    (off if first == "graphs" else graphs).remove()
     assert equal(steps(model, ids, weights), resident)
 
 
@@ -123,7 +103,7 @@ def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: 
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights, 1)
     model.load_state_dict(weights, strict=False)
-    with graphed(model, keep=keep) as graphs:
+    with recorded(model, levels.KEEP if keep else None) as graphs:
         off = None if moved.startswith("there") else moe_qlora.offload_experts(model)
         for _ in range(3):
             assert equal(steps(model, ids, weights, 1), resident)
@@ -152,9 +132,11 @@ def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
     model = packed(count, bnb_4bit_use_double_quant=True)
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights)
-    for layer, level in zip(model.get_base_model().model.layers, levels.LEVELS, strict=True):
-        FittedLayer(layer, level, (1, 10_000), set())
-    with graphed(model) as graphs, moe_qlora.offload_experts(model) as off, Reads(devices):
+    with (
+        recorded(model, levels.LEVELS) as graphs,
+        moe_qlora.offload_experts(model) as off,
+        Reads(devices),
+    ):
         assert equal(steps(model, ids, weights), resident)
         assert graphs.recorded == count
         copies = off.copies
@@ -162,38 +144,11 @@ def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
         assert off.copies - copies == STEPS * 2 * (count - 2)
 
 
-def test_unrecorded_calls_between_recorded_ones(devices: list[Delayed]) -> None:
-    """Evaluation between a forward and its backward, a second forward, and another length."""
-    model = packed(3)
-    ids, other, weights = token_ids(model), token_ids(model, seq=20, seed=1), trained(model)
-
-    def results() -> list[Tensor]:
-        model.load_state_dict(weights, strict=False)
-        found: list[Tensor] = []
-        for _ in range(3):
-            model.zero_grad()
-            losses = [model(input_ids=each, labels=each).loss for each in (ids, other)]
-            with torch.no_grad():
-                found.append(model.eval()(input_ids=ids).logits)
-                found.append(model.train()(input_ids=other).logits)
-            sum(losses).backward()
-            found += [loss.detach() for loss in losses]
-            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        return found
-
-    resident = results()
-    with graphed(model) as graphs, moe_qlora.offload_experts(model), Reads(devices):
-        got = results()
-        assert graphs.recorded >= 3
-    for one, right in zip(got, resident, strict=True):
-        torch.testing.assert_close(one, right, rtol=1e-5, atol=1e-7)
-
-
 def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[Delayed]) -> None:
     model = packed()
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights)
-    with graphed(model) as graphs, moe_qlora.offload_experts(model) as off:
+    with recorded(model) as graphs, moe_qlora.offload_experts(model) as off:
         assert equal(steps(model, ids, weights), resident)
         _, lease = off.fetch(off._blocks[1], True)  # As the traceback of an exception would
         model.load_state_dict(weights, strict=False)
@@ -213,51 +168,30 @@ def test_weights_that_are_loaded_reach_the_graphs(devices: list[Delayed]) -> Non
     other.load_state_dict(noise)
     ids = token_ids(model)
     resident = train(other, ids, 3)
-    with graphed(model) as graphs, moe_qlora.offload_experts(model), Reads(devices):
+    with recorded(model) as graphs, moe_qlora.offload_experts(model), Reads(devices):
         assert not equal(train(model, ids, 3), resident)
         model.load_state_dict(noise)
         assert equal(train(model, ids, 3), resident) and graphs.recorded == 4
 
 
-def test_a_backward_without_graphs_has_the_autocast_of_its_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A layer is computed in backward, where no autocast is on."""
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    model = packed(1)
-    ids, seen = token_ids(model), list[Any]()
-    mlp = model.get_base_model().model.layers[0].mlp
-    run = mlp.forward
-    mlp.forward = lambda x: (seen.append(torch.is_autocast_enabled("cuda")), run(x))[1]
-    with graphed(model, keep=True) as graphs:
-        for step in range(3):
-            with torch.autocast("cuda", torch.float16):
-                loss = model(input_ids=ids, labels=ids).loss
-            if step == 2:
-                assert graphs.recorded == 1
-                seen.clear()
-                moe_qlora.offload_experts(model)
-            loss.backward()
-        assert seen == [True]
-
-
-@pytest.mark.parametrize(("order", "keep"), [("graphs first", False), ("fit first", True)])
-def test_fit_memory_moves_experts_of_recorded_layers(order: str, keep: bool) -> None:
+@pytest.mark.parametrize("order", ["graphs first", "fit first"])
+def test_fit_memory_moves_experts_of_recorded_layers(order: str) -> None:
     model = packed(4)
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights, 3)
     with moe_qlora.offload_experts(model) as off, ExitStack() as stack:
         if order == "graphs first":
-            stack.enter_context(graphed(model, keep=keep))
+            stack.enter_context(recorded(model))
             assert equal(steps(model, ids, weights, 3), resident)
         least = least_memory(model)
         choices = ((least, 4), (least + off.host_nbytes // 3, 3), (1 << 40, 0))
         for memory, hosted in choices if order == "graphs first" else choices[1:2]:
             with fitted(model, memory) as fit:
-                graphs = None if order == "graphs first" else graphed(model, keep=keep)
+                if order == "fit first":
+                    graphs = stack.enter_context(recorded(model))
                 assert [layer.experts for layer in fit.layers].count("host") == hosted
                 assert equal(steps(model, ids, weights, 3), resident)
-                if graphs is not None:
+                if order == "fit first":
                     assert graphs.recorded == 4
                     graphs.remove()
             assert len(off.layers) == 4
