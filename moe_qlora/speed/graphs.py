@@ -127,8 +127,8 @@ class LayerGraphs:
 
     def run(self, runner: LayerRunner, level: str, args: Any, kwargs: Any) -> Any:
         """Run a layer in training: replay its call, record it, or compute it."""
-        calls, row = runner.calls, segments.running.get()
-        assert calls is not None
+        calls: LayerCalls = runner.calls
+        row = segments.running.get()
         # In backward, a checkpoint around the layer computes it again: no new pass.
         again = in_backward()
         admitted = again or self.passes.enters(calls.place, keeps=level != levels.RECOMPUTE)
@@ -148,13 +148,14 @@ class LayerGraphs:
                         return out
             except ObstacleError as met:
                 self.warn(str(met))
-        if self.recorded and not runner.fits_beside:
+        if self.recorded and not (runner.fits_beside or runner.measured):
             level = levels.RECOMPUTE
         return _compute(runner, level, args, kwargs, preserve_rng_state=True)
 
     def _make_room(self, runner: LayerRunner) -> None:
         """Before a row that memory holds alone, give back graphs, unless a backward needs them."""
-        if runner.fits_beside or not self.recorded or self.passes.is_waiting:
+        fits = runner.fits_beside or runner.measured
+        if fits or not self.recorded or self.passes.is_waiting:
             return
         for each in self._calls:
             each.known = dict.fromkeys(each.known)  # The next call of a known kind is recorded
@@ -175,9 +176,8 @@ class LayerGraphs:
             call = None
         records = bool(calls.known)  # The very first call runs without graphs
         if known is _UNKNOWN and len(calls.known) >= _MOST:
-            del calls.known[
-                min(calls.known, key=lambda k: getattr(calls.known[k], "last_pass", -1))
-            ]
+            oldest = min(calls.known, key=lambda k: getattr(calls.known[k], "last_pass", -1))
+            del calls.known[oldest]
         if call is None and records:
             call = make()
         if call is not known:

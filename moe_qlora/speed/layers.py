@@ -54,7 +54,7 @@ class LayerRunner:
             if self.graphs is not None:  # Batches of evaluation would be compiled anew
                 return own_forward(layer)(layer, *args, **kwargs)
             return self.compute(levels.KEEP, args, kwargs)
-        found = used_arguments(layer, kwargs)
+        found = used_arguments(layer, args, kwargs)
         if found is None:
             return self.compute(levels.KEEP, args, kwargs)
         level = self._level_of(args, found)
@@ -141,14 +141,16 @@ def own_forward(layer: nn.Module) -> Any:
     return getattr(own, "__wrapped__", own)
 
 
-def used_arguments(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments that a layer uses, without an empty key-value cache.
+def used_arguments(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the named arguments that a layer uses, without an empty key-value cache.
 
     Constants that it only hands on, such as `output_hidden_states` and Trainer's
     `num_items_in_batch`, differ between callers, and a layer would be compiled for each.
 
-    None if the cache holds something that the layer adds to, which it may do once. A layer that
-    only reads its cache keeps it, and may be computed again.
+    None if the cache holds something that the layer adds to, which it may do once, or has no name.
+    A layer that only reads its cache keeps it, and may be computed again.
     """
     from transformers.cache_utils import Cache
 
@@ -159,6 +161,8 @@ def used_arguments(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any] |
         return kwargs
     is_cache = {n for n, v in kwargs.items() if isinstance(v, Cache)} | {*_CACHES}
     caches = [v for n, v in kwargs.items() if n in is_cache and v is not None]
+    if any(isinstance(each, Cache) for each in args):
+        return None
     if not caches:
         return kwargs
     if not all(isinstance(cache, Cache) and not any(_held(cache)) for cache in caches):

@@ -86,7 +86,7 @@ def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
         "num_items_in_batch": 7, "output_router_logits": True, "chunk_mem_const": 8, "seq_idx": ids,
         "is_causal": False, "past_key_values": DynamicCache(), "use_cache": False, "absent": None,
     }  # fmt: skip
-    assert used_arguments(layer, given) == {
+    assert used_arguments(layer, (), given) == {
         "seq_idx": ids, "is_causal": False, "past_key_values": None, "use_cache": False,
     }  # fmt: skip
 
