@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import torch
@@ -275,9 +276,11 @@ _Pair = dict[str, str]  # keys of one LoRA layer: "Aweight", "Bweight", "Bbias",
 
 
 class Updates:
-    """The changes of an adapter to the parameters of a tied meta model."""
+    """The changes of an adapter to the parameters of a tied meta model, or of its new `head`."""
 
-    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+    def __init__(
+        self, model: nn.Module, adapter: Adapter, head: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> None:
         self.deltas: dict[str, list[LoraDelta]] = {}  # by the parameter's name
         # by the name of the replaced parameter or buffer: the key in the adapter's file
         self.replacements: dict[str, str] = {}
@@ -286,8 +289,9 @@ class Updates:
         # names that the base ties and the adapter does not: the name of the base's values
         self.untied: dict[str, str] = {}
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        self._resizable = vocabulary(model)
+        tensors = {**model.state_dict(), **head}
+        self._shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+        self._resizable = {*vocabulary(model), *head}
         self._known = partial(canonical_name, model)
         self._file, self._adapter = adapter.file, adapter
         wanted = adapter.settings.target_parameters or ()

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,7 +36,7 @@ from ..versions import installed_version
 from ..world import world
 from . import reader
 from .reader import DTYPE_NAMES, SINGLE, Checkpoint, inside, parse_fields
-from .staging import ShardWriter, plan_shards
+from .staging import ShardWriter, shard_limit
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
@@ -46,12 +47,18 @@ SENTENCE = (
     "The experts in this folder are packed by moe_qlora: install that package, and load the folder "
     "inside `with moe_qlora.enabled():`."
 )
+OF_TEXT = (
+    "This folder holds a packed {0}: load it by that class, or by AutoModelForImageTextToText, "
+    "inside `with moe_qlora.enabled():`. AutoModelForCausalLM can load the text model alone from "
+    "an unpacked folder, not from this one."
+)
 
 SHARD_NAME = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 MANIFEST_NAME = re.compile(r"moe_qlora-([0-9a-f]{16})\.json")
 
 _PIECE = 4 << 20  # that is hashed at once
 _SMALL = 1 << 16
+_HEADER = 1 << 18  # bytes reserved in a shard: some 1,500 tensors
 _THREADS = 8  # that hash
 INT8_FORMAT = ".weight_format"  # tensor of bitsandbytes' int8 Linear layers
 
@@ -137,7 +144,11 @@ class Manifest:
     def config_bytes(self) -> bytes:
         """Return the content of config.json, with the mark."""
         mark = Mark(self.id, self.file_name, next(iter(self.shards)), self.version)
-        ours = {CONFIG_KEY: asdict(mark), "transformers_weights": SENTENCE}
+        ours: dict[str, Any] = {CONFIG_KEY: asdict(mark), "transformers_weights": SENTENCE}
+        text, classes = self.config.get("text_config"), self.config.get("architectures")
+        if isinstance(text, dict) and classes:
+            # AutoModelForCausalLM may load the text model alone, and reads its configuration only.
+            ours["text_config"] = text | {"transformers_weights": OF_TEXT.format(classes[0])}
         return (json.dumps(self.config | ours, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -166,17 +177,21 @@ def write_packed(
     settings: CodecSettings,
     model: nn.Module,
 ) -> Manifest:
-    """Write shards, manifest and config.json of a save; one shard is held in host memory."""
-    files, shards = list[Path](), list[dict[str, Any]]()
-    sized = (((key, t.detach().cpu()), t.nbytes) for key, t in tensors)
-    for number, shard in enumerate(plan_shards(sized, max_shard_size), 1):
-        files.append(work / f"shard-{number:05d}.safetensors")
-        specs = {key: (tensor.dtype, tensor.shape) for key, tensor in shard}
-        with ShardWriter(files[-1], specs, {"format": "pt"}) as writer:
-            while shard:
-                writer.write(*shard.pop(0))
-        digest = hashlib.sha256(reader.header_bytes(files[-1])).hexdigest()
-        shards.append({"nbytes": files[-1].stat().st_size, "header_sha256": digest})
+    """Write shards, manifest and config.json of a save, one tensor at a time."""
+    files, limit = list[Path](), shard_limit(max_shard_size)
+    with ExitStack() as stack:
+        writer: ShardWriter | None = None
+        for key, tensor in tensors:
+            while writer is None or not writer.append(key, tensor, limit):
+                files.append(work / f"shard-{len(files):05d}.safetensors")
+                writer = ShardWriter(files[-1], {}, {"format": "pt"}, _HEADER)
+                stack.enter_context(writer)
+            del tensor  # before the next is packed
+    headers = [hashlib.sha256(reader.header_bytes(file)).hexdigest() for file in files]
+    shards = [
+        {"nbytes": file.stat().st_size, "header_sha256": digest}
+        for file, digest in zip(files, headers, strict=True)
+    ]
     codec, written = settings.to_dict(), Checkpoint(files)
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = dict(zip(written, pool.map(partial(_checksum, written), written), strict=True))
@@ -215,7 +230,7 @@ def write_packed(
 def own_config(folder: Path) -> dict[str, Any]:
     """Return a folder's config.json without what this package adds to it."""
     config = read_json(inside(folder, CONFIG))
-    if isinstance(text := config.get("text_config"), dict):  # in earlier versions
+    if isinstance(text := config.get("text_config"), dict):
         text.pop("transformers_weights", None)
     return {k: v for k, v in config.items() if k not in (CONFIG_KEY, "transformers_weights")}
 

@@ -14,6 +14,7 @@ a cosine of 0.04 or less to itself before, 0.50 in block FP8, 0.99 in bfloat16.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -25,14 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from ..errors import AdapterError, CheckpointError, ConfigError
 from ..kernels.weights import PackedWeight
 from ..layout import dtype_name, human_bytes
 from ..models.files import read_json
+from ..models.named import quiet
 from ..packing import codec
 from ..progress import Progress, reporting
-from .adapter import Adapter, Updates, open_adapter, vocabulary
+from .adapter import PREFIX, Adapter, Updates, open_adapter, vocabulary
 from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
 from .conversion import Group, restore, same_bits
 from .manifest import CONFIG, is_packed
@@ -144,7 +147,8 @@ def merge_adapter(
             merge.write_config(folder)
     return MergeReport(
         target, len(opened.disk), len(merge.changed), len(merge.rounded), merge.nbytes,
-        opened.checkpoint.method, copied, merge.new_config,
+        opened.checkpoint.method, copied,
+        {key: value for key, value in merge.new_config.items() if key != "label2id"},
     )  # fmt: skip
 
 
@@ -158,9 +162,11 @@ class _Merge:
         max_shard_size: int | str,
     ) -> None:
         self._base, self._adapter, self._training, self._dtype = base, adapter, training, dtype
-        self._updates = updates = Updates(base.model, adapter)
+        head = _trained_head(adapter, base.model)
+        added = {} if head is None else head.state_dict()
+        self._updates = updates = Updates(base.model, adapter, added)
         _move_to_stored_names(updates, base, adapter)
-        self.new_config = _reshape(base, updates, adapter)
+        self.new_config = _reshape(base, updates, adapter, head)
         self.changed: set[str] = set()
         self.rounded: set[str] = set()
         noted = set[str]() if training is None else training.experts | training.linears
@@ -191,7 +197,7 @@ class _Merge:
                     name = base.checkpoint.info(key).file.name
                 self._files.setdefault(name, []).append(key)
         else:  # as transformers names and cuts files
-            shards = list(plan_shards(sizes.items(), max_shard_size))
+            shards = plan_shards(sizes, max_shard_size)
             for number, keys in enumerate(shards, 1):
                 name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
                 # The format wants tensors aligned to their dtype: the widest first.
@@ -290,9 +296,10 @@ class _Merge:
                     part[name] = dtype_name(self._dtype)
             if part.get("model_type") == base.model.config.get_text_config().model_type:
                 text.append(part)
-        for part in text or [config]:
-            part.update(self.new_config)
-        config |= {key: value for key, value in self.new_config.items() if key == _TIED}
+        for key, value in self.new_config.items():
+            of_text = key in ("vocab_size", _TIED)
+            for part in [config] * (key != "vocab_size") + (text or [config]) * of_text:
+                part[key] = value
         written = {CONFIG: config}
         if [*self._files] != [SINGLE]:
             places = {key: name for name, keys in self._files.items() for key in keys}
@@ -323,7 +330,27 @@ def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ..
     return tuple(map(str, copied))
 
 
-def _reshape(base: Base, updates: Updates, adapter: Adapter) -> dict[str, Any]:
+def _trained_head(adapter: Adapter, model: Any) -> Any:
+    """Return the meta model with the head that the adapter holds, as of a reward model, or None."""
+    held = model.state_dict()
+    plain = {key.removeprefix(PREFIX): key for key in adapter.file if "lora_" not in key}
+    new = {name: adapter.file.info(key).shape for name, key in plain.items() if name not in held}
+    tasks = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+    for task in tasks if new else ():
+        auto = getattr(transformers, f"AutoModelFor{task}")
+        if (maker := auto._model_mapping.get(type(model.config), None)) is not None:
+            config = copy.deepcopy(model.config)
+            config.num_labels = max(shape[0] for shape in new.values())
+            config.architectures = [maker.__name__]
+            with torch.device("meta"), quiet():
+                head = maker(config)
+            shapes = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+            if any(shapes.get(name) == shape for name, shape in new.items()):
+                return head
+    return None
+
+
+def _reshape(base: Base, updates: Updates, adapter: Adapter, head: Any) -> dict[str, Any]:
     """Give embeddings and head the adapter's shapes, untied ones both; return changed fields."""
     names, by_name, changes = vocabulary(base.model), base.layout.by_name, dict[str, Any]()
     first = next(name for name in (*names, *by_name) if name in by_name)
@@ -333,6 +360,16 @@ def _reshape(base: Base, updates: Updates, adapter: Adapter) -> dict[str, Any]:
     shapes |= {name: shape for name, shape in replaced.items() if name in names}
     if updates.untied:
         changes[_TIED] = False
+    if head is not None:  # in place of the base's
+        for name in by_name.keys() & vocabulary(base.model, inputs=False):
+            group = by_name.pop(name)
+            base.layout.groups.remove(group)
+            for key in group.keys:
+                del base.disk[key]
+        for name in replaced.keys() & (head.state_dict().keys() - base.model.state_dict().keys()):
+            base.put(name, replaced[name], dtype)
+        fields = ("architectures", "id2label", "label2id")
+        changes |= {key: getattr(head.config, key) for key in fields}
     for name, shape in shapes.items():
         if name in updates.untied if name not in by_name else by_name[name].shapes[name] != shape:
             base.put(name, shape, dtype)

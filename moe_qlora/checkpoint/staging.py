@@ -12,11 +12,11 @@ import os
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +28,6 @@ from .reader import DTYPE_NAMES
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions of a failed write: safetensors wraps those of the system in its own."""
-_Item = TypeVar("_Item")
 
 
 @contextmanager
@@ -168,7 +167,8 @@ class ShardWriter:
     """A safetensors file being written in rows, from any device.
 
     `tensors` has dtypes and shapes by key, in the order of the file, which apart from that order
-    equals the output of `safetensors.torch.save_file`.
+    equals the output of `safetensors.torch.save_file`. With `room`, so many bytes are reserved for
+    the header, and tensors that are not known before follow, each as a whole.
     """
 
     def __init__(
@@ -176,32 +176,53 @@ class ShardWriter:
         path: Path,
         tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
+        room: int | None = None,
     ) -> None:
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        self._header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         self._left: dict[str, tuple[int, int]] = {}  # what is to be written: from, to
-        end = 0
+        self._end = 0
         for key, (dtype, shape) in tensors.items():
-            if dtype not in DTYPE_NAMES:
-                raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-            begin, end = end, end + prod(shape) * dtype.itemsize
-            self._left[key] = begin, end
-            entry = {
-                "dtype": DTYPE_NAMES[dtype],
-                "shape": list(shape),
-                "data_offsets": [begin, end],
-            }
-            header[key] = entry
-        raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
-        self._begin, self._file = 8 + len(raw), path.open("xb")
-        self._file.write(len(raw).to_bytes(8, "little") + raw)
+            self._describe(key, dtype, shape)
+        self._used = len(self._encoded())
+        self._room = self._used + -self._used % 8 if room is None else room
+        self._file = path.open("xb")
+
+    def _encoded(self) -> bytes:
+        return json.dumps(self._header, separators=(",", ":")).encode()
+
+    def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
+        """Add a tensor to the header; return the bytes that it takes there."""
+        if dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
+        begin, self._end = self._end, self._end + prod(shape) * dtype.itemsize
+        self._left[key] = begin, self._end
+        entry = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, self._end],
+        }
+        self._header[key] = entry
+        return len(json.dumps({key: entry}))
+
+    def append(self, key: str, tensor: Tensor, limit: int) -> bool:
+        """Write one more tensor if `limit` bytes of data and the header hold it, or it is alone."""
+        if self._left and self._end + tensor.nbytes > limit:
+            return False
+        end, used = self._end, self._describe(key, tensor.dtype, tensor.shape)
+        if self._used + used > self._room:
+            del self._header[key], self._left[key]
+            self._end = end
+            return False
+        self._used += used
+        self.write(key, tensor)
+        return True
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write the next rows of a tensor, or all of it."""
         begin, end = self._left[key]
         assert tensor.nbytes <= end - begin, (key, tensor.shape)
         self._left[key] = begin + tensor.nbytes, end
-        self._file.seek(self._begin + begin)
+        self._file.seek(8 + self._room + begin)
         # bytes by way of uint8: numpy has no bfloat16
         flat = tensor.detach().cpu().contiguous().view(-1)
         self._file.write(flat.view(torch.uint8).numpy().data)
@@ -213,26 +234,32 @@ class ShardWriter:
         with self._file:
             if kind is None:
                 assert all(begin == end for begin, end in self._left.values()), self._left
+                self._file.seek(0)
+                self._file.write(
+                    self._room.to_bytes(8, "little") + self._encoded().ljust(self._room)
+                )
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
 
-def plan_shards(
-    items: Iterable[tuple[_Item, int]], max_shard_size: int | str
-) -> Iterator[list[_Item]]:
-    """Divide items with their bytes into shards of at most this size; a larger one gets its own."""
+def shard_limit(max_shard_size: int | str) -> int:
+    """Return the bytes of a shard, given as a number or as "5GB"."""
     try:
         limit = parse_bytes(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
         if limit < 1:
             raise ValueError(f"{limit} is no positive number of bytes")
     except ValueError as error:
         raise CheckpointError(f"max_shard_size: {error}.") from None
-    shard, room = list[_Item](), limit
-    for item, nbytes in items:
-        if shard and nbytes > room:
-            yield shard
-            shard, room = [], limit
-        shard.append(item)
-        room -= nbytes
-    if shard:
-        yield shard
+    return limit
+
+
+def plan_shards(nbytes: Mapping[str, int], max_shard_size: int | str) -> list[list[str]]:
+    """Divide keys in order into shards of at most this size; a larger tensor gets its own."""
+    limit, room, shards = shard_limit(max_shard_size), 0, list[list[str]]()
+    for key, size in nbytes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(key)
+        room -= size
+    return shards

@@ -25,6 +25,7 @@ from ..experts.backend import has_triton
 from ..lora.targets import base_model
 from ..memory.measure import Loss
 from ..progress import reporting
+from ..speed.early_loss import copy_losses_early
 from ..speed.flat_rows import flatten_rows, has_flat_rows
 from ..speed.layers import decoder_layers, runner_of
 from ..speed.module_walks import quicken_walks
@@ -41,8 +42,7 @@ _PREPARED = "_moe_qlora_prepared"
 """Entry of a model's `__dict__`: its `PreparedTraining`."""
 _YOURS = (
     'Trainer\'s arguments are yours: optim="adamw_torch_fused", dataloader_num_workers=2, '
-    "dataloader_prefetch_factor=2, dataloader_pin_memory=True and logging_nan_inf_filter=False are "
-    "the quick ones."
+    "dataloader_prefetch_factor=2 and dataloader_pin_memory=True are the quick ones."
 )
 _MEASURES = "prepare_training compiles decoder layers and measures a step, up to a minute"
 _COMPILED = "_compiled_call_impl"
@@ -158,6 +158,7 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
     compiles = obstacle is None and has_triton()
     batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
     prepared = PreparedTraining([f"Prepared for batches of {batch}."])
+    undo.callback(copy_losses_early(model).remove)
     if compiles:  # Torch's compile workers start while other code runs
         from torch._inductor.async_compile import maybe_warm_pool
 

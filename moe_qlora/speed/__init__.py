@@ -6,4 +6,5 @@ flat_rows.py    batches as one row of real tokens; segments.py: its attention
 graphs.py       decoder layers as CUDA graphs: recording.py, lent.py, passes.py
 offload.py      packed experts in host memory; slots.py: where they are copied to ahead of use
 joined_lora.py  LoRA layers with the same input, as one product
+early_loss.py   a loss that Trainer reads while the GPU computes; module_walks.py: its walks
 """

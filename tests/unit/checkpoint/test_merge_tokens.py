@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from training import loaded
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
     BitsAndBytesConfig,
 )
 from upstream import skip_llama4
@@ -128,12 +130,24 @@ def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> N
 UNTIED = {"embeddings", "head", "both", "rows of both", "rows of the head"}
 
 
-def test_a_head_with_a_bias(tmp_path: Path) -> None:
-    source = base(tmp_path / "base", "phimoe", lm_head_bias=True)
-    adapted = train(load(source, added=ADDED), modules_to_save=["embed_tokens", "lm_head"])
-    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
-    found = out(merged(source, adapter, tmp_path / "merged"))
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("phimoe", {"lm_head_bias": True}),
+        ("gemma4_text", {"intermediate_size": 64}),
+    ],
+)
+def test_families(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    source = base(tmp_path / "base", model_type, **settings)
+    rows = AutoModelForCausalLM.from_pretrained(source).get_input_embeddings().weight.shape[0]
+    model = load(source)
+    model.resize_token_embeddings(rows + ADDED, mean_resizing=False)
+    adapted = train(model, modules_to_save=["embed_tokens", "lm_head"])
+    adapter = save(adapted, tmp_path / "adapter")
+    expected = out(adapted)
+    torch.testing.assert_close(
+        out(merged(source, adapter, tmp_path / "merged")), expected, atol=2e-5, rtol=0
+    )
 
 
 def test_packed_and_sharded_bases(tmp_path: Path) -> None:
@@ -156,6 +170,27 @@ def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
     adapter = save(adapted, tmp_path / "adapter")
     with pytest.raises(AdapterError, match=r"embed_tokens.weight: 135 rows, lm_head.weight: 128"):
         moe_qlora.merge_adapter(source, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("labels", "tied"), [(1, True), (3, False)])
+def test_a_reward_models_head(labels: int, tied: bool, tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "mixtral", tie_word_embeddings=tied)
+    kind = AutoModelForSequenceClassification
+    adapted = train(load(source, kind, num_labels=labels), task_type="SEQ_CLS")
+    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
+    model = merged(source, adapter, tmp_path / "merged", kind)
+    assert model.config.num_labels == labels
+    assert "lm_head.weight" not in tensors(tmp_path / "merged")
+    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
+
+
+def test_an_embedding_model(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "qwen3_moe")
+    adapted = train(load(source, AutoModel), task_type="FEATURE_EXTRACTION")
+    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
+    model = merged(source, adapter, tmp_path / "merged", AutoModel)
+    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
+    assert tensors(tmp_path / "merged").keys() == tensors(source).keys()
 
 
 def test_a_packed_linear_layer_is_not_trained_in_full(tmp_path: Path) -> None:
@@ -184,6 +219,15 @@ def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:
         moe_qlora.plan(folder)
     (problem,) = verify(folder).problems
     assert re.search(sentence, problem)
+
+
+def test_adapters_in_sglangs_layout(tmp_path: Path) -> None:
+    source = base(tmp_path / "base", "gpt_oss")
+    adapted = train(load(source))
+    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
+    moe_qlora.export_adapter(adapter, tmp_path / "sglang", base=source, target="sglang")
+    model = merged(source, tmp_path / "sglang", tmp_path / "merged")
+    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
 
 
 def test_the_adapters_tokenizer_wins(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from folders import TRICKS, index, noise, same, two_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, read_header
@@ -239,6 +239,17 @@ def test_a_written_shard_is_what_safetensors_writes(tmp_path):
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
+def test_tensors_follow_until_the_shard_or_its_header_is_full(tmp_path):
+    tensors = {key: torch.full((4, 5), float(at)) for at, key in enumerate("abcd")}
+    for limit, room, count in ((240, 4096, 3), (9, 4096, 1), (1000, 200, 2)):
+        with ShardWriter(tmp_path / f"{count}", {}, {"format": "pt"}, room) as writer:
+            taken = [key for key, tensor in tensors.items() if writer.append(key, tensor, limit)]
+        assert taken == [*tensors][:count]
+        read = load_file(tmp_path / f"{count}")
+        assert read.keys() == {*taken}
+        assert all(torch.equal(read[key], tensors[key]) for key in taken)
+
+
 def test_what_the_format_has_no_name_for_is_not_written(tmp_path):
     with pytest.raises(CheckpointError, match="safetensors cannot store"):
         ShardWriter(tmp_path / "i", {"w": (torch.complex128, (1,))})
@@ -250,7 +261,7 @@ def test_what_the_format_has_no_name_for_is_not_written(tmp_path):
     st.integers(1, 60),
 )
 def test_shards_keep_the_order_and_the_limit(sizes, limit):
-    shards = list(plan_shards(sizes.items(), limit))
+    shards = plan_shards(sizes, limit)
     assert [key for shard in shards for key in shard] == list(sizes)
     assert all(shards)
     totals = [sum(sizes[key] for key in shard) for shard in shards]
@@ -263,7 +274,7 @@ def test_shards_keep_the_order_and_the_limit(sizes, limit):
 def test_sizes_in_words():
     for text, count in (("1.5 MB", 1_500_000), ("3mib", 3 << 20), (17, 17), ("17B", 17)):
         for size, shards in ((count, 1), (count + 1, 2)):
-            assert len([*plan_shards([("a", size - 1), ("b", 1)], text)]) == shards
+            assert len(plan_shards({"a": size - 1, "b": 1}, text)) == shards
     for text in ("", "GB", "-1GB", "5 XB", 0, -3, "17", "5GB5", "0.1"):
         with pytest.raises(CheckpointError, match="max_shard_size"):
-            list(plan_shards([("a", 1)], text))
+            plan_shards({"a": 1}, text)
