@@ -66,11 +66,10 @@ def test_a_file_of_any_name_is_taken_where_it_is_the_only_one(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_a_single_file_beside_an_index_is_refused_as_transformers_would_read_it(tmp_path):
+def test_a_single_file_beside_an_index_is_read_as_transformers_reads_it(tmp_path):
     tensors = two_shards(tmp_path)
     save_file({key: tensor.flip(0) for key, tensor in tensors.items()}, tmp_path / SINGLE)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors beside .*index\.json"):
-        open_checkpoint(tmp_path)
+    assert same(open_checkpoint(tmp_path).read("a"), tensors["a"].flip(0))
     (tmp_path / INDEX).rename(tmp_path / f"consolidated{INDEX_SUFFIX}")  # of another layout
     assert [file.name for file in open_checkpoint(tmp_path).files] == [SINGLE]
     index(tmp_path, dict.fromkeys(tensors, SINGLE))
@@ -79,7 +78,7 @@ def test_a_single_file_beside_an_index_is_refused_as_transformers_would_read_it(
 
 def test_a_folder_without_safetensors_is_named(tmp_path):
     for name, said in (
-        ("notes.txt", "no safetensors file:"),
+        ("notes.txt", "0 safetensors files and no index"),
         ("model-Q4_K_M.gguf", "model-Q4_K_M.gguf, GGUF, which is never read"),
         ("pytorch_model.bin", "pytorch_model.bin, a pickle"),
     ):
