@@ -1,7 +1,7 @@
 """Loads a model that no process holds whole: sharded by FSDP2 first, then filled share by share.
 
 The model is built on meta, packed with blank weights (`ShardedFill.pack`), adapted
-(`BlankAdapters`), sharded (sharding.py), allocated empty on this rank's device, and filled: then it
+(`_adapt`), sharded (sharding.py), allocated empty on this rank's device, and filled: then it
 is as if it had been packed whole and sharded then. `Place` has noted where each weight sits,
 whatever wraps its module since. Values come from
 
@@ -15,8 +15,9 @@ By transformers' `DistributedConfig` (`RankLoad`) transformers shards, and reads
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from ..checkpoint.save import build_model, copy_config, open_to_pack
 from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..errors import CheckpointError, ConfigError, MoeQloraError, QuantizationError, first_line
-from ..hf.fill import Fill, refuse_to_shard
+from ..hf.fill import Fill
 from ..hf.model import finish_packing
 from ..kernels.limits import cdiv
 from ..lora.config import record_base
@@ -46,7 +47,7 @@ from ..packing import parametrize
 from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import Packer
 from ..packing.codecs import CODES
-from ..packing.decoders import as_bits, bits_of
+from ..packing.decoders import bits_of
 from ..packing.settings import CodecSettings
 from . import sharding
 from .gather import Facts, check_agreement, from_first
@@ -125,16 +126,14 @@ def shard_and_fill(
     """Adapt and shard a model that is packed with blank weights, and fill it; return it."""
     model, options, device = fill.model.eval(), dict(fsdp_options or {}), sharding.device_of(mesh)
     with fill.files:
-        adapters = None
         if lora_config is not None:
-            adapters = BlankAdapters(model, lora_config, mesh, adapter_options or {})
-            model = adapters.model
+            model = _adapt(model, lora_config, mesh, adapter_options or {})
         sharding.shard_model(model, mesh, wrap, **options)
         offloaded = type(options.get("offload_policy")).__name__ == "CPUOffloadPolicy"
         sharding.allocate(model, device, torch.device("cpu") if offloaded else None)
         fill.fill(device)
-    if adapters is not None:
-        adapters.fill()
+    if lora_config is not None:
+        _fill_copies(model)
         for config in model.peft_config.values():
             record_base(fill.model, config)
     return model
@@ -208,7 +207,6 @@ def _open(
         fill.pack(opened.base.layout)
         return fill
     spec = reload_spec(model, config, model.dtype, check.finish(), folder)
-    refuse_to_shard(spec.kept, "load it whole and call fully_shard")
     from_config(model, config)
     check.check_model(model)
     model.tie_weights()
@@ -310,7 +308,7 @@ class ShareSlot(Slot):
         for (first, last), part in zip(self._blocks, self._gather(mine), strict=True):
             scales[first:last] = part[: last - first]
         codec, scales = self.settings.codec, scales.to(self.settings.codec.scale_dtype)
-        whole = {"scale_bits": as_bits(scales)}
+        whole = {"absmax": scales.view(torch.uint8)}
         if codec.in_quant_state:
             empty = codes[:0]
             whole = bits_of(codec.finish(empty, scales, self.shape, self.dtype, self.settings))
@@ -351,6 +349,12 @@ class ShardedFill(Fill):
         `layout` is how a 16-bit checkpoint lies on disk, where `hide` has not found it.
         """
         model, spec = self.model, self.spec
+        if spec.kept:
+            raise CheckpointError(
+                f"{min(spec.kept)} keeps the MXFP4 codes of its checkpoint, which are not sharded "
+                "while they are read: fully_shard the model after it is loaded, or load the "
+                "checkpoint without keep_codes=True."
+            )
         self.dtypes = dtypes = dict(self.dtypes)
         if layout is not None:
             self.layout = layout
@@ -459,7 +463,9 @@ class ShardedFill(Fill):
         share = files.read_bytes(keys[CODES], first * row, last * row)
         large = CODES, codec.scales
         small = {end: files.read(key) for end, key in keys.items() if end not in large}
-        problem = next(codec.value_problems(small, decoder.weight_shape, settings, None), None)
+        problem = next(
+            iter(codec.value_problems(small, decoder.weight_shape, settings, None)), None
+        )
         if problem is not None:
             raise CheckpointError(f"{place.name} {problem}.")
         statistics = {}
@@ -491,81 +497,46 @@ def put_local(parameter: Any, values: Tensor) -> None:
     local.copy_(values)
 
 
-class BlankAdapters:
-    """A model's adapters on meta, and this rank's share of what was drawn for them."""
-
-    def __init__(self, base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) -> None:
-        if not isinstance(config, LoraConfig):
-            raise ConfigError(
-                f"lora_config is a {type(config).__name__}: a model without values takes a "
-                "LoraConfig only."
-            )
-        start = config.init_lora_weights
-        if start not in (True, False, "gaussian") or config.use_dora:
-            asked = "use_dora=True" if config.use_dora else f"init_lora_weights={start!r}"
-            raise ConfigError(
-                f"{asked} computes with the base weights, which no rank has whole: set "
-                "init_lora_weights to True, False or 'gaussian', and use_dora to False."
-            )
-        last = mesh.ndim - 1
-        self._ranks = Ranks(mesh.get_local_rank(last), mesh.size(last))
-        # (a factor's module, its name there) -> this rank's rows as they were drawn
-        self._drawn: dict[tuple[nn.Module, str], Tensor] = {}
-        state = [torch.get_rng_state()]
-        from_first(mesh, distributed.broadcast_object_list, state)
-        with torch.random.fork_rng(devices=[]), self._saving():
-            torch.set_rng_state(state[0])
-            self.model: PeftModel = get_peft_model(base, config, **options)
-
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        name = "_move_adapter_to_device_of_base_layer"
-        stock = {cls: cls.__dict__[name] for cls in (BaseTunerLayer, StockParamWrapper)}
-
-        def saving(move: Any) -> Any:
-            def replaced(layer: Any, adapter: str, *args: Any) -> None:
-                drawn = [(m, leaf, m._parameters[leaf]) for m, leaf in _factors(layer, adapter)]
-                move(layer, adapter, *args)
-                for owner, leaf, values in drawn:
-                    moved = owner._parameters[leaf]
-                    if values is not None and moved is not None and moved.device != values.device:
-                        share = values.detach()[slice(*self._ranks.span(len(values)))]
-                        # PEFT rounds factors to the base layer's dtype, and may widen them again.
-                        self._drawn[owner, leaf] = share.to(moved.dtype, copy=True)
-
-            return replaced
-
-        for cls, move in stock.items():
-            setattr(cls, name, saving(move))
+def _adapt(base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) -> PeftModel:
+    """Give a model on meta its adapters, the same on all ranks; they are on the CPU."""
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(
+            f"lora_config is a {type(config).__name__}: a model without values takes a LoraConfig "
+            "only."
+        )
+    start = config.init_lora_weights
+    if start not in (True, False, "gaussian") or config.use_dora:
+        asked = "use_dora=True" if config.use_dora else f"init_lora_weights={start!r}"
+        raise ConfigError(
+            f"{asked} computes with the base weights, which no rank has whole: set "
+            "init_lora_weights to True, False or 'gaussian', and use_dora to False."
+        )
+    state = [torch.get_rng_state()]
+    from_first(mesh, distributed.broadcast_object_list, state)
+    # PEFT would move them to the base layers' device, meta.
+    move = "_move_adapter_to_device_of_base_layer"
+    stock = {cls: cls.__dict__[move] for cls in (BaseTunerLayer, StockParamWrapper)}
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(state[0])
         try:
-            yield
+            for cls, function in stock.items():
+                setattr(cls, move, partialmethod(function, device=torch.device("cpu")))
+            return get_peft_model(base, config, **options)
         finally:
-            for cls, move in stock.items():
-                setattr(cls, name, move)
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        for (owner, leaf), share in self._drawn.items():
-            put_local(owner._parameters[leaf], share)
-        self._drawn.clear()
-        for module in self.model.modules():
-            if isinstance(module, AuxiliaryTrainingWrapper) and hasattr(module, "modules_to_save"):
-                source: Any = module.original_module
-                for copied in module.modules_to_save.values():
-                    own = dict((*copied.named_parameters(), *copied.named_buffers()))
-                    for name, tensor in (*source.named_parameters(), *source.named_buffers()):
-                        put_local(own[name], getattr(tensor, "_local_tensor", tensor))
+            for cls, function in stock.items():
+                setattr(cls, move, function)
 
 
-def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
-    for name in (*layer.adapter_layer_names, *layer.other_param_names):
-        held = getattr(layer, name, None)
-        if isinstance(held, nn.ParameterDict) and adapter in held:
-            yield held, adapter
-        elif isinstance(held, nn.ModuleDict) and adapter in held:
-            for module in held[adapter].modules():
-                for leaf in module._parameters:
-                    yield module, leaf
+@torch.no_grad()
+def _fill_copies(model: nn.Module) -> None:
+    """Copy values to PEFT's copies of modules, `modules_to_save`."""
+    for module in model.modules():
+        if isinstance(module, AuxiliaryTrainingWrapper) and hasattr(module, "modules_to_save"):
+            source: Any = module.original_module
+            for copied in module.modules_to_save.values():
+                own = dict((*copied.named_parameters(), *copied.named_buffers()))
+                for name, tensor in (*source.named_parameters(), *source.named_buffers()):
+                    put_local(own[name], getattr(tensor, "_local_tensor", tensor))
 
 
 class ConfiguredFill(ShardedFill):

@@ -22,7 +22,7 @@ from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
 from ..packing import decoders, parametrize
 from ..packing.codec import require_whole, unpack
-from ..packing.decoders import Decoder, Packed4bit, PackedScales, Params4bit, bnb, is_share, read
+from ..packing.decoders import Decoder, Params4bit, bnb, is_share, read
 
 Wrap = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are sharded by themselves: names of classes, or a predicate of a module."""
@@ -64,12 +64,11 @@ def lay_out(model: nn.Module) -> nn.Module:
         linear: Any = module
         if type(module) in _SHARDABLE and decoders.has_codes(linear):
             packed = decoders.read_linear(module)
-            is_4bit = isinstance(module, bnb.Linear4bit)
-            decoder = Packed4bit(packed) if is_4bit else PackedScales(packed)
+            decoder = Decoder(packed)
             decoder.name = unwrapped_name(f"{name}.weight".lstrip("."))
             linear.__class__ = _SHARDABLE[type(module)]
             linear.weight, linear.statistics = _lay_out(decoder, packed), decoder
-            if is_4bit:
+            if decoder.is_4bit:
                 linear.weight.module, linear.quant_state = module, None  # as bitsandbytes has it
             else:
                 linear.weight = nn.Parameter(packed.codes, requires_grad=False)  # in their shape
@@ -88,7 +87,7 @@ def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
         decoder._non_persistent_buffers_set.discard(part)
         decoder.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
     codes = packed.flat_codes.unsqueeze(1)
-    if not isinstance(decoder, Packed4bit):
+    if not decoder.is_4bit:
         return nn.Parameter(codes, requires_grad=False)
     return decoders.params4bit(codes, decoder.quant_state, PackedCodes)
 
@@ -200,7 +199,7 @@ class ShardableLinear8bit(_ShardableLinear, bnb.Linear8bitLt):
         state.threshold, state.has_fp16_weights = self.state.threshold, False
         state.is_training = self.training
         state.CB = self.weight.detach()
-        state.SCB = self.statistics.scale_bits.detach().view(torch.float32)
+        state.SCB = self.statistics.absmax.detach().view(torch.float32)
         out: Tensor = bnb_matmul_8bit(x, self.weight, bias=bias, state=state)
         return out
 

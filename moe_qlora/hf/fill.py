@@ -314,12 +314,3 @@ def weights_to_keep(
             stacklevel=2,
         )
     return kept
-
-
-def refuse_to_shard(kept: Collection[str], advice: str) -> None:
-    """Raise where a load that gives each rank its share at once meets weights with own codes."""
-    if kept:
-        raise CheckpointError(
-            f"{min(kept)} keeps the MXFP4 codes of its checkpoint, which are not sharded while "
-            f"they are read: {advice}, or load the checkpoint without keep_codes=True."
-        )

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..checkpoint.save import save_pretrained
@@ -114,7 +113,7 @@ def num_parameters(
     scaled = {  # 4-bit codes, which are `Params4bit`, stock counts twice, and others once
         id(parametrize.original_of(module, name)): decoder
         for _, module, name in parametrize.iter_packed(self)
-        if isinstance(decoder := parametrize.decoder_of(module, name), decoders.PackedScales)
+        if not getattr(decoder := parametrize.decoder_of(module, name), "is_4bit", True)
     }
     for decoder in scaled.values():
         shape = decoder.weight_shape
@@ -122,31 +121,8 @@ def num_parameters(
     return count - sum(statistics.values())
 
 
-def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config: Any) -> bool:
-    """Return whether `generate` compiles the model: as it does for one that is not quantized.
-
-    transformers compiles none that bitsandbytes has packed, whose layers torch.compile takes by now
-    (bitsandbytes 0.46 and later): https://huggingface.co/docs/bitsandbytes, "torch.compile".
-    """
-    quantizer = self.hf_quantizer
-    self.hf_quantizer = None
-    try:
-        return bool(type(self)._valid_auto_compile_criteria(self, model_kwargs, generation_config))
-    finally:
-        self.hf_quantizer = quantizer
-
-
-def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Do what `nn.Module._apply` does, for bitsandbytes' Linear layers to and from meta as well."""
-    for module in self.modules():
-        decoders.cross_meta(module, "weight", fn)
-    return type(self)._apply(self, fn, recurse)
-
-
 # Replaced on the instance, because the stock ones know Linear layers only.
 _METHODS: dict[str, Callable[..., Any]] = {
-    "_apply": _apply,
-    "_valid_auto_compile_criteria": _valid_auto_compile_criteria,
     "add_adapter": add_adapter,
     "dequantize": dequantize,
     "get_memory_footprint": get_memory_footprint,

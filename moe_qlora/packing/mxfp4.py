@@ -18,7 +18,6 @@ columns of the decoded weight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -29,7 +28,7 @@ from ..errors import UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, TABLES, NestedAbsmax, PackedWeight, power_scales
 from ..layout import dtype_name
 from .codec import Packer
-from .codecs import CODES, Codec, PackingFormat, Shape, Tensors
+from .codecs import Codec, PackingFormat, Shape, Tensors
 from .settings import CodecSettings
 
 EXPONENTS = ".exponents"
@@ -56,15 +55,6 @@ class Mxfp4(Codec):
         if row % MX_BLOCK:
             return f"has stored rows of {row} weights, which are no whole blocks of {MX_BLOCK}"
         return None
-
-    def value_problems(
-        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
-    ) -> Iterator[str]:
-        if EXPONENTS in tensors and (
-            bad := overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
-        ):
-            block, exponent, value = bad
-            yield f"has the exponent {exponent}, which decodes to {value}, at {block}"
 
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat

@@ -84,17 +84,6 @@ class Host(nn.Module):
         parametrize.attach(self, "weight", packed)
 
 
-def test_a_state_dict_of_another_weight_is_refused():
-    host = Host(mxfp4_weight(*SHAPE))
-    state = host.state_dict()
-    state["weight.exponents"] = state["weight.exponents"][:-1]
-    with pytest.raises(RuntimeError, match=r"has uint8 of shape \(62,\) as its .exponents"):
-        host.load_state_dict(state)
-    state["weight.exponents"] = torch.full((63,), 255, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="the exponent 255, which decodes to NaN, at 0"):
-        host.load_state_dict(state)
-
-
 @BOTH
 def test_sits_on_a_module_in_either_layout(transposed):
     blocks, scales = random_mxfp4(*SHAPE)
@@ -111,12 +100,6 @@ def test_sits_on_a_module_in_either_layout(transposed):
         assert packed.stored_transposed == transposed
         assert torch.equal(codec.unpack_range(packed, 1, 3), expected[1:3])
         assert torch.equal(held.weight, expected)
-    for prepare in (False, True):
-        other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
-        other = prepare_sharding(other) if prepare else other
-        other.load_state_dict(compact if prepare else host.state_dict())
-        assert torch.equal(other.weight, expected)
     other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
-    other.to("meta").to_empty(device="cpu")
-    other.load_state_dict(compact, assign=True)
+    other.load_state_dict(compact)
     assert torch.equal(other.weight, expected)
