@@ -127,8 +127,7 @@ def _entries(
     parameters = {part: state_dict[own] for part, own in keys.items()}
 
     def whole_codes() -> Tensor:
-        gathered = whole(codes).view(-1).view(decoder.storage_dtype)
-        return gathered.view(specs[CODES].shape or ())
+        return whole(codes).view(-1).view(decoder.storage_dtype).view(specs[CODES].shape or ())
 
     def statistic(end: str) -> Tensor:
         gathered = decoder.replaced({part: whole(tensor) for part, tensor in parameters.items()})

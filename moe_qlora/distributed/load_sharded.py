@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, distributed, nn
@@ -92,12 +91,9 @@ def load_sharded(
     `CheckpointError` for a checkpoint that is damaged or of another model, a `ConfigError` for an
     argument, and a `QuantizationError` where any rank cannot pack a weight.
     """
-    mesh = all_ranks() if mesh is None else mesh
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
-        raise ConfigError(
-            f"The mesh has {mesh.ndim} dimensions called {mesh.mesh_dim_names}; load_sharded "
-            "takes (ranks,) or (copies, ranks), the latter with mesh_dim_names."
-        )
+    if mesh is None:
+        on_cpu = not torch.cuda.is_available() or distributed.get_backend() == "gloo"
+        mesh = init_device_mesh("cpu" if on_cpu else "cuda", (distributed.get_world_size(),))
     folder = Path()
 
     def facts() -> dict[str, Any]:
@@ -153,24 +149,9 @@ def compute_buffers(model: Any, device: torch.device) -> None:
         model.initialize_weights()  # of parameters on meta it changes nothing
 
 
-def all_ranks() -> DeviceMesh:
-    """Return a mesh of all ranks, on the accelerator where the process group has one."""
-    if not distributed.is_initialized():
-        raise ConfigError(
-            "No process group is initialized: start the program with torchrun and call "
-            "torch.distributed.init_process_group() before load_sharded."
-        )
-    on_cpu = not torch.cuda.is_available() or distributed.get_backend() == "gloo"
-    return init_device_mesh("cpu" if on_cpu else "cuda", (distributed.get_world_size(),))
-
-
 def _local_folder(source: str | Path, download: Mapping[str, Any]) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
-        if download:
-            raise ConfigError(
-                f"{source} is a folder, and {', '.join(sorted(download))} is for models of the hub."
-            )
         return absolute(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -189,12 +170,10 @@ def _open(
     trust_remote_code: bool,
 ) -> ShardedFill:  # fmt: skip
     packed = is_packed(folder)
-    if not packed and config is None:
-        raise ConfigError(f"{folder} is not packed: give a quantization_config.")
-    if packed and config is not None:
+    if packed != (config is None):
         raise ConfigError(
-            f"{folder} is packed already, by the settings in its config.json: leave "
-            "quantization_config out."
+            f"{folder} is {'' if packed else 'not '}packed: give a quantization_config for a "
+            "folder in 16 bit, and for no other."
         )
     # no rank reads all that a checksum is of
     check = FolderCheck(folder, large=False) if packed else None
@@ -216,33 +195,28 @@ def _open(
     return fill
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The ranks that hold one parameter together, and this one's number among them."""
 
     rank: int = 0
-    count: int = 1
+    size: int = 1
     group: Any = None  # their process group
 
-    def span(self, length: int) -> tuple[int, int]:
-        """Return which rows of `length` this rank holds, as `torch.chunk` has it; maybe none."""
-        step = cdiv(length, self.count)
-        return min(self.rank * step, length), min((self.rank + 1) * step, length)
+    def span(self, length: int, rank: int | None = None) -> tuple[int, int]:
+        """Return which rows of `length` a rank holds, as `torch.chunk` has it; maybe none."""
+        step, rank = cdiv(length, self.size), self.rank if rank is None else rank
+        return min(rank * step, length), min((rank + 1) * step, length)
 
 
 def ranks_of(parameter: Any) -> Ranks:
     """Return the ranks that hold a parameter together; one where it is not sharded."""
     for dimension, placement in enumerate(getattr(parameter, "placements", ())):
-        if not placement.is_shard():
-            continue
-        if placement.dim != 0:
-            raise QuantizationError(
-                f"A parameter of shape {tuple(parameter.shape)} is sharded over dimension "
-                f"{placement.dim}: packed weights are sharded over dimension 0 only."
-            )
-        mesh = parameter.device_mesh
-        group = mesh.get_group(dimension)
-        return Ranks(mesh.get_local_rank(dimension), mesh.size(dimension), group)
+        if placement.is_shard(0):
+            mesh = parameter.device_mesh
+            group = mesh.get_group(dimension)
+            return Ranks(mesh.get_local_rank(dimension), mesh.size(dimension), group)
+        if placement.is_shard():
+            raise QuantizationError("Packed weights are sharded over dimension 0 only.")
     return Ranks()
 
 
@@ -262,7 +236,7 @@ class ShareSlot(Slot):
         self.ranks, self._row = ranks_of(codes), codes.shape[1:]  # of codes
         weights, in_byte = self.shape.numel(), 8 // settings.codec.bits
         unit = settings.codec.unit(self.shape, settings)
-        spans = [replace(self.ranks, rank=r).span(len(codes)) for r in range(self.ranks.count)]
+        spans = [self.ranks.span(len(codes), rank) for rank in range(self.ranks.size)]
         codes_of = [[end * self._row.numel() for end in span] for span in spans]  # bytes
         self._blocks = [
             (start * in_byte // unit, cdiv(stop * in_byte, unit)) if start < stop else (0, 0)
@@ -318,8 +292,8 @@ class ShareSlot(Slot):
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         parts = [mine]
-        if self.ranks.count > 1:
-            parts = [torch.empty_like(mine) for _ in range(self.ranks.count)]
+        if self.ranks.size > 1:
+            parts = [torch.empty_like(mine) for _ in range(self.ranks.size)]
             try:
                 distributed.all_gather(parts, mine, group=self.ranks.group)
             except RuntimeError as error:
@@ -463,11 +437,6 @@ class ShardedFill(Fill):
         share = files.read_bytes(keys[CODES], first * row, last * row)
         large = CODES, codec.scales
         small = {end: files.read(key) for end, key in keys.items() if end not in large}
-        problem = next(
-            iter(codec.value_problems(small, decoder.weight_shape, settings, None)), None
-        )
-        if problem is not None:
-            raise CheckpointError(f"{place.name} {problem}.")
         statistics = {}
         if codec.in_quant_state:
             blank = dict.fromkeys(large, torch.empty(0, dtype=torch.uint8))
@@ -513,18 +482,22 @@ def _adapt(base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) 
         )
     state = [torch.get_rng_state()]
     from_first(mesh, distributed.broadcast_object_list, state)
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    to: Any = nn.Module.to
+
+    def stay(module: nn.Module, *args: Any, **named: Any) -> Any:
+        return to(module, *(cpu if each == meta else each for each in args), **named)
+
     # PEFT would move them to the base layers' device, meta.
     move = "_move_adapter_to_device_of_base_layer"
-    stock = {cls: cls.__dict__[move] for cls in (BaseTunerLayer, StockParamWrapper)}
-    with torch.random.fork_rng(devices=[]):
+    moved = partialmethod(vars(BaseTunerLayer)[move], device=cpu)
+    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        changes: tuple[Any, ...] = (BaseTunerLayer, move, moved), (nn.Module, "to", stay)
+        for owner, name, changed in changes:
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, changed)
         torch.set_rng_state(state[0])
-        try:
-            for cls, function in stock.items():
-                setattr(cls, move, partialmethod(function, device=torch.device("cpu")))
-            return get_peft_model(base, config, **options)
-        finally:
-            for cls, function in stock.items():
-                setattr(cls, move, function)
+        return get_peft_model(base, config, **options)
 
 
 @torch.no_grad()

@@ -82,8 +82,8 @@ def lay_out(model: nn.Module) -> nn.Module:
 
 def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
     """Make parameters of a decoder's statistics, and of the codes of this weight, which it has."""
-    for part in decoder.shardable:
-        tensor = decoder._buffers.pop(part)
+    for part, tensor in [item for item in decoder._buffers.items() if item[0] != "tables"]:
+        del decoder._buffers[part]
         decoder._non_persistent_buffers_set.discard(part)
         decoder.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
     codes = packed.flat_codes.unsqueeze(1)
@@ -288,15 +288,8 @@ def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options
     The model, which may be on meta, has gone through `prepare_sharding`. `wrap` chooses the modules
     that are gathered and freed by themselves, by default those of `_no_split_modules`.
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    for name, module in model.named_modules():
-        if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
-            kind = "FSDP2" if isinstance(module, FSDPModule) else "FSDP1"
-            raise ConfigError(
-                f"{name or 'The model'} is sharded by {kind} already: give the model as it was "
-                "loaded."
-            )
     if wrap is None:
         wrap, field = set(), "_no_split_modules"
         for part in model.modules():  # PEFT's wrappers forward getattr to the module inside

@@ -8,7 +8,6 @@ on the instance, as bound methods in its `__dict__`, so that deepcopy binds the 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -24,7 +23,6 @@ from ..layout import ModelLayout
 from ..lora.inject import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import decoders, parametrize
-from ..packing.codecs import codec_of
 from ..packing.settings import CodecSettings
 from ..world import world
 
@@ -98,29 +96,6 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     return total
 
 
-def num_parameters(
-    self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
-) -> int:
-    """Return the number of weights, however many a code's byte holds; statistics are none."""
-    count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
-    if only_trainable:
-        return count
-    statistics = {
-        id(parameter): parameter.numel()
-        for module in filter(decoders.is_shardable, self.modules())
-        for parameter in module._parameters.values()
-    }
-    scaled = {  # 4-bit codes, which are `Params4bit`, stock counts twice, and others once
-        id(parametrize.original_of(module, name)): decoder
-        for _, module, name in parametrize.iter_packed(self)
-        if not getattr(decoder := parametrize.decoder_of(module, name), "is_4bit", True)
-    }
-    for decoder in scaled.values():
-        shape = decoder.weight_shape
-        count += math.prod(shape) - math.prod(codec_of(decoder.kind).codes_shape(shape))
-    return count - sum(statistics.values())
-
-
 # Replaced on the instance, because the stock ones know Linear layers only.
 _METHODS: dict[str, Callable[..., Any]] = {
     "add_adapter": add_adapter,
@@ -128,6 +103,5 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "get_memory_footprint": get_memory_footprint,
     "load_adapter": load_adapter,
     "named_modules": named_modules,
-    "num_parameters": num_parameters,
     "save_pretrained": save_pretrained,
 }

@@ -94,31 +94,11 @@ class Decoder(bnb_parametrize.Bnb4bitParametrization):
         for part, tensor in bits_of(packed).items():
             self.register_buffer(part, tensor, persistent=False)
 
-    @property
-    def shardable(self) -> list[str]:
-        """Names of the statistics that engines shard: all but code tables."""
-        return [part for part in (*self._parameters, *self._buffers) if part != "tables"]
-
     def replaced(self, statistics: Mapping[str, Tensor]) -> Any:
         """Return this decoder with other statistics, which are whole."""
         other = copy.copy(self)
         other._parameters, other._buffers = {}, {**self._buffers, **statistics}
         return other
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self.forget()
-        return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: value for k, value in self.__dict__.items() if k not in ("_views", "_state")}
-
-    def forget(self) -> None:
-        """Free the views of statistics that are no longer these."""
-        self.__dict__.pop("_views", None)
-
-    def is_divided(self, codes: Tensor) -> bool:
-        held = self._parameters.values()
-        return is_share(codes) or any(is_share(cast(Tensor, each)) for each in held)
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
@@ -129,31 +109,19 @@ class Decoder(bnb_parametrize.Bnb4bitParametrization):
 
     @property
     def quant_state(self) -> Any:
-        """A 4-bit weight's statistics as a `QuantState`: the object that the codes have as well."""
-        if not self.is_4bit:
-            return None
-        known = self.__dict__.get("_state", lambda: None)()
-        if known is None:
-            known = _Statistics(self)
-            self.__dict__["_state"] = weakref.ref(known)
-        return known
+        """A 4-bit weight's statistics as a `QuantState`."""
+        return _Statistics(self) if self.is_4bit else None
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return views: absmax, its table and, if nested, offset, nested absmax and their table."""
-        owned, known = self._buffers.get("absmax"), None
-        keeps = owned is not None and not torch.compiler.is_compiling()  # else gathered, or traced
-        if keeps and (known := self.__dict__.get("_views")) is not None and known[0] is owned:
-            return cast("tuple[Tensor, ...]", known[1])  # eager calls are short of time
-        views: Any = (self.absmax.detach().view(self.scale_dtype),)
-        if self.is_4bit:
-            tables = self.tables.view(torch.float32)
-            views = *views, tables[:16]
-        if self.nested_blocksize:
-            floats = self.nested.detach().view(torch.float32)
-            views = *views, floats[0], floats[4:], tables[16:]
-        if keeps:
-            self.__dict__["_views"] = owned, views
-        return cast("tuple[Tensor, ...]", views)
+        absmax = self.absmax.detach().view(self.scale_dtype)
+        if not self.is_4bit:
+            return (absmax,)
+        tables = self.tables.view(torch.float32)
+        if not self.nested_blocksize:
+            return absmax, tables
+        floats = self.nested.detach().view(torch.float32)
+        return absmax, tables[:16], floats[0], floats[4:], tables[16:]
 
     def packed(self, codes: Tensor) -> PackedWeight:
         """Return the packed weight of these codes; of a share, valid but for its tensors."""
@@ -167,8 +135,9 @@ class Decoder(bnb_parametrize.Bnb4bitParametrization):
                 "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
             )
         raw: Tensor = codes.detach()
-        parts: tuple[Tensor, ...] = (self.absmax.detach(),) * 5
-        if self.is_divided(codes):
+        tables, second = self._buffers.get("tables"), self._parameters.get("nested")
+        parts: Any = self.absmax.detach(), tables, second, second, tables
+        if any(map(is_share, (codes, *self._parameters.values()))):
             raw = torch.empty((0, 1), dtype=self.storage_dtype, device=codes.device)
         else:
             parts = self.parts()
@@ -203,12 +172,6 @@ class _Statistics(QuantState):
 
     def to(self, device: Any) -> None:
         """Do nothing: the decoder moves."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._now())  # of codes that are copied alone
-
-    def __reduce__(self) -> Any:
-        return copy.copy, (self._now(),)
 
 
 def is_share(tensor: Tensor) -> bool:

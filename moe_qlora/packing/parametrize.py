@@ -242,11 +242,9 @@ def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
     Hidden states are the widest of its floating-point tensors: routing weights are narrower.
     """
-    widest = None
-    for x in (*args, *kwargs.values()):
-        wide = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
-        if wide and (widest is None or x.shape[-1] > widest.shape[-1]):
-            widest = x
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim())
+    floating = [x for x in tensors if x.is_floating_point()]
+    widest = max(floating, key=lambda x: x.shape[-1], default=None)
     return None if widest is None or is_autocast_on(widest) else widest.dtype
 
 
@@ -287,7 +285,6 @@ def _set_class(module: nn.Module) -> None:
         if names:
             body |= {name: _decoding_property(name) for name in names}
             body["__call__"] = _reading_call(own.__bases__[0], tuple(names))
-            body["__getstate__"] = _refuse_pickling  # torch's message has no advice
             body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
         if len(lists) == len(names):  # with other code's parametrizations it stays its own
@@ -321,15 +318,6 @@ def _reading_call(base: Any, names: tuple[str, ...]) -> Callable[..., Any]:
             setattr(self, _INPUT_DTYPE, around)
 
     return __call__
-
-
-def _refuse_pickling(module: nn.Module) -> Any:
-    """Raise instead of giving the state to pickle, which cannot find a parametrized class."""
-    raise QuantizationError(
-        f"{type(module).__name__}.{packed_names(module)[0]} is packed, and a model with packed "
-        "weights cannot be pickled, by torch.save(model) or for another process: save it with "
-        "save_pretrained(folder), or its state_dict() with torch.save."
-    )
 
 
 def _decoding_property(name: str) -> property:

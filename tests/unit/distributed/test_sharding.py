@@ -88,7 +88,7 @@ def test_evaluation_leaves_linear_layers_as_they_were(tmp_path, double, first):
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
     model = packed(settings)
-    before, count = logits(model), model.num_parameters()
+    before = logits(model)
     kinds = [param.packed for param in moe_qlora.detect(model).experts]
     assert set(kinds) == {settings.split(maxsplit=1)[0]}
     weights = [unpack(parametrize.read_packed(m, n)) for _, m, n in parametrize.iter_packed(model)]
@@ -107,7 +107,6 @@ def test_the_layout_changes_parameters_and_nothing_else(settings: str) -> None:
     assert [param.packed for param in moe_qlora.detect(copies).experts] == kinds
     for again in (copies, copy.deepcopy(copies)):
         assert torch.equal(logits(again), before)
-        assert again.num_parameters() == count
         for weight, (_, module, name) in zip(weights, parametrize.iter_packed(again), strict=True):
             assert torch.equal(unpack(parametrize.read_packed(module, name)), weight)
             assert torch.equal(getattr(module, name), weight)

@@ -148,7 +148,6 @@ def test_a_built_model_is_packed_and_seen_as_packed():
     experts = moe_qlora.detect(model).experts
     assert {param.packed for param in experts} == {KIND}
     assert model.is_loaded_in_4bit and not model.is_loaded_in_8bit
-    assert model.num_parameters() == plain_model().num_parameters()
     saved = sum(param.numel for param in experts) * (4 - (1 / 4 + 4 / BLOCK))
     assert model.get_memory_footprint() == plain_model().get_memory_footprint() - saved
     assert f"Packed({KIND}, " in str(model)
