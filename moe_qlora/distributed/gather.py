@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
-from ..packing.decoders import PackedScales, read
+from ..packing.decoders import read
 from ..packing.settings import CodecSettings, packed_tensors
 from ..world import NOT_GIVEN, WholeTensor
 from .sharding import Place, packed_places
@@ -96,7 +96,7 @@ def whole_tensors(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, 
             replaced[place.codes] = entries
             continue
         replaced[place.codes] = {place.codes: entries.pop(place.codes)}
-        if isinstance(place.decoder, PackedScales):
+        if not place.decoder.is_4bit:
             at = place.name.removesuffix("weight")
             rows = torch.tensor(0, dtype=torch.uint8)  # bitsandbytes' number of the layout
             (scales,) = entries.values()
@@ -127,10 +127,7 @@ def _entries(
     parameters = {part: state_dict[own] for part, own in keys.items()}
 
     def whole_codes() -> Tensor:
-        flat = whole(codes).view(-1)
-        if isinstance(decoder, PackedScales):
-            return flat.view(codec.codes_shape(packed.shape))
-        return flat.view(torch.uint8).view(decoder.storage_dtype).unsqueeze(1)
+        return whole(codes).view(-1).view(decoder.storage_dtype).view(specs[CODES].shape or ())
 
     def statistic(end: str) -> Tensor:
         gathered = decoder.replaced({part: whole(tensor) for part, tensor in parameters.items()})

@@ -1,7 +1,7 @@
 """Loads a model that no process holds whole: sharded by FSDP2 first, then filled share by share.
 
 The model is built on meta, packed with blank weights (`ShardedFill.pack`), adapted
-(`BlankAdapters`), sharded (sharding.py), allocated empty on this rank's device, and filled: then it
+(`_adapt`), sharded (sharding.py), allocated empty on this rank's device, and filled: then it
 is as if it had been packed whole and sharded then. `Place` has noted where each weight sits,
 whatever wraps its module since. Values come from
 
@@ -15,14 +15,14 @@ By transformers' `DistributedConfig` (`RankLoad`) transformers shards, and reads
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, distributed, nn
@@ -36,7 +36,7 @@ from ..checkpoint.save import build_model, copy_config, open_to_pack
 from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..errors import CheckpointError, ConfigError, MoeQloraError, QuantizationError, first_line
-from ..hf.fill import Fill, refuse_to_shard
+from ..hf.fill import Fill
 from ..hf.model import finish_packing
 from ..kernels.limits import cdiv
 from ..lora.config import record_base
@@ -46,7 +46,7 @@ from ..packing import parametrize
 from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import Packer
 from ..packing.codecs import CODES
-from ..packing.decoders import as_bits, bits_of
+from ..packing.decoders import bits_of
 from ..packing.settings import CodecSettings
 from . import sharding
 from .gather import Facts, check_agreement, from_first
@@ -91,12 +91,9 @@ def load_sharded(
     `CheckpointError` for a checkpoint that is damaged or of another model, a `ConfigError` for an
     argument, and a `QuantizationError` where any rank cannot pack a weight.
     """
-    mesh = all_ranks() if mesh is None else mesh
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not mesh.mesh_dim_names):
-        raise ConfigError(
-            f"The mesh has {mesh.ndim} dimensions called {mesh.mesh_dim_names}; load_sharded "
-            "takes (ranks,) or (copies, ranks), the latter with mesh_dim_names."
-        )
+    if mesh is None:
+        on_cpu = not torch.cuda.is_available() or distributed.get_backend() == "gloo"
+        mesh = init_device_mesh("cpu" if on_cpu else "cuda", (distributed.get_world_size(),))
     folder = Path()
 
     def facts() -> dict[str, Any]:
@@ -125,16 +122,14 @@ def shard_and_fill(
     """Adapt and shard a model that is packed with blank weights, and fill it; return it."""
     model, options, device = fill.model.eval(), dict(fsdp_options or {}), sharding.device_of(mesh)
     with fill.files:
-        adapters = None
         if lora_config is not None:
-            adapters = BlankAdapters(model, lora_config, mesh, adapter_options or {})
-            model = adapters.model
+            model = _adapt(model, lora_config, mesh, adapter_options or {})
         sharding.shard_model(model, mesh, wrap, **options)
         offloaded = type(options.get("offload_policy")).__name__ == "CPUOffloadPolicy"
         sharding.allocate(model, device, torch.device("cpu") if offloaded else None)
         fill.fill(device)
-    if adapters is not None:
-        adapters.fill()
+    if lora_config is not None:
+        _fill_copies(model)
         for config in model.peft_config.values():
             record_base(fill.model, config)
     return model
@@ -154,24 +149,9 @@ def compute_buffers(model: Any, device: torch.device) -> None:
         model.initialize_weights()  # of parameters on meta it changes nothing
 
 
-def all_ranks() -> DeviceMesh:
-    """Return a mesh of all ranks, on the accelerator where the process group has one."""
-    if not distributed.is_initialized():
-        raise ConfigError(
-            "No process group is initialized: start the program with torchrun and call "
-            "torch.distributed.init_process_group() before load_sharded."
-        )
-    on_cpu = not torch.cuda.is_available() or distributed.get_backend() == "gloo"
-    return init_device_mesh("cpu" if on_cpu else "cuda", (distributed.get_world_size(),))
-
-
 def _local_folder(source: str | Path, download: Mapping[str, Any]) -> Path:
     path = Path(source).expanduser()
     if path.is_dir():
-        if download:
-            raise ConfigError(
-                f"{source} is a folder, and {', '.join(sorted(download))} is for models of the hub."
-            )
         return absolute(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -190,12 +170,10 @@ def _open(
     trust_remote_code: bool,
 ) -> ShardedFill:  # fmt: skip
     packed = is_packed(folder)
-    if not packed and config is None:
-        raise ConfigError(f"{folder} is not packed: give a quantization_config.")
-    if packed and config is not None:
+    if packed != (config is None):
         raise ConfigError(
-            f"{folder} is packed already, by the settings in its config.json: leave "
-            "quantization_config out."
+            f"{folder} is {'' if packed else 'not '}packed: give a quantization_config for a "
+            "folder in 16 bit, and for no other."
         )
     # no rank reads all that a checksum is of
     check = FolderCheck(folder, large=False) if packed else None
@@ -208,7 +186,6 @@ def _open(
         fill.pack(opened.base.layout)
         return fill
     spec = reload_spec(model, config, model.dtype, check.finish(), folder)
-    refuse_to_shard(spec.kept, "load it whole and call fully_shard")
     from_config(model, config)
     check.check_model(model)
     model.tie_weights()
@@ -218,33 +195,28 @@ def _open(
     return fill
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The ranks that hold one parameter together, and this one's number among them."""
 
     rank: int = 0
-    count: int = 1
+    size: int = 1
     group: Any = None  # their process group
 
-    def span(self, length: int) -> tuple[int, int]:
-        """Return which rows of `length` this rank holds, as `torch.chunk` has it; maybe none."""
-        step = cdiv(length, self.count)
-        return min(self.rank * step, length), min((self.rank + 1) * step, length)
+    def span(self, length: int, rank: int | None = None) -> tuple[int, int]:
+        """Return which rows of `length` a rank holds, as `torch.chunk` has it; maybe none."""
+        step, rank = cdiv(length, self.size), self.rank if rank is None else rank
+        return min(rank * step, length), min((rank + 1) * step, length)
 
 
 def ranks_of(parameter: Any) -> Ranks:
     """Return the ranks that hold a parameter together; one where it is not sharded."""
     for dimension, placement in enumerate(getattr(parameter, "placements", ())):
-        if not placement.is_shard():
-            continue
-        if placement.dim != 0:
-            raise QuantizationError(
-                f"A parameter of shape {tuple(parameter.shape)} is sharded over dimension "
-                f"{placement.dim}: packed weights are sharded over dimension 0 only."
-            )
-        mesh = parameter.device_mesh
-        group = mesh.get_group(dimension)
-        return Ranks(mesh.get_local_rank(dimension), mesh.size(dimension), group)
+        if placement.is_shard(0):
+            mesh = parameter.device_mesh
+            group = mesh.get_group(dimension)
+            return Ranks(mesh.get_local_rank(dimension), mesh.size(dimension), group)
+        if placement.is_shard():
+            raise QuantizationError("Packed weights are sharded over dimension 0 only.")
     return Ranks()
 
 
@@ -264,7 +236,7 @@ class ShareSlot(Slot):
         self.ranks, self._row = ranks_of(codes), codes.shape[1:]  # of codes
         weights, in_byte = self.shape.numel(), 8 // settings.codec.bits
         unit = settings.codec.unit(self.shape, settings)
-        spans = [replace(self.ranks, rank=r).span(len(codes)) for r in range(self.ranks.count)]
+        spans = [self.ranks.span(len(codes), rank) for rank in range(self.ranks.size)]
         codes_of = [[end * self._row.numel() for end in span] for span in spans]  # bytes
         self._blocks = [
             (start * in_byte // unit, cdiv(stop * in_byte, unit)) if start < stop else (0, 0)
@@ -310,7 +282,7 @@ class ShareSlot(Slot):
         for (first, last), part in zip(self._blocks, self._gather(mine), strict=True):
             scales[first:last] = part[: last - first]
         codec, scales = self.settings.codec, scales.to(self.settings.codec.scale_dtype)
-        whole = {"scale_bits": as_bits(scales)}
+        whole = {"absmax": scales.view(torch.uint8)}
         if codec.in_quant_state:
             empty = codes[:0]
             whole = bits_of(codec.finish(empty, scales, self.shape, self.dtype, self.settings))
@@ -320,8 +292,8 @@ class ShareSlot(Slot):
 
     def _gather(self, mine: Tensor) -> list[Tensor]:
         parts = [mine]
-        if self.ranks.count > 1:
-            parts = [torch.empty_like(mine) for _ in range(self.ranks.count)]
+        if self.ranks.size > 1:
+            parts = [torch.empty_like(mine) for _ in range(self.ranks.size)]
             try:
                 distributed.all_gather(parts, mine, group=self.ranks.group)
             except RuntimeError as error:
@@ -351,6 +323,12 @@ class ShardedFill(Fill):
         `layout` is how a 16-bit checkpoint lies on disk, where `hide` has not found it.
         """
         model, spec = self.model, self.spec
+        if spec.kept:
+            raise CheckpointError(
+                f"{min(spec.kept)} keeps the MXFP4 codes of its checkpoint, which are not sharded "
+                "while they are read: fully_shard the model after it is loaded, or load the "
+                "checkpoint without keep_codes=True."
+            )
         self.dtypes = dtypes = dict(self.dtypes)
         if layout is not None:
             self.layout = layout
@@ -459,9 +437,6 @@ class ShardedFill(Fill):
         share = files.read_bytes(keys[CODES], first * row, last * row)
         large = CODES, codec.scales
         small = {end: files.read(key) for end, key in keys.items() if end not in large}
-        problem = next(codec.value_problems(small, decoder.weight_shape, settings, None), None)
-        if problem is not None:
-            raise CheckpointError(f"{place.name} {problem}.")
         statistics = {}
         if codec.in_quant_state:
             blank = dict.fromkeys(large, torch.empty(0, dtype=torch.uint8))
@@ -491,81 +466,50 @@ def put_local(parameter: Any, values: Tensor) -> None:
     local.copy_(values)
 
 
-class BlankAdapters:
-    """A model's adapters on meta, and this rank's share of what was drawn for them."""
+def _adapt(base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) -> PeftModel:
+    """Give a model on meta its adapters, the same on all ranks; they are on the CPU."""
+    if not isinstance(config, LoraConfig):
+        raise ConfigError(
+            f"lora_config is a {type(config).__name__}: a model without values takes a LoraConfig "
+            "only."
+        )
+    start = config.init_lora_weights
+    if start not in (True, False, "gaussian") or config.use_dora:
+        asked = "use_dora=True" if config.use_dora else f"init_lora_weights={start!r}"
+        raise ConfigError(
+            f"{asked} computes with the base weights, which no rank has whole: set "
+            "init_lora_weights to True, False or 'gaussian', and use_dora to False."
+        )
+    state = [torch.get_rng_state()]
+    from_first(mesh, distributed.broadcast_object_list, state)
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    to: Any = nn.Module.to
 
-    def __init__(self, base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) -> None:
-        if not isinstance(config, LoraConfig):
-            raise ConfigError(
-                f"lora_config is a {type(config).__name__}: a model without values takes a "
-                "LoraConfig only."
-            )
-        start = config.init_lora_weights
-        if start not in (True, False, "gaussian") or config.use_dora:
-            asked = "use_dora=True" if config.use_dora else f"init_lora_weights={start!r}"
-            raise ConfigError(
-                f"{asked} computes with the base weights, which no rank has whole: set "
-                "init_lora_weights to True, False or 'gaussian', and use_dora to False."
-            )
-        last = mesh.ndim - 1
-        self._ranks = Ranks(mesh.get_local_rank(last), mesh.size(last))
-        # (a factor's module, its name there) -> this rank's rows as they were drawn
-        self._drawn: dict[tuple[nn.Module, str], Tensor] = {}
-        state = [torch.get_rng_state()]
-        from_first(mesh, distributed.broadcast_object_list, state)
-        with torch.random.fork_rng(devices=[]), self._saving():
-            torch.set_rng_state(state[0])
-            self.model: PeftModel = get_peft_model(base, config, **options)
+    def stay(module: nn.Module, *args: Any, **named: Any) -> Any:
+        return to(module, *(cpu if each == meta else each for each in args), **named)
 
-    @contextmanager
-    def _saving(self) -> Iterator[None]:
-        name = "_move_adapter_to_device_of_base_layer"
-        stock = {cls: cls.__dict__[name] for cls in (BaseTunerLayer, StockParamWrapper)}
-
-        def saving(move: Any) -> Any:
-            def replaced(layer: Any, adapter: str, *args: Any) -> None:
-                drawn = [(m, leaf, m._parameters[leaf]) for m, leaf in _factors(layer, adapter)]
-                move(layer, adapter, *args)
-                for owner, leaf, values in drawn:
-                    moved = owner._parameters[leaf]
-                    if values is not None and moved is not None and moved.device != values.device:
-                        share = values.detach()[slice(*self._ranks.span(len(values)))]
-                        # PEFT rounds factors to the base layer's dtype, and may widen them again.
-                        self._drawn[owner, leaf] = share.to(moved.dtype, copy=True)
-
-            return replaced
-
-        for cls, move in stock.items():
-            setattr(cls, name, saving(move))
-        try:
-            yield
-        finally:
-            for cls, move in stock.items():
-                setattr(cls, name, move)
-
-    @torch.no_grad()
-    def fill(self) -> None:
-        for (owner, leaf), share in self._drawn.items():
-            put_local(owner._parameters[leaf], share)
-        self._drawn.clear()
-        for module in self.model.modules():
-            if isinstance(module, AuxiliaryTrainingWrapper) and hasattr(module, "modules_to_save"):
-                source: Any = module.original_module
-                for copied in module.modules_to_save.values():
-                    own = dict((*copied.named_parameters(), *copied.named_buffers()))
-                    for name, tensor in (*source.named_parameters(), *source.named_buffers()):
-                        put_local(own[name], getattr(tensor, "_local_tensor", tensor))
+    # PEFT would move them to the base layers' device, meta.
+    move = "_move_adapter_to_device_of_base_layer"
+    moved = partialmethod(vars(BaseTunerLayer)[move], device=cpu)
+    with torch.random.fork_rng(devices=[]), ExitStack() as stack:
+        changes: tuple[Any, ...] = (BaseTunerLayer, move, moved), (nn.Module, "to", stay)
+        for owner, name, changed in changes:
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, changed)
+        torch.set_rng_state(state[0])
+        return get_peft_model(base, config, **options)
 
 
-def _factors(layer: Any, adapter: str) -> Iterator[tuple[nn.Module, str]]:
-    for name in (*layer.adapter_layer_names, *layer.other_param_names):
-        held = getattr(layer, name, None)
-        if isinstance(held, nn.ParameterDict) and adapter in held:
-            yield held, adapter
-        elif isinstance(held, nn.ModuleDict) and adapter in held:
-            for module in held[adapter].modules():
-                for leaf in module._parameters:
-                    yield module, leaf
+@torch.no_grad()
+def _fill_copies(model: nn.Module) -> None:
+    """Copy values to PEFT's copies of modules, `modules_to_save`."""
+    for module in model.modules():
+        if isinstance(module, AuxiliaryTrainingWrapper) and hasattr(module, "modules_to_save"):
+            source: Any = module.original_module
+            for copied in module.modules_to_save.values():
+                own = dict((*copied.named_parameters(), *copied.named_buffers()))
+                for name, tensor in (*source.named_parameters(), *source.named_buffers()):
+                    put_local(own[name], getattr(tensor, "_local_tensor", tensor))
 
 
 class ConfiguredFill(ShardedFill):

@@ -22,7 +22,7 @@ from ..kernels.weights import PackedWeight
 from ..layout import unwrapped_name
 from ..packing import decoders, parametrize
 from ..packing.codec import require_whole, unpack
-from ..packing.decoders import Decoder, Packed4bit, PackedScales, Params4bit, bnb, is_share, read
+from ..packing.decoders import Decoder, Params4bit, bnb, is_share, read
 
 Wrap = Collection[str] | Callable[[nn.Module], bool]
 """Which modules are sharded by themselves: names of classes, or a predicate of a module."""
@@ -64,12 +64,11 @@ def lay_out(model: nn.Module) -> nn.Module:
         linear: Any = module
         if type(module) in _SHARDABLE and decoders.has_codes(linear):
             packed = decoders.read_linear(module)
-            is_4bit = isinstance(module, bnb.Linear4bit)
-            decoder = Packed4bit(packed) if is_4bit else PackedScales(packed)
+            decoder = Decoder(packed)
             decoder.name = unwrapped_name(f"{name}.weight".lstrip("."))
             linear.__class__ = _SHARDABLE[type(module)]
             linear.weight, linear.statistics = _lay_out(decoder, packed), decoder
-            if is_4bit:
+            if decoder.is_4bit:
                 linear.weight.module, linear.quant_state = module, None  # as bitsandbytes has it
             else:
                 linear.weight = nn.Parameter(packed.codes, requires_grad=False)  # in their shape
@@ -83,12 +82,12 @@ def lay_out(model: nn.Module) -> nn.Module:
 
 def _lay_out(decoder: Any, packed: PackedWeight) -> nn.Parameter:
     """Make parameters of a decoder's statistics, and of the codes of this weight, which it has."""
-    for part in decoder.shardable:
-        tensor = decoder._buffers.pop(part)
+    for part, tensor in [item for item in decoder._buffers.items() if item[0] != "tables"]:
+        del decoder._buffers[part]
         decoder._non_persistent_buffers_set.discard(part)
         decoder.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
     codes = packed.flat_codes.unsqueeze(1)
-    if not isinstance(decoder, Packed4bit):
+    if not decoder.is_4bit:
         return nn.Parameter(codes, requires_grad=False)
     return decoders.params4bit(codes, decoder.quant_state, PackedCodes)
 
@@ -200,7 +199,7 @@ class ShardableLinear8bit(_ShardableLinear, bnb.Linear8bitLt):
         state.threshold, state.has_fp16_weights = self.state.threshold, False
         state.is_training = self.training
         state.CB = self.weight.detach()
-        state.SCB = self.statistics.scale_bits.detach().view(torch.float32)
+        state.SCB = self.statistics.absmax.detach().view(torch.float32)
         out: Tensor = bnb_matmul_8bit(x, self.weight, bias=bias, state=state)
         return out
 
@@ -289,15 +288,8 @@ def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options
     The model, which may be on meta, has gone through `prepare_sharding`. `wrap` chooses the modules
     that are gathered and freed by themselves, by default those of `_no_split_modules`.
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    for name, module in model.named_modules():
-        if isinstance(module, (FSDPModule, FullyShardedDataParallel)):
-            kind = "FSDP2" if isinstance(module, FSDPModule) else "FSDP1"
-            raise ConfigError(
-                f"{name or 'The model'} is sharded by {kind} already: give the model as it was "
-                "loaded."
-            )
     if wrap is None:
         wrap, field = set(), "_no_split_modules"
         for part in model.modules():  # PEFT's wrappers forward getattr to the module inside

@@ -92,8 +92,7 @@ def _before_load(
     model: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
     """Load the codes of Linear layers; refuse LoRA weights for layers without effect."""
-    assign = bool(metadata.get("assign_to_params_buffers"))
-    load_linears(model, state_dict, prefix, assign, rest[-1])
+    load_linears(model, state_dict, prefix, rest[-1])
     keys = (unwrapped_name(key.removeprefix(prefix)).partition(".lora_") for key in state_dict)
     owners = {owner for owner, lora, _ in keys if lora}
     if not owners:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..kernels.weights import NestedAbsmax, PackedWeight, WeightSpec
 from ..packing import parametrize
 from ..packing.codecs import codec_of, kinds
-from ..packing.decoders import Decoder, Packed4bit, fetch_by, state_tensors
+from ..packing.decoders import Decoder, fetch_by, state_tensors
 
 _SOURCE = "_moe_qlora_lora"
 
@@ -69,10 +69,8 @@ def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
         return PackedOperand([codes, *state_tensors(state)], spec, state.dtype, None)
     swapped = first.stored_transposed
     shape = _stored_shape(first.weight_shape, swapped)
-    nested = first.nested_blocksize if isinstance(first, Packed4bit) else 0
-    spec = WeightSpec(shape, first.kind, first.blocksize, nested, -1)
-    parts = first.parts() if isinstance(first, Packed4bit) else (first.scale_bits,)
-    tensors = [chain.handle] if hosted else [codes, *parts]
+    spec = WeightSpec(shape, first.kind, first.blocksize, first.nested_blocksize, -1)
+    tensors = [chain.handle] if hosted else [codes, *first.parts()]
     return PackedOperand(tensors, spec, first.weight_dtype, first.compute_dtype, swapped, hosted)
 
 

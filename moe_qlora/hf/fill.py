@@ -28,7 +28,7 @@ from ..checkpoint.manifest import PackedWeights, canonical_name, packed_names
 from ..checkpoint.prequantized import CODES, MXFP4, SCALE, PrequantizedCheckpoint
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rows import PackingPlan, Slot, ahead, filled, indexed, packed_linears, slot_for
-from ..errors import CheckpointError, ConfigError, MoeQloraError, UnsupportedWeightError
+from ..errors import CheckpointError, ConfigError, MoeQloraError
 from ..kernels.weights import MX_BLOCK, PackedWeight
 from ..layout import listed
 from ..packing import parametrize
@@ -247,13 +247,10 @@ class Fill:
             rows = start, min(start + step, shape[0])
             return [files.disk.fetch(parts[role], *rows, device) for role in (CODES, SCALE)]
 
-        try:
-            packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
-            for _, both in ahead(fetch, range(0, shape[0], step)):
-                packer.add(*(part() for part in both.result()))
-            return packer.finish()
-        except UnsupportedWeightError as error:
-            raise CheckpointError(f"{name}: {error} Copy the files again.") from error
+        packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
+        for _, both in ahead(fetch, range(0, shape[0], step)):
+            packer.add(*(part() for part in both.result()))
+        return packer.finish()
 
     # folders that this package packed
 
@@ -302,9 +299,10 @@ def weights_to_keep(
             key = canonical_name(model, name, files)
             if key is None or files.parts(key).keys() != {CODES, SCALE}:
                 continue
-            blocks = files.stored[files.parts(key)[CODES]].shape
+            blocks, scales = (files.stored[files.parts(key)[role]].shape for role in (CODES, SCALE))
             whole = *param.shape, MX_BLOCK // 2
-            if len(blocks) == 4 and (blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]) == whole:
+            turned = blocks[0], blocks[2] * MX_BLOCK, *blocks[1::2]
+            if len(blocks) == 4 and turned == whole and scales == blocks[:3]:
                 kept[name] = kept_settings(spec.settings)
     if not kept:
         warnings.warn(
@@ -314,12 +312,3 @@ def weights_to_keep(
             stacklevel=2,
         )
     return kept
-
-
-def refuse_to_shard(kept: Collection[str], advice: str) -> None:
-    """Raise where a load that gives each rank its share at once meets weights with own codes."""
-    if kept:
-        raise CheckpointError(
-            f"{min(kept)} keeps the MXFP4 codes of its checkpoint, which are not sharded while "
-            f"they are read: {advice}, or load the checkpoint without keep_codes=True."
-        )

@@ -8,12 +8,10 @@ on the instance, as bound methods in its `__dict__`, so that deepcopy binds the 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..checkpoint.save import save_pretrained
@@ -25,7 +23,6 @@ from ..layout import ModelLayout
 from ..lora.inject import announce
 from ..lora.stock_calls import add_adapter, load_adapter, named_modules
 from ..packing import decoders, parametrize
-from ..packing.codecs import codec_of
 from ..packing.settings import CodecSettings
 from ..world import world
 
@@ -99,59 +96,12 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
     return total
 
 
-def num_parameters(
-    self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
-) -> int:
-    """Return the number of weights, however many a code's byte holds; statistics are none."""
-    count: int = type(self).num_parameters(self, only_trainable, exclude_embeddings)
-    if only_trainable:
-        return count
-    statistics = {
-        id(parameter): parameter.numel()
-        for module in filter(decoders.is_shardable, self.modules())
-        for parameter in module._parameters.values()
-    }
-    scaled = {  # 4-bit codes, which are `Params4bit`, stock counts twice, and others once
-        id(parametrize.original_of(module, name)): decoder
-        for _, module, name in parametrize.iter_packed(self)
-        if isinstance(decoder := parametrize.decoder_of(module, name), decoders.PackedScales)
-    }
-    for decoder in scaled.values():
-        shape = decoder.weight_shape
-        count += math.prod(shape) - math.prod(codec_of(decoder.kind).codes_shape(shape))
-    return count - sum(statistics.values())
-
-
-def _valid_auto_compile_criteria(self: Any, model_kwargs: Any, generation_config: Any) -> bool:
-    """Return whether `generate` compiles the model: as it does for one that is not quantized.
-
-    transformers compiles none that bitsandbytes has packed, whose layers torch.compile takes by now
-    (bitsandbytes 0.46 and later): https://huggingface.co/docs/bitsandbytes, "torch.compile".
-    """
-    quantizer = self.hf_quantizer
-    self.hf_quantizer = None
-    try:
-        return bool(type(self)._valid_auto_compile_criteria(self, model_kwargs, generation_config))
-    finally:
-        self.hf_quantizer = quantizer
-
-
-def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    """Do what `nn.Module._apply` does, for bitsandbytes' Linear layers to and from meta as well."""
-    for module in self.modules():
-        decoders.cross_meta(module, "weight", fn)
-    return type(self)._apply(self, fn, recurse)
-
-
 # Replaced on the instance, because the stock ones know Linear layers only.
 _METHODS: dict[str, Callable[..., Any]] = {
-    "_apply": _apply,
-    "_valid_auto_compile_criteria": _valid_auto_compile_criteria,
     "add_adapter": add_adapter,
     "dequantize": dequantize,
     "get_memory_footprint": get_memory_footprint,
     "load_adapter": load_adapter,
     "named_modules": named_modules,
-    "num_parameters": num_parameters,
     "save_pretrained": save_pretrained,
 }

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations.accelerate import compute_module_sizes, get_max_memory
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -22,7 +21,6 @@ from ..checkpoint.manifest import (
     FolderCheck,
     Manifest,
     Mark,
-    has_manifest,
     parse_mark,
 )
 from ..checkpoint.prequantized import describe_plain, maker_method, open_plain
@@ -30,10 +28,9 @@ from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts, file_facts
-from ..packing.codecs import codecs
 from ..packing.decoders import check_linears
 from ..world import many_ranks, world
-from .fill import Fill, refuse_to_shard, weights_to_keep
+from .fill import Fill, weights_to_keep
 
 # Attribute of a caller's config: the config of the folder's maker that it stands in for.
 MAKERS_CONFIG = "_makers_quantization_config"
@@ -152,7 +149,6 @@ class _Packing:
                         "A model that is sharded while it loads is read from safetensors files: "
                         "give a folder or a hub id with such files."
                     )
-                refuse_to_shard(spec.kept, "fully_shard the model after it is loaded")
                 model.hf_quantizer = self
                 self._spec, self._fill = None, ranks.fill(*known)
                 return
@@ -188,13 +184,6 @@ class _Packing:
             for key in opened:
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
                     check_plain(key, opened.info(key).dtype)
-        if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
-            ends = [codec.scales for codec in codecs()]
-            if any(f"{name}{end}" in (opened or ()) for name in spec.params for end in ends):
-                raise CheckpointError(
-                    f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
-                    "it was overwritten; restore it, or pack the model again."
-                )
         return spec, opened
 
     def _convert_model_for_quantization(self, model: Any) -> None:
@@ -227,29 +216,7 @@ class _Packing:
         return float(super().param_element_size(model, param_name, param))  # type: ignore[misc]
 
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
-        # Stock takes a tenth off even shares; here only of a device's free memory a tenth stays.
-        stock = super().adjust_max_memory(max_memory)  # type: ignore[misc]
-        if self._spec is None or not self._spec.params:
-            return dict(stock)
-        free = get_max_memory()
-        shares = {
-            device: min(share, max(stock[device], 0.9 * free[device])) if device in free else share
-            for device, share in max_memory.items()
-        }
-        places = [device for device, share in shares.items() if isinstance(device, int) and share]
-        if self._device_map not in ("auto", "balanced") or len(places) < 2 or self._fill is None:
-            return shares
-        # An even share and half a block each, and the last one takes the rest. On the first device
-        # accelerate keeps room for the largest layer free.
-        model = self._fill.model
-        sizes, blocks = compute_module_sizes(model, self)[0], set(model._no_split_modules or ())
-        owned = (sizes[n] for n, part in model.named_modules() if type(part).__name__ in blocks)
-        largest = max(owned, default=0)
-        even = dict.fromkeys(places[:-1], sizes[""] / len(places) + largest / 2)
-        even[places[0]] += largest
-        if all(shares[place] >= share for place, share in even.items()):
-            shares |= even
-        return shares
+        return max_memory  # stock takes a tenth off, of even shares too
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         fill = self._fill

@@ -24,7 +24,6 @@ off puts back exactly what was there. The path of one load:
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -78,9 +77,8 @@ def disable() -> None:
 def enabled(
     *,
     skip_modules: Sequence[str] = (),
-    expert_mesh: Any = None,
     keep_codes: bool = False,
-    offload: bool | str = False,
+    offload: bool = False,
 ) -> Iterator[None]:
     """Pack experts while loading, within the block.
 
@@ -90,7 +88,6 @@ def enabled(
     Args:
         skip_modules: Patterns, as in `llm_int8_skip_modules`, of what loads within the block leave
             in 16 bit, on top of their own config's, where the caller does not reach that.
-        expert_mesh: Expert parallelism is gone: anything but None is a `ConfigError`.
         keep_codes: Let experts keep the 4-bit codes that their checkpoint holds, where the package
             computes with these: gpt-oss's MXFP4, with 4.25 bits a weight and no error beside the
             maker's. All else is dequantized and packed by the caller's config.
@@ -99,17 +96,8 @@ def enabled(
             them. `quantize_experts` within the block does the same with a built model. Each rank
             of DDP has its own; with a `DistributedConfig` it is a `ConfigError`.
     """
-    if offload == "disk":
-        said = "enabled(offload='disk') is gone since version 0.3: experts are loaded into host "
-        said += "memory, as offload=True asks for."
-        warnings.warn(said, DeprecationWarning, stacklevel=3)  # contextlib is between
-    elif offload not in (False, True):
+    if offload not in (False, True):
         raise ConfigError(f"offload is {offload!r}; give True or False.")
-    if expert_mesh is not None:
-        raise ConfigError(
-            "enabled(expert_mesh=...) is gone since version 0.3: shard the model by FSDP2 with "
-            "DistributedConfig(fsdp_size=N), or load it whole on each rank for DDP."
-        )
     block = Block(tuple(skip_modules), keep_codes, bool(offload))
     with _lock:
         _install()

@@ -27,7 +27,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -37,7 +36,7 @@ from ..errors import UnsupportedWeightError
 from ..kernels.limits import cdiv
 from ..kernels.weights import TABLES, NestedAbsmax, PackedWeight
 from ..layout import dtype_name
-from .codecs import CODES, Codec, PackingFormat, Shape, Tensors, TensorSpec, bad_scales
+from .codecs import CODES, Codec, PackingFormat, Shape, Tensors, TensorSpec
 
 SCALES = ".SCB"
 ABSMAX = ".absmax"
@@ -94,12 +93,6 @@ class Bnb4bit(Codec):
     def value_problems(
         self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
     ) -> Iterator[str]:
-        for end, name in ((ABSMAX, "absmax"), (NESTED_ABSMAX, "nested absmax")):
-            yield from bad_scales(tensors.get(end), name)
-        for end, table in ((TABLE, torch.tensor(self.table)), (NESTED_TABLE, _dynamic())):
-            # Recomputed by each version and machine: the last bit may differ, without harm.
-            if end in tensors and not torch.allclose(tensors[end].cpu(), table, rtol=0, atol=1e-6):
-                yield f"has values as its {end} that are not the code table of bitsandbytes"
         try:
             said = read_record(tensors[RECORD + self.kind])
             floats = (torch.float32, torch.float16, torch.bfloat16)
@@ -223,13 +216,6 @@ def read_record(record: Tensor) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError("it is no JSON object")
     return value
-
-
-@cache
-def _dynamic() -> Tensor:
-    from bitsandbytes.functional import create_dynamic_map
-
-    return torch.as_tensor(create_dynamic_map(), dtype=torch.float32)
 
 
 class Int8(Codec):

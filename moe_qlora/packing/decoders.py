@@ -2,12 +2,11 @@
 
 A `PackedList`, torch's `ParametrizationList`, has the codes and the decoder:
 
-    codes (`.original`)                 decoder (`[0]`)    its statistics
-    4-bit: bnb.nn.Params4bit            Packed4bit         absmax, nested, tables
-    others: nn.Parameter                PackedScales       scale_bits
+    codes (`.original`)                                    decoder (`[0]`), a `Decoder`
+    4-bit: bnb.nn.Params4bit; others: nn.Parameter         absmax, nested, tables
 
 "4-bit" are codecs with `in_quant_state`; the others are int8, whose codes have the weight's shape,
-and users' codecs. Statistics are integers, as bits of what they stand for: trainers cast
+and users' codecs. Statistics are bytes, the bits of what they stand for: trainers cast
 floating-point parameters and buffers. They are buffers that are not saved; for engines, which shard
 parameters only, sharding.py makes parameters of all but the tables, and `(bytes, 1)` of the codes.
 bitsandbytes' own code finds a `QuantState` on decoder and codes, which reads the decoder.
@@ -46,17 +45,16 @@ Params4bit = bnb.Params4bit
 _serials = itertools.count(1)
 QuantState: Any = cast(Any, bitsandbytes.functional).QuantState
 _HELD = "_moe_qlora_decoder"  # of codes that are no `Params4bit`
-_MOVED = "_moe_qlora_moved"
 _numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, PackedList] = weakref.WeakValueDictionary()
 
 
 def bits_of(packed: PackedWeight) -> dict[str, Tensor]:
     """Return a weight's statistics by name, as its decoder has them."""
-    if not codec_of(packed.kind).in_quant_state:
-        return {"scale_bits": as_bits(packed.absmax)}
     nested, bits = packed.nested, {"absmax": packed.absmax.view(torch.uint8)}
-    tables = [cast(Tensor, packed.table)]
+    if packed.table is None:
+        return bits
+    tables = [packed.table]
     if nested is not None:
         offset = nested.offset.reshape(1)
         floats = torch.cat([offset, offset.new_zeros(3), nested.absmax])
@@ -65,13 +63,21 @@ def bits_of(packed: PackedWeight) -> dict[str, Tensor]:
     return {**bits, "tables": torch.cat(tables).view(torch.uint8)}
 
 
-def as_bits(scales: Tensor) -> Tensor:
-    """View scales as integers of their size."""
-    return scales.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.itemsize])
+class Decoder(bnb_parametrize.Bnb4bitParametrization):
+    """Dequantizes a weight on access: its description, and its statistics as integers.
 
+        absmax   the bits of scales, one a unit; a byte each with double quantization, and in mxfp4
+        nested   with double quantization: the bits of fp32 offset, three zeros, nested absmax;
+                 mxfp4, whose absmax are e8m0 bytes, has it with the one outer scale 1
+        tables   of 4-bit weights: the bits of the fp32 code tables
 
-class Decoder(nn.Module):
-    """Dequantizes a weight on access: its description, and its statistics as integers."""
+    All are uint8. The zeros align each part to 16 bytes for the kernels. Unlike bitsandbytes' own
+    it takes any number of weights and row length.
+    """
+
+    absmax: Tensor
+    nested: Tensor
+    tables: Tensor
 
     def __init__(self, packed: PackedWeight) -> None:
         nn.Module.__init__(self)
@@ -79,6 +85,8 @@ class Decoder(nn.Module):
         self.kind, self.blocksize = packed.kind, packed.blocksize
         self.compute_dtype, self._serial = packed.compute_dtype, next(_serials)
         self.storage_dtype, self.stored_transposed = packed.codes.dtype, packed.stored_transposed
+        self.scale_dtype, self.is_4bit = packed.absmax.dtype, packed.table is not None
+        self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
         self.name = ""
         self.put(packed)
 
@@ -86,35 +94,11 @@ class Decoder(nn.Module):
         for part, tensor in bits_of(packed).items():
             self.register_buffer(part, tensor, persistent=False)
 
-    def packed(self, codes: Tensor) -> PackedWeight:
-        """Return the packed weight of these codes; of a share, valid but for its tensors."""
-        raise NotImplementedError
-
-    @property
-    def shardable(self) -> list[str]:
-        """Names of the statistics that engines shard: all but code tables."""
-        return [part for part in (*self._parameters, *self._buffers) if part != "tables"]
-
     def replaced(self, statistics: Mapping[str, Tensor]) -> Any:
         """Return this decoder with other statistics, which are whole."""
         other = copy.copy(self)
         other._parameters, other._buffers = {}, {**self._buffers, **statistics}
         return other
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        self.forget()
-        return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: value for k, value in self.__dict__.items() if k not in ("_views", "_state")}
-
-    def forget(self) -> None:
-        """Free the views of statistics that are no longer these."""
-        self.__dict__.pop("_views", None)
-
-    def is_divided(self, codes: Tensor) -> bool:
-        held = self._parameters.values()
-        return is_share(codes) or any(is_share(cast(Tensor, each)) for each in held)
 
     @torch.no_grad()
     def forward(self, codes: Tensor) -> Tensor:
@@ -123,69 +107,26 @@ class Decoder(nn.Module):
             return torch.empty(self.weight_shape, dtype=self.weight_dtype, device="meta")
         return unpack(read(codes, self))
 
-
-class PackedScales(Decoder):
-    """Of codes and scales: `scale_bits` are the scales, int32 for the fp32 ones of int8."""
-
-    scale_bits: Tensor
-
-    def packed(self, codes: Tensor) -> PackedWeight:
-        raw, scales, shape = codes.detach(), self.scale_bits.detach(), self.weight_shape
-        if not self.is_divided(codes):
-            codec = codec_of(self.kind)
-            raw, scales = raw.view(codec.codes_shape(shape)), scales.view(codec.scale_dtype)
-        return PackedWeight(
-            raw, scales, None, self.blocksize, None, shape, self.kind, self.weight_dtype,
-            self.compute_dtype,
-        )  # fmt: skip
-
-
-class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
-    """Of a 4-bit weight; unlike bitsandbytes' own it takes any number of weights and row length.
-
-        absmax   `(blocks,)` with double quantization, else `(4 blocks,)`, the bits of fp32 absmax
-        nested   with double quantization: the bits of fp32 offset, three zeros, nested absmax;
-                 mxfp4, whose absmax are e8m0 bytes, has it with the one outer scale 1
-        tables   the bits of the fp32 code tables
-
-    All are uint8. The zeros align each part to 16 bytes for the kernels.
-    """
-
-    absmax: Tensor
-    nested: Tensor
-    tables: Tensor
-
-    def __init__(self, packed: PackedWeight) -> None:
-        super().__init__(packed)
-        self.nested_blocksize = 0 if packed.nested is None else packed.nested.blocksize
-
     @property
     def quant_state(self) -> Any:
-        """The statistics as bitsandbytes' `QuantState`: the object that the codes have as well."""
-        known = self.__dict__.get("_state", lambda: None)()
-        if known is None:
-            known = _Statistics(self)
-            self.__dict__["_state"] = weakref.ref(known)
-        return known
+        """A 4-bit weight's statistics as a `QuantState`."""
+        return _Statistics(self) if self.is_4bit else None
 
     def parts(self) -> tuple[Tensor, ...]:
         """Return views: absmax, its table and, if nested, offset, nested absmax and their table."""
-        owned, known = self._buffers.get("absmax"), None
-        keeps = owned is not None and not torch.compiler.is_compiling()  # else gathered, or traced
-        if keeps and (known := self.__dict__.get("_views")) is not None and known[0] is owned:
-            return cast("tuple[Tensor, ...]", known[1])  # eager calls are short of time
-        absmax, tables = self.absmax.detach(), self.tables.view(torch.float32)
-        if self.nested_blocksize:
-            floats = self.nested.detach().view(torch.float32)
-            views: Any = absmax, tables[:16], floats[0], floats[4:], tables[16:]
-        else:
-            views = absmax.view(torch.float32), tables
-        if keeps:
-            self.__dict__["_views"] = owned, views
-        return cast("tuple[Tensor, ...]", views)
+        absmax = self.absmax.detach().view(self.scale_dtype)
+        if not self.is_4bit:
+            return (absmax,)
+        tables = self.tables.view(torch.float32)
+        if not self.nested_blocksize:
+            return absmax, tables
+        floats = self.nested.detach().view(torch.float32)
+        return absmax, tables[:16], floats[0], floats[4:], tables[16:]
 
     def packed(self, codes: Tensor) -> PackedWeight:
-        known = (torch.uint8,) if self._parameters else (torch.uint8, self.storage_dtype)
+        """Return the packed weight of these codes; of a share, valid but for its tensors."""
+        plain = torch.uint8 if self.is_4bit else self.storage_dtype
+        known = (plain,) if self._parameters else (plain, self.storage_dtype)
         if codes.dtype not in known:
             raise QuantizationError(
                 f"The packed codes of {self.name or 'a weight'} of shape "
@@ -193,30 +134,32 @@ class Packed4bit(Decoder, bnb_parametrize.Bnb4bitParametrization):
                 "destroys them: load the model again and do not cast it, or set "
                 "bnb_4bit_quant_storage=torch.uint8, which casts leave alone."
             )
-        raw = codes.detach()
-        if self.is_divided(codes):
+        raw: Tensor = codes.detach()
+        tables, second = self._buffers.get("tables"), self._parameters.get("nested")
+        parts: Any = self.absmax.detach(), tables, second, second, tables
+        if any(map(is_share, (codes, *self._parameters.values()))):
             raw = torch.empty((0, 1), dtype=self.storage_dtype, device=codes.device)
-            second = self.nested.detach() if self.nested_blocksize else self.tables
-            parts: Any = self.absmax.detach(), self.tables, second, second, self.tables
         else:
             parts = self.parts()
-            if raw.dtype != self.storage_dtype:
-                raw = raw.view(-1).view(self.storage_dtype).unsqueeze(1)
-        absmax, table, *inner = parts
+            if self._parameters or raw.dtype != self.storage_dtype:
+                raw = raw.view(-1).view(self.storage_dtype)
+                rows = codec_of(self.kind).codes_shape(self.weight_shape)
+                raw = raw.unsqueeze(1) if self.is_4bit else raw.view(rows)
         nested = None
         if self.nested_blocksize:
-            offset, outer, outer_table = inner
+            offset, outer, outer_table = parts[2:]
             nested = NestedAbsmax(outer_table, outer, offset, self.nested_blocksize)
         return PackedWeight(
-            raw, absmax, table, self.blocksize, nested, self.weight_shape, self.kind,
-            self.weight_dtype, self.compute_dtype, stored_transposed=self.stored_transposed,
+            raw, parts[0], parts[1] if self.is_4bit else None, self.blocksize, nested,
+            self.weight_shape, self.kind, self.weight_dtype, self.compute_dtype,
+            stored_transposed=self.stored_transposed,
         )  # fmt: skip
 
 
 class _Statistics(QuantState):
     """A decoder's statistics as bitsandbytes' `QuantState`, wherever they lie by now."""
 
-    def __init__(self, decoder: Packed4bit) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
     def _now(self) -> Any:
@@ -229,12 +172,6 @@ class _Statistics(QuantState):
 
     def to(self, device: Any) -> None:
         """Do nothing: the decoder moves."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._now())  # of codes that are copied alone
-
-    def __reduce__(self) -> Any:
-        return copy.copy, (self._now(),)
 
 
 def is_share(tensor: Tensor) -> bool:
@@ -267,19 +204,24 @@ def params4bit(codes: Tensor, state: Any, kind: Any = Params4bit) -> nn.Paramete
     return cast(nn.Parameter, kind(codes, False, state, *settings, bnb_quantized=True))
 
 
+def parameter_of(codes: Tensor, decoder: Decoder) -> nn.Parameter:
+    """Return the parameter of these codes, which are not sharded."""
+    if decoder.is_4bit:
+        return params4bit(codes, decoder.quant_state)
+    return nn.Parameter(codes, requires_grad=False)
+
+
 def hold(packed: PackedWeight) -> tuple[nn.Parameter, Decoder]:
     """Return the parameter of this weight's codes and its decoder; made on first use."""
     owner: Any = packed.owner
     state = getattr(owner, "quant_state", None)
     known = state._decoder if isinstance(state, _Statistics) else getattr(owner, _HELD, None)
     if known is None:
-        if codec_of(packed.kind).in_quant_state:
-            known = Packed4bit(packed)
-            owner = params4bit(packed.codes, known.quant_state) if owner is None else owner
+        known = Decoder(packed)
+        owner = parameter_of(packed.codes, known) if owner is None else owner
+        if known.is_4bit:
             owner.quant_state = known.quant_state
         else:
-            known = PackedScales(packed)
-            owner = nn.Parameter(packed.codes, requires_grad=False) if owner is None else owner
             setattr(owner, _HELD, known)
         if packed.owner is None:
             packed.owner, packed.codes = owner, owner.data
@@ -317,7 +259,7 @@ def state_tensors(state: Any) -> list[Tensor]:
 
 
 class PackedList(P.ParametrizationList):
-    """A ParametrizationList whose codes can go to the meta device and come back empty."""
+    """A ParametrizationList whose codes may lie in host memory."""
 
     # Where the weight lies that is not on the device that computes with it (speed/offload.py)
     host: Any = None
@@ -340,7 +282,6 @@ class PackedList(P.ParametrizationList):
         if self.host is not None:
             self.host.move(fn(torch.empty(0, dtype=torch.uint8, device=self.host.device)).device)
             return self
-        cross_meta(self, "original", fn)
         return super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedList:
@@ -349,7 +290,7 @@ class PackedList(P.ParametrizationList):
         memo[id(self)] = new
         own = {k: value for k, value in self.__dict__.items() if k not in ("host", "offload")}
         new.__dict__.update(copy.deepcopy(own, memo))
-        if isinstance(new.original, Params4bit) and isinstance(new[0], Packed4bit):
+        if isinstance(new.original, Params4bit) and isinstance(new[0], Decoder):
             new.original.quant_state = new[0].quant_state
         if self.host is not None and not new.original.is_meta:  # as a copy to meta has them
             new.to(self.host.device)
@@ -393,32 +334,6 @@ def _unpacked(chain: PackedList) -> Tensor:
     for key in range(1, len(chain)):
         weight = chain[key](weight)
     return weight
-
-
-def cross_meta(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
-    """Replace a `Params4bit` by an empty one where `fn` moves it to or from meta."""
-    old: Any = module._parameters.get(name)
-    if not isinstance(old, Params4bit) or old.quant_state is None:
-        return
-    device = fn(torch.empty(0, dtype=old.dtype, device=old.device)).device
-    if old.is_meta == (device.type == "meta"):
-        return
-    moved = old.__dict__.get(_MOVED)  # by another module with the same parameter
-    if moved is None or moved.device != device:
-        state = old.quant_state
-        if type(state) is QuantState:  # of a Linear layer; a decoder's moves by itself
-            _empty(state, device)
-        moved = params4bit(torch.empty_like(old.data, device=device), state, type(old))
-        old.__dict__[_MOVED] = moved
-    module._parameters[name] = moved
-
-
-def _empty(state: Any, device: torch.device) -> None:
-    for part, value in vars(state).items():
-        if isinstance(value, Tensor):
-            setattr(state, part, torch.empty_like(value, device=device))
-    if state.nested:
-        _empty(state.state2, device)
 
 
 def read_linear(layer: Any) -> PackedWeight:

@@ -17,19 +17,15 @@ columns of the decoded weight.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedWeightError
 from ..kernels.weights import MX_BLOCK, TABLES, NestedAbsmax, PackedWeight, power_scales
-from ..layout import dtype_name
 from .codec import Packer
-from .codecs import CODES, Codec, PackingFormat, Shape, Tensors
+from .codecs import Codec, PackingFormat, Shape, Tensors
 from .settings import CodecSettings
 
 EXPONENTS = ".exponents"
@@ -56,15 +52,6 @@ class Mxfp4(Codec):
         if row % MX_BLOCK:
             return f"has stored rows of {row} weights, which are no whole blocks of {MX_BLOCK}"
         return None
-
-    def value_problems(
-        self, tensors: Tensors, shape: Shape, settings: PackingFormat, dtype: torch.dtype | None
-    ) -> Iterator[str]:
-        if EXPONENTS in tensors and (
-            bad := overflowing_block(tensors[CODES], tensors[EXPONENTS], dtype or torch.float32)
-        ):
-            block, exponent, value = bad
-            yield f"has the exponent {exponent}, which decodes to {value}, at {block}"
 
     def assemble(
         self, tensors: Tensors, shape: Shape, dtype: torch.dtype | None, settings: PackingFormat
@@ -95,25 +82,6 @@ class Mxfp4(Codec):
 MXFP4 = Mxfp4()
 
 
-def overflowing_block(
-    codes: Tensor, exponents: Tensor, dtype: torch.dtype
-) -> tuple[int, int, str] | None:
-    """Return number, exponent and value of the first block that is NaN, or inf in `dtype`."""
-    largest = torch.finfo(dtype).max
-    safe = 127 + math.floor(math.log2(largest / max(TABLES[MXFP4.kind])))
-    suspects = (exponents > safe).nonzero().flatten()  # blocks of small codes may be finite still
-    pairs = codes.detach().view(torch.uint8).view(-1, MX_BLOCK // 2)[suspects]
-    table = torch.tensor(TABLES[MXFP4.kind], dtype=torch.float64, device=codes.device).abs()
-    values = torch.stack([table[(pairs >> 4).int()], table[(pairs & 15).int()]]).amax((0, 2))
-    values *= 2.0 ** (exponents[suspects].double() - 127)
-    bad = (values > largest) | (exponents[suspects] == 255)
-    if not bool(bad.any()):
-        return None
-    block = int(suspects[int(bad.nonzero()[0])])
-    exponent = int(exponents[block])
-    return block, exponent, "NaN" if exponent == 255 else f"inf in {dtype_name(dtype)}"
-
-
 def kept_settings(settings: CodecSettings) -> CodecSettings:
     """Return the codec settings for native MXFP4 experts in a model packed with `settings`."""
     return replace(settings, kind=MXFP4.kind, skip_modules=(), stored_transposed=True)
@@ -124,29 +92,8 @@ class KeptPacker(Packer):
 
     def add(self, blocks: Tensor, scales: Tensor) -> None:  # type: ignore[override]
         """Add the next experts: codes `(n, rows, cols / 32, 16)`, scales `(n, rows, cols / 32)`."""
-        *_, rows, cols = self.shape
-        rows, cols = (cols, rows) if self.settings.stored_transposed else (rows, cols)
-        grid = (len(scales), *self.shape[1:-2], rows, cols // MX_BLOCK)
-        shapes = {"blocks": (blocks, (*grid, MX_BLOCK // 2)), "scales": (scales, grid)}
-        for name, (tensor, shape) in shapes.items():
-            if tensor.element_size() != 1 or tuple(tensor.shape) != shape:
-                raise UnsupportedWeightError(
-                    f"MXFP4 {name} are {tensor.dtype} of shape {tuple(tensor.shape)}; a weight of "
-                    f"shape {tuple(self.shape)} has bytes of shape {shape} there."
-                )
         codes, first = blocks.detach().view(torch.uint8).to(self.device).flatten(), self._done
         self._done += scales.numel() * MX_BLOCK
         self._codes[first // 2 : self._done // 2] = (codes << 4) | (codes >> 4)
         exponents = scales.detach().view(torch.uint8).flatten()
         self._scales[first // MX_BLOCK : self._done // MX_BLOCK] = exponents
-
-    def finish(self) -> PackedWeight:
-        """Return the packed weight; raise where a block decodes to NaN or inf."""
-        bad = overflowing_block(self._codes, self._scales, self.dtype)
-        if bad is not None:
-            block, exponent, value = bad
-            expert = block * MX_BLOCK // math.prod(self.shape[1:])
-            raise UnsupportedWeightError(
-                f"Expert {expert} has an MXFP4 scale, {exponent}, that decodes to {value}."
-            )
-        return super().finish()

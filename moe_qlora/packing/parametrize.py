@@ -8,21 +8,20 @@ transformers' counts know it. Weights packed by that helper are read as well.
 In a call of the module, or of one around it whose code reads its weights, these are read in the
 dtype of the call's hidden states, as Linear4bit computes, at any other time in their own.
 
-Keys of a state dict, of which either is loaded; a packed folder has the first, a model that engines
-can shard (sharding.py) the second, since engines look each key up as a parameter:
+Keys of a state dict; a packed folder has the first, a model that engines can shard (sharding.py)
+the second, since engines look each key up as a parameter:
 
     of a weight <module>.<name>                                             of a Linear layer's
     <module>.<name>, and the ends of its codec's tensors                    the same
     <module>.parametrizations.<name>.original                               <module>.weight
-    <module>.parametrizations.<name>.0.absmax, .nested, or .scale_bits      <module>.statistics.*
+    <module>.parametrizations.<name>.0.absmax, .nested                      <module>.statistics.*
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -35,14 +34,12 @@ from ..errors import ConfigError, QuantizationError
 from ..kernels.weights import PackedWeight
 from ..layout import ExpertParam, unwrapped
 from . import decoders
-from .bnb4bit import NESTED_ABSMAX, RECORD
 from .codec import restore, unpack
-from .codecs import CODES, codec_of, kinds
-from .decoders import Decoder, Packed4bit, PackedList, PackedScales, Params4bit, bnb, read
-from .settings import STORAGE_DTYPES, CodecSettings, packed_tensors
+from .codecs import codec_of
+from .decoders import Decoder, PackedList, bnb, read
+from .settings import CodecSettings, packed_tensors
 
-# All parameters of a module as they were registered, and its hooks; its copies have it too.
-_RECORD = "_moe_qlora_storage"
+_HOOKS = "_moe_qlora_hooks"
 _MEMBERS = "_moe_qlora_class_members"
 _INPUT_DTYPE = "_moe_qlora_input_dtype"
 _READS = "_moe_qlora_reads"
@@ -61,12 +58,11 @@ def attach(module: nn.Module, name: str, packed: PackedWeight) -> None:
     owner, decoder = decoders.hold(packed)
     chain = PackedList([decoder], owner, unsafe=True)
     host: Any = module
-    if _RECORD not in module.__dict__:
-        hooks = (
+    if _HOOKS not in module.__dict__:
+        module.__dict__[_HOOKS] = (
             host.register_state_dict_post_hook(_save),
             host.register_load_state_dict_pre_hook(_load),
         )
-        module.__dict__[_RECORD] = tuple(module._parameters), hooks
     module._parameters.pop(name, None)
     if not P.is_parametrized(module):
         cast(Any, P)._inject_new_class(module)
@@ -87,10 +83,8 @@ def detach(module: nn.Module, name: str, weight: Tensor | None = None) -> nn.Par
     lists: Any = _chains(module)
     del lists[name]
     module._parameters[name] = parameter
-    for known in _in_order(module, module._parameters):
-        module._parameters[known] = module._parameters.pop(known)
     if all(is_foreign(module, known) for known in packed_names(module)):
-        for hook in module.__dict__.pop(_RECORD, ((), ()))[1]:
+        for hook in module.__dict__.pop(_HOOKS, ()):
             hook.remove()
     if not lists:
         del module.parametrizations
@@ -126,20 +120,14 @@ def is_foreign(module: nn.Module, name: str) -> bool:
 
 
 def packed_names(module: nn.Module) -> tuple[str, ...]:
-    """Return the packed parameters of this module itself, in registration order."""
-    return tuple(_in_order(module, (name for name in _chains(module) if is_packed(module, name))))
+    """Return the packed parameters of this module itself."""
+    return tuple(name for name in _chains(module) if is_packed(module, name))
 
 
 def _chains(module: nn.Module) -> Mapping[str, Any]:
     """Return the `ParametrizationList`s of a module; nn.ModuleDict refuses some of their names."""
     lists = module._modules.get("parametrizations")
     return {} if lists is None else lists._modules
-
-
-def _in_order(module: nn.Module, names: Iterable[str]) -> list[str]:
-    order, _ = module.__dict__.get(_RECORD, ((), ()))
-    place = {name: index for index, name in enumerate(order)}
-    return sorted(names, key=lambda name: place.get(name, len(place)))
 
 
 def holds_packed(module: nn.Module) -> bool:
@@ -216,8 +204,7 @@ def decoder_of(module: nn.Module, name: str) -> Any:
     """Return the module that decodes this parameter (decoders.py); None where it is not packed."""
     chain = _chains(module).get(name)
     first = None if chain is None else chain._modules.get("0")
-    known = (bnb_parametrize.Bnb4bitParametrization, PackedScales)
-    return first if isinstance(first, known) else None
+    return first if isinstance(first, bnb_parametrize.Bnb4bitParametrization) else None
 
 
 def in_input_dtype(module: nn.Module, weight: Tensor) -> Tensor:
@@ -255,11 +242,9 @@ def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
     Hidden states are the widest of its floating-point tensors: routing weights are narrower.
     """
-    widest = None
-    for x in (*args, *kwargs.values()):
-        wide = isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0
-        if wide and (widest is None or x.shape[-1] > widest.shape[-1]):
-            widest = x
+    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim())
+    floating = [x for x in tensors if x.is_floating_point()]
+    widest = max(floating, key=lambda x: x.shape[-1], default=None)
     return None if widest is None or is_autocast_on(widest) else widest.dtype
 
 
@@ -300,7 +285,6 @@ def _set_class(module: nn.Module) -> None:
         if names:
             body |= {name: _decoding_property(name) for name in names}
             body["__call__"] = _reading_call(own.__bases__[0], tuple(names))
-            body["__getstate__"] = _refuse_pickling  # torch's message has no advice
             body |= {} if members is None else members(own.__bases__[0])
         shared = type(own.__name__, own.__bases__, body)
         if len(lists) == len(names):  # with other code's parametrizations it stays its own
@@ -334,15 +318,6 @@ def _reading_call(base: Any, names: tuple[str, ...]) -> Callable[..., Any]:
             setattr(self, _INPUT_DTYPE, around)
 
     return __call__
-
-
-def _refuse_pickling(module: nn.Module) -> Any:
-    """Raise instead of giving the state to pickle, which cannot find a parametrized class."""
-    raise QuantizationError(
-        f"{type(module).__name__}.{packed_names(module)[0]} is packed, and a model with packed "
-        "weights cannot be pickled, by torch.save(model) or for another process: save it with "
-        "save_pretrained(folder), or its state_dict() with torch.save."
-    )
 
 
 def _decoding_property(name: str) -> property:
@@ -380,69 +355,34 @@ def _load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
     missing: list[str], unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
-    assign = bool(metadata.get("assign_to_params_buffers"))
     for name in packed_names(module):
-        if is_foreign(module, name):
-            continue
-        decoder, original = decoder_of(module, name), original_of(module, name)
-        key, own = f"{prefix}{name}", f"{prefix}parametrizations.{name}."
-        form = read_packed(module, name), original, decoder
-        loaded = _taken(state_dict, key, f"{own}original", f"{own}0.", *form, errors)
-        if loaded is None:
-            continue
-        codes: Tensor = loaded.codes
-        if assign or not original.is_meta:  # else torch's own message names meta
-            decoder.put(loaded if assign else loaded.to(original.device))
-        if assign and isinstance(decoder, Packed4bit):
-            codes = decoders.params4bit(codes, decoder.quant_state)
-        elif assign:
-            codes = nn.Parameter(codes, requires_grad=False)
-        state_dict[f"{own}original"] = codes
+        decoder, key = decoder_of(module, name), f"{prefix}{name}"
+        if key in state_dict and isinstance(decoder, Decoder) and not decoder._parameters:
+            original: Tensor = original_of(module, name)
+            loaded = _taken(state_dict, key, read_packed(module, name), errors)
+            if loaded is not None:
+                decoder.put(loaded)
+                assign = bool(metadata.get("assign_to_params_buffers"))
+                original = decoders.parameter_of(loaded.codes, decoder) if assign else loaded.codes
+            state_dict[f"{prefix}parametrizations.{name}.original"] = original
 
 
 def _taken(
-    state_dict: dict[str, Any], key: str, codes: str, at: str, like: PackedWeight, own: Any,
-    decoder: Any, errors: list[str],
-) -> PackedWeight | None:  # fmt: skip
-    """Take a weight's entries for a decoder that is not sharded; None where torch loads the rest.
-
-    bitsandbytes' keys begin with `key`; torch's are `codes`, and begin with `at`. torch loads what
-    becomes parameters, or after an error the `own` codes.
-    """
-    settings = CodecSettings.of(like)
-    if key == codes:
-        has_key = any(f"{key}{RECORD}{kind}" in state_dict for kind in kinds())
-    else:
-        has_key = state_dict.get(key) is not None
-    if has_key:
-        taken, storage = state_dict.pop(key).contiguous(), settings.storage_dtype
-        if taken.dtype in STORAGE_DTYPES and taken.dtype.itemsize == storage.itemsize:
-            taken = taken.view(storage)  # the same bytes
-        ends = [other for other in state_dict if other.startswith(f"{key}.")]
-        tensors = {other.removeprefix(key): state_dict.pop(other).clone() for other in ends}
-        settings = replace(settings, double_quant=NESTED_ABSMAX in tensors)
+    state_dict: dict[str, Any], key: str, like: PackedWeight, errors: list[str]
+) -> PackedWeight | None:
+    """Take a copy of a weight's entries under bitsandbytes' keys; None after an error."""
+    keys = [other for other in state_dict if other == key or other.startswith(f"{key}.")]
+    device, settings = like.device, CodecSettings.of(like)
+    tensors = {k.removeprefix(key): state_dict.pop(k).to(device, copy=True) for k in keys}
+    try:
         dtype = None if settings.codec.has_record else like.dtype
-        try:
-            loaded = restore({CODES: taken, **tensors}, like.shape, dtype, settings)
-        except ValueError as error:
-            errors.append(
-                f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
-                "weights into an unpacked model."
-            )
-            state_dict[codes] = own
-            return None
-        if not decoders.is_shardable(decoder):
-            return loaded
-        state_dict[codes] = share_like(loaded.flat_codes.unsqueeze(1), own)
-        for part, tensor in decoders.bits_of(loaded).items():
-            if part in decoder._parameters:
-                state_dict[at + part] = share_like(tensor, decoder._parameters[part])
-    elif isinstance(decoder, Decoder) and not decoders.is_shardable(decoder):
-        parts = {part: at + part for part in decoder.shardable}
-        if all(one in state_dict for one in parts.values()):
-            statistics = {part: state_dict.pop(one).clone() for part, one in parts.items()}
-            return cast(Decoder, decoder.replaced(statistics)).packed(state_dict.pop(codes))
-    return None
+        return restore(tensors, like.shape, dtype, settings)
+    except ValueError as error:
+        errors.append(
+            f"{key} {error}: load codes that were packed with the same settings, or 16-bit "
+            "weights into an unpacked model."
+        )
+        return None
 
 
 def share_like(whole: Tensor, own: Any) -> Tensor:
@@ -456,50 +396,15 @@ def share_like(whole: Tensor, own: Any) -> Tensor:
     return distribute_tensor(moved, own.device_mesh, own.placements, src_data_rank=None)
 
 
-def load_linears(
-    model: nn.Module, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
-) -> None:
-    """Load bitsandbytes' Linear layers from either keys; torch would cast their codes."""
+def load_linears(model: nn.Module, state_dict: dict[str, Any], prefix: str, errors: Any) -> None:
+    """Load bitsandbytes' 4-bit Linear layers by the keys that it saves, but does not load."""
     for name, module in model.named_modules():
-        at = f"{prefix}{name}."
-        decoder: Any = module._modules.get("statistics")
-        if isinstance(module, bnb.Linear4bit):
-            if decoder is not None or isinstance(module._parameters.get("weight"), Params4bit):
-                _load_4bit(module, state_dict, at, assign, errors)
-        elif isinstance(module, bnb.Linear8bitLt):
-            scales, bits, weight = f"{at}SCB", f"{at}statistics.scale_bits", f"{at}weight"
-            if decoder is not None and scales in state_dict:
-                state_dict.pop(f"{at}weight_format", None)
-                scale_bits = state_dict.pop(scales).view(torch.int32)
-                state_dict[bits] = share_like(scale_bits, decoder.scale_bits)
-                state_dict[weight] = share_like(state_dict[weight], module.weight)
-            elif decoder is None and bits in state_dict:
-                state_dict[scales] = state_dict.pop(bits).view(torch.float32)
-                state_dict[f"{at}weight_format"] = torch.tensor(0, dtype=torch.uint8)
-
-
-def _load_4bit(
-    module: Any, state_dict: dict[str, Any], prefix: str, assign: bool, errors: list[str]
-) -> None:
-    weight, decoder = module.weight, module._modules.get("statistics")
-    key, at = f"{prefix}weight", f"{prefix}statistics."
-    like = decoders.read_linear(module) if decoders.has_codes(module) else None
-    if like is None:
-        plain = weight.quant_type, False, weight.quant_storage, None, weight.blocksize
-        shape = int(module.out_features), int(module.in_features)
-        like = blank_weight(shape, torch.float32, CodecSettings(*plain))
-    elif decoder is None and f"{at}absmax" in state_dict:
-        decoder = Packed4bit(like)
-    loaded = _taken(state_dict, key, key, at, like, weight, decoder, errors)
-    if loaded is None:
-        return
-    state_dict[key] = loaded.codes
-    if weight.is_meta and not assign:
-        return  # torch's own message names meta
-    if not assign:
-        loaded = loaded.map(partial(torch.Tensor.to, device=weight.device, copy=True))
-    decoders.write_linear(module, loaded)
-    state_dict[key] = module.weight
+        key = f"{prefix}{name}.weight"
+        if type(module) is bnb.Linear4bit and decoders.has_codes(module) and key in state_dict:
+            loaded = _taken(state_dict, key, decoders.read_linear(module), errors)
+            if loaded is not None:
+                decoders.write_linear(module, loaded)
+            state_dict[key] = module.weight
 
 
 def blank_weight(

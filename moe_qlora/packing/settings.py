@@ -54,10 +54,6 @@ class CodecSettings(PackingFormat):
     @classmethod
     def from_config(cls, config: Any) -> CodecSettings:
         """Read a `BitsAndBytesConfig` or its dict; absent fields have that class's defaults."""
-        if isinstance(config, type):
-            raise ConfigError(
-                f"The quantization config is the class {config.__name__}: give an instance of it."
-            )
 
         def get(name: str, default: Any = None) -> Any:
             if isinstance(config, Mapping):
@@ -138,27 +134,21 @@ class CodecSettings(PackingFormat):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CodecSettings:
         """Read the result of `to_dict`, or raise ValueError; dtypes may be left out."""
-        options: dict[str, tuple[Any, ...]] = {
-            "kind": kinds(),
-            "double_quant": (False, True),
+        options = {
             "blocksize": BLOCKSIZES,
-            "storage_dtype": tuple(map(dtype_name, (torch.int8, *STORAGE_DTYPES))),
-            "compute_dtype": (None, *map(dtype_name, FLOAT_DTYPES)),
-            "stored_transposed": (False, True),
+            "storage_dtype": (torch.int8, *STORAGE_DTYPES),
+            "compute_dtype": (None, *FLOAT_DTYPES),
         }
-        absent = {"storage_dtype": "uint8", "compute_dtype": None, "stored_transposed": False}
-        values = {**absent, **values}
-        for key, allowed in options.items():
-            if key not in values:
-                raise ValueError(f"{key} is missing")
+        fields = dict(values)
+        for key in options.keys() & values.keys():
             value = values[key]
-            if not any(value == one and type(value) is type(one) for one in allowed):
-                shown = f"one of {', '.join(map(repr, allowed))}"
-                shown = "a power of two from 32 to 4096" if key == "blocksize" else shown
-                raise ValueError(f"{key} is {value!r:.80}; expected {shown}")
-        for key in ("storage_dtype", "compute_dtype"):
-            values[key] = None if values[key] is None else getattr(torch, values[key])
-        return cls(**{key: values[key] for key in options})
+            fields[key] = getattr(torch, value, 0) if isinstance(value, str) else value
+            if fields[key] not in options[key]:
+                raise ValueError(f"{key} is {value!r:.80}; expected one of {options[key]}")
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
 
 
 def _dtype(get: Callable[..., Any], field: str, allowed: Sequence[torch.dtype]) -> torch.dtype:
@@ -187,9 +177,7 @@ def why_not(weight: Tensor, settings: CodecSettings) -> str | None:
         return "is partitioned by DeepSpeed ZeRO-3: pack the model before DeepSpeed takes it over"
     if type(plain) is not Tensor:
         kind = type(plain).__name__
-        if hasattr(plain, "device_mesh"):
-            return f"is sharded ({kind}): pack the model before it is sharded"
-        return f"is a {kind} and no plain tensor: it is packed already by another tool, or traced"
+        return f"is a {kind} and no plain tensor: pack it before it is sharded, packed or traced"
     if plain.is_meta:
         return "is on the meta device and has no values: load the weights first"
     return why_not_packed(plain.shape, plain.dtype, settings)

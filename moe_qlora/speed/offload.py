@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -373,8 +373,6 @@ class _Hosted:
         with torch.inference_mode(False):
             for old, new in zip(held_tensors(self._first), tensors, strict=True):
                 old.data = new
-            for each in self.lists:
-                cast(Any, each[0]).forget()
         self._seen = self._state()
         self._views.clear()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -69,26 +68,6 @@ def ddp(folder: Path, settings: dict[str, Any], config: LoraConfig | None = None
     return model(input_ids=IDS)
 
 
-def changed(folder: Path, settings: dict[str, Any], change: str) -> Any:
-    """A step under DDP of a model whose adapters one rank has changed by hand."""
-    torch.manual_seed(1)
-    model: Any = moe_qlora.get_peft_model(packed(folder, settings), lora(), experts=True)
-    model.add_adapter("second", copy.deepcopy(model.peft_config["default"]))
-    if change == "active":
-        model.set_adapter("second")
-    elif change == "scaling":
-        model.base_model.model.model.layers[0].self_attn.q_proj.set_scale("default", 3.0)
-    elif change == "disabled":
-        model.base_model.disable_adapter_layers()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".default." in name)
-    elif change == "trained":
-        for name, parameter in model.named_parameters():
-            if "layers.0.self_attn.q_proj.lora_A" in name:
-                parameter.requires_grad_("second" in name)
-    DistributedDataParallel(model)(input_ids=IDS, labels=IDS).loss.backward()
-
-
 def grouped(folder: Path, settings: dict[str, Any], copies: bool) -> Any:
     """A step under DDP of a group that one rank alone belongs to."""
     groups = [distributed.new_group([rank]) for rank in range(2)]
@@ -115,10 +94,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], str
         ddp, ("one", NF4, lora()), ("one", NF4, lora(lora_alpha=8)),
         "lora_alpha 8, and rank 0 has 4",
     ),
-    "ddp, active": (changed, ("one", NF4, ""), ("one", NF4, "active"), "['second'], and"),
-    "ddp, scaling": (changed, ("one", NF4, ""), ("one", NF4, "scaling"), "q_proj.default 6.0"),
-    "ddp, disabled": (changed, ("one", NF4, ""), ("one", NF4, "disabled"), " [], and rank"),
-    "ddp, trained": (changed, ("one", NF4, ""), ("one", NF4, "trained"), "requires_grad"),
     "ddp, own group": (grouped, ("one", NF4, False), ("one", NF4, False), ""),
     "ddp, own groups": (grouped, ("one", NF4, True), ("one", FP4, True), ""),
 }  # fmt: skip

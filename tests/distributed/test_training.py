@@ -5,7 +5,6 @@ Every group of processes runs many cases: starting them takes longer than a case
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from typing import Any
 
@@ -186,11 +185,8 @@ def run_unprepared(**options: Any) -> dict[str, Any]:
     def forward() -> None:
         equal.append(torch.equal(model(input_ids=ids).logits, expected))
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        errors = said(forward), said(forward)
-    told = [str(each.message) for each in caught if "prepare_sharding" in str(each.message)]
-    return {"errors": errors, "equal": equal, "warnings": told}
+    errors = said(forward), said(forward)
+    return {"errors": errors, "equal": equal}
 
 
 def unprepared() -> Any:
@@ -266,7 +262,7 @@ def test_a_rank_holds_what_is_planned_to_the_byte(two: Any, packing: str) -> Non
     assert two[1][packing]["weights"] <= made.resident
 
 
-def test_what_is_refused_or_warned_of(two: Any) -> None:
+def test_what_is_refused(two: Any) -> None:
     at, rest = "QuantizationError: model.layers.0.", " is sharded and not gathered now: call the "
     rest += "model that was given to fully_shard"
     for texts in (result["refusals"] for result in two):
@@ -274,8 +270,6 @@ def test_what_is_refused_or_warned_of(two: Any) -> None:
         assert texts["read"].startswith(f"{at}mlp.experts.down_proj{rest}")
         assert texts["linear"].startswith(f"{at}self_attn.k_proj.weight{rest}")
         assert texts["compact"]["equal"] == [True, True]
-        (warning,) = texts["compact"]["warnings"]
-        assert warning.startswith("model.layers.0.mlp.experts.gate_up_proj was sharded with")
         # Codes that are stored as floating-point numbers are cast.
         errors = texts["compact, cast"]["errors"]
         assert all("were cast from torch.bfloat16 to torch.float16" in error for error in errors)

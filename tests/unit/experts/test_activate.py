@@ -140,7 +140,7 @@ def test_generation_keeps_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Tensor:
         raise AssertionError("decoded a whole stack")
 
-    monkeypatch.setattr(decoders.Packed4bit, "forward", refuse)
+    monkeypatch.setattr(decoders.Decoder, "forward", refuse)
     given = tiny_inputs(model)["input_ids"]
     made = model.generate(given, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert made.shape == (2, given.shape[1] + 3)

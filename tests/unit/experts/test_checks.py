@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import testing
 from moe_qlora.experts import checks
-from moe_qlora.packing import decoders, parametrize
+from moe_qlora.packing import parametrize
 from moe_qlora.packing.decoders import state_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
@@ -68,8 +68,8 @@ def contents(model):
     for _, module, name in parametrize.iter_packed(model):
         first = module.parametrizations[name][0]
         held = [parametrize.original_of(module, name).data]
-        if isinstance(first, decoders.PackedScales):
-            held.append(first.scale_bits.view(torch.float32))
+        if not first.is_4bit:
+            held.append(first.absmax.view(torch.float32))
         else:
             held += state_tensors(first.quant_state)
         found += [

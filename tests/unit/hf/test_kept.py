@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
@@ -109,43 +109,7 @@ def test_what_has_no_codes_to_keep_is_packed_anew(folders, nf4):
         assert {packed.kind for packed in packed_of(each).values()} == {"nf4"}
 
 
-@pytest.mark.parametrize(
-    ("scale", "codes", "dtype", "value"),
-    [
-        (255, 0x07, torch.bfloat16, "NaN"),  # 6, the largest code, and 0
-        (254, 0x07, torch.bfloat16, "inf in bfloat16"),
-        (141, 0x07, torch.float16, "inf in float16"),
-        (254, 0x22, torch.bfloat16, 2.0**127),
-        (140, 0x77, torch.float16, 6 * 2.0**13),
-    ],
-)
-def test_large_scales_are_kept_and_damaged_ones_named(
-    folders, tmp_path, scale, codes, dtype, value
-):
-    key, config = "model.layers.0.mlp.experts.down_proj", BitsAndBytesConfig(**NF4)
-    folder = scaled(folders, tmp_path, key, scale, codes)
-    if isinstance(value, str):
-        said = rf"{key}: Expert 2 has an MXFP4 scale, {scale}, that decodes to {value}"
-        with pytest.raises(CheckpointError, match=said):
-            load(folder, config=config, dtype=dtype)
-        return
-    weight = codec.unpack(packed_of(load(folder, config=config, dtype=dtype))[key])
-    assert torch.isfinite(weight).all() and weight.abs().max().double() == value
-
-
-def scaled(folders, tmp_path, key, scale, codes):
-    """Write the maker's folder with another block: its scale, and all bytes of its codes."""
-    folder = tmp_path / "changed"
-    shutil.copytree(folders / "maker", folder)
-    stored = load_file(folder / "model.safetensors")
-    stored[f"{key}_scales"][2, 3, 1] = scale
-    stored[f"{key}_blocks"][2, 3, 1] = codes
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
 def test_counts_bytes_and_plans(folders, kept, plain, nf4, saved):
-    assert kept.num_parameters() == plain.num_parameters()
     weights = packed_of(kept).values()
     constants = 4 * (16 + 256 + 2) * len(weights)
     experts = sum(packed.nbytes for packed in weights)

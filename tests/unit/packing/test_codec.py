@@ -263,7 +263,6 @@ def test_settings_follow_the_config() -> None:
         ({"load_in_4bit": True, "llm_int8_skip_modules": ["lm_head", None]}, "None"),
         ({"load_in_4bit": True, "llm_int8_skip_modules": float("inf")}, "is inf: give a list"),
         ({"load_in_8bit": True, "llm_int8_has_fp16_weight": True}, "16 bit"),
-        (SimpleNamespace, "instance"),
         (SimpleNamespace(quant_method="awq"), "awq"),
         (object(), "object"),
     ],

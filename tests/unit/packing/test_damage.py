@@ -39,10 +39,6 @@ def cut(end: str, count: int) -> Change:
     return lambda tensors: tensors.update({end: tensors[end][:count]})
 
 
-def valued(end: str, value: float) -> Change:
-    return lambda tensors: tensors[end].view(-1)[1:2].fill_(value)
-
-
 def turned(end: str, function: Callable[[Tensor], Tensor]) -> Change:
     return lambda tensors: tensors.update({end: function(tensors[end])})
 
@@ -71,13 +67,6 @@ CRAFTED: dict[str, tuple[str, Change, str]] = {
     "short nested table": ("nf4", cut(TABLE2, 128), r"shape \(128,\) as its .nested_quant_map"),
     "short codes": ("nf4", cut("", 11519), r"shape \(11519, 1\) as its codes"),
     "fp32 absmax in two rows": ("fp4", turned(".absmax", lambda t: t.view(2, -1)), "as its .absm"),
-    "other table": ("fp4", turned(TABLE, lambda t: t.flip(0)), "not the code table"),
-    "other nested table": ("nf4", valued(TABLE2, 7.0), "not the code table"),
-    "table nan": ("nf4", valued(TABLE, float("nan")), "not the code table"),
-    "absmax nan": ("fp4", valued(".absmax", float("nan")), "absmax nan at 1"),
-    "absmax inf": ("fp4", valued(".absmax", float("inf")), "absmax inf at 1"),
-    "absmax negative": ("fp4", valued(".absmax", -1.0), "absmax -1.0 at 1"),
-    "nested absmax inf": ("nf4", valued(NESTED, float("inf")), "nested absmax inf at 1"),
     "half absmax": ("fp4", turned(".absmax", Tensor.half), "float16 of shape"),
     "no table": ("nf4", lambda tensors: tensors.pop(TABLE), "nothing as its .quant_map"),
     "no record": ("nf4", lambda tensors: tensors.pop(f"{RECORD}nf4"), "nothing as its .quant_stat"),
@@ -119,9 +108,6 @@ def test_records_tables_and_meta_tensors() -> None:
     restore(tensors, SHAPE, None, settings)
     with pytest.raises(ValueError, match=r"'dtype': 'bfloat16'.*it must be.*'float32'"):
         restore(tensors, SHAPE, torch.float32, settings)
-    for end in (TABLE, TABLE2):  # computed by each machine, and may differ in the last bits
-        tensors[end] = tensors[end].nextafter(torch.tensor(2.0))
-    assert not list(problems(tensors, SHAPE, settings))
     blank = {end: tensor.to("meta") for end, tensor in tensors.items()}  # only the form is seen
     assert not list(problems(blank, SHAPE, settings))
     blank[TABLE] = blank[TABLE][:8]

