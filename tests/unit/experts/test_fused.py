@@ -136,7 +136,7 @@ def test_a_recomputation_decodes_for_backward_as_well(case, monkeypatch):
     from moe_qlora.kernels import grouped_mm, table
 
     module, provider, parts = case
-    monkeypatch.setattr(table, "KERNELS", [k for k in table.KERNELS if not k.on_codes])
+    monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
     decoded = []
     real = grouped_mm.decode
     monkeypatch.setattr(
