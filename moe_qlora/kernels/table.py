@@ -8,6 +8,7 @@ from card and shape: measured ones were within the noise of these (tools/bench/N
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -112,14 +113,15 @@ validated: dict[tuple[str, str, int], bool] = {}  # By kernel's name, kind of co
 def kernels() -> list[Kernel]:
     """Return the rows in the order in which they are asked; the last supports everything."""
     if not KERNELS:
-        from . import grouped_mm, quantized_mm
-
         with suppress(ImportError, AttributeError):  # a Triton without Gluon's names
-            from . import quantized_mm_hopper, quantized_mm_rs
-
-            KERNELS.extend([quantized_mm_rs.KERNEL, quantized_mm_hopper.KERNEL])
-        KERNELS.extend([quantized_mm.KERNEL, grouped_mm.BY_TORCH, grouped_mm.KERNEL])
+            KERNELS.extend([_file("quantized_mm_rs").KERNEL, _file("quantized_mm_hopper").KERNEL])
+        grouped_mm = _file("grouped_mm")
+        KERNELS.extend([_file("quantized_mm").KERNEL, grouped_mm.BY_TORCH, grouped_mm.KERNEL])
     return KERNELS
+
+
+def _file(name: str) -> Any:
+    return importlib.import_module(f".{name}", __package__)
 
 
 def choose(matmul: Matmul) -> Matmul:
@@ -182,8 +184,6 @@ def is_right(kernel: Kernel, device: torch.device, kind: str) -> bool:
 
 
 def _is_right(kernel: Kernel, matmul: Matmul) -> bool:
-    from .grouped_mm import decode
-
     packed, count, inner, out = matmul.packed, matmul.rows, matmul.inner, matmul.features
     generator = torch.Generator(packed.device).manual_seed(0)
     shapes = (count, inner), (count, 16), (2, out, 16)
@@ -195,7 +195,7 @@ def _is_right(kernel: Kernel, matmul: Matmul) -> bool:
     ordered = x if kernel.reorder is None else kernel.reorder(x)
     y = multiply(ordered, matmul, routing, products.flatten())
     weight = torch.empty(packed.shape, device=packed.device, dtype=packed.dtype)
-    decode(packed, weight)
+    _file("grouped_mm").decode(packed, weight)
     weight = torch.cat([weight.transpose(1, 2) if matmul.by_rows else weight, factor.mT], 1)
     read = torch.cat([x, products], 1)
     right = torch.cat([read[:5] @ weight[0], read[5:] @ weight[1]]).float()
@@ -206,7 +206,7 @@ def random_weight(
     shape: tuple[int, int, int], kind: str, device: torch.device, generator: torch.Generator
 ) -> PackedWeight:
     """Return a packed weight of random codes, in bf16 on CUDA, else in fp32."""
-    numel, blocksize = math.prod(shape), MX_BLOCK if kind == MXFP4 else 64
+    numel, blocksize = math.prod(shape), {MXFP4: MX_BLOCK}.get(kind, 64)
     codes = torch.randint(256, (numel,), device=device, generator=generator).to(torch.uint8)
     absmax = torch.rand(numel // blocksize, device=device, generator=generator)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
