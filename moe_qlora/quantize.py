@@ -234,8 +234,8 @@ def _nothing_found(layout: ModelLayout, missing_ok: bool) -> QuantizationReport:
         names = listed([experts.name for experts in layout.linear_experts])
         raise DetectionError(
             f"The model's experts are lists of Linear layers ({names}), which bitsandbytes packs "
-            "itself: load the model with the BitsAndBytesConfig instead of calling this, and "
-            "get_peft_model with experts=True adds LoRA on them."
+            "itself: load the model with the BitsAndBytesConfig instead of calling this, and name "
+            "them in target_modules for LoRA."
         )
     seen = listed([f"{item.name}: {item.reason}" for item in layout.rejected], separator="; ")
     looked = f" What looked like one: {seen}." if seen else ""

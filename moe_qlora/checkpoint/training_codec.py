@@ -8,6 +8,8 @@ The fingerprint in the note tells the base from a model whose names and shapes h
 of its configuration, and for some unpacked weights (embeddings, routers) one bit for each of some
 hundred values, set if it is above their mean. Packing or further training of the base leaves most
 bits; of another model's bits, half agree by chance.
+
+The model card (README.md) says it to people, between two markers; the rest is PEFT's.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ from pydantic.dataclasses import dataclass as checked
 from torch import Tensor, nn
 
 from ..detection.detect import detect
-from ..errors import AdapterError, ConfigError
-from ..layout import dtype_name, unwrapped_name
+from ..errors import AdapterError, ConfigError, visible
+from ..layout import dtype_name, name_pattern, unwrapped_name
 from ..models.files import read_json
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.decoders import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
+from ..versions import installed_version
 from .manifest import canonical_name
 from .reader import inside, parse_fields
 from .rows import packed_linears
@@ -263,3 +266,60 @@ def check_noted_base(
             f"{adapter} was trained on {noted.name}, and {base.name} has {other[0]}: use it with "
             "the model that it was trained on, or pass any_base=True (--any-base)."
         )
+
+
+CARD = "README.md"
+_START, _END = "<!-- moe_qlora: start -->", "<!-- moe_qlora: end -->"
+_PART = re.compile(rf"\n*{_START}.*?{_END}\n*", re.DOTALL)
+_CLASSES = {
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+_PACKAGES = ("moe-qlora", "transformers", "peft", "bitsandbytes", "torch")
+_USAGE = """
+```python
+import moe_qlora
+from transformers import {model}, BitsAndBytesConfig
+
+with moe_qlora.enabled():
+    model = {model}.from_pretrained({base}, quantization_config=BitsAndBytesConfig({how}){dtype})
+model = moe_qlora.load_adapter(model, "ADAPTER")  # the folder of this card
+```
+
+Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`.
+"""
+
+
+def write_card(folder: Path, config: Mapping[str, Any], packed: TrainingCodec) -> None:
+    """Write our part of an adapter's model card, given its config and note."""
+    base = packed.base.name if packed.base else str(config.get("base_model_name_or_path") or "")
+    double = ", double quantization" * packed.settings.double_quant
+    fields = packed.settings.bnb_fields().items()
+    options = [f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)]
+    usage = _USAGE.format(
+        model=_CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM"),
+        base=json.dumps(visible(base or "BASE")),
+        how=", ".join(options),
+        dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",
+    )
+    facts = {
+        "base": base,
+        "base was packed as": packed.settings.kind + double,
+        "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}",
+    }
+    for key in ("target_modules", "target_parameters"):
+        names = config.get(key) or ()
+        patterns = {name_pattern(n) for n in ([names] if isinstance(names, str) else names)}
+        facts[key] = ", ".join(sorted(patterns))
+    installed = ((name, installed_version(name)) for name in _PACKAGES)
+    facts["versions"] = ", ".join(f"{name} {version}" for name, version in installed if version)
+    # as code, so that names are not read as markup
+    plain = {n: visible(f).replace("|", "\\|").replace("`", "'") for n, f in facts.items() if f}
+    rows = "".join(f"| {name} | `{value}` |\n" for name, value in plain.items())
+    named = f"base_model: {json.dumps(base)}\n" if base else ""
+    text, file = f"---\n{named}library_name: peft\n---\n", folder / CARD
+    if file.is_file():
+        text = _PART.sub("\n", file.read_text(encoding="utf-8", errors="replace"))
+    table = f"## Adapter of a Mixture-of-Experts model\n\n| | |\n|---|---|\n{rows}{usage}"
+    replace_file(file, f"{text.rstrip()}\n\n{_START}\n\n{table}\n{_END}\n".encode())

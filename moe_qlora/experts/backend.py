@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,30 +22,22 @@ from ..packing.parametrize import is_autocast_on
 from .operands import LoraFactors, PackedOperand, active_lora, read_operand
 
 _LEAST_CAPABILITY = (8, 0)
-_kernels_run: dict[int, bool] = {}
-"""By CUDA device: whether the fused layer's kernels run there; set by eager calls."""
+_kernels_run: dict[int, bool] = {}  # By CUDA device; set by eager calls
 _GATE = "_moe_qlora_gate"
-_log = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
     """A way to compute a call, and the reason for it."""
 
     name: str  # "fused layer", "projection by projection", "reference loop" or "unpacked"
-    template: str  # The reason, formatted with `values` on demand: most calls do not need it
-    values: tuple[Any, ...] = ()
-
-    @property
-    def reason(self) -> str:
-        """Why this backend computes the call."""
-        return self.template.format(*self.values)
+    reason: str
 
 
 FUSED = Backend("fused layer", "both packed projections, the gate and LoRA suit its kernels")
 UNPACKED = Backend("unpacked", "no expert weight is packed: transformers' own forward runs")
 
-Obstacle = tuple[str, tuple[Any, ...]] | None
-"""A reason against a backend, as template and values; None where there is none."""
+
+Operand: TypeAlias = PackedWeight | PackedOperand
 
 
 class Call(NamedTuple):
@@ -54,12 +45,10 @@ class Call(NamedTuple):
 
     names: tuple[str, str]  # Parameters of the first projection and of the second
     x: Tensor  # `(T, H)`: the hidden states
-    # None for a weight that is not packed
-    weights: tuple[PackedWeight | PackedOperand | None, PackedWeight | PackedOperand | None]
+    weights: tuple[Operand | None, Operand | None]  # None for a weight that is not packed
     lora: tuple[tuple[LoraFactors, ...], tuple[LoraFactors, ...]]  # Of the active adapters
     autocast: torch.dtype | None  # None outside autocast
-    # The card to choose for, where the hidden states are on meta; None: their own
-    card: Card | None = None
+    card: Card | None = None  # To choose for, for hidden states on meta; None: their own
 
 
 def read_call(module: Any, x: Tensor) -> Call:
@@ -71,7 +60,7 @@ def read_call(module: Any, x: Tensor) -> Call:
     return Call(names, x, weights, lora, autocast)
 
 
-def stored_transposed(module: Any, weight: PackedWeight | PackedOperand | None) -> bool:
+def stored_transposed(module: Any, weight: Operand | None) -> bool:
     """Whether a weight is stored `(E, in, out)`: as its parameter, or transposed."""
     swapped = weight is not None and weight.stored_transposed
     return bool(module.is_transposed) != swapped
@@ -84,31 +73,23 @@ def choose_backend(module: Any, call: Call) -> Backend:
     obstacle = fused_obstacle(module, call)
     if obstacle is None:
         return FUSED
-    name = "projection by projection"
-    if not torch.compiler.is_compiling():  # there the custom operator chooses as it runs
-        dtypes = []
-        for weight in call.weights:
-            asked = None if weight is None else weight.compute_dtype
-            dtypes.append(call.autocast or asked or call.x.dtype)
-        if (
-            torch.float32 in dtypes
-            and call.x.device.type == "cuda"
-            and call.autocast is None
-            and call.x.dtype in HALVES
-        ):
-            _warn_of_float32(call.names[dtypes.index(torch.float32)], call.x.dtype)
-        if not all(
-            weight is not None and runs_grouped(weight.shape, call.x, dtype, call.card)
-            for weight, dtype in zip(call.weights, dtypes, strict=True)
-        ):
-            name = "reference loop"
-    return Backend(name, *obstacle)
+    if torch.compiler.is_compiling():  # there the custom operator chooses as it runs
+        return Backend("projection by projection", obstacle)
+    x, grouped = call.x, True
+    for weight in call.weights:
+        asked = None if weight is None else weight.compute_dtype
+        dtype = call.autocast or asked or x.dtype
+        grouped &= weight is not None and runs_grouped(weight.shape, x, dtype, call.card)
+        on_gpu = x.device.type == "cuda" and call.autocast is None
+        if on_gpu and dtype == torch.float32 and x.dtype in HALVES:
+            _warn_of_float32(x.dtype)
+    return Backend("projection by projection" if grouped else "reference loop", obstacle)
 
 
 @cache  # once in a process: all layers of a model are packed by one config
-def _warn_of_float32(parameter: str, dtype: torch.dtype) -> None:
+def _warn_of_float32(dtype: torch.dtype) -> None:
     warnings.warn(
-        f"{parameter} is computed in float32, which no fast kernel serves, since "
+        "A packed weight is computed in float32, which no fast kernel serves, since "
         "bnb_4bit_compute_dtype is float32, its default, and the activations are "
         f"{dtype_name(dtype)}: give the BitsAndBytesConfig bnb_4bit_compute_dtype={dtype}.",
         UserWarning,
@@ -116,77 +97,75 @@ def _warn_of_float32(parameter: str, dtype: torch.dtype) -> None:
     )
 
 
-def fused_obstacle(module: Any, call: Call) -> Obstacle:  # noqa: C901 - a list of reasons
+def fused_obstacle(module: Any, call: Call) -> str | None:  # noqa: C901 - a list of reasons
     """Return why the fused layer does not compute a call, None where it does."""
     x, autocast = call.x, call.autocast
     dtype = autocast or x.dtype
     if not (kernels_run(x.device) if call.card is None else suits(call.card)):
         return _device_obstacle(x.device, call.card)
     if x.numel() == 0:
-        return "there are no tokens", ()
+        return "there are no tokens"
     if module.has_post_expert_norm:
-        return "a norm stands between the last projection and the routing weights", ()
+        return "a norm stands between the last projection and the routing weights"
     if find_gate(module) is None:
         name = type(module).__name__.removeprefix("Parametrized")  # torch's, of packed modules
-        return "the kernels know no such activation as {}'s", (name,)
+        return f"the kernels know no such activation as {name}'s"
     if dtype not in HALVES:
-        return "the activations are {}, not bfloat16 or float16", (dtype,)
+        return f"the activations are {dtype}, not bfloat16 or float16"
     for name, weight, lora in zip(call.names, call.weights, call.lora, strict=True):
         if weight is None:
-            return "{} is not packed", (name,)
+            return f"{name} is not packed"
         if module.has_bias and getattr(module, f"{name}_bias").requires_grad:
-            return "{}_bias is trained", (name,)
+            return f"{name}_bias is trained"
         # Adapters are concatenated into one of all their ranks. float32 factors are multiplied in
         # 16 bit, as under autocast, and get float32 gradients.
         rank = sum(factors.a.shape[0] for factors in lora) // weight.shape[0]
         for factors in lora:
             if factors.drops:
-                return "dropout stands before the LoRA of {}", (name,)
+                return f"dropout stands before the LoRA of {name}"
             if factors.scaling != lora[0].scaling:
-                scalings = lora[0].scaling, factors.scaling
-                return "the adapters of {} are scaled by {} and {}", (name, *scalings)
+                scalings = f"{lora[0].scaling} and {factors.scaling}"
+                return f"the adapters of {name} are scaled by {scalings}"
             if autocast is None and factors.a.dtype not in (dtype, torch.float32):
-                dtypes = factors.a.dtype, dtype
-                return "the LoRA of {} is {}, the activations are {}", (name, *dtypes)
+                return f"the LoRA of {name} is {factors.a.dtype}, the activations are {dtype}"
         if rank > MAX_LORA_RANK:
-            sizes = rank, MAX_LORA_RANK
-            return "ranks of the adapters of {} sum up to {}, over {}", (name, *sizes)
+            return f"ranks of the adapters of {name} sum up to {rank}, over {MAX_LORA_RANK}"
         if len(weight.shape) != 3:
-            return "{} has {} dimensions, not 3", (name, len(weight.shape))
+            return f"{name} has {len(weight.shape)} dimensions, not 3"
         asked = weight.compute_dtype
         if asked is not None and asked != dtype and autocast is None:
-            return "{} is to be computed in {}, the activations are {}", (name, asked, dtype)
+            return f"{name} is to be computed in {asked}, the activations are {dtype}"
         if isinstance(weight, PackedOperand):  # in a graph, where a cache would not be read
             plain, supports = weight.lies_on(x.device), _supports.__wrapped__
         else:
             codes, supports = weight.flat_codes, _supports
             plain = type(codes) is Tensor and codes.device == x.device
         if not plain:
-            return "{} is sharded, or not on {}", (name, x.device)
+            return f"{name} is sharded, or not on {x.device}"
         if not weight.spec.is_known:
-            return "{} is packed as {}, which no kernel decodes", (name, weight.spec.kind)
+            return f"{name} is packed as {weight.spec.kind}, which no kernel decodes"
         if not supports(weight.spec):
-            form = tuple(weight.shape), GROUP, MAX_EXPERTS
-            return "{} of shape {} is not all groups of {}, or has over {} experts", (name, *form)
+            form = f"groups of {GROUP}, or has over {MAX_EXPERTS} experts"
+            return f"{name} of shape {tuple(weight.shape)} is not all {form}"
     first, second = (stored_transposed(module, weight) for weight in call.weights)
     if first != second:
-        return "{} and {} are stored in different orientations", call.names
+        return f"{call.names[0]} and {call.names[1]} are stored in different orientations"
     return None
 
 
-def _device_obstacle(device: torch.device, card: Card | None) -> Obstacle:
+def _device_obstacle(device: torch.device, card: Card | None) -> str:
     if card is not None and card.maker == "nvidia":
         if card.capability >= _LEAST_CAPABILITY:
-            return "the fused kernels need Triton, which is not installed", ()
-        return "the fused kernels need CUDA of compute capability 8.0, not {}.{}", card.capability
+            return "the fused kernels need Triton, which is not installed"
+        major, minor = card.capability
+        return f"the fused kernels need CUDA of compute capability 8.0, not {major}.{minor}"
     if card is not None:
         device = torch.device({"amd": "cuda", "intel": "xpu"}.get(card.maker, "cpu"))
     if device.type == "cuda" and (torch.version.hip is not None or suits(cards.actual(device))):
-        return "the fused kernels do not compile for {}, or are not right there", (device,)
+        return f"the fused kernels do not compile for {device}, or are not right there"
     if device.type == "xpu":
-        said = "the fused kernels are launched by CUDA or ROCm, not {} (XPU is not tested)"
-        return said, (device,)
-    return "the fused kernels need CUDA of compute capability 8.0 and Triton, not {}", (device,)
+        return f"the fused kernels are launched by CUDA or ROCm, not {device} (XPU is not tested)"
+    return f"the fused kernels need CUDA of compute capability 8.0 and Triton, not {device}"
 
 
 @lru_cache(maxsize=256)
@@ -195,13 +174,8 @@ def _supports(spec: WeightSpec) -> bool:
     return supports_fused(experts, tuple(sizes), spec.blocksize)
 
 
-def runs_grouped(
-    shape: Sequence[int], x: Tensor, dtype: torch.dtype, card: Card | None = None
-) -> bool:
-    """Whether a grouped matmul of all experts computes a product with packed codes in a dtype.
-
-    Else a loop over experts does. `card`: the one to choose for, as in `Call`.
-    """
+def runs_grouped(shape: Sequence[int], x: Tensor, dtype: torch.dtype, card: Any = None) -> bool:
+    """Whether one grouped matmul, not a loop over experts, multiplies by packed codes."""
     return dtype in HALVES and has_grouped(x, dtype, card) and dequantizes_whole(*shape)
 
 
@@ -217,14 +191,6 @@ def _multiplies(card: Card) -> bool:
     return card.maker == "amd" or card.capability >= _LEAST_CAPABILITY
 
 
-@cache
-def layer_kernels() -> Any:
-    """Import `kernels.moe_layer`."""
-    from ..kernels import moe_layer
-
-    return moe_layer
-
-
 def has_triton() -> bool:
     """Whether Triton is installed, by which the fused kernels are launched."""
     from ..kernels.lang import HAS_TRITON
@@ -238,11 +204,9 @@ def suits(card: Card) -> bool:
 
 
 def kernels_run(device: torch.device) -> bool:
-    """Whether the fused kernels run on this device: Triton, and CUDA of capability 8.0 or ROCm.
+    """Whether the fused kernels run on this device, on meta the card that is planned for.
 
-    On a card or with a Triton that no test has seen, small layers are compared first
-    (self_check.py); on ROCm a warning says so. On meta the card that is planned for decides, whose
-    machine has Triton.
+    On a card or with a Triton that no test has seen, small layers are compared first.
     """
     if (planned := planned_card(device)) is not None:
         return _multiplies(planned)
@@ -252,20 +216,16 @@ def kernels_run(device: torch.device) -> bool:
     if index not in _kernels_run:
         if torch.compiler.is_compiling():
             return False
-        _kernels_run[index] = suits(cards.actual(device))
-        if _kernels_run[index]:
+        if runs := suits(cards.actual(device)):
             from ..kernels import table
             from .self_check import layer_is_right
 
             table.prepare(device)
-            _kernels_run[index] = layer_is_right(device)
-            if torch.version.hip is not None and _kernels_run[index]:
-                warnings.warn(
-                    f"moe_qlora's kernels are not tested on ROCm. A small layer is right on "
-                    f"{device}; compare the first losses of a run with those of the same run on a "
-                    "CUDA GPU or a CPU.",
-                    stacklevel=2,
-                )
+            runs = layer_is_right(device)
+        _kernels_run[index] = runs
+        if torch.version.hip is not None and runs:
+            said = f"moe_qlora's kernels are not tested on ROCm; a small layer is right on {device}"
+            warnings.warn(f"{said}: compare the first losses with a CPU's.", stacklevel=2)
     return _kernels_run[index]
 
 
@@ -275,21 +235,17 @@ def find_gate(module: Any) -> tuple[Any, ...] | None:
     No name says what a gate computes: it is compared once, on the CPU in fp64, with every
     combination of the kernels' activations and the module's numbers. The module caches the result.
     """
-    if torch.compiler.is_compiling():
-        return module.__dict__.get(_GATE)
-    if _GATE not in module.__dict__:
+    if _GATE not in module.__dict__ and not torch.compiler.is_compiling():
         module.__dict__[_GATE] = _find_gate(module)
-    return module.__dict__[_GATE]
+    return module.__dict__.get(_GATE)
 
 
 @torch.no_grad()
 def _find_gate(module: Any) -> tuple[Any, ...] | None:
     gated = bool(module.has_gate)
     gate = module._apply_gate if gated else module.act_fn
-    numbers = sorted({
-        float(value) for value in vars(module).values()
-        if isinstance(value, float) and math.isfinite(value) and value > 0
-    })  # fmt: skip
+    floats = (value for value in vars(module).values() if isinstance(value, float))
+    numbers = sorted({value for value in floats if 0 < value < math.inf})
     spread = max([3.0, *(3 * n for n in numbers if n < 100)])
     probe = torch.linspace(-spread, spread, 4 * 257, dtype=torch.float64)
     probe = probe[torch.randperm(len(probe), generator=torch.Generator().manual_seed(0))]
@@ -298,11 +254,10 @@ def _find_gate(module: Any) -> tuple[Any, ...] | None:
         expected = gate(probe.clone())
     except Exception:  # noqa: BLE001 - whatever it is, the module's own gate stays in use
         return None
-    limits = [None, *numbers] if gated else [None]
     combinations = product(
         ("silu", "gelu_tanh", "gelu", "relu", "relu2"),
         (False, True) if gated else (False,),
-        limits,
+        [None, *numbers] if gated else [None],
         [1.0, *(n for n in numbers if n != 1.0)],
         (0.0, 1.0) if gated else (0.0,),
     )

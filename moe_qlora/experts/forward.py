@@ -7,28 +7,18 @@ k assignments a token, R = T k rows sorted by expert:
     experts_forward(module, hidden_states, top_k_index, top_k_weights)
       |  read_call        backend.py: both packed weights, active LoRA factors, autocast
       |  choose_backend   backend.py: one of these, and why
-      |
-      +- "unpacked": no expert weight is packed
-      |     the forward that was selected before `activate`
-      |
+      +- "unpacked": no expert weight is packed: the forward selected before `activate`
       +- "fused layer": on CUDA, 16-bit activations, both projections as one operation
       |     fused.run              eager: one autograd node; compiled: one custom operator
-      |       kernels/moe_layer.py   gate_up_forward: routing, x [W1 | B1], the gate
-      |                              down_forward: h [W2 | B2], summed to tokens
-      |                              backward: decodes again, LoRA's gradients
+      |       kernels/moe_layer.py   routing, x [W1 | B1], the gate, h [W2 | B2], sums to tokens
       |         kernels/table.py       few rows an expert: quantized_mm*.py, on the codes
       |                                else: grouped_mm.py, dequantized into workspace.py
-      |
       +- "projection by projection" or "reference loop": everything else, in plain autograd
-            projection.run    a product with decoded weights, the gate, another product
-                                CUDA and 16 bit: grouped matmuls of all experts
-                                any device: expert by expert
+            projection.run    a product with decoded weights, the gate, another product:
+                                grouped matmuls on CUDA in 16 bit, else expert by expert
 
 No decoded weight is alive between forward and backward: backward decodes again. LoRA is two
 low-rank products added to the base product, never W + B A.
-
-Projection by projection, the gate runs under a checkpoint of its own, so that any gate a model
-defines is right and saves only its input.
 """
 
 from __future__ import annotations
@@ -46,14 +36,7 @@ from ..errors import ConfigError
 from ..packing import parametrize
 from ..packing.codec import unpack
 from . import checks, forward_override, fused, projection
-from .backend import (
-    FUSED,
-    UNPACKED,
-    choose_backend,
-    find_gate,
-    kernels_run,
-    read_call,
-)
+from .backend import FUSED, UNPACKED, choose_backend, find_gate, kernels_run, read_call
 from .kept import in_experts
 
 IMPLEMENTATION = "moe_qlora"
@@ -69,8 +52,13 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
 
     The selection is made on the configuration object that each module reads, which it shares with
     the model's other experts modules: those without packed weights use the forward selected
-    before. Modules of Liger's class read no configuration, and get the forward itself. Returns the
-    names of modules where neither works: their own forward runs, and reads decoded weights.
+    before. Modules of Liger's class read no configuration, and get the forward itself.
+
+    Returns:
+        The names of modules whose own forward runs, on decoded weights.
+
+    Raises:
+        ConfigError: A module has one rank's experts alone (expert parallelism).
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -82,12 +70,12 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
         config = getattr(module, "config", None)
         if getattr(module, "_is_expert_parallel", False):
             raise ConfigError(
-                f"{name} has one rank's experts alone (expert parallelism), which packed experts "
-                "do not support: train with DDP or FSDP2."
+                f"{name} has one rank's experts alone, and packed experts do not support expert "
+                "parallelism: train with DDP or FSDP2."
             )
         if config is not None and goes_through_interface(module):
             configs[id(config)] = config
-        elif not _of_liger(module):
+        elif not forward_override.of_liger(module):
             left.append(name)
             continue
         served.append(module)
@@ -100,10 +88,8 @@ def activate(model: nn.Module, module_names: Iterable[str]) -> tuple[str, ...]:
             module.__dict__[_PREVIOUS] = getattr(config, "_experts_implementation", None)
             _prepare(module)
     for module in served:
-        if _PREVIOUS not in module.__dict__:
-            module.__dict__.update(
-                forward_override.LIGER_INTERFACE, _apply_gate=forward_override.silu_gate
-            )
+        if _PREVIOUS not in module.__dict__:  # of Liger's class
+            module.__dict__.update(forward_override.LIGER_INTERFACE)
             module.__dict__[_PREVIOUS] = None
             _prepare(module)
         parametrize.extend_class(module, _class_members)
@@ -123,8 +109,8 @@ def deactivate(model: nn.Module) -> None:
         previous = module.__dict__.pop(_PREVIOUS)
         parametrize.restore_class(module)
         forward_override.give_back(module)
-        if _of_liger(module):
-            for name in (*forward_override.LIGER_INTERFACE, "_apply_gate"):
+        if forward_override.of_liger(module):
+            for name in forward_override.LIGER_INTERFACE:
                 module.__dict__.pop(name, None)
         else:
             config: Any = module.config
@@ -132,15 +118,14 @@ def deactivate(model: nn.Module) -> None:
 
 
 def can_serve(module: nn.Module) -> bool:
-    """Whether `activate` can select `experts_forward` for a module, once it is packed."""
-    return goes_through_interface(module) or _of_liger(module)
+    """Whether `activate` can select `experts_forward` for a module."""
+    return goes_through_interface(module) or forward_override.of_liger(module)
 
 
 def goes_through_interface(module: nn.Module) -> bool:
     """Whether the forward of a module's class is that of transformers' experts interface.
 
-    Also where Liger has replaced it on such a class. Where other code has, it is not, although the
-    module still has the interface's attributes.
+    Also if Liger has replaced it, not if other code has.
     """
     forward = forward_override.class_forward(module)
     origin = getattr(forward, "__globals__", {}).get("__name__")
@@ -148,11 +133,9 @@ def goes_through_interface(module: nn.Module) -> bool:
 
 
 def asks_for_lora(module: Any) -> bool:
-    """Whether a call of a module certainly ends in `experts_forward`, which adds LoRA itself.
-
-    Uncertain where other code has bound a forward to the module: it may call the module's own.
-    """
-    if not parametrize.holds_packed(module) or not forward_override.runs_own_forward(module):
+    """Whether a call certainly ends in `experts_forward`, which adds LoRA; not if one is bound."""
+    bound = forward_override.bound_forward(module)
+    if not parametrize.holds_packed(module) or bound is not None:
         return False
     if _PREVIOUS not in module.__dict__ and not goes_through_interface(module):
         return False
@@ -181,18 +164,9 @@ def experts_forward(
 
 @cache
 def _class_members(base: Any) -> Mapping[str, Any]:
-    """Return the members that a packed module's class adds to `base`, the plain module's class.
-
-    Cached, so that a forward assigned to the class later does not count as its own.
-    """
-    own = base.forward
-    return forward_override.class_members(
-        base, experts_forward if forward_override.is_ligers(own) else own
-    )
-
-
-def _of_liger(module: nn.Module) -> bool:
-    return any(map(forward_override.is_ligers_class, type(module).__mro__))
+    """Return the members that a packed module's class adds to `base`, the plain module's class."""
+    run = experts_forward if forward_override.is_ligers(base.forward) else base.forward
+    return forward_override.class_members(base, run)
 
 
 def _prepare(module: nn.Module) -> None:
@@ -205,9 +179,7 @@ def _prepare(module: nn.Module) -> None:
 def _previous_forward(module: Any) -> Any:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    own: Any = type(module).forward
-    if isinstance(own, property):
-        own = forward_override.class_forward(module)
+    own: Any = forward_override.class_forward(module)
     eager = getattr(own, "__wrapped__", own)
     previous = module.__dict__.get(_PREVIOUS)
     if previous in (None, "eager", IMPLEMENTATION):
@@ -220,7 +192,7 @@ def clear_quantized(model: nn.Module) -> None:
 
     A model that still has bitsandbytes Linear layers stays marked as quantized.
     """
-    if next(parametrize.iter_packed(model), None) is not None:
+    if any(True for _ in parametrize.iter_packed(model)):
         return
     deactivate(model)
     for module in model.modules():
@@ -231,13 +203,10 @@ def clear_quantized(model: nn.Module) -> None:
         if isinstance(method, MethodType) and method.__func__ is function:
             del model.__dict__[name]
     host: Any = model
-    if getattr(host, "hf_quantizer", None) is not None and not _has_packed_linears(model):
+    linears = any(map(parametrize.is_packed_linear, model.modules()))
+    if getattr(host, "hf_quantizer", None) is not None and not linears:
         host.hf_quantizer.remove_quantization_config(model)
         host.is_loaded_in_4bit = host.is_loaded_in_8bit = False
-
-
-def _has_packed_linears(model: nn.Module) -> bool:
-    return any(map(parametrize.is_packed_linear, model.modules()))
 
 
 def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
@@ -254,7 +223,7 @@ def dequantize(self: Any, dtype: torch.dtype | None = None) -> Any:
         parametrize.detach(module, name, plain[key])
     clear_quantized(self)
     # The stock method raises without at least one such layer.
-    if _has_packed_linears(self):
+    if any(map(parametrize.is_packed_linear, self.modules())):
         type(self).dequantize(self, dtype=dtype)
     self.is_loaded_in_4bit = self.is_loaded_in_8bit = False
     return self

@@ -1,24 +1,19 @@
 """Which forward a module runs where other code has bound one of its own to it.
 
-Other code replaces forwards: in a module's `__dict__`, by an assignment, or on its class. Such a
-forward reads the dequantized weights, or calls the one that it replaces.
-
-- Liger's computes the same as the experts forward of this package, from dequantized weights. It is
-  disabled as long as the experts are packed. liger_kernel is recognized by its modules' name.
-- Any other one runs. It is not known beforehand whether it reads weights or calls the package's own
-  forward, which adds LoRA itself: `lora/layer.py` prepares for both.
+- Liger's, known by its modules' name, computes the same from dequantized weights: it is disabled.
+- Any other one runs. Whether it reads dequantized weights or calls the package's own forward, which
+  adds LoRA itself, is not known beforehand: `lora/layer.py` prepares for both.
 
 An attribute in an instance's `__dict__` overrides a method of its class, but not a property: so
-`forward` is a property on the class of packed experts, and on that of PEFT's wrapper around them.
-torch.compile looks into the `__dict__` first. So Liger's forward is removed from it in every call
-into this package: a forward, `train()`, `eval()`, or the check before a model's forward
-(checks.py), which also runs while a graph is traced.
+`forward` is a property on the class of packed experts, and on PEFT's wrapper around them.
+torch.compile looks into the `__dict__` first: eager calls, `train()` and `eval()` remove Liger's. A
+forward assigned to the class has no effect on modules that are packed already.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,31 +21,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _LIGER = "liger_kernel."
-_REMOVED = (
-    "_moe_qlora_removed_forward"  # Liger's functions, removed from a module's `__dict__`, by name
-)
-_ASSIGNED = "_moe_qlora_assigned_forward"  # the last forward that was bound and is not Liger's
+# Entries of a module's `__dict__`: Liger's functions that were removed from it, by name; and the
+# last forward that was bound and is not Liger's.
+_REMOVED = "_moe_qlora_removed_forward"
+_ASSIGNED = "_moe_qlora_assigned_forward"
 _RUN = "_moe_qlora_run"
-_PATCHED = "_moe_qlora_patched_forward"
 
+
+def _silu_gate(pre: Tensor) -> Tensor:
+    """Compute the gate of Liger's class: `(R, 2 I)`, the gate's half first, to `(R, I)`."""
+    gate, up = pre.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+# The attributes that transformers' experts interface would set on a module of Liger's class.
 LIGER_INTERFACE: Mapping[str, Any] = {
     "has_gate": True,
     "has_bias": False,
     "has_post_expert_norm": False,
     "is_transposed": False,
+    "_apply_gate": _silu_gate,
 }
-"""The attributes that transformers' experts interface would set on a module of Liger's class."""
 
 
-def is_ligers_class(cls: type) -> bool:
-    """Whether this is the class that Liger replaces a model's experts class by."""
-    return cls.__module__.startswith(_LIGER) and cls.__qualname__ == "LigerExperts"
-
-
-def silu_gate(pre: Tensor) -> Tensor:
-    """Compute the gate of Liger's class: `(R, 2 I)`, the gate's half first, to `(R, I)`."""
-    gate, up = pre.chunk(2, dim=-1)
-    return F.silu(gate) * up
+def of_liger(module: nn.Module) -> bool:
+    """Whether a module is of the class that Liger replaces a model's experts class by."""
+    classes = (cls for cls in type(module).__mro__ if cls.__module__.startswith(_LIGER))
+    return any(cls.__qualname__ == "LigerExperts" for cls in classes)
 
 
 def is_ligers(method: Any) -> bool:
@@ -83,18 +80,12 @@ def remove_liger(module: nn.Module) -> None:
         state["forward"] = assigned
 
 
-def forward_property(method: str, patched: str | None = None) -> Any:
-    """Return a property: the forward that is bound to an instance, else its method of this name.
-
-    `patched` names an attribute that is None, or a function that replaces the method.
-    """
+def forward_property(method: str) -> Any:
+    """Return a property: the forward that is bound to an instance, else its method of this name."""
 
     def read(self: Any) -> Any:
         bound = bound_forward(self)
-        if bound is not None:
-            return bound
-        other = None if patched is None else getattr(self, patched)
-        return getattr(self, method) if other is None else MethodType(other, self)
+        return getattr(self, method) if bound is None else bound
 
     def assign(self: Any, forward: Any) -> None:
         # A hook that is removed assigns the forward that it found.
@@ -114,30 +105,12 @@ def forward_property(method: str, patched: str | None = None) -> Any:
 
 def class_members(base: type[Any], run: Callable[..., Any]) -> Mapping[str, Any]:
     """Return the members that the class of packed experts adds to `base`, `run` its forward."""
-    own = base.forward
-
-    def patched(self: Any) -> Any:
-        if torch.compiler.is_compiling() or base.forward is own or is_ligers(base.forward):
-            return None
-        return base.forward
 
     def train(self: Any, mode: bool = True) -> Any:
         bound_forward(self)
         return base.train(self, mode)
 
-    return {
-        "forward": forward_property(_RUN, _PATCHED),
-        "train": train,
-        _RUN: run,
-        _PATCHED: property(patched),
-    }
-
-
-def runs_own_forward(module: Any) -> bool:
-    """Whether a call certainly reaches the own forward of the module's class."""
-    if bound_forward(module) is not None:
-        return False
-    return not hasattr(type(module), _PATCHED) or getattr(module, _PATCHED) is None
+    return {"forward": forward_property(_RUN), "train": train, _RUN: run}
 
 
 def class_forward(module: nn.Module) -> Any:
@@ -147,10 +120,9 @@ def class_forward(module: nn.Module) -> Any:
 
 
 def take_over(module: Any) -> None:
-    """Manage the forward that is bound to a module that has `class_members`.
+    """Manage the forward bound to a module with `class_members`.
 
-    Liger's, which hooks may have saved under another name, is replaced by the module's own. Any
-    other one stays, and is restored where Liger's replaces it.
+    The module's own replaces Liger's, which hooks may have saved under another name; others stay.
     """
     state = module.__dict__
     bound = state.get("forward")

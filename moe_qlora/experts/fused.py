@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -16,10 +16,18 @@ from torch import Tensor
 
 from ..kernels.limits import padded
 from ..kernels.weights import PackedWeight
-from .backend import Call, find_gate, layer_kernels, stored_transposed
+from .backend import Call, find_gate, stored_transposed
 from .kept import keep, take
 from .operands import LoraFactors, packed_weight
 from .projection import first_order, no_autocast, register_products
+
+
+@cache
+def layer_kernels() -> Any:
+    """Import `kernels.moe_layer`, which imports Triton."""
+    from ..kernels import moe_layer
+
+    return moe_layer
 
 
 def run(module: Any, call: Call, index: Tensor, routing_weights: Tensor) -> Tensor:
@@ -68,9 +76,7 @@ def joined_lora(lora: Sequence[LoraFactors], experts: int) -> tuple[Tensor, ...]
     return a.flatten(0, 1), b.flatten(1, 2)
 
 
-def make_layer(
-    weights: Sequence[PackedWeight], gate: Sequence[Any], transposed: bool, dtype: torch.dtype
-) -> Any:
+def make_layer(weights: Sequence[PackedWeight], gate: Any, transposed: bool, dtype: Any) -> Any:
     """Return the `moe_layer.Layer` of two packed weights."""
     kernels = layer_kernels()
     first, second = (weight.aligned() for weight in weights)
@@ -92,25 +98,22 @@ class _Work:
 
 
 def _for_backward(layer: Any) -> Any:
-    """Return the layer; a function that returns it where its weights must be read again."""
+    """Return the layer, or a callable that reads it again (offloaded or ZeRO-3 weights)."""
     first, second = layer.first.again, layer.second.again
     if first is None or second is None:
         return layer
-    kind, constants = type(layer), layer[2:]  # Not the layer: it would keep what it has read
+    kind, constants = type(layer), layer[2:]  # Not the layer, which holds the weights
     return lambda: kind(first().aligned(), second().aligned(), *constants)
 
 
 class _FusedLayer(torch.autograd.Function):
-    """Computes the tensors that backward needs, and allocates the output.
+    """Computes the tensors that backward needs, and allocates the output."""
 
-    Non-reentrant checkpointing stops recomputing at the last saved tensor: since the caller
-    computes the output, the second projection is not recomputed.
-    """
+    # Non-reentrant checkpointing stops recomputing at the last saved tensor: since the caller
+    # computes the output, the second projection is not recomputed.
 
     @staticmethod
-    def forward(
-        ctx: Any, work: _Work, index: Tensor, x: Tensor, weights: Tensor, *rest: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, work: _Work, index: Any, x: Tensor, weights: Any, *rest: Any) -> Tensor:
         n = work.biases
         operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
         saved = take()
@@ -132,23 +135,16 @@ class _FusedLayer(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         work = ctx.work
         x, weights, *rest, ints, pre, products = ctx.saved_tensors
-        operands = make_operands(
-            x, weights, rest[: work.biases], rest[work.biases :], work.scalings
-        )
-        saved = ints, pre, products
+        n = work.biases
+        operands = make_operands(x, weights, rest[:n], rest[n:], work.scalings)
         layer = work.layer() if callable(work.layer) else work.layer
-        grads = layer_backward(layer, operands, grad, saved, ctx.needs_input_grad[2])
-        return None, None, grads[0], grads[1], *[None] * work.biases, *grads[2:]
+        saved, needs_x = (ints, pre, products), ctx.needs_input_grad[2]
+        grads = layer_backward(layer, operands, grad, saved, needs_x)
+        return None, None, grads[0], grads[1], *[None] * n, *grads[2:]
 
 
-def make_operands(
-    x: Tensor,
-    weights: Tensor,
-    biases: Sequence[Tensor],
-    lora: Sequence[Tensor],
-    scalings: Sequence[float | None],
-) -> Any:
-    """Return the `moe_layer.Operands`; a projection's scaling is None where it has no LoRA."""
+def make_operands(x: Tensor, weights: Tensor, biases: Any, lora: Any, scalings: Any) -> Any:
+    """Return the `moe_layer.Operands`; a projection without LoRA has the scaling None."""
     kernels, factors = layer_kernels(), iter(lora)
     make = kernels.Lora
     loras = [None if s is None else make(next(factors), next(factors), s) for s in scalings]
@@ -169,20 +165,19 @@ def layer_backward(
     return [grads.x, grads.weights, *factors]
 
 
-# The custom operator that compiled graphs call. Its arguments are tensors and plain numbers: packed
-# weights as `operands.PackedOperand`s, the gate and the call's constants as lists and flags.
+# The custom operator of compiled graphs, whose arguments are tensors and plain numbers.
 
 _LAYER_CONSTANTS = (
     "int[] first, int[] second, str act, bool[] gate_flags, float[] gate_numbers, "
     "bool[] adapted, float[] scalings, bool transposed"
 )
+_LAYER_LISTS = "Tensor[] biases, Tensor[] lora, Tensor[] packed, "
 _LAYER_FORWARD = (
-    "(Tensor x, Tensor weights, Tensor index, Tensor[] biases, Tensor[] lora, Tensor[] packed, "
-    f"{_LAYER_CONSTANTS}) -> Tensor[]"
+    f"(Tensor x, Tensor weights, Tensor index, {_LAYER_LISTS}{_LAYER_CONSTANTS}) -> Tensor[]"
 )
 _LAYER_BACKWARD = (
-    "(Tensor grad, Tensor x, Tensor weights, Tensor[] biases, Tensor[] lora, Tensor[] packed, "
-    f"Tensor[] saved, bool needs_x, {_LAYER_CONSTANTS}) -> Tensor[]"
+    f"(Tensor grad, Tensor x, Tensor weights, {_LAYER_LISTS}Tensor[] saved, bool needs_x, "
+    f"{_LAYER_CONSTANTS}) -> Tensor[]"
 )
 
 

@@ -1,15 +1,12 @@
-"""Tensors of the experts that a checkpoint keeps, so that its recomputation need not make them.
+"""Tensors of the experts that a checkpoint saves, so that its recomputation need not make them.
 
-torch's selective checkpointing keeps outputs of operators; what an `autograd.Function` saves, and
+torch's selective checkpointing saves outputs of operators; what an `autograd.Function` saves, and
 what Triton kernels write, is computed again. Here an experts forward hands its tensors over in the
 first forward, and takes them back in the recomputation:
 
-    first, again = kept_tensors()
-    checkpoint(layer, x, use_reentrant=False, context_fn=lambda: (first, again))
+    checkpoint(layer, x, use_reentrant=False, context_fn=kept_tensors)
 
-In code of `torch.compile`, tensors are kept by operator instead. Who keeps outputs of a layer's
-other operators has to leave those of the experts out (`is_in_experts`): the recomputation does not
-call them again.
+Compiled code saves by operator. A policy for other operators skips the experts' (`is_in_experts`).
 """
 
 from __future__ import annotations
@@ -22,9 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-_Tensors = tuple[Tensor, ...]
-_Kept = tuple[_Tensors, list[int]]
-"""Aliases of tensors, and their versions."""
+# Aliases of tensors, and their versions
+_Kept = tuple[tuple[Tensor, ...], list[int]]
 
 
 class _Active(threading.local):
@@ -68,10 +64,10 @@ def keep(tensors: Sequence[Tensor]) -> None:
         _active.keeps.append((aliases, _versions(aliases)))
 
 
-def take() -> _Tensors | None:
-    """Return what the same call handed over, once; None where it has to be computed.
+def take() -> tuple[Tensor, ...] | None:
+    """Return the tensors that the same call handed over, once, or None to compute them.
 
-    That is also where it was changed in place since, as by a hook of the activation.
+    None also where one was changed in place since, as by a hook of the activation.
     """
     if not _active.returns:
         return None
@@ -79,7 +75,7 @@ def take() -> _Tensors | None:
     return tensors if _versions(tensors) == versions else None
 
 
-def _versions(tensors: _Tensors) -> list[int]:
+def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 

@@ -2,7 +2,7 @@
 
 An eager call reads a `PackedWeight`. `torch.compile` cannot trace that, and a custom operator's
 arguments are tensors and plain numbers only: there a weight is a `PackedOperand`, from which the
-operator rebuilds the `PackedWeight`. Also here: where a module's forward gets its LoRA factors.
+operator rebuilds it. Also here: the source of a module's LoRA factors.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class PackedOperand(NamedTuple):
     """A packed weight as tensors and constants."""
 
     # Codes and the bits of the scales; or codes, absmax, table and, with double quantization,
-    # offset, nested absmax and nested table; or, in host memory, the handle to fetch it by
+    # offset, nested absmax and nested table; or the handle of a weight in host memory
     tensors: list[Tensor]
     spec: WeightSpec  # The key of kernels, without the device
     dtype: torch.dtype  # Dtype of the weight that was packed
@@ -100,10 +100,7 @@ def packed_weight(
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """One adapter's factors for one expert parameter, as PEFT stores them.
-
-    `in` and `out` are of the matrix as it is applied, however the parameter is stored.
-    """
+    """One adapter's factors for one expert parameter, as PEFT stores them; in, out as applied."""
 
     a: Tensor  # `(E r, in)`, `lora_A.weight`, expert slowest: `a.reshape(E, r, in)`
     b: Tensor  # `(out, r E)`, `lora_B.weight`, expert fastest: `b.reshape(out, r, E)`
@@ -116,15 +113,8 @@ class LoraFactors:
         return self.dropout is not None and self.dropout.training
 
 
-class LoraSource(Protocol):
-    """An object that the forward asks for LoRA factors, at each call."""
-
-    def active_lora(self, parameter_name: str) -> tuple[LoraFactors, ...]:
-        """Return the factors of the adapters that are active now; empty where there are none."""
-
-
-def set_lora_source(module: nn.Module, source: LoraSource) -> None:
-    """Let the module's forward ask `source` for LoRA factors; a copy of the module has it too."""
+def set_lora_source(module: nn.Module, source: Any) -> None:
+    """Let the module's forward ask `source.active_lora(name)` for factors; a copy has it too."""
     module.__dict__[_SOURCE] = source
 
 
@@ -133,12 +123,12 @@ def clear_lora_source(module: nn.Module) -> None:
     module.__dict__.pop(_SOURCE, None)
 
 
-def lora_source(module: nn.Module) -> LoraSource | None:
-    """Return the module's source of LoRA factors, None where none is set."""
-    return cast("LoraSource | None", module.__dict__.get(_SOURCE))
+def lora_source(module: nn.Module) -> Any:
+    """Return the module's source of LoRA factors, or None."""
+    return module.__dict__.get(_SOURCE)
 
 
 def active_lora(module: nn.Module, name: str) -> tuple[LoraFactors, ...]:
     """Return the LoRA factors of one expert parameter that are active now."""
     source = lora_source(module)
-    return source.active_lora(name) if source is not None else ()
+    return () if source is None else source.active_lora(name)

@@ -3,6 +3,7 @@
 Shape legend: T tokens, k assignments a token, R = T k rows sorted by expert, E experts, r rank.
 
 For row i of expert e:  y_i = x_i W_e^T + b_e + sum_j s_j (d_j(x_i) A_je^T) B_je^T
+The gate runs under a checkpoint of its own and saves only its input.
 
 The product with packed codes decodes again in backward, which computes the same product with the
 weight the other way round. Both products, with codes and with LoRA's factors, are grouped matmuls
@@ -12,7 +13,7 @@ rows, which decodes one at a time. Sums over a token's rows have one order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial, wraps
 from itertools import pairwise
@@ -29,52 +30,29 @@ from ..kernels.limits import GROUP, WIDE_TILE, wide_tile
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from ..packing.parametrize import is_autocast_on
-from .backend import Call, has_grouped, runs_grouped, stored_transposed
+from .backend import Call, Operand, has_grouped, runs_grouped, stored_transposed
 from .kept import keep, take
-from .operands import PackedOperand, packed_weight
+from .operands import packed_weight
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a `backward` that autograd cannot differentiate: a second derivative raises.
+    """Decorate a `backward` that autograd cannot differentiate: create_graph=True raises.
 
-    `torch.autograd.function.once_differentiable` does not suffice: where the incoming gradient
-    needs no gradient itself, as that of a loss, it lets a second derivative through as none.
+    `once_differentiable` lets a second derivative of a loss through as none.
     """
 
     @wraps(backward)
     def guarded(ctx: Any, *grads: Any) -> Any:
         # Autograd runs with gradients here exactly where it was asked for create_graph=True.
-        if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        with torch.no_grad():
-            out = backward(ctx, *grads)
-        return _guard(out)
+        if torch.is_grad_enabled():
+            raise QuantizationError(
+                "Packed experts have first derivatives only, and a second one was asked for "
+                "(create_graph=True, as for a gradient penalty): keep the experts out of it, or "
+                "train them unpacked. What prepare_training sets has first derivatives only too."
+            )
+        return backward(ctx, *grads)
 
     return guarded
-
-
-def _guard(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _NoSecondOrder.apply(value.detach().requires_grad_())
-    if isinstance(value, Sequence):
-        return type(value)(map(_guard, value))  # type: ignore[call-arg]
-    return value
-
-
-class _NoSecondOrder(torch.autograd.Function):
-    """The identity on a gradient, whose derivative raises."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise QuantizationError(
-            "Packed experts have first derivatives only, and a second one was asked for "
-            "(create_graph=True, as for a gradient penalty): keep the experts out of it, or train "
-            "them unpacked. What prepare_training sets has first derivatives only too."
-        )
 
 
 def no_autocast(like: Tensor) -> Any:
@@ -149,18 +127,15 @@ def _product(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     return cast(Tensor, torch.ops.moe_qlora.experts_product(x, matrices, offsets))
 
 
-def _packed_product(
-    weight: PackedWeight | PackedOperand, x: Tensor, offsets: Tensor, transposed: bool, keeps: bool
-) -> Tensor:
-    """Return rows times packed matrices, `(E, in, out)` where transposed; no gradient for these.
+def _packed_product(weight: Operand, x: Tensor, offsets: Any, transposed: bool, keeps: bool) -> Any:
+    """Return rows `(R, K)` times packed matrices, `(E, in, out)` where transposed.
 
-    `keeps`: whether a checkpoint that keeps tensors of the experts keeps the product.
+    `keeps`: whether a checkpoint that saves tensors of the experts saves the product.
     """
     if isinstance(weight, PackedWeight):
-        return cast(Tensor, _PackedProduct.apply(weight, transposed, keeps, offsets, x))
+        return _PackedProduct.apply(weight, transposed, keeps, offsets, x)
     packed = weight.tensors, weight.numbers, weight.dtype
-    product = torch.ops.moe_qlora.experts_projection
-    return cast(Tensor, product(x, offsets, *packed, transposed, keeps))
+    return torch.ops.moe_qlora.experts_projection(x, offsets, *packed, transposed, keeps)
 
 
 class _PackedProduct(torch.autograd.Function):
@@ -203,10 +178,8 @@ def multiply_codes(x: Tensor, offsets: Tensor, weight: PackedWeight, transposed:
         return _by_expert(x, lambda expert: decode(expert, expert + 1)[0], features, offsets)
 
 
-def _by_expert(
-    x: Tensor, matrix: Callable[[int], Tensor], features: int, offsets: Tensor
-) -> Tensor:
-    """Return the rows `(R, K)` times `matrix(expert)` `(K, features)`, expert by expert."""
+def _by_expert(x: Tensor, matrix: Callable[[int], Tensor], features: int, offsets: Any) -> Tensor:
+    """Return rows `(R, K)` times `matrix(expert)` `(K, features)`, expert by expert."""
     out = x.new_zeros(len(x), features)
     for expert, low, high in _spans(x, offsets):
         out[low:high] = x[low:high] @ matrix(expert)
@@ -214,10 +187,8 @@ def _by_expert(
 
 
 def _spans(x: Tensor, offsets: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield each expert that has rows, the first one, and one past its last; waits for the device.
-
-    On meta the first expert has all rows, which is the most that one can have.
-    """
+    """Yield each expert with rows, its first row and one past its last; waits for the device."""
+    # On meta the first expert has all rows, the most that one can have
     bounds = [0, len(x)] if offsets.is_meta else offsets.tolist()
     for expert, (low, high) in enumerate(pairwise(bounds)):
         if high > low:

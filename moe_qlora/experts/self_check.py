@@ -30,11 +30,8 @@ def layer_is_right(device: torch.device) -> bool:
     except Exception as error:  # noqa: BLE001 - whatever this Triton or card refuses
         right, wrong = False, f"do not run ({type(error).__name__})"
     if not right:
-        warnings.warn(
-            f"moe_qlora's fused kernels {wrong} on {device} with Triton {triton}, which no test "
-            "has seen; this process goes on without them, and slower.",
-            stacklevel=4,
-        )
+        said = f"moe_qlora's fused kernels {wrong} on {device} with Triton {triton}, which no test "
+        warnings.warn(f"{said}has seen; this process goes on without them, slower.", stacklevel=4)
     return right
 
 

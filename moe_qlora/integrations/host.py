@@ -193,13 +193,14 @@ class ExpertsHost:
                     "adapter: make it with PEFT first, or leave lora_experts out."
                 )
             return peft_model
-        from ..lora.model import apply_adapted_config, connect_adapters
+        from ..lora.model import connect_adapters, set_dropout
         from ..lora.targets import expert_parameters, names_parameter
 
         connect_adapters(peft_model)
-        if self._adapted is not None:
-            apply_adapted_config(peft_model, self._adapted)
+        dropout = getattr(self._adapted, "lora_dropout", 0.0)
         for adapter, config in configs.items():
+            if dropout:
+                set_dropout(peft_model, adapter, dropout)
             targets = getattr(config, "target_parameters", None) or ()
             for name in expert_parameters(peft_model, wanted) if wanted else ():
                 if not any(names_parameter(target, name) for target in targets):

@@ -8,8 +8,7 @@ layer's output and its gradients. Open `moe_layer.py` first. A fused layer calls
     factors.py              pads LoRA's factors for the kernels; their gradients
     row_kernels.py          kernels over sorted rows: products with a factor, sums to tokens
     gate_kernels.py         the gate between both projections, and its backward
-    table.py                which kernel multiplies each expert's rows; tries them
-    expert_mm.py            the interface of such a kernel: supports, prepare, launch
+    table.py                a matmul and the interface of its kernels; chooses and tries them
     quantized_mm.py         few rows: multiplies on the codes, any GPU
     quantized_mm_hopper.py  the same on Hopper; quantized_mm_rs.py, for more rows
     grouped_mm.py           many rows: codes to 16 bit, then torch's grouped matmul or our own

@@ -1,9 +1,8 @@
 """Device capabilities, and which grouped matmul each device uses.
 
-torch's grouped matmul is quick for bf16 on Hopper and datacenter Blackwell (compute capability 9
-and 10). Elsewhere, and for fp16 anywhere, it copies the experts' offsets to the host and calls
-cuBLAS expert by expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`, torch 2.9 to 2.13), which
-waits for the device and cannot be captured. There `grouped_mm.py` replaces it.
+torch's grouped matmul is quick for bf16 on compute capability 9 and 10. Elsewhere, and for fp16,
+it copies the experts' offsets to the host and calls cuBLAS expert by expert (GroupedBlas.cpp, torch
+2.9 to 2.13), which waits for the device and cannot be captured: `grouped_mm.py` replaces it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,10 @@ from typing import NamedTuple
 import torch
 
 HALVES = (torch.bfloat16, torch.float16)
-
-HOPPER = (9, 0)
-"""Its compute capability."""
-
-SMALL_SHARED = 99 << 10
-"""Bytes of shared memory that a program may use on every NVIDIA card from capability 8.0 on; 8.6,
-8.9 and 12.0 have no more."""
+HOPPER = (9, 0)  # Its compute capability
+META = -2  # Stands for the index of a CUDA device where tensors are on meta
+SMALL_SHARED = 99 << 10  # Bytes of shared memory that a program may use on 8.6, 8.9 and 12.0
+_SHARED = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}  # KiB on others
 
 
 class Card(NamedTuple):
@@ -35,39 +31,24 @@ class Card(NamedTuple):
 
     @property
     def runs_on(self) -> bool:
-        """Whether the matrix unit reads operands from shared memory, asynchronously.
-
-        So on Hopper and datacenter Blackwell, which have 227 KiB. On other cards operands lie in
-        registers, as the sums do.
-        """
+        """Whether matrix units read from shared memory, as Hopper's and large Blackwells' do."""
         return self.capability[0] in (9, 10)
 
 
-_SHARED = {
-    (7, 0): 96 << 10,
-    (7, 5): 64 << 10,
-    (8, 0): 163 << 10,
-    (9, 0): 227 << 10,
-    (10, 0): 227 << 10,
-}
-"""Bytes of shared memory that a program may take, by compute capability, where not SMALL_SHARED."""
-
-PORTABLE = Card("nvidia", (8, 6), SMALL_SHARED)
-"""The least capable card that the kernels run on."""
-
-META = -2
-"""Stands for the index of a CUDA device where tensors are on meta."""
-
+PORTABLE = Card("nvidia", (8, 6), SMALL_SHARED)  # The least capable one that kernels run on
 _acting: Card | None = None
 _planned: ContextVar[Card | None] = ContextVar("planned", default=None)
 
 
+def of_capability(capability: tuple[int, int]) -> Card:
+    """Return the NVIDIA card of a compute capability."""
+    shared = _SHARED[capability] << 10 if capability in _SHARED else SMALL_SHARED
+    return Card("nvidia", capability, shared)
+
+
 @contextmanager
 def acting_as(card: Card) -> Iterator[None]:
-    """Choose kernels as for another card within the block: for tests and measurements.
-
-    `acting_as(PORTABLE)` leaves out Hopper's kernel and torch's grouped matmul. All threads act so.
-    """
+    """Choose kernels as for another card within the block, in all threads: for tests."""
     global _acting
     before, _acting = _acting, card
     try:
@@ -76,14 +57,9 @@ def acting_as(card: Card) -> Iterator[None]:
         _acting = before
 
 
-def of_capability(capability: tuple[int, int]) -> Card:
-    """Return the NVIDIA card of a compute capability."""
-    return Card("nvidia", capability, _SHARED.get(capability, SMALL_SHARED))
-
-
 @contextmanager
 def planned_for(card: Card) -> Iterator[None]:
-    """Choose kernels for tensors on meta as for this card, in this thread, as long as this lasts.
+    """Choose kernels for tensors on meta as for this card, in this thread.
 
     Launches on meta compute nothing (`lang.py`), so that a layer's allocations can be counted.
     """
@@ -107,7 +83,7 @@ def card(device: torch.device) -> Card:
 
 
 def of_index(index: int) -> Card:
-    """Return the same for an index, as of `device_of`."""
+    """Return the card of an index, as of `device_of`."""
     return card(device_of(index))
 
 
@@ -128,9 +104,8 @@ def actual(device: torch.device) -> Card:
             return Card("amd", (0, 0), properties.shared_memory_per_block)
         shared = getattr(properties, "shared_memory_per_block_optin", SMALL_SHARED)
         return Card("nvidia", (properties.major, properties.minor), shared)
-    if device.type == "xpu":
-        return Card("intel", (0, 0), 64 << 10)
-    return Card("", (0, 0), SMALL_SHARED)
+    xpu = device.type == "xpu"
+    return Card("intel" if xpu else "", (0, 0), 64 << 10 if xpu else SMALL_SHARED)
 
 
 def takes_ptx(device: torch.device) -> bool:

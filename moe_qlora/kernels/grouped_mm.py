@@ -30,10 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import cards, workspace
-from .expert_mm import Kernel, Matmul
 from .lang import run_kernel, tl, triton
 from .limits import WIDE_TILE, cdiv, row_stride, wide_tile
 from .routing import Routing
+from .table import Kernel, Matmul
 from .weights import PackedWeight
 
 BLOCK = 256
@@ -393,12 +393,14 @@ def _multiply(
 
 BY_TORCH = Kernel(
     "dequantize + torch",
-    lambda matmul: cards.multiplies_by_torch(cards.device_of(matmul.spec.device), matmul.dtype),
-    lambda matmul: wide_tile(matmul.rows, matmul.experts, WIDE_TILE),
+    lambda matmul: cards.multiplies_by_torch(
+        cards.device_of(matmul.packed.spec.device), matmul.dtype
+    ),
+    lambda matmul: wide_tile(matmul.rows, matmul.packed.experts, WIDE_TILE),
     prepare,
     partial(_multiply, True),
     on_codes=False,
-    cut=lambda matmul, tile: default(tile, cards.device_of(matmul.spec.device)),
+    cut=lambda matmul, tile: default(tile, cards.device_of(matmul.packed.spec.device)),
 )
 
 KERNEL = replace(

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from . import table, workspace
-from .expert_mm import Matmul
 from .factors import Lora, factor_grad, pad_factors
 from .gate_kernels import Gate, apply_gate, gate_backward
 from .grouped_mm import owner_of
@@ -41,6 +40,7 @@ from .limits import row_stride
 from .routing import Routing, route
 from .row_kernels import multiply_tokens, sum_to_tokens
 from .streams import SecondStream
+from .table import Matmul
 from .weights import PackedWeight
 
 

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from . import cards, workspace
-from .expert_mm import Kernel, Matmul
 from .grouped_mm import block_absmax
 from .lang import run_kernel, tl, triton
 from .limits import TILE, WIDE_TILE, cdiv, prefers_quantized, supports_quantized, wide_tile
 from .routing import Routing, Tiled
+from .table import Kernel, Matmul
 from .weights import TABLES
 
 
@@ -46,7 +46,7 @@ Qwen3-30B-A3B."""
 
 def default(matmul: Matmul, tile: int) -> Config:
     """Return the cut for tiles of so many rows."""
-    if tile >= TILE and not cards.of_index(matmul.spec.device).runs_on:
+    if tile >= TILE and not cards.of_index(matmul.packed.spec.device).runs_on:
         return _CUT._replace(warps=8)  # Operands lie in registers: four warps have too few of them
     return _OTHERS.get((not matmul.by_rows, tile), _CUT)
 
@@ -226,10 +226,10 @@ def quantized_kernel(
 
 def supports(matmul: Matmul) -> bool:
     """Whether blocks lie within rows, and rows are few enough."""
-    spec = matmul.spec
+    spec = matmul.packed.spec
     # Up to 256 rows an expert it beats dequantizing (`limits.ROWS_ON_QUANTIZED`).
     return supports_quantized(spec.shape[2], spec.blocksize) and prefers_quantized(
-        matmul.rows, matmul.experts
+        matmul.rows, matmul.packed.experts
     )
 
 
@@ -270,7 +270,7 @@ class Operands(NamedTuple):
         span: tuple[int, int], products: Tensor | None,
     ) -> Operands:  # fmt: skip
         """Return those of a product; absmax is the one of `prepare`."""
-        spec, factor = matmul.spec, matmul.factor
+        spec, factor = matmul.packed.spec, matmul.factor
         strides = 1 if spec.is_int8 else spec.shape[2] // spec.blocksize, 1
         if absmax is not matmul.packed.absmax:
             strides = 1, spec.shape[1]
@@ -292,8 +292,8 @@ def launch(
     x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute a product as `expert_mm.Kernel` says."""
-    packed, spec, config = matmul.packed, matmul.spec, matmul.cut
+    """Compute a product as `table.Kernel` says."""
+    packed, spec, config = matmul.packed, matmul.packed.spec, matmul.cut
     o = Operands.of(x, matmul, absmax, routing, span, products)
     plain = spec.is_int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(x.device)
     run_kernel(
@@ -311,7 +311,7 @@ def launch(
 KERNEL = Kernel(
     "portable",
     supports,
-    lambda matmul: wide_tile(matmul.rows, matmul.experts, WIDE_TILE),
+    lambda matmul: wide_tile(matmul.rows, matmul.packed.experts, WIDE_TILE),
     prepare,
     launch,
     # int8 codes have branches of their own in the kernel.

@@ -23,7 +23,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
-from .expert_mm import Kernel, Matmul
 from .gluon_names import async_load, barrier, reinterpret
 from .lang import run_kernel
 from .limits import (
@@ -37,6 +36,7 @@ from .limits import (
 )
 from .quantized_mm import Operands, prepare
 from .routing import Routing, Tiled
+from .table import Kernel, Matmul
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES
 
 SLOTS: gl.constexpr = gl.constexpr(4)
@@ -350,7 +350,7 @@ def hopper_kernel(
 
 def supports(matmul: Matmul) -> bool:
     """Whether 16-bit rows in tiles of 64 and more are whole steps, and this kernel is quickest."""
-    spec, few = matmul.spec, tile_rows(matmul.rows, matmul.experts) < TILE
+    spec, few = matmul.packed.spec, tile_rows(matmul.rows, matmul.packed.experts) < TILE
     if few or matmul.dtype not in cards.HALVES or spec.is_int8:
         return False
     if not supports_quantized(spec.shape[2], spec.blocksize):
@@ -361,14 +361,14 @@ def supports(matmul: Matmul) -> bool:
         return False
     # Up to 512 rows an expert, half of that where dequantizing would serve two products
     # (`limits.ROWS_ON_QUANTIZED_HOPPER`).
-    return prefers_quantized(matmul.rows, matmul.experts, hopper=not matmul.reused)
+    return prefers_quantized(matmul.rows, matmul.packed.experts, hopper=not matmul.reused)
 
 
 def launch(
     x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute a product as `expert_mm.Kernel` says."""
+    """Compute a product as `table.Kernel` says."""
     cut = {"BACK": not matmul.by_rows, "BM": matmul.tile, "BN": FEATURES, "num_warps": WARPS}
     return launch_on(hopper_kernel, x, matmul, absmax, routing, span, products, **cut)
 
@@ -384,7 +384,7 @@ def launch_on(
         kernel, (cdiv(span[1] - span[0], FEATURES), len(o.tiles) // 2),
         x, o.order, o.products, codes, absmax, o.factor, o.tiles, routing.expert_offsets, o.y,
         routing.count - 1, *o.numbers, **o.constants,
-        TABLE=table_asm(matmul.spec.kind, x.dtype), LOOKUP=lookup_asm(), **cut,
+        TABLE=table_asm(matmul.packed.spec.kind, x.dtype), LOOKUP=lookup_asm(), **cut,
     )  # fmt: skip
     return o.y
 
@@ -393,7 +393,7 @@ KERNEL = Kernel(
     "hopper",
     supports,
     # 128 rows by far fewer rows an expert than the portable kernel.
-    lambda matmul: wide_tile(matmul.rows, matmul.experts, WIDE_TILE, least=TILE),
+    lambda matmul: wide_tile(matmul.rows, matmul.packed.experts, WIDE_TILE, least=TILE),
     prepare,
     launch,
     hopper=True,

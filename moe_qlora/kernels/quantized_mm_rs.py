@@ -27,13 +27,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from . import cards
-from .expert_mm import Kernel, Matmul
 from .gluon_names import async_load, barrier
 from .lang import run_kernel
 from .limits import ROWS_IN_REGISTERS, TILE, WIDEST_TILE, cdiv, tile_rows
 from .quantized_mm import prepare
 from .quantized_mm_hopper import block_values, launch_on, load_tail, look_up, source_rows
 from .routing import Routing, Tiled
+from .table import Kernel, Matmul
 from .weights import NF4
 
 UNPACK: gl.constexpr = gl.constexpr("mov.b32 {$0, $1}, $2;")
@@ -268,13 +268,13 @@ def reorder(x: Tensor, out: Tensor | None = None) -> Tensor:
 
 def supports(matmul: Matmul) -> bool:
     """Whether it sums over whole groups of stored columns of 16-bit rows, and is quickest."""
-    spec, (least, most) = matmul.spec, ROWS_IN_REGISTERS
+    spec, (least, most) = matmul.packed.spec, ROWS_IN_REGISTERS
     # Backward's gradients of pre-activations meet LoRA's factors too, in their own order.
     if matmul.dtype not in cards.HALVES or not matmul.by_rows or matmul.backward:
         return False
-    if tile_rows(matmul.rows, matmul.experts) < TILE:
+    if tile_rows(matmul.rows, matmul.packed.experts) < TILE:
         return False
-    if not least * matmul.experts <= matmul.rows <= most * matmul.experts:
+    if not least * matmul.packed.experts <= matmul.rows <= most * matmul.packed.experts:
         return False
     # Four threads have a group of 64 columns each, which is one block or part of one. Two rounds
     # of them at least: Triton 3.6 fails on the loop of a single one.
@@ -286,7 +286,7 @@ def launch(
     x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing | Tiled,
     span: tuple[int, int], products: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute a product as `expert_mm.Kernel` says, in tiles of `WIDEST_TILE` rows."""
+    """Compute a product as `table.Kernel` says, in tiles of `WIDEST_TILE` rows."""
     cut = {"WIDTH": span[1] - span[0], "num_warps": WARPS}
     return launch_on(rs_kernel, x, matmul, absmax, routing, span, products, **cut)
 

@@ -1,8 +1,8 @@
 """Adapter folders: loads their tensors into a model's adapter layers, and writes them.
 
-A load sets all of a file's tensors, or none. PEFT writes on every rank that calls it, and only that
-rank's shares of a sharded model: here the adapter's tensors are gathered, and the first rank writes
-them with PEFT's own method to a staging folder, whose files then replace the old ones.
+A load sets all of a file's tensors, or none. PEFT writes each rank's own shares of a sharded model:
+here they are gathered, and the first rank writes them with PEFT's own method to a staging folder,
+whose files then replace the old ones.
 """
 
 from __future__ import annotations
@@ -28,15 +28,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import (
-    CONFIG,
-    PICKLE,
-    WEIGHTS,
-    LoraSettings,
-    check_adapter_patterns,
-)
+from ..checkpoint.adapter import CONFIG, PICKLE, WEIGHTS, LoraSettings, check_adapter_patterns
 from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.staging import absolute, move_files, staging
+from ..checkpoint.training_codec import CARD
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name
 from ..models.files import read_json
@@ -58,20 +53,17 @@ def load_adapter(
 ) -> Any:
     """Load as `PeftModel.load_adapter` does; its replacement on a `PeftModel` over packed experts.
 
-    `called` is the folder's name in messages, for a caller that has checked the base.
+    `called` is the folder's name in messages, for a caller that has checked it.
 
     Raises:
-        AdapterError: Tensors of the file have no place in the model, or places got no tensor; the
-            adapter was trained on another model; or DeepSpeed ZeRO-3 has partitioned this one.
+        AdapterError: Tensors and places differ, the adapter was trained on another model, or
+            DeepSpeed ZeRO-3 has partitioned this one.
         CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
     """
     hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
-    check_folder(model_id, hub.get("subfolder"))
     if called is None:
         called = os.fspath(model_id)
-        if (folder := Path(model_id) / (hub.get("subfolder") or "")).is_dir():
-            check_adapter_patterns(folder, self.get_base_model())
-        check_base(self.get_base_model(), model_id, hub.get("subfolder"))
+        check_adapter(model_id, self.get_base_model(), hub.get("subfolder"))
     for name, parameter in self.named_parameters():
         if hasattr(parameter, "ds_id"):
             raise AdapterError(
@@ -89,10 +81,8 @@ def load_adapter(
         raise
     except RuntimeError as error:  # torch's list of tensors of another shape
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
-        raise AdapterError(
-            f"{called} does not fit this model: {first.rstrip('.')}; load it on the model that it "
-            "was trained on."
-        ) from error
+        said = f"{called} does not fit this model: {first.rstrip('.')}"
+        raise AdapterError(f"{said}; load it on the model that it was trained on.") from error
     missing, unexpected = result.missing_keys, result.unexpected_keys
     unexpected[:] = [key for key in unexpected if not _is_alias(self, key, adapter_name)]
     fits = kwargs.get("ignore_mismatched_sizes") or not (missing or unexpected)
@@ -126,15 +116,6 @@ def _is_alias(model: PeftModel, key: str, adapter_name: str) -> bool:
     return is_saved and rest in module.adapter_state_dict_load_map(adapter_name)
 
 
-def check_base(
-    model: nn.Module, adapter: str | os.PathLike[str], subfolder: str | None = None
-) -> None:
-    """Compare a model with the one in the adapter's note; an adapter on a hub has no note here."""
-    folder = Path(adapter) / (subfolder or "")
-    if folder.is_dir():
-        training_codec.check_noted_base(folder, model)
-
-
 def check_fits(adapter: str | None, missing: Collection[str], unexpected: Collection[str]) -> None:
     """Raise where an adapter file's tensors and the model's places differ."""
     for first in (*unexpected, *missing):
@@ -162,32 +143,46 @@ def _load_by_own_names(model: PeftModel, adapter: str, adapter_name: str, **hub:
     return True
 
 
-def check_folder(adapter: str | os.PathLike[str], subfolder: str | None = None) -> None:
-    """Raise where a path is no adapter folder; PEFT checks names on a hub."""
+def check_adapter(
+    adapter: str | os.PathLike[str],
+    base: nn.Module,
+    subfolder: str | None = None,
+    *,
+    any_base: bool = False,
+) -> None:
+    """Check a folder's files, and that it was trained on this model; PEFT checks names on a hub.
+
+    Raises:
+        AdapterError: The adapter's note names another model, unless `any_base`.
+        CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
+    """
     root, folder = Path(adapter), Path(adapter) / (subfolder or "")
     if folder.is_dir():
-        for said in _faults_of(folder):
-            raise CheckpointError(f"{said}.")
+        _check_files(folder)
+        check_adapter_patterns(folder, base)
+        if not any_base:
+            training_codec.check_noted_base(folder, base)
     elif root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(str(adapter)):
         raise CheckpointError(
             f"{folder} is no folder; name the one that save_pretrained wrote the adapter to."
         )
 
 
-def _faults_of(folder: Path) -> Iterator[str]:
+def _check_files(folder: Path) -> None:
     file = folder / CONFIG
     if not file.is_file():
         inner = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
-        yield (
+        such = f", such as the {listed(inner)} in it" if inner else ""
+        raise CheckpointError(
             f"{folder} is no adapter: it has no {CONFIG}; name the folder that save_pretrained "
-            "wrote the adapter to" + (f", such as the {listed(inner)} in it" if inner else "")
+            f"wrote the adapter to{such}."
         )
     config = read_json(file)
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        yield (
+        raise CheckpointError(
             f"{file} has peft_type={kind!r}, which the installed PEFT does not know; name an "
-            "adapter that it can load"
+            "adapter that it can load."
         )
     if kind == PeftType.LORA:
         parse_fields(LoraSettings, config, file)
@@ -195,9 +190,13 @@ def _faults_of(folder: Path) -> Iterator[str]:
         try:
             read_header(folder / WEIGHTS)  # says whether the file is whole
         except CheckpointError as error:
-            yield f"{folder} has damaged weights ({str(error).rstrip('.')}); copy the folder again"
+            raise CheckpointError(
+                f"{folder} has damaged weights ({str(error).rstrip('.')}); copy the folder again."
+            ) from error
     elif not (folder / PICKLE).is_file():
-        yield f"{folder} has no {WEIGHTS}; copy the whole folder that save_pretrained wrote"
+        raise CheckpointError(
+            f"{folder} has no {WEIGHTS}; copy the whole folder that save_pretrained wrote."
+        )
 
 
 @contextmanager
@@ -228,15 +227,13 @@ def save_pretrained(
     path_initial_model_for_weight_conversion: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """Save adapters as `PeftModel.save_pretrained` does.
+    """Save adapters as `PeftModel.save_pretrained` does; in a distributed run, on the first rank.
 
-    In a distributed run the first rank writes. Where ranks hold shares of the adapters, all of them
-    must call this, and return or raise together. Arguments are PEFT's; `state_dict` may hold shares
-    as well.
+    All ranks that have shares of the adapters must call this, and return or raise together.
+    Arguments are PEFT's; `state_dict` may hold shares as well.
 
     Raises:
-        CheckpointError: The folder cannot be written, or another rank was lost while tensors were
-            gathered.
+        CheckpointError: The folder cannot be written, or another rank was lost in the gather.
     """
     stock = partial(
         type(self).save_pretrained,
@@ -271,8 +268,8 @@ def save_pretrained(
         }
         whole |= {key: read(key).cpu() for key in tensors}
         with staging(folder, inside=True) as work:
-            if (folder / "README.md").is_file():  # PEFT adds to it
-                shutil.copyfile(folder / "README.md", work / "README.md")
+            if (folder / CARD).is_file():  # PEFT adds to it
+                shutil.copyfile(folder / CARD, work / CARD)
             stock(str(work), is_main_process=True, state_dict=whole)
             move_files(work, folder, CONFIG)
 
@@ -285,11 +282,9 @@ def _adapter_tensors(
     adapters: Sequence[str],
     save_embedding_layers: str | bool,
 ) -> dict[str, WholeTensor]:
-    """Return the tensors of the state dict that PEFT will write.
-
-    PEFT is given numbers in place of tensors, as it gathers DTensors itself if transformers has
-    loaded the model on several ranks (0.21.2).
-    """
+    """Return the tensors of the state dict that PEFT will write."""
+    # Numbers in place of tensors: PEFT 0.21.2 gathers DTensors itself, on this rank alone, where
+    # transformers has loaded the model on several ranks.
     places = {key: torch.tensor(number) for number, key in enumerate(state_dict)}
     written: set[int] = set()
     with warnings.catch_warnings():

@@ -1,9 +1,6 @@
-"""Puts wrappers for packed experts into a model that PEFT walks, and says what got LoRA.
+"""One line at the first training forward: packed experts, the bytes that saves, layers with LoRA.
 
-wrap_parameter       makes one wrapper, where it would be on the unpacked model
-announce             logs one line as training starts: what is packed, what that saves, what LoRA
-                     covers; as a warning, which is seen without any settings, at the first
-                     training forward, so that it comes once, whichever program made the adapters
+It is logged as a warning, which is seen without any settings.
 """
 
 from __future__ import annotations
@@ -12,87 +9,45 @@ import logging
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import distributed, nn
 
-from ..errors import ConfigError
-from ..layout import human_bytes, listed, unwrapped, unwrapped_name
-from ..packing.parametrize import iter_packed, original_of, packed_names, read_packed
+from ..layout import human_bytes, listed, unwrapped_name
+from ..packing.parametrize import iter_packed, original_of, read_packed
 from ..packing.settings import CodecSettings, packed_nbytes
-from .layer import ExpertAdapters, ParamWrapper
+from .packed_rows import SEPARATES
 from .targets import base_model, packed_parameters
 
 _LOG = logging.getLogger(__name__)
 _HANDLE = "_moe_qlora_announcement"
 
 
-def wrap_parameter(
-    target: nn.Module,
-    adapter_name: str,
-    config: LoraConfig,
-    parameter_name: str | None = None,
-    **kwargs: Any,
-) -> nn.Module | None:
-    """Wrap one parameter of `target`, which may be wrapped already; None leaves it to PEFT.
-
-    PEFT wraps in alphabetical order; here the parameter that was registered first is innermost.
-    """
-    base, name = unwrapped(target), kwargs.get("target_name")
-    adapted_to = getattr(getattr(config, "_packed", None), "experts", ())
-    if name in adapted_to and parameter_name not in packed_names(base):
-        raise ConfigError(
-            f"{name} is not packed, and this LoRA config was adapted to a model whose experts are: "
-            "call moe_qlora.enable() before the trainer loads the model, and give the trainer the "
-            "quantization_config that adapt_lora_config got."
-        )
-    if parameter_name is None or not packed_names(base):
-        return None
-    order = [*packed_names(base), *(name for name, _ in base.named_parameters(recurse=False))]
-    outer: ParamWrapper | None = None
-    inner, source = target, None
-    while isinstance(inner, ParamWrapper):
-        source = inner.lora_source
-        if order.index(inner.parameter_name) < order.index(parameter_name):
-            break
-        outer, inner = inner, inner.base_layer
-    wrapper = ParamWrapper(inner, adapter_name, parameter_name, config=config, **kwargs)
-    wrapper.connect(source or ExpertAdapters())
-    if outer is None:
-        return wrapper
-    outer.base_layer = wrapper
-    return target
-
-
 def coverage(model: nn.Module, adapter: str) -> str:
-    """Return one sentence on the layers and expert weights that an adapter is on.
-
-    `model` is a `PeftModel` or the model inside it.
-    """
+    """Return one sentence on the layers and expert weights with an adapter."""
+    host: Any = model
     experts = packed_parameters(model)
-    adapted: dict[str, list[str]] = {"layers": [], "expert weights": [], "other parameters": []}
+    adapted: dict[str, list[str]] = {"layers": [], "expert weights": []}
     for path, layer in base_model(model).named_modules():
         factors = getattr(layer, "adapter_layer_names", ())
         if isinstance(layer, BaseTunerLayer) and any(adapter in getattr(layer, f) for f in factors):
-            name, kind = unwrapped_name(path), "layers"
-            if isinstance(layer, StockParamWrapper):
-                name = f"{name}.{layer.parameter_name}"
-                kind = "expert weights" if name in experts else "other parameters"
-            adapted[kind].append(name)
+            name = unwrapped_name(path)
+            parameter = f"{name}.{getattr(layer, 'parameter_name', '')}"
+            kind = "expert weights" if parameter in experts else "layers"
+            adapted[kind].append(parameter if parameter in experts else name)
     parts = []
     for kind, names in adapted.items():
         leaves = listed(sorted({name.rpartition(".")[2] for name in names}), most=8)
-        of = f" of {len(experts)}" if kind == "expert weights" else ""
-        if names or (of and experts):
-            parts.append(f"{len(names)}{of} {kind}" + (f" ({leaves})" if names else ""))
-    host: Any = model
-    trained, total = PeftModel.get_nb_trainable_parameters(host)
-    config: Any = host.peft_config[adapter]
-    kind = "LoRA" if config.peft_type == "LORA" else config.peft_type.value
-    share = 100 * trained / max(total, 1)
-    where = " and ".join(parts) or "no layer"
-    return f"{kind} on {where}: {trained:,} weights ({share:.2g} %) are trained"
+        total = f" of {len(experts)}" if kind == "expert weights" and experts else ""
+        if names or total:
+            parts.append(f"{len(names)}{total} {kind}" + (f" ({leaves})" if names else ""))
+    trained, everything = PeftModel.get_nb_trainable_parameters(host)
+    peft_type = host.peft_config[adapter].peft_type
+    return (
+        f"{'LoRA' if peft_type == 'LORA' else peft_type.value} on "
+        f"{' and '.join(parts) or 'no layer'}: "
+        f"{trained:,} weights ({100 * trained / max(everything, 1):.2g} %) are trained"
+    )
 
 
 def announce(model: nn.Module) -> None:
@@ -107,6 +62,9 @@ def _before_forward(model: nn.Module, args: Any) -> None:
     model.__dict__.pop(_HANDLE).remove()
     alone = not distributed.is_available() or not distributed.is_initialized()
     if (alone or distributed.get_rank() == 0) and (text := summary(model)):
+        prepared = any(SEPARATES in vars(module) for module in model.modules())
+        if not prepared and next(model.parameters()).is_cuda:  # eager steps wait for Python
+            text += " moe_qlora.prepare_training(model, batch_size=..., seq_len=...) speeds it up."
         _LOG.warning("%s", text)
 
 
@@ -119,9 +77,8 @@ def summary(model: nn.Module) -> str:
         settings = CodecSettings.of(packed)
         owners.add(name)
         codecs.add(settings.describe())
-        numel = torch.Size(packed.shape).numel()
         sizes[id(original_of(module, leaf))] = (
-            numel * packed.dtype.itemsize,
+            packed.numel * packed.dtype.itemsize,
             packed_nbytes(tuple(packed.shape), settings),
         )
     if not sizes:

@@ -1,17 +1,21 @@
-"""PEFT's layer for a parameter, over packed experts: its names and files, but not its W + s B A.
+"""PEFT's layers over packed weights: their names and files, but not their W + s B A.
 
 PEFT wraps a module once for each adapted parameter, in the order in which these were registered
 (`gate_up_proj` inside `down_proj`); adapter files name them so. At each forward a stock wrapper
 registers a parametrization that computes W + s B A. Over packed weights that leaks, hides the inner
 of two wrappers, merges into a temporary, and would save a decoded layer for backward. Here:
 
-- where the experts forward of this package runs, it asks the module's `ExpertAdapters` for the
-  active factors and adds s B (A x) to the packed product: exact, and without dense gradients;
-- where another forward runs, the wrapper adds s B A to the weight that the parametrization decodes,
-  for the length of the call. Stock PEFT computes the same on unpacked weights, at its cost in
-  memory and rounding. Dropout cannot be expressed there and is refused;
-- where other code has bound a forward (experts/forward_override.py), only the call shows which of
-  the two runs: the wrapper prepares for both, and each adds LoRA itself.
+- the experts forward of this package asks the module's `ExpertAdapters` for the active factors and
+  adds s B (A x) to the packed product: exact, and without dense gradients;
+- for another forward, the wrapper adds s B A to the weight that the parametrization decodes, for
+  the length of the call, at stock PEFT's cost in memory and rounding. Dropout is refused there;
+- where other code has bound a forward (experts/forward_override.py), either may run: the wrapper
+  prepares for both, and each adds LoRA itself.
+
+PEFT merges into a packed Linear layer by packing W + s B A again, which rounds away much of s B A.
+Here a merged layer is a plain `nn.Linear`, summed in fp32 and rounded once, and `unmerge` puts the
+packed one back. Some modules read the weight of a Linear layer instead of calling it, as Longcat's
+routers and Mamba layers do: there it is W + s B A.
 
 Shapes: E experts, r rank, `lora_A` `(E r, in)` with the expert slowest, `lora_B` `(out, r E)` with
 the expert fastest, as PEFT stores them; in and out as PEFT's `ParamWrapper` sees them.
@@ -19,18 +23,21 @@ the expert fastest, as PEFT stores them; in and out as PEFT's `ParamWrapper` see
 
 from __future__ import annotations
 
-import copy
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import bnb as stock
+from peft.tuners.lora.layer import Linear as StockLinear
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
+from ..detection.weight_reads import weights_read
 from ..errors import AdapterError
 from ..experts.forward import asks_for_lora
 from ..experts.forward_override import bound_forward, forward_property
@@ -39,21 +46,44 @@ from ..kernels.weights import PackedWeight
 from ..layout import unwrapped
 from ..packing import codec, parametrize
 from ..packing.codec import first_nonfinite, require_whole
-from ..packing.parametrize import (
-    decoded_by,
-    device_of,
-    in_input_dtype,
-    is_hosted,
-    is_packed,
-    original_of,
-    packed_names,
-    read_packed,
-)
-from .targets import check_dropout
+from ..packing.codecs import codec_of
+from ..packing.decoders import read_linear
+from ..packing.parametrize import device_of, is_packed, packed_names, read_packed
+from .targets import changed, check_dropout
+
+
+def wrap_parameter(
+    target: nn.Module,
+    adapter_name: str,
+    config: LoraConfig,
+    parameter_name: str | None = None,
+    **kwargs: Any,
+) -> nn.Module | None:
+    """Wrap one parameter of `target`, which may be wrapped already; None leaves it to PEFT.
+
+    PEFT wraps in alphabetical order; here the parameter that was registered first is innermost.
+    """
+    base = unwrapped(target)
+    if parameter_name is None or not packed_names(base):
+        return None
+    order = [*packed_names(base), *(name for name, _ in base.named_parameters(recurse=False))]
+    outer: ParamWrapper | None = None
+    inner, source = target, None
+    while isinstance(inner, ParamWrapper):
+        source = inner.lora_source
+        if order.index(inner.parameter_name) < order.index(parameter_name):
+            break
+        outer, inner = inner, inner.base_layer
+    wrapper = ParamWrapper(inner, adapter_name, parameter_name, config=config, **kwargs)
+    wrapper.connect(source or ExpertAdapters())
+    if outer is None:
+        return wrapper
+    outer.base_layer = wrapper
+    return target
 
 
 class ExpertAdapters:
-    """The wrappers of one experts module by parameter name: the `LoraSource` of its forward."""
+    """The wrappers of one experts module by parameter name: the LoRA source of its forward."""
 
     def __init__(self) -> None:
         self.wrappers: dict[str, ParamWrapper] = {}
@@ -79,14 +109,18 @@ class ParamWrapper(StockParamWrapper):
     def __init__(
         self, target: nn.Module, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
-        super().__init__(target, adapter_name, *args, config=_without_dropout(config), **kwargs)
+        super().__init__(
+            target, adapter_name, *args, config=changed(config, lora_dropout=0.0), **kwargs
+        )
         self.set_dropout(adapter_name, config.lora_dropout)
         self.__dict__["_add_on_read"] = _AddOnRead(self)  # no submodule
 
     def update_layer(
         self, adapter_name: str, *args: Any, config: LoraConfig, **kwargs: Any
     ) -> None:
-        super().update_layer(adapter_name, *args, config=_without_dropout(config), **kwargs)
+        super().update_layer(
+            adapter_name, *args, config=changed(config, lora_dropout=0.0), **kwargs
+        )
         self.set_dropout(adapter_name, config.lora_dropout)
 
     def set_dropout(self, adapter_name: str, probability: float) -> None:
@@ -103,11 +137,11 @@ class ParamWrapper(StockParamWrapper):
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().set_adapter(*args, **kwargs)
-        if is_hosted(base := self.get_base_layer()):
+        if parametrize.is_hosted(base := self.get_base_layer()):
             device = device_of(base, self.parameter_name)  # Not where PEFT saw the first parameter
-            factors = (*self.lora_A.values(), *self.lora_B.values())
-            for factor in (f for f in factors if not next(f.parameters()).is_meta):
-                factor.to(device)
+            for factor in (*self.lora_A.values(), *self.lora_B.values()):
+                if not factor.weight.is_meta:
+                    factor.to(device)
 
     # The forward.
 
@@ -120,17 +154,14 @@ class ParamWrapper(StockParamWrapper):
     def _forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_forward_args(x, *args, **kwargs)
         if kwargs.pop("adapter_names", None) is not None:
-            raise ValueError(
-                "LoRA on expert parameters does not support a different adapter for each row of a "
-                "batch."
-            )
+            raise ValueError("LoRA on experts supports no adapter_names: one for the whole batch.")
         self._unmerge_if_disabled()
         base = self.get_base_layer()
         if asks_for_lora(base):
             return self.base_layer(x, *args, **kwargs)
         # A forward that other code has bound may still call the one that adds LoRA itself.
         if is_packed(base, self.parameter_name):
-            with decoded_by(base, self.parameter_name, self._add_on_read):
+            with parametrize.decoded_by(base, self.parameter_name, self._add_on_read):
                 return self.base_layer(x, *args, **kwargs)
         self.check_dropped(self.active_factors())
         self.adds_itself = True
@@ -162,13 +193,13 @@ class ParamWrapper(StockParamWrapper):
         if not self.training or all(adapter.dropout is None for adapter in factors):
             return
         bound = bound or bound_forward(self.get_base_layer())
-        what = "this model runs another one; call model.set_experts_implementation('moe_qlora')"
+        seen = "this model runs another one; call model.set_experts_implementation('moe_qlora')"
         if bound is not None:
             name = getattr(bound, "__qualname__", type(bound).__name__)
-            what = f"{name} is bound as the forward of these experts; unbind it or set dropout to 0"
+            seen = f"{name} is bound as the forward of these experts; unbind it or set dropout to 0"
         raise AdapterError(
             f"lora_dropout on {self.parameter_name} needs the 'moe_qlora' experts "
-            f"implementation, and {what}."
+            f"implementation, and {seen}."
         )
 
     def add_lora(self, weight: Tensor, factors: tuple[LoraFactors, ...]) -> Tensor:
@@ -186,11 +217,10 @@ class ParamWrapper(StockParamWrapper):
     def read_adapted(self, base: nn.Module) -> Tensor:
         """Return the parameter of `base` with the active adapters added."""
         self._unmerge_if_disabled()
-        packed = is_packed(base, self.parameter_name)
-        if packed and self.active_factors():
+        factors = self.active_factors() if is_packed(base, self.parameter_name) else ()
+        if factors:
             require_whole(read_packed(base, self.parameter_name))
         weight = cast(Tensor, getattr(base, self.parameter_name))
-        factors = self.active_factors() if packed else ()
         return self.add_lora(weight, factors) if factors else weight
 
     def __getattr__(self, name: str) -> Any:
@@ -200,15 +230,14 @@ class ParamWrapper(StockParamWrapper):
             # PEFT reads the parameter before it adds an adapter, and some architectures (dbrx) read
             # an experts module's weights from outside.
             base = self.__dict__.get("_modules", {}).get("base_layer")
-            inner = None if base is None else unwrapped(base)
-            wrappers = {} if self.lora_source is None else self.lora_source.wrappers
-            if inner is None:
+            if base is None:
                 raise
+            inner = unwrapped(base)
+            wrapper = None if self.lora_source is None else self.lora_source.wrappers.get(name)
             # A forward that other code has bound here was written for the module inside.
             bound = bound_forward(self)
-            if name not in packed_names(inner) and name not in wrappers and bound is None:
+            if name not in packed_names(inner) and wrapper is None and bound is None:
                 raise
-            wrapper = wrappers.get(name)
             if wrapper is None:
                 return getattr(inner, name)
             if bound is not None and "_old_forward" not in self.__dict__:  # which a hook has
@@ -226,18 +255,10 @@ class ParamWrapper(StockParamWrapper):
         device = device_of(base, self.parameter_name)
         return torch.empty((), dtype=packed.dtype, device=device).expand(packed.shape)
 
-    def expert_factors(self, adapter_name: str) -> tuple[Tensor, Tensor]:
-        """Return `lora_A` as `(E, r, in)` and `lora_B` as `(E, out, r)`, detached."""
-        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
-        return self._by_expert(a.detach(), b.detach())
-
-    def _by_expert(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        experts = self.num_experts
-        return a.reshape(experts, -1, a.shape[-1]), b.reshape(len(b), -1, experts).permute(2, 0, 1)
-
     def _oriented(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return `(E, rows, r)` and `(E, r, columns)`, whose product has the weight's layout."""
-        a, b = self._by_expert(a, b)
+        experts = self.num_experts
+        a, b = a.reshape(experts, -1, a.shape[-1]), b.reshape(len(b), -1, experts).permute(2, 0, 1)
         if self._did_swap_in_out_features or len(self.get_param().shape) == 2:
             return b, a  # (E, out, in)
         return a.transpose(1, 2), b.transpose(1, 2)  # (E, in, out)
@@ -252,8 +273,7 @@ class ParamWrapper(StockParamWrapper):
             return
         asked = check_adapters_to_merge(self, adapter_names)
         names = [name for name in asked if name in self.lora_A]
-        again = self.merge_dtype is not None and self._unmerged is not None
-        if not names and not again:
+        if not names and (self.merge_dtype is None or self._unmerged is None):
             return
         original = self._unmerged or read_packed(base, self.parameter_name)
         every = [*self.merged_adapters, *names]
@@ -301,10 +321,11 @@ class ParamWrapper(StockParamWrapper):
             super().unmerge()
             return
         base, name, packed = self.get_base_layer(), self.parameter_name, self._unmerged
-        now: Any = original_of(base, name) if is_packed(base, name) else base._parameters[name]
-        device = now.device  # where the module's parameter is now
-        self._replace(torch.empty(0, device=device))
-        packed = packed if packed.device == device else packed.to(device)
+        now: Any = (
+            parametrize.original_of(base, name) if is_packed(base, name) else base._parameters[name]
+        )
+        self._replace(torch.empty(0, device=now.device))
+        packed = packed if packed.device == now.device else packed.to(now.device)
         parametrize.attach(base, name, packed)
         self._unmerged = None
         self.merged_adapters.clear()
@@ -334,10 +355,90 @@ class _AddOnRead(nn.Module):
         wrapper.check_dropped(factors)
         if not factors:
             return weight
-        return wrapper.add_lora(in_input_dtype(wrapper.get_base_layer(), weight), factors)
+        return wrapper.add_lora(
+            parametrize.in_input_dtype(wrapper.get_base_layer(), weight), factors
+        )
 
 
-def _without_dropout(config: LoraConfig) -> LoraConfig:
-    plain = copy.copy(config)
-    plain.lora_dropout = 0.0
-    return plain
+# Linear layers.
+
+
+def use_own_layers(model: nn.Module) -> None:
+    """Turn PEFT's layers into ours, in place."""
+    for name in weights_read(model):
+        layer = model.get_submodule(name)
+        if type(layer) is StockLinear:
+            layer.__class__ = ReadLinear
+    for module in model.modules():
+        for own in (Linear4bit, Linear8bitLt):
+            if type(module) is own.__bases__[1]:
+                module.__class__ = own
+
+
+class ReadLinear(StockLinear):
+    """LoRA on a Linear layer that is also right where its weight is read: it is W + s B A then.
+
+    The sum has W's dtype, as the code around it expects. Dropout is for calls alone.
+    """
+
+    @property
+    def weight(self: Any) -> Tensor:
+        weight: Tensor = self.get_base_layer().weight
+        if not (self.disable_adapters or self.merged):
+            for name in self.active_adapters:
+                if name in self.lora_A and name not in self.lora_variant:
+                    weight = weight + self.get_delta_weight(name).to(weight.dtype)
+        return weight
+
+
+class _ExactMerge:
+    merge_dtype: torch.dtype | None = None  # of the merged weight; None for that before packing
+    _unmerged: tuple[Any, ...] = ()  # The packed layer; in a tuple, so that it is no submodule
+
+    def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Replace the packed layer by a plain one with the adapters merged."""
+        asked = check_adapters_to_merge(self, adapter_names)
+        names = [name for name in asked if name in self.lora_A]
+        if not names and not (self._unmerged and self.merge_dtype):
+            return
+        (layer,) = self._unmerged or (self.base_layer,)
+        packed, every = read_linear(layer), [*self.merged_adapters, *names]
+        dtype = self.merge_dtype or packed.dtype
+        if codec_of(packed.kind).loads_in_8bit:  # which bitsandbytes dequantizes in fp32
+            packed = replace(packed, dtype=torch.float32)
+        bias = None if layer.bias is None else layer.bias.data
+        with torch.no_grad():
+            weight = codec.unpack(packed).to(torch.promote_types(packed.dtype, torch.float32))
+            for name in every:
+                if name in self.lora_variant:
+                    weight = self.lora_variant[name].merge_safe(self, name, weight)
+                    continue
+                a, b = (part[name].weight.to(weight) for part in (self.lora_A, self.lora_B))
+                weight.addmm_(b, a, alpha=self.scaling[name])
+            for name in (name for name in every if self.lora_bias[name]):
+                bias = bias + self.lora_B[name].bias
+        if safe_merge and not all(t.isfinite().all() for t in (weight, bias) if t is not None):
+            raise ValueError(
+                f"NaNs detected in the merged weights. The adapter {every[-1]} seems to be broken"
+            )
+        merged = nn.Linear(layer.in_features, layer.out_features, bias is not None, device="meta")
+        merged.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        if bias is not None:
+            merged.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        self.base_layer, self._unmerged = merged.train(layer.training), (layer,)
+        self.merged_adapters.extend(names)
+
+    def unmerge(self: Any) -> None:
+        """Put the packed layer back."""
+        if self._unmerged:
+            (layer,) = self._unmerged
+            self.base_layer, self._unmerged = layer.to(self.base_layer.weight.device), ()
+            self.merged_adapters.clear()
+
+
+class Linear4bit(_ExactMerge, stock.Linear4bit):
+    """LoRA on a 4-bit Linear layer."""
+
+
+class Linear8bitLt(_ExactMerge, stock.Linear8bitLt):
+    """LoRA on an 8-bit Linear layer."""

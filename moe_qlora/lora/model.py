@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import types
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,29 +19,19 @@ from peft.utils.save_and_load import load_peft_weights
 from torch import nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import WEIGHTS, check_adapter_patterns, of_single_experts, single_expert
+from ..checkpoint.adapter import WEIGHTS, of_single_experts, single_expert
 from ..checkpoint.reader import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import checks, forward
-from ..layout import unwrapped
 from ..packing.decoders import restore_linear
 from ..packing.parametrize import check_resident
 from ..world import world
 from . import files
-from .config import (
-    AdaptedLoraConfig,
-    adapt,
-    adapt_lora_config,
-    become_adapted,
-    record_base,
-    spell_exactly,
-)
-from .layer import ParamWrapper
-from .linear import Linear4bit, Linear8bitLt, concatenate, summed_config, use_own_layers
+from .config import adapt, adapt_lora_config, record_base, spell_exactly
+from .layer import Linear4bit, Linear8bitLt, ParamWrapper, use_own_layers
 from .packed_rows import watch_packed_rows
 from .targets import (
-    as_set,
     base_model,
     check_adapter_names,
     check_packed,
@@ -53,13 +41,9 @@ from .targets import (
 
 _CREATION_KEYS = ("low_cpu_mem_usage", "autocast_adapter_dtype")
 _OFFLINE = (
-    "save the adapter with save_pretrained on all ranks, and go on from its folder in one process, "
-    "such as with moe-qlora merge"
+    "save the adapter on all ranks, and go on from its folder in one process (moe-qlora merge)"
 )
-_BEFORE_SHARDING = (
-    "add adapters before the model is sharded; load_adapter(folder, adapter_name) loads weights "
-    "into one that is there"
-)
+_BEFORE_SHARDING = "add adapters before the model is sharded; load_adapter fills one that is there"
 
 
 def get_peft_model(
@@ -78,16 +62,13 @@ def get_peft_model(
     Names, shapes and files are those of stock PEFT on the unpacked model. On a model without packed
     experts this is stock PEFT with a copy of the config, and a warning if the model has experts.
 
-        adapt_lora_config          config.py     a new config for PEFT:
-        |   resolve_targets        targets.py    pure: Targets(excludes, modules, parameters, ...)
-        |   check_supported        targets.py    no DoRA, no PiSSA, ...
-        |   make_adapted           config.py     the AdaptedLoraConfig
+        adapt_lora_config       config.py    a new config for PEFT:
+        |   resolve_targets     targets.py   Targets(excludes, modules, parameters, ...)
         v
-        peft.get_peft_model                      stock PEFT; for each parameter of packed experts:
-        |   wrap_parameter         inject.py     a ParamWrapper (layer.py), which the experts
-        v                                        forward asks for its active LoraFactors
-        connect_adapters           model.py      class LoraModel: add_adapter, merge_adapter, ...
-            checks.check           experts/      LoRA on each packed parameter has an effect
+        peft.get_peft_model                  stock PEFT; for each parameter of packed experts:
+        |   wrap_parameter      layer.py     a ParamWrapper, which the experts forward asks for its
+        v                                    active LoraFactors
+        connect_adapters                     class LoraModel; LoRA on each has an effect
 
     Args:
         model: The model, changed in place as PEFT does.
@@ -96,10 +77,8 @@ def get_peft_model(
         experts: As for `adapt_lora_config`.
         router: As for `adapt_lora_config`.
         scale_expert_rank: As for `adapt_lora_config`.
-        unpacked_ok: The model's experts are there and are not packed on purpose: no warning, and no
-            error.
-        **peft_kwargs: Passed on to `peft.get_peft_model` (low_cpu_mem_usage,
-            autocast_adapter_dtype, ...).
+        unpacked_ok: Accept experts that are not packed, without a warning or an error.
+        **peft_kwargs: Passed on to `peft.get_peft_model` (low_cpu_mem_usage, ...).
 
     Raises:
         ConfigError: See `adapt_lora_config`; also `mixed=True`, a `PeftModel`, and experts that are
@@ -109,32 +88,14 @@ def get_peft_model(
     if not (experts or router or scale_expert_rank):  # which have an error of their own
         check_packed(model, unpacked_ok=unpacked_ok, stacklevel=2)
     options = {"experts": experts, "router": router, "scale_expert_rank": scale_expert_rank}
-    return make_peft_model(model, lora_config, adapter_name, options, **peft_kwargs)
-
-
-def make_peft_model(
-    model: nn.Module,
-    lora_config: PeftConfig,
-    adapter_name: str = "default",
-    options: Mapping[str, Any] = types.MappingProxyType({}),
-    **peft_kwargs: Any,
-) -> PeftModel:
-    """Do what `get_peft_model` does, also where experts are not packed, without a warning.
-
-    `options` are those of `adapt_lora_config`.
-    """
-    config = adapt_lora_config(model, lora_config, **options)
+    config = adapt_lora_config(model, lora_config, **options)  # type: ignore[arg-type]
     if not packed_parameters(model):
         return peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
     if isinstance(model, PeftModel):
-        raise ConfigError(
-            f"model is a PeftModel with adapters ({', '.join(model.peft_config)}); for one more "
-            "call model.add_adapter(name, lora_config)."
-        )
+        said = f"model is a PeftModel with adapters ({', '.join(model.peft_config)})"
+        raise ConfigError(f"{said}; for one more call model.add_adapter(name, lora_config).")
     if peft_kwargs.get("mixed"):
-        raise ConfigError(
-            "mixed=True combines adapter types, which packed experts cannot take; leave it out."
-        )
+        raise ConfigError("mixed=True combines adapter types, and experts take LoRA; leave it out.")
     world().prepare_adapters(model, config)
     with without_false_warning(config):
         peft_model = peft.get_peft_model(model, config, adapter_name=adapter_name, **peft_kwargs)
@@ -163,32 +124,24 @@ def load_adapter(
         adapter: The folder, or the repository id.
         adapter_name: Name of the adapter in the model.
         is_trainable: False freezes the adapter and puts the model in evaluation mode, as PEFT does.
-        any_base: True allows a model that is not the one in the adapter's note.
-        unpacked_ok: The model's experts are not packed on purpose, though the adapter's note says
-            that it was trained on packed ones: no warning.
+        any_base: Accept a model other than the one in the adapter's note.
+        unpacked_ok: Accept experts that are not packed though the adapter's note says packed.
         **peft_kwargs: Passed on to `PeftModel.from_pretrained` or `PeftModel.load_adapter`.
 
     Raises:
         AdapterError: Tensors of the file have no place in the model, places got no tensor, or the
-            adapter's note says that it was trained on another model: one that computes otherwise,
-            or has other weights.
+            adapter's note names a model that computes otherwise or has other weights.
         CheckpointError: The folder is no adapter, or a file of it is missing or damaged.
         ConfigError: See `adapt_lora_config`.
     """
     adapter = os.fspath(adapter)
     if adapter_name in getattr(model, "peft_config", {}):
-        raise AdapterError(
-            f"adapter_name is {adapter_name!r}, which this model has already; give another."
-        )
+        raise AdapterError(f"adapter_name={adapter_name!r} is in this model already: give another.")
     base = base_model(model)
     hub = {key: peft_kwargs[key] for key in files.HUB_KEYS if key in peft_kwargs}
     subfolder = hub.get("subfolder") or ""
-    files.check_folder(adapter, subfolder)
     on_disk = Path(adapter) / subfolder
-    if on_disk.is_dir():
-        check_adapter_patterns(on_disk, base)
-    if not any_base:
-        files.check_base(base, adapter, subfolder)
+    files.check_adapter(adapter, base, subfolder, any_base=any_base)
     if training_codec.from_note(on_disk) is not None:  # trained on packed experts
         check_packed(base, unpacked_ok=unpacked_ok, stacklevel=2)
     with files.reading(adapter):
@@ -227,11 +180,8 @@ def _read_config(base: nn.Module, adapter: str, **hub: Any) -> PeftConfig:
 def connect_adapters(model: PeftModel) -> PeftModel:
     """Check adapters that a host has created with stock PEFT over packed experts, in place.
 
-    For hosts that build the `LoraConfig` and the `PeftModel` themselves, given the names from
-    `target_parameters` and `exclude_modules`. Their layers and files are ours from then on.
-
-    Args:
-        model: A `PeftModel` over a model with packed experts; any other is returned as it is.
+    For hosts that build the `LoraConfig` and the `PeftModel` themselves, with the names from
+    `target_parameters` and `exclude_modules`. Any other model is returned as it is.
 
     Raises:
         AdapterError: An adapter targets a packed parameter and has no layer for it.
@@ -253,28 +203,8 @@ def connect_adapters(model: PeftModel) -> PeftModel:
     return model
 
 
-def apply_adapted_config(model: PeftModel, adapted: PeftConfig) -> None:
-    """Apply an adapted LoRA config to adapters that a host made from its lists with stock PEFT.
-
-    Their files then have the caller's settings, and their layers the caller's dropout.
-    """
-    if not isinstance(adapted, AdaptedLoraConfig):
-        return
-    # Not by target_modules, which PEFT narrows to the modules that it finds.
-    fields = ("target_parameters", "exclude_modules")
-    for name, config in model.peft_config.items():
-        if type(config) not in (LoraConfig, AdaptedLoraConfig) or not all(
-            as_set(getattr(config, field)) == as_set(getattr(adapted, field)) for field in fields
-        ):
-            continue
-        become_adapted(config, adapted._callers, adapted._reload, adapted._packed)
-        record_base(model.get_base_model(), config)
-        if adapted.lora_dropout != config.lora_dropout:
-            set_dropout(model, name, adapted.lora_dropout)
-
-
 def set_dropout(model: PeftModel, adapter: str, probability: float) -> None:
-    """Give every layer of an adapter this dropout; PEFT sets it only as it makes a layer."""
+    """Give every layer of an adapter this dropout, which files of adapters do not carry."""
     model.peft_config[adapter].lora_dropout = probability
     for module in model.modules():
         if isinstance(module, ParamWrapper) and adapter in module.lora_A:
@@ -308,10 +238,8 @@ class LoraModel(StockLoraModel):
     def merge_adapter(self, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
         """Merge into the base weights; `unmerge_adapter` restores the original codes bit for bit.
 
-        Packed experts are plain until then: W + s B A, in fp32, rounded once to `dtype`, by
-        default the dtype before packing. So do bitsandbytes' Linear layers with an adapter where
-        `dtype` is given; without it they are packed again, as PEFT does, which rounds away much of
-        an adapter.
+        Packed experts and Linear layers with an adapter are plain until then: W + s B A, in fp32,
+        rounded once to `dtype`, by default the dtype before packing.
         """
         with self._merging(dtype):
             super().merge_adapter(*args, **kwargs)
@@ -321,9 +249,8 @@ class LoraModel(StockLoraModel):
     ) -> nn.Module:
         """Return the base model with adapters merged; `dtype` as in `merge_adapter`.
 
-        With `dtype` it is a plain model of that dtype, which no later load packs again: Linear
-        layers without an adapter are dequantized too, and other weights cast, except those that the
-        model's class keeps in fp32.
+        With `dtype` it is a plain model of that dtype: Linear layers without an adapter are
+        dequantized too, and other weights cast, except those that the model's class keeps in fp32.
         """
         with self._merging(dtype):
             merged = cast(nn.Module, super().merge_and_unload(*args, **kwargs))
@@ -342,8 +269,7 @@ class LoraModel(StockLoraModel):
     def unmerge_adapter(self) -> None:
         """Undo `merge_adapter`."""
         world().check_unsharded(self.model, "Unmerging", _OFFLINE)
-        with self._stock_linears():
-            super().unmerge_adapter()
+        super().unmerge_adapter()
 
     @contextmanager
     def _merging(self, dtype: torch.dtype | None) -> Iterator[None]:
@@ -354,69 +280,12 @@ class LoraModel(StockLoraModel):
         try:
             for layer in layers:
                 layer.merge_dtype = dtype
-            with self._stock_linears():
-                yield
+                if not dtype and not isinstance(layer, ParamWrapper):  # int8 layers know no dtype
+                    layer.merge_dtype = getattr(self.model, "dtype", None)
+            yield
         finally:
             for layer in layers:
                 layer.merge_dtype = None
-
-    @contextmanager
-    def _stock_linears(self) -> Iterator[None]:
-        """Convert adapted Linear layers to bitsandbytes' own layout, which PEFT can merge."""
-        for module in self.model.modules():
-            if isinstance(module, LoraLayer):
-                restore_linear(unwrapped(module))
-        yield
-        world().lay_out(self.model)
-
-    def add_weighted_adapter(
-        self,
-        adapters: list[str],
-        weights: list[float],
-        adapter_name: str,
-        combination_type: str = "svd",
-        **kwargs: Any,
-    ) -> None:
-        """Add the weighted sum of adapters as PEFT does, on expert parameters expert by expert."""
-        if adapter_name in self.peft_config:
-            return
-        check_adapter_names(self.model, {*self.peft_config, adapter_name})
-        world().check_unsharded(self.model, "add_weighted_adapter", _OFFLINE)
-        for adapter in adapters:
-            if adapter not in self.peft_config:
-                raise AdapterError(
-                    f"add_weighted_adapter: there is no adapter {adapter!r}; the model has "
-                    f"{', '.join(self.peft_config)}."
-                )
-        configs = {name: self.peft_config[name] for name in adapters}
-        summed = summed_config(self.model, configs[adapters[0]], adapters)
-        if summed.target_parameters and len(adapters) > 1 and combination_type.endswith("svd"):
-            raise ConfigError(
-                f"combination_type={combination_type!r} decomposes each expert's sum, and "
-                f"{summed.target_parameters[0]} has LoRA: give combination_type='cat', which is "
-                "exact, or 'linear'."
-            )
-        # PEFT derives the new config from the first one, and refuses target_parameters, which its
-        # own wrappers cannot combine, and target_modules of several kinds.
-        plain = {"target_parameters": None, "target_modules": summed.target_modules}
-        self.peft_config.update({n: replace(config, **plain) for n, config in configs.items()})
-        self._summed = summed
-        try:
-            super().add_weighted_adapter(
-                adapters, weights, adapter_name, combination_type=combination_type, **kwargs
-            )
-        finally:
-            del self._summed
-            self.peft_config.update(configs)
-        if combination_type == "cat" and len(adapters) > 1:
-            for module in self.model.modules():
-                if isinstance(module, ParamWrapper) and adapter_name in module.lora_A:
-                    concatenate(module, adapters, weights, adapter_name)
-
-    def _check_add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> Any:
-        checked = super()._check_add_weighted_adapter(adapters, *args, **kwargs)
-        self.peft_config[adapters[0]] = self._summed  # PEFT derives the new one from it next
-        return checked
 
 
 @contextmanager

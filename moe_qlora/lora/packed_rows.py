@@ -1,19 +1,17 @@
 """Packed rows: several conversations in one, whose positions begin again with each.
 
 transformers keeps their attention apart where a model hands `position_ids` to its masks. Some do
-not (gpt_oss, afmoe), nor does any where a mask of padding is given, or where it makes a cache, as
-it does unless told not to; and layers with a state (Mamba, linear attention, short convolutions)
-carry it on. Conversations then see each other, and nothing says so. `watch_packed_rows` lets packed
-rows run by their positions alone, and refuses them where the model was found to mix them.
+not (gpt_oss, afmoe), nor does any with a mask of padding or a cache, which it makes unless told not
+to; and layers with a state (Mamba, linear attention, short convolutions) carry it on. Conversations
+then see each other in silence. `watch_packed_rows` lets packed rows run by their positions alone,
+and refuses them where the model was found to mix them.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,17 +20,12 @@ from torch.nn import functional
 
 from ..errors import ConfigError
 
-_log = logging.getLogger(__name__)
-
-SEPARATES = "_moe_qlora_separates_rows"
-"""Entry of a prepared decoder stack's `__dict__`: whether it keeps packed rows apart by itself."""
+# Entries of a decoder stack's `__dict__`: whether it keeps packed rows apart itself, and whether it
+# was found to mix them, by which arguments beside positions tell it of them.
+SEPARATES, _MIXES = "_moe_qlora_separates_rows", "_moe_qlora_mixes_rows"
+# Its arguments: caches (transformers 5.23, 5.24), segments (flash attention, Mamba), and positions.
 CACHES = ("past_key_values", "cache")
-"""A key-value cache among a stack's arguments: until transformers 5.23, and from 5.24 on."""
-_MIXES = "_moe_qlora_mixes_rows"
-"""Entry of one that is watched: whether it mixes packed rows, as far as that was tried, by which
-arguments beside positions tell it of them."""
 OF_SEGMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Arguments of packed rows beside positions, which say the same."""
 PLACES = ("attention_mask", "position_ids")
 _STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _TRIED = 8  # Tokens
@@ -41,12 +34,8 @@ _NOISE = 8  # Rounding of a dtype
 
 def decoder_stacks(model: nn.Module) -> list[Any]:
     """Return the modules that own decoder layers and take token ids."""
-    found = [
-        module
-        for module in model.modules()
-        if any(isinstance(child, nn.ModuleList) for child in module.children())
-        and {"input_ids", "position_ids"} <= set(parameters_of(module))
-    ]
+    owners = [m for m in model.modules() if any(isinstance(c, nn.ModuleList) for c in m.children())]
+    found = [m for m in owners if {"input_ids", "position_ids"} <= set(parameters_of(m))]
     # A model with a list of heads is around one.
     return [one for one in found if not any(x in found for x in one.modules() if x is not one)]
 
@@ -54,15 +43,11 @@ def decoder_stacks(model: nn.Module) -> list[Any]:
 def parameters_of(stack: nn.Module) -> list[str]:
     """Return the names of a stack's arguments."""
     forward = type(stack).forward
-    found = inspect.signature(forward).parameters if callable(forward) else ()
-    return [name for name in found if name != "self"]
+    return [*inspect.signature(forward).parameters][1:] if callable(forward) else []
 
 
 def watch_packed_rows(model: nn.Module) -> ExitStack:
-    """Keep the conversations of packed rows apart, or refuse them where this model mixes them.
-
-    Returns what stops that when it is closed.
-    """
+    """Keep packed conversations apart, or refuse them where this model mixes them, until closed."""
     undo = ExitStack()
     for stack in decoder_stacks(model):
         if _MIXES not in vars(stack):
@@ -73,7 +58,7 @@ def watch_packed_rows(model: nn.Module) -> ExitStack:
 
 
 def state_of(stack: Any) -> str | None:
-    """Return which of a stack's layers carry a state from token to token, in words, or None."""
+    """Return half a sentence on layers that carry a state from token to token, or None."""
     kinds = set(getattr(stack.config, "layer_types", None) or ()) - _STATELESS
     if stateful := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
         return f"it has layers of {', '.join(stateful)}"
@@ -90,10 +75,10 @@ def tokens_of(given: Mapping[str, Any]) -> Any:
 
 
 def sequences_of(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return which tokens `(B, T)` of a call are real, and which begin a sequence.
+    """Return masks `(B, T)` of a call's real tokens, and of the first tokens of sequences.
 
-    The first one of a row, and those at which positions begin again, or ids of sequences change,
-    which some collators give as the mask.
+    A sequence begins with a row, where positions begin again, and where the ids of sequences that
+    some collators give as the mask change.
     """
     tokens, (mask, positions) = tokens_of(given), map(given.get, PLACES)
     shape: Any = tokens.shape[:2]
@@ -124,9 +109,12 @@ def packed_starts(given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
 
 
 def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, Any]:
-    """Return arguments by which transformers keeps packed rows apart, or raise where it mixes them.
+    """Return arguments with which transformers keeps packed rows apart; those of other rows stay.
 
-    Those of other rows stay. `run` is the stack's forward, if a call of it runs another.
+    `run` is the stack's forward, if a call of it runs another.
+
+    Raises:
+        ConfigError: The model mixes packed rows, or the call has a cache.
     """
     cached = any(given.get(name) is not None for name in CACHES)
     packed = None if cached else packed_starts(given)
@@ -164,7 +152,7 @@ def kept_apart(stack: Any, given: dict[str, Any], run: Any = None) -> dict[str, 
 
 
 def _sees_across(mask: Any, starts: Tensor) -> bool:
-    """Whether a ready mask `(B, 1, T, T)` lets the first token of a sequence see the one before."""
+    """Whether a mask `(B, 1, T, T)` lets the first token of a sequence see the one before."""
     found = list(mask.values()) if isinstance(mask, Mapping) else [mask]
     dense = [x[:, 0].diagonal(-1, 1, 2) for x in found if isinstance(x, Tensor) and x.dim() == 4]
     seen = [x if x.dtype == torch.bool else x == 0 for x in dense]
@@ -175,19 +163,8 @@ def _sees_across(mask: Any, starts: Tensor) -> bool:
 def _look(stack: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling() or vars(stack).get(SEPARATES):
         return None
-    if SEPARATES not in vars(stack) and stack.training and next(stack.parameters()).is_cuda:
-        _suggest_preparing()
     given = kwargs | dict(zip(parameters_of(stack), args, strict=False))
     return None if (found := kept_apart(stack, given)) is given else ((), found)
-
-
-@cache
-def _suggest_preparing() -> None:
-    """Log once that eager, checkpointed steps wait for Python."""
-    _log.warning(
-        "moe_qlora.prepare_training(model, batch_size=..., seq_len=...) before training makes its "
-        "steps several times as fast: compiled layers, CUDA graphs, no computing of padding."
-    )
 
 
 @torch.no_grad()

@@ -2,14 +2,11 @@
 
 `PeftModel.from_pretrained(model, folder)`, `peft.get_peft_model(model, config)` and transformers'
 `add_adapter` and `load_adapter` use the config as it is, with the names that expert parameters have
-on unpacked models. PEFT passes the config to nothing that belongs to the model, and asks its own
-table for the tuner's class. But before its tuner reads the config, it walks the model's modules.
-The `named_modules` here, which `hf/model.py` binds to the model, uses that call: it looks for the
-tuner among its callers, adapts the config, and gives the tuner this package's class.
-
-PEFT is not patched. Should PEFT walk the model at another point, the tuner is not found, and
-adapters without effect are refused when they are loaded, or at the first forward
-(experts/checks.py).
+on unpacked models. PEFT hands the config to nothing of the model, and takes the tuner's class from
+a table of its own; but before its tuner reads the config, it walks the model's modules. The
+`named_modules` here, bound to the model by `hf/model.py`, looks for the tuner among its callers,
+adapts the config, and gives the tuner this package's class.
+If it finds none, adapters without effect are refused (experts/checks.py).
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from ..checkpoint.adapter import CONFIG, LoraSettings, check_config_patterns
 from ..checkpoint.reader import parse_fields
 from ..world import world
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
-from .files import check_base, check_fits, check_folder, use_own_files
+from .files import check_adapter, check_fits, use_own_files
 from .model import LoraModel
 from .targets import (
     changed,
@@ -115,7 +112,7 @@ def _caller(frame: FrameType | None, most: int, *codes: CodeType) -> FrameType |
 
 
 def add_adapter(self: Any, adapter_config: Any, adapter_name: str | None = None) -> None:
-    """Add an adapter as `PreTrainedModel.add_adapter` does, which writes to its config: a copy."""
+    """Add an adapter as `PreTrainedModel.add_adapter` does, with a copy of the config."""
     type(self).add_adapter(self, adapt_lora_config(self, adapter_config), adapter_name)
 
 
@@ -126,8 +123,7 @@ def load_adapter(
     if peft_model_id is not None:
         options = (kwargs.get("adapter_kwargs"), kwargs.get("download_kwargs"))
         subfolder = next((o["subfolder"] for o in options if o and "subfolder" in o), None)
-        check_folder(peft_model_id, subfolder)
-        check_base(self, peft_model_id, subfolder)
+        check_adapter(peft_model_id, self, subfolder)
     info = type(self).load_adapter(self, peft_model_id, adapter_name, *args, **kwargs)
     # transformers lists other adapters' tensors as missing too.
     own = re.compile(rf"\.{re.escape(adapter_name or 'default')}(\.|$)")

@@ -1,23 +1,18 @@
-"""Which modules and packed parameters a LoraConfig means, and what PEFT is given instead.
+"""Which modules and packed parameters a LoraConfig means, and the fields that PEFT gets instead.
 
 `target_modules`, `exclude_modules` and `target_parameters` hold names, each of which matches full
 names and their ends after a dot, or one regular expression for `re.fullmatch`. `resolve_targets`
 returns the three fields for one model; neither the config nor the model is changed:
 
-    exclude_modules    + every packed experts module and the modules inside it, which leaf names
-                       would reach; with "all-linear" also routers that are Linear layers, and
-                       layers that LoRA cannot serve
-    target_modules     full names, where PEFT would take the caller's spelling otherwise
+    exclude_modules    + every packed experts module and the modules inside it; with "all-linear"
+                       also routers that are Linear layers, and layers that LoRA cannot serve
+    target_modules     full names, where PEFT would rewrite the caller's spelling
     target_parameters  full names of packed parameters: the only spelling that PEFT matches on a
                        parametrized module
 
-PEFT 0.21 rewrites `target_modules` of 29 model types, whose experts were Linear layers in
-transformers v4, into `target_parameters` of the fused experts and the router. Linear layers of
-shared experts and dense blocks, which have the same leaf names, lose their LoRA. The rewrite tests
+PEFT 0.21 rewrites `target_modules` of 29 model types into `target_parameters` of the fused experts
+and the router; Linear layers of the same leaf names lose their LoRA. The rewrite tests
 `target.endswith(".down_proj")`: an `ExactName` is a full name for which that is False.
-
-`check_supported` refuses what packed experts cannot have, and `notes_on` says what targets do not
-reach, before PEFT reads them.
 """
 
 from __future__ import annotations
@@ -39,7 +34,6 @@ from peft.tuners.tuners_utils import (
     _maybe_include_all_linear_layers,
     check_target_module_exists,
 )
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
@@ -48,7 +42,7 @@ from transformers.pytorch_utils import Conv1D
 from ..checkpoint.adapter import LORA_VARIANTS, Variant, unsupported
 from ..detection.detect import detect
 from ..detection.tree import join
-from ..errors import AdapterError, ConfigError, did_you_mean
+from ..errors import AdapterError, ConfigError
 from ..experts.forward import can_serve
 from ..layout import Router, listed, name_pattern, unwrapped, unwrapped_name
 from ..packing.parametrize import is_packed_linear, packed_names, read_packed
@@ -62,7 +56,6 @@ FIELDS = ("exclude_modules", "target_modules", "target_parameters")
 ALL_LINEAR = "all-linear"
 WARNING = "target_modules names .* packed expert weights .* get no LoRA"  # the message, as a regex
 _HOW = ": pass experts=True"
-_LEADING_FLAGS = re.compile(r"\(\?([aimsux]+)\)")
 # One expert's matrices in transformers v4 and so in most tutorials, besides the model's own names
 # of fused ones.
 _MATRICES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -123,19 +116,16 @@ def expert_parameters(model: nn.Module, roles: bool | Collection[str] = True) ->
         for name in param.names
         if unwrapped_name(name) in packed
     }
-    if unknown := sorted(wanted - set(role_of.values())):
+    known = sorted(set(role_of.values()))
+    if unknown := sorted(wanted.difference(known)):
         raise ConfigError(
-            f"no packed expert parameter has the role {unknown[0]!r}; this model has "
-            f"{sorted(set(role_of.values()))}."
+            f"no packed expert parameter has the role {unknown[0]!r}; this model has {known}."
         )
     return [name for name in packed if role_of.get(name) in wanted]
 
 
 def check_packed(model: nn.Module, *, unpacked_ok: bool, stacklevel: int) -> None:
-    """Warn that experts are not packed, where none is, or raise where a config asks for it.
-
-    A model config that names them in `llm_int8_skip_modules` leaves them in 16 bit on purpose.
-    """
+    """Warn that no expert is packed, or raise where the model's config asks for it."""
     model = base_model(model)
     if unpacked_ok or packed_parameters(model) or not (layout := detect(model)).experts:
         return
@@ -146,65 +136,38 @@ def check_packed(model: nn.Module, *, unpacked_ok: bool, stacklevel: int) -> Non
         if config is not None:
             settings = CodecSettings.from_config(config)
             unpacked = weights_to_pack(model, layout, config, settings)
-    if not unpacked:
+    if not unpacked:  # llm_int8_skip_modules names them
         return
     asks = f", and the model's quantization_config asks for {settings.kind}" if settings else ""
     said = (
         f"{len(unpacked)} expert weights are not packed ({patterns(p.name for p in unpacked)})"
         f"{asks}: call moe_qlora.quantize_experts(model), or load the model under "
-        "moe_qlora.enabled() with a BitsAndBytesConfig; pass unpacked_ok=True where they are to "
-        "stay as they are."
+        "moe_qlora.enabled() with a BitsAndBytesConfig; unpacked_ok=True accepts them."
     )
     if settings:
         raise ConfigError(said)
     warnings.warn(said, UserWarning, stacklevel=stacklevel + 1)
 
 
-def unfit_linears(model: nn.Module) -> dict[str, str]:
-    """Return Linear layers that get no LoRA: full name without adapters -> half a sentence why.
+def unfit_linears(model: nn.Module) -> list[str]:
+    """Return the full names, without adapters, of Linear layers on which LoRA fails.
 
-    The model's own code derives their class from `nn.Linear` and gives it a forward: routers return
-    two values, and LoRA on DeepSeek-V4's grouped projection has the size of all groups. Or PEFT
-    refuses LoRA on them, as on the output projections of Nemotron-H's Mamba layers.
+    The model's own code derives their class from `nn.Linear` and gives it a forward (routers,
+    DeepSeek-V4's grouped projection), or PEFT refuses LoRA on them (Nemotron-H's Mamba layers).
     """
-    reasons = {}
+    names = []
     own_code = {type(m).__module__ for m in model.modules() if isinstance(m, PreTrainedModel)}
     for name, module in model.named_modules():
         kind, path = type(unwrapped(module)), unwrapped_name(name)
-        if not issubclass(kind, nn.Linear):
-            continue
-        if kind.forward is not nn.Linear.forward and kind.__module__ in own_code:
-            reasons[path] = f"{kind.__name__} computes otherwise than nn.Linear"
-        else:
+        if issubclass(kind, nn.Linear):
+            own_forward = kind.forward is not nn.Linear.forward and kind.__module__ in own_code
             try:
                 _check_lora_target_modules_mamba(LoraConfig(), model, path.rpartition(".")[2])
             except ValueError:
-                reasons[path] = "PEFT refuses LoRA on it in this type of model"
-    return reasons
-
-
-def linear_experts(model: nn.Module) -> dict[str, str]:
-    """Return the Linear layers of experts that are lists of them: full name -> name for a target.
-
-    The latter is the same in all layers of a model, unless another module's name ends so. Empty for
-    a model with fused experts that are not packed, which has to be said first.
-    """
-    layout = detect(model)
-    if layout.experts and not packed_parameters(model):
-        return {}
-    found: dict[str, str] = {}
-    for experts in layout.linear_experts:
-        owner = unwrapped_name(experts.name)
-        for item, expert in model.get_submodule(experts.name).named_children():
-            parts = {unwrapped_name(path) for path, _ in expert.named_modules()}
-            for linear in parts.intersection(map(unwrapped_name, experts.linear_names)):
-                found[f"{owner}.{item}.{linear}"] = f"{owner.rpartition('.')[2]}.{item}.{linear}"
-    ends = set(found.values())
-    depths = {end.count(".") + 1 for end in ends}
-    others = {unwrapped_name(name) for name, _ in model.named_modules()}.difference(found)
-    if any(".".join(name.split(".")[-depth:]) in ends for name in others for depth in depths):
-        return {name: name for name in found}
-    return found
+                own_forward = True
+            if own_forward:
+                names.append(path)
+    return names
 
 
 # How PEFT matches names.
@@ -226,8 +189,7 @@ def names_parameter(target: str, name: str) -> bool:
 
 def is_all_linear(config: Any) -> bool:
     """Whether the caller asked for every Linear layer."""
-    targets = getattr(config, "target_modules", None)
-    return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+    return str(getattr(config, "target_modules", None)).lower() == ALL_LINEAR
 
 
 def is_lora(config: PeftConfig) -> bool:
@@ -248,10 +210,8 @@ def rewritten(model: nn.Module, config: Config) -> Config | None:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if config.peft_type != PeftType.LORA or model_type is None:
         return None
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a PEFT without the rewrite
-        return None
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     probe: Any = copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(probe, model=model, conversions=None)
@@ -263,7 +223,7 @@ def rewritten(model: nn.Module, config: Config) -> Config | None:
 
 
 def reached_modules(model: nn.Module, config: Any) -> list[str]:
-    """Return the modules that PEFT matches with the config as it stands, adapters' own excepted."""
+    """Return the names of modules that PEFT matches with the config, without adapters' own."""
     if is_all_linear(config):
         config = _maybe_include_all_linear_layers(copy.copy(config), model)
     if config.target_modules is None:
@@ -271,7 +231,7 @@ def reached_modules(model: nn.Module, config: Any) -> list[str]:
     inside_adapter: tuple[str, ...] = ()
     names = []
     for name, module in model.named_modules():
-        if not name or name.startswith(inside_adapter or "\0"):
+        if not name or name.startswith(inside_adapter):
             continue
         if isinstance(module, BaseTunerLayer):
             inside_adapter += (name + ".",)
@@ -301,10 +261,8 @@ def as_names(setting: str, existing: Iterable[str] | None) -> list[str]:
     if existing is None:
         return []
     if not isinstance(existing, (list, tuple, set, frozenset)):
-        raise ConfigError(
-            f"{setting} is a {type(existing).__name__}; expected None, a list, tuple or set of "
-            "names, or a regex string."
-        )
+        said = "expected None, a list, tuple or set of names, or a regex string"
+        raise ConfigError(f"{setting} is a {type(existing).__name__}; {said}.")
     for entry in existing:
         if not isinstance(entry, str):
             raise ConfigError(f"{setting} holds {entry!r}, which is no string; pass names only.")
@@ -318,20 +276,12 @@ def extend(setting: str, existing: str | Names | None, names: Collection[str]) -
     escaped = [re.escape(name) for name in names]
     if not existing or not escaped:
         return existing or "|".join(escaped)
-    group = f"(?:{existing})"
-    if flags := _LEADING_FLAGS.match(existing):
-        # `(?i)` may stand at the start of an expression only, `(?i:...)` anywhere; in verbose mode
-        # a comment on the last line would swallow the bracket.
-        end = "\n)" if "x" in flags[1] else ")"
-        group = f"(?{flags[1]}:{existing[flags.end() :]}{end}"
-    combined = "|".join([group, *escaped])
+    combined = "|".join([f"(?:{existing})", *escaped])  # `(?i)` is refused there, `(?i:...)` is not
     try:
         re.compile(combined)
     except re.error as error:
-        raise ConfigError(
-            f"{setting}={existing!r} is no regular expression ({error}); pass a valid one, or a "
-            "list of names."
-        ) from error
+        said = f"{setting}={existing!r} is no regular expression ({error})"
+        raise ConfigError(f"{said}; pass a valid one, or a list of names.") from error
     return combined
 
 
@@ -344,18 +294,12 @@ def patterns(names: Iterable[str]) -> str:
     return listed(list(dict.fromkeys(name_pattern(name) for name in names)))
 
 
-def _guess(target: str, names: Iterable[str], others: Collection[str] = ()) -> str:
-    depth = target.count(".") + 1
-    ends = {".".join(name.split(".")[-depth:]): None for name in names}
-    return did_you_mean(target, [end for end in ends if end not in others])
-
-
 # The fields for PEFT.
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Values of three fields of a LoraConfig, for one model and one config."""
+    """Three fields of a LoraConfig for one model, and sentences for the caller."""
 
     excludes: str | Sequence[str] | None
     modules: str | Collection[str] | None
@@ -373,10 +317,7 @@ def resolve_targets(
     experts: bool | Collection[str] = False,
     router: bool = False,
 ) -> Targets:
-    """Return the fields of PEFT's config for this model, which may be a `PeftModel`.
-
-    `config` is in the caller's own spelling.
-    """
+    """Return the fields of PEFT's config for a model from a config in the caller's spelling."""
     model, asked = base_model(model), cast(Any, changed(config))
     packed, everything = packed_parameters(model), is_all_linear(config)
     added = expert_parameters(model, experts) if experts and packed else []
@@ -421,10 +362,7 @@ def resolve_targets(
     named = as_names("target_parameters", getattr(asked, "target_parameters", None))
     named = _merge(named, weights, added)
     if named and not isinstance(config, LoraConfig):
-        raise ConfigError(
-            f"{type(config).__name__} cannot adapt parameters; use a LoraConfig for "
-            "target_parameters."
-        )
+        raise ConfigError(f"{type(config).__name__} has no target_parameters; use a LoraConfig.")
     parameters = _full_names(model, named, packed)
     spelled = {name: getattr(asked, name, None) for name in FIELDS}
     if added:
@@ -444,10 +382,9 @@ def resolve_targets(
 
 def _in_layers(config: Any, names: list[str]) -> list[str]:
     # PEFT looks at layers for names in `target_modules` only
-    fields: dict[str, Any] = {"exclude_modules": None, "modules_to_save": None}
     owners = {name: name.rpartition(".")[0] for name in names}
     leaves = {owner.rpartition(".")[2] for owner in owners.values()}
-    probe = changed(config, target_modules=leaves, **fields)
+    probe = changed(config, target_modules=leaves, exclude_modules=None, modules_to_save=None)
     if not (inside := [name for name in names if check_target_module_exists(probe, owners[name])]):
         raise ConfigError(
             f"layers_to_transform={config.layers_to_transform!r} leaves no layer with packed "
@@ -467,11 +404,7 @@ def _inside_experts(model: nn.Module) -> list[str]:
 
 
 def _not_all_linear(model: nn.Module, routers: Collection[str]) -> list[str]:
-    """Return what PEFT's "all-linear" reaches and ours does not.
-
-    These are routers that are Linear layers, layers that LoRA cannot serve, and others that share a
-    weight with one of these, as diffusion_gemma's do.
-    """
+    """Return routers that are Linear layers, layers that LoRA cannot serve, and ties of these."""
     linears = {unwrapped_name(n): m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     names = [*(name for name in routers if name in linears), *unfit_linears(model)]
     weights = {id(getattr(linears.get(name), "weight", None)) for name in names}
@@ -481,11 +414,10 @@ def _not_all_linear(model: nn.Module, routers: Collection[str]) -> list[str]:
 def _exactly(
     model: nn.Module, config: Any, bare_routers: Collection[str]
 ) -> tuple[set[ExactName], list[str], str]:
-    """Return the modules that targets reach, weights of bare routers, and what is left out.
+    """Return the modules that targets reach, weights of bare routers, and one sentence or "".
 
-    transformers v5 keeps most routers as a module with a bare `weight`. PEFT refuses a class around
-    a Linear layer, as Gemma4ClippableLinear of Gemma-4's towers, whose layers have the names of the
-    language model's: where nothing else is named, that is an error.
+    transformers v5 keeps most routers as a module with a bare `weight`. The sentence is on modules
+    around a Linear layer, which PEFT refuses (Gemma4ClippableLinear of Gemma-4's towers).
     """
     served = (*_SERVED, *(getattr(config, "_custom_modules", None) or ()))
     exact, weights, around = set[ExactName](), list[str](), dict[str, tuple[str, str]]()
@@ -511,11 +443,11 @@ def _exactly(
     )
     if not exact:
         raise ConfigError(f"{said}: name the layers inside, as in {example}.")
-    left_out = (
-        f"{said}: these are left out, all else gets LoRA; name the layers inside, as in "
-        f"{example}, to train them, or name these in exclude_modules to get no warning."
+    said += (
+        f": these are left out, all else gets LoRA; name the layers inside, as in {example}, to "
+        "train them, or name these in exclude_modules to get no warning."
     )
-    return exact, weights, left_out
+    return exact, weights, said
 
 
 def _reload_note(
@@ -547,49 +479,38 @@ def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> 
     ]
     known = _merge(packed, beside)
     full = [name for name in known if any(names_parameter(target, name) for target in named)]
-    elsewhere = {
-        unwrapped_name(name)
-        for name, _ in model.named_parameters()
-        if ".parametrizations." not in name
-    }.difference(known)
+    every = {
+        unwrapped_name(n) for n, _ in model.named_parameters() if ".parametrizations." not in n
+    }
     others = []
     for target in named:
-        if any(names_parameter(target, name) for name in elsewhere):
+        if any(names_parameter(target, name) for name in every.difference(known)):
             others.append(target)
         elif not any(names_parameter(target, name) for name in full):
             raise ConfigError(
-                f"target_parameters names {target!r}, which is no parameter of this model"
-                f"{_guess(target, [*known, *sorted(elsewhere)])}: the experts' names are what "
-                "moe_qlora.target_parameters(model) returns."
+                f"target_parameters names {target!r}, which is no parameter of this model: the "
+                "experts' names are what moe_qlora.target_parameters(model) returns."
             )
     return _merge(full, others)
 
 
-def exclude_modules(
-    model: nn.Module, existing: str | Names | None = None, *, routers: bool = False
-) -> Any:
-    """Return the `exclude_modules` with which no module target hits packed experts.
+def exclude_modules(model: nn.Module, existing: str | Names | None = None) -> Any:
+    """Return an `exclude_modules` that keeps module targets off packed experts.
 
-    For each packed experts module that is its own path and the path of every module inside it, in
-    full, so that `mlp.shared_expert.down_proj` keeps its LoRA while
-    `mlp.experts.parametrizations.down_proj` gets none.
+    It adds the path of each packed experts module and of every module inside it, in full, so that
+    `mlp.shared_expert.down_proj` keeps its LoRA.
 
     Args:
-        model: Any model, a `PeftModel` included; names are those of the model without adapters.
+        model: Any model, a `PeftModel` included.
         existing: The caller's own excludes; never changed.
-        routers: Exclude the routers that are plain Linear layers too.
 
     Returns:
-        A new list for None, a list, a tuple or a set; for a string, a regex in PEFT, one regex for
-        `re.fullmatch`. Where no expert is packed, nothing is added.
+        A new list for None, a list, a tuple or a set; one regex for `re.fullmatch` for a string.
 
     Raises:
         ConfigError: `existing` is no regex, or holds something else than names.
     """
-    paths = _inside_experts(model)
-    if paths and routers:
-        paths += [one.name for one in detect(base_model(model)).routers if one.plain_linear]
-    return extend("exclude_modules", existing, paths)
+    return extend("exclude_modules", existing, _inside_experts(model))
 
 
 def target_parameters(
@@ -601,19 +522,18 @@ def target_parameters(
 ) -> Any:
     """Return the `target_parameters` for LoRA on every packed expert parameter.
 
-    These are full dotted names, as in `model.layers.0.mlp.experts.gate_up_proj`: PEFT matches them
-    on packed and on unpacked models alike, whereas it finds a shorter ending on unpacked ones only.
+    PEFT matches full names (`model.layers.0.mlp.experts.gate_up_proj`) on packed and on unpacked
+    models alike, shorter endings on unpacked ones only.
 
     Args:
-        model: Any model, a `PeftModel` included; names are those of the model without adapters.
+        model: Any model, a `PeftModel` included.
         existing: The caller's own targets; never changed.
         roles: Only parameters with one of these roles ("gate_up", "gate", "up", "down", ...).
-        unpacked_ok: The model's experts are there and are not packed on purpose: no warning, and no
-            error.
+        unpacked_ok: Accept experts that are not packed, without a warning or an error.
 
     Returns:
-        A new list for None, a list, a tuple or a set; one regex for a string. Where no expert is
-        packed, nothing is added, and a warning says so if the model has experts.
+        A new list for None, a list, a tuple or a set; one regex for a string. On a model whose
+        experts are not packed nothing is added, with a warning.
 
     Raises:
         ConfigError: `existing` is no regex or holds something else than names, no parameter has the
@@ -631,16 +551,7 @@ def check_supported(
     model: nn.Module, config: PeftConfig, targets: Targets, packed: Mapping[str, nn.Module]
 ) -> None:
     """Refuse settings, and shapes of weights, that packed weights cannot have."""
-    for said in _refusals(model, config, targets.experts, packed):
-        raise ConfigError(said)
-
-
-def _refusals(
-    model: nn.Module,
-    config: PeftConfig,
-    experts: Collection[str],
-    packed: Mapping[str, nn.Module],
-) -> Iterator[str]:
+    experts = targets.experts
     frozen = dict.fromkeys(packed, "use target_parameters to train LoRA on it")
     frozen |= {
         unwrapped_name(name): "name it in llm_int8_skip_modules of the BitsAndBytesConfig, or in "
@@ -653,30 +564,25 @@ def _refusals(
         paths = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
         for key in getattr(config, "modules_to_save", None) or ():
             if any(path.endswith(key) for path in paths):  # as PEFT does, which needs no dot
-                yield (
+                raise ConfigError(
                     f"modules_to_save={key!r} asks to train {name} in full, which is packed and "
                     f"stays frozen; leave it out, or {instead}."
                 )
-    shapes = {name: tuple(read_packed(packed[name], _leaf(name)).shape) for name in experts}
-    for name, shape in shapes.items():
+    for name in experts:
+        shape = tuple(read_packed(packed[name], name.rpartition(".")[2]).shape)
         if len(shape) > 3:
-            yield (
-                f"target_parameters names {name}, a weight of shape {shape}: PEFT adapts "
-                "parameters of two or three dimensions; leave it out."
-            )
-    first = next(iter(experts), None)
-    if first and (found := unsupported(_UNSUPPORTED, partial(getattr, config))):
-        name, value, reason = found
+            said = f"target_parameters names {name}, a weight of shape {shape}"
+            raise ConfigError(f"{said}: PEFT adapts two or three dimensions; leave it out.")
+    if experts and (found := unsupported(_UNSUPPORTED, partial(getattr, config))):
+        setting, value, reason = found
         shown = value if isinstance(value, (bool, int, str)) else type(value).__name__
-        yield (
-            f"{name}={shown!r} does not work for LoRA on packed experts ({first}): {reason}; "
-            "unset it, or leave the experts out of target_parameters."
+        raise ConfigError(
+            f"{setting}={shown!r} does not work for LoRA on packed experts ({experts[0]}): "
+            f"{reason}; unset it, or leave the experts out of target_parameters."
         )
-    if first and not is_lora(config):
-        yield (
-            f"{type(config).__name__} does not work for packed experts ({first}); use a LoraConfig "
-            "for them."
-        )
+    if experts and not is_lora(config):
+        said = f"{type(config).__name__} does not work for packed experts ({experts[0]})"
+        raise ConfigError(f"{said}; use a LoraConfig for them.")
     for name in experts:
         check_dropout(name, packed[name], getattr(config, "lora_dropout", 0.0))
 
@@ -703,29 +609,30 @@ def check_adapter_names(model: nn.Module, adapters: Collection[str]) -> None:
     for name in sorted(parts.intersection(adapters)):
         raise AdapterError(
             f"adapter {name!r} has the name of a part of the model, and PEFT would leave LoRA "
-            "there out of the files of other adapters: give it another name, which a saved "
-            "adapter gets as it is loaded."
+            "there out of the files of other adapters: give it another name."
         )
 
 
 def notes_on(
     model: nn.Module, config: PeftConfig, targets: Targets, packed: Collection[str]
 ) -> Iterator[str]:
-    """Yield one sentence for each thing that targets name and that gets no LoRA.
+    """Yield one sentence on each target without LoRA, from a config in the caller's spelling.
 
-    `config` is in the caller's spelling.
+    Raises:
+        ConfigError: `target_modules` names packed experts and nothing else.
     """
     asked: Any = config
     probe = changed(asked, exclude_modules=targets.excludes, target_modules=targets.modules)
     reached = reached_modules(model, probe)
-    names = _named_experts(asked, targets, packed)
-    if names:
+    # The caller's own excludes of experts are on purpose, and None is PEFT's own choice.
+    means = isinstance(asked, LoraConfig) and asked.target_modules is not None
+    means = means and not (targets.experts or is_all_linear(asked))
+    if names := [name for name in packed if means and names_expert(asked, name)]:
         words = repr(asked.target_modules)
         if not isinstance(asked.target_modules, str):
+            each = {w: changed(asked, target_modules={w}) for w in sorted(asked.target_modules)}
             words = ", ".join(
-                word
-                for word in as_names("target_modules", asked.target_modules)
-                if any(names_expert(changed(asked, target_modules={word}), name) for name in names)
+                w for w, probe in each.items() if any(names_expert(probe, name) for name in names)
             )
         said = (
             f"target_modules names {words}, and it reaches modules only, so that {len(names)} "
@@ -738,58 +645,13 @@ def notes_on(
             f"{said}{how}, to train them, or exclude_modules=moe_qlora.exclude_modules(model) to "
             "leave them out without this warning."
         )
-    unfit = unfit_linears(model)
-    if fails := [name for name in map(unwrapped_name, reached) if name in unfit]:
-        yield (
-            f"target_modules reaches {patterns(fails)}, and "
-            f"{' and '.join(dict.fromkeys(unfit[name] for name in fails))}: LoRA there fails; "
-            "leave it out."
-        )
-    if lost := _misspelt(model, asked, packed):
-        yield (
-            f"target_modules names {', '.join(sorted(lost))}, and no module of this model is "
-            "called so: all else gets LoRA; mend the name or leave it out."
-        )
     named = [*(targets.parameters or ()), *map(unwrapped_name, reached)]
     for setting in ("rank_pattern", "alpha_pattern"):
         keys = getattr(asked, setting, None) or ()
-        # As PEFT looks, at layers alone
         idle = [k for k in keys if not any(re.match(rf"(.*\.)?({k})$", name) for name in named)]
         if idle and targets.parameters:
             yield f"{setting} names {', '.join(sorted(idle))}, and nothing that gets LoRA; mend it."
-    if targets.left_out:
-        yield targets.left_out
-    if targets.reload and is_all_linear(asked):
-        yield targets.reload
-
-
-def _named_experts(asked: Any, targets: Targets, packed: Collection[str]) -> list[str]:
-    """Return packed parameters that module targets mean and that get no LoRA.
-
-    The caller's own excludes of experts are on purpose, and None is PEFT's own choice.
-    """
-    if not isinstance(asked, LoraConfig) or targets.experts or asked.target_modules is None:
-        return []
-    return [] if is_all_linear(asked) else [name for name in packed if names_expert(asked, name)]
-
-
-def _misspelt(model: nn.Module, asked: Any, packed: Collection[str]) -> list[str]:
-    """Return the entries of `target_modules` beside others that name no module, with a guess."""
-    if isinstance(asked.target_modules, str) or not asked.target_modules:
-        return []
-    anywhere: dict[str, Any] = {"exclude_modules": None, "modules_to_save": None}
-    if getattr(asked, "layers_to_transform", None) is not None:
-        anywhere |= {"layers_to_transform": None, "layers_pattern": None}
-    names = [unwrapped_name(name) for name, _ in model.named_modules()]
-    # A list for many architectures has names of others, spelled right.
-    of_others = {*_MATRICES}.union(*TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.values())
-    lost = []
-    for word in set(as_names("target_modules", asked.target_modules)) - of_others:
-        probe = changed(asked, target_modules={word}, **anywhere)
-        reaches = any(check_target_module_exists(probe, name) for name in names if name)
-        if not reaches and not any(names_expert(probe, name) for name in packed):
-            lost.append(f"{word!r}{_guess(word, names, asked.target_modules)}")
-    return lost if len(lost) < len(asked.target_modules) else []  # PEFT raises where none is left
+    yield from filter(None, (targets.left_out, targets.reload))
 
 
 def for_target_names(message: str) -> str:
@@ -797,7 +659,3 @@ def for_target_names(message: str) -> str:
     head, found, _ = message.partition(_HOW)
     cure = ': name experts among the targets, as in "attention,experts".'
     return head + cure if found else message
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]

@@ -43,7 +43,7 @@ from ..experts import forward
 from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora import targets
 from ..lora.config import top_k_of
-from ..lora.model import make_peft_model
+from ..lora.model import get_peft_model
 from ..lora.targets import unfit_linears
 from ..models import named
 from ..packing import parametrize
@@ -332,9 +332,8 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
         config = lora_config_of(meta.base, meta.parts, settings.targets, settings.rank)
     try:
         with torch.device("meta"):  # low_cpu_mem_usage allocates first, whatever the rank
-            meta.model = make_peft_model(
-                meta.base, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
-            )
+            options: Any = {"autocast_adapter_dtype": False, "low_cpu_mem_usage": True}
+            meta.model = get_peft_model(meta.base, config, unpacked_ok=True, **options)
     except ValueError as error:
         if isinstance(error, ConfigError):
             said = targets.for_target_names(str(error))

@@ -25,7 +25,6 @@ from ..checkpoint.manifest import is_packed
 from ..checkpoint.staging import replace_file
 from ..checkpoint.verify import verify
 from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers, first_line
-from ..experts.counts import ExpertCounts
 from ..hf.switch import enabled
 from ..layout import human_bytes, name_pattern
 from ..lora.model import load_adapter
@@ -33,6 +32,7 @@ from ..memory import meta_model
 from ..models import named
 from ..models.files import MAX_JSON, read_json
 from ..versions import installed_version
+from .counts import ExpertCounts
 
 KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms and others")
 """Kinds of weights, in the order of tables. Linear layers are the packed ones."""

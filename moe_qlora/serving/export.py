@@ -125,7 +125,7 @@ def export_adapter(
         else:
             export = _Export(folder, model, opened, lora, layout, updates)
             report = export.write(work, place)
-        for name in (training_codec.NOTE, "README.md"):
+        for name in (training_codec.NOTE, training_codec.CARD):
             if (folder / name).is_file():
                 shutil.copyfile(inside(folder, name), work / name)
     return report

@@ -25,7 +25,7 @@ from peft.tuners.lora.bnb import Linear4bit, Linear8bitLt
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ..lora import linear as ours
+from ..lora import layer as ours
 from ..lora.targets import base_model
 
 _MEMBER = "_moe_qlora_joined"  # Entry of a layer's `__dict__`: its `_Member`

@@ -25,7 +25,6 @@ from moe_qlora.errors import ConfigError
 from moe_qlora.integrations import ExpertsHost, prepare
 from moe_qlora.integrations.liger import apply_liger
 from moe_qlora.integrations.settings import PLUGIN
-from moe_qlora.lora import packed_rows
 from moe_qlora.speed import fit as speed_fit
 from moe_qlora.speed import graphs as speed_graphs
 from moe_qlora.speed.flat_rows import has_flat_rows
@@ -373,25 +372,18 @@ def test_memory_is_measured_with_trls_loss():
     assert before and not calls
 
 
-def test_a_step_on_a_gpu_suggests_it_once(monkeypatch):
-    """The first step does; not where it was called, nor an evaluation, nor on a CPU."""
-    packed_rows._suggest_preparing.cache_clear()
+def test_a_step_on_a_gpu_suggests_it(monkeypatch, caplog):
+    """The first step in training does; not where it was called, nor on a CPU."""
     models = [adapted() for _ in range(3)]
     inputs = tiny_inputs(models[0].get_base_model())
     moe_qlora.prepare_training(models[0], **SIZES)
-    said: list[str] = []
-    monkeypatch.setattr(packed_rows._log, "warning", said.append)
     models[1](**inputs)
     monkeypatch.setattr(nn.Parameter, "is_cuda", True)
-    with torch.no_grad():
-        models[0](**inputs)
-        models[1].eval()(**inputs)
-    assert not said
-    for model in (models[1].train(), models[2]):
+    for model in (models[0], models[2], models[2]):
         with suppress(Exception):  # There is no GPU
             model(**inputs)
-    assert len(said) == 1 and "prepare_training" in said[0] and "\n" not in said[0]
-    packed_rows._suggest_preparing.cache_clear()
+    said = [record.message for record in caplog.records if "are packed" in record.message]
+    assert [("prepare_training(" in text) for text in said] == [False, False, True]
 
 
 @pytest.mark.parametrize(("asked", "memory"), [(None, None), (True, None), ("40GiB", "40GiB")])

@@ -163,7 +163,7 @@ def test_layers_as_on_other_cards(dtype, kind, double, tokens, transposed, monke
     for few in (True, False):
         with monkeypatch.context() as patch, cards.acting_as(cards.PORTABLE):
             if not few:
-                patch.setattr(table, "KERNELS", [k for k in table.KERNELS if not k.on_codes])
+                patch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
             patch.setattr(torch.nn.functional, "grouped_mm", forbidden)
             run()  # what is found out once, such as whether int8 is multiplied rightly, may wait
             try:

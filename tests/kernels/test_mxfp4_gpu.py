@@ -47,8 +47,8 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
     """Sizes of whole blocks of 32 and not of 64, whose last step is half empty, among them."""
     from moe_qlora.kernels import cards, quantized_mm, table
     from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.expert_mm import Matmul
     from moe_qlora.kernels.factors import Factors
+    from moe_qlora.kernels.table import Matmul
 
     table.prepare(torch.device("cuda", 0))
     count, rows, columns = shape
@@ -89,7 +89,7 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
 def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile):
     from moe_qlora.kernels import quantized_mm_hopper, table
     from moe_qlora.kernels import routing as routing_
-    from moe_qlora.kernels.expert_mm import Matmul
+    from moe_qlora.kernels.table import Matmul
 
     kernel = quantized_mm_hopper.KERNEL
     packed, decoded = weight(*shape, dtype=dtype)
@@ -203,7 +203,7 @@ def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, mo
     for module_ in (quantized_mm, quantized_mm_hopper):
         monkeypatch.setattr(module_, "prefers_quantized", lambda *args, **kwargs: few)
     if not few:  # nor weights in registers
-        monkeypatch.setattr(table, "KERNELS", [k for k in table.KERNELS if not k.on_codes])
+        monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
     module(x, index, weights).sum().backward()  # a kernel is tried once, on weights it decodes
     decoded.clear()
     workspace.release_workspace()

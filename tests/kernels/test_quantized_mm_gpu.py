@@ -41,9 +41,9 @@ def problem(shape, back, kind="nf4", double=True, dtype=torch.bfloat16, each=90,
 
 def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products=None):
     """A product by this kernel, whatever the table says, in tiles of so many rows."""
-    from moe_qlora.kernels.expert_mm import Matmul
     from moe_qlora.kernels.factors import Factors
     from moe_qlora.kernels.routing import tabulate
+    from moe_qlora.kernels.table import Matmul
 
     tiled = tabulate(
         routing.expert_offsets, packed.experts, routing.count, tile, routing.order, routing.top_k
@@ -61,7 +61,7 @@ def run(kernel, packed, routing, x, factor, tile, back, span, cut=None, products
 def takes(kernel, packed, dtype, back, rows=1000):
     """Whether a kernel works here and takes such a product of `rows` rows."""
     from moe_qlora.kernels import table
-    from moe_qlora.kernels.expert_mm import Matmul
+    from moe_qlora.kernels.table import Matmul
 
     matmul = Matmul(packed, dtype, rows, not back)
     return kernel.supports(matmul) and table.works(kernel, packed.spec)
@@ -71,7 +71,7 @@ def takes(kernel, packed, dtype, back, rows=1000):
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_the_cuts_of_all_cards(tile, back):
     from moe_qlora.kernels import cards, quantized_mm
-    from moe_qlora.kernels.expert_mm import Matmul
+    from moe_qlora.kernels.table import Matmul
 
     packed, routing, x, factor, right = problem((4, 192, 320), back)
     of, kernel = Matmul(packed, x.dtype, len(x), not back), quantized_mm.KERNEL
@@ -195,7 +195,7 @@ def test_a_layer_whose_rows_are_reordered_equals_the_portable_one(transposed, ea
 @pytest.mark.parametrize("each", [8, 20, 40, 90])  # rows in tiles of 16, 32, 64 and 128
 def test_int8_codes_are_taken(each, back):
     from moe_qlora.kernels import quantized_mm, table
-    from moe_qlora.kernels.expert_mm import Matmul
+    from moe_qlora.kernels.table import Matmul
 
     packed, routing, x, factor, right = problem((4, 192, 320), back, "int8", False, each=each)
     matmul = table.choose(Matmul(packed, x.dtype, len(x), not back))
@@ -210,7 +210,7 @@ def test_int8_codes_are_taken(each, back):
 def test_the_fewest_steps(inner, back):
     """A single step is no loop for Hopper's kernel: the portable one takes it."""
     from moe_qlora.kernels import quantized_mm_hopper, table
-    from moe_qlora.kernels.expert_mm import Matmul
+    from moe_qlora.kernels.table import Matmul
 
     shape = (4, inner, 192) if back else (4, 192, inner)
     packed, routing, x, factor, right = problem(shape, back)

@@ -3,7 +3,7 @@
     python tools/recipes/dpo.py data.jsonl out     {"prompt": "", "chosen": "", "rejected": ""}
 
 The reference is the packed model with its adapter switched off: no second model is loaded. TRL
-loads the model itself; two lines are added for packed experts. A pair is two sequences, so plan
+loads the model itself; one line is added for packed experts. A pair is two sequences, so plan
 with `--batch 2`: 24.8 GB for Qwen3-30B-A3B with rank 8 and 1,024 tokens.
 """
 
@@ -38,11 +38,11 @@ bnb_config = BitsAndBytesConfig(
     bnb_4bit_compute_dtype=dtype,
 )
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention, task_type="CAUSAL_LM")
-moe_qlora.enable()  # TRL's load packs experts
-lora_config = moe_qlora.adapt_lora_config(
-    options.model, lora_config, experts=True, quantization_config=bnb_config
+experts = ["experts.gate_up_proj", "experts.down_proj"]  # moe-qlora dump MODEL prints the names
+lora_config = LoraConfig(
+    r=8, lora_alpha=16, target_modules=attention, target_parameters=experts, task_type="CAUSAL_LM"
 )
+moe_qlora.enable()  # TRL's load packs experts
 args = DPOConfig(
     output_dir=options.out,
     max_steps=options.steps,

@@ -42,11 +42,11 @@ kept = min(16, max(1, len(tasks) // 10))  # held out
 nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
 bnb_config = BitsAndBytesConfig(load_in_4bit=True, **nf4)
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-lora_config = LoraConfig(r=8, lora_alpha=16, target_modules=attention, task_type="CAUSAL_LM")
-moe_qlora.enable()  # TRL's load packs experts
-lora_config = moe_qlora.adapt_lora_config(
-    options.model, lora_config, experts=True, quantization_config=bnb_config
+experts = ["experts.gate_up_proj", "experts.down_proj"]  # moe-qlora dump MODEL prints the names
+lora_config = LoraConfig(
+    r=8, lora_alpha=16, target_modules=attention, target_parameters=experts, task_type="CAUSAL_LM"
 )
+moe_qlora.enable()  # TRL's load packs experts
 args = GRPOConfig(
     output_dir=options.out,
     max_steps=options.steps,

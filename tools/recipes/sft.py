@@ -24,11 +24,9 @@ bnb_config = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
 )
 attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention)
+experts = ["experts.gate_up_proj", "experts.down_proj"]  # moe-qlora dump MODEL prints the names
+lora_config = LoraConfig(r=16, lora_alpha=32, target_modules=attention, target_parameters=experts)
 moe_qlora.enable()
-lora_config = moe_qlora.adapt_lora_config(
-    folder, lora_config, experts=True, quantization_config=bnb_config
-)
 args = SFTConfig(
     output_dir=out,
     max_steps=10,

@@ -224,6 +224,42 @@ def test_any_base_is_taken_where_asked(folders: dict[str, Path], tmp_path: Path)
     assert (tmp_path / "merged/config.json").is_file()
 
 
+def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Base, codec, targets and versions; once, also where PEFT adds to the card."""
+    card = (folders["adapter"] / "README.md").read_text()
+    for said in (
+        f"| base | `{folders['base']}` |",
+        "| base was packed as | `nf4` |",
+        "| target_parameters | `model.layers.*.mlp.experts.down_proj, ",
+        "| rank, alpha | `2, 8` |",
+        f"moe-qlora {moe_qlora.__version__}, transformers ",
+    ):
+        assert said in card, said
+    assert card.startswith("---\n") and "library_name: peft" in card  # PEFT's own part
+    assert f"base_model: {folders['base']}\n" in card
+    model = moe_qlora.get_peft_model(base_model(folders["base"]), q_proj())
+    model.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "README.md"
+    file.write_text(file.read_text() + "# Model of mine\n")
+    model.save_pretrained(tmp_path / "base")
+    text = file.read_text()
+    assert text.count("# Model of mine\n") == 1
+    assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
+
+
+def test_the_program_of_any_adapters_card_runs(folders: dict[str, Path], tmp_path: Path) -> None:
+    for make, names in ((second, ("", "ref")), (continued, ("",))):
+        make(folders, tmp_path / make.__name__)
+        for name in names:
+            card = (tmp_path / make.__name__ / name / "README.md").read_text()
+            assert f"base_model: {folders['base']}\n" in card.replace('"', "")
+            ours = card.partition("moe_qlora: start")[2]
+            (program,) = re.findall("```python\n(.*?)```", ours, re.DOTALL)
+            found: dict[str, Any] = {}
+            exec(program.replace('"ADAPTER"', repr(str(folders["adapter"]))), found)  # noqa: S102
+            assert isinstance(found["model"], PeftModel)
+
+
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")
 def test_a_config_that_was_adapted_to_another_kind_of_model_is_refused() -> None:
     kinds = [tiny_model("qwen3_moe"), tiny_model("llama4_text")]

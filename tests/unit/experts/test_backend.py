@@ -81,12 +81,3 @@ def test_nothing_is_said_otherwise(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choose_backend(module, call_of(module, dtype, autocast))
-
-
-def test_nothing_is_said_on_a_cpu() -> None:
-    module = experts(torch.float32)
-    x = torch.zeros(5, 64, dtype=torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        chosen = choose_backend(module, read_call(module, x))
-    assert "not cpu" in chosen.reason

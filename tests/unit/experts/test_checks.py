@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -167,24 +165,6 @@ def test_copies_are_watched_by_themselves(folder):
     model(**inputs)
     with pytest.raises(moe_qlora.QuantizationError, match="load the model again"):
         twin(**inputs)
-    watch = model.__dict__[checks._WATCH]
-    assert watch.codes
-    make, arguments = watch.__reduce__()  # pickle refuses the packed model itself
-    assert make(*arguments).codes is None and arguments == (model,)
-
-
-def test_a_shallow_copy_is_watched_after_its_model_is_gone():
-    """It shares that model's watch; models of transformers hold on to themselves, others go."""
-    model = torch.nn.Sequential(testing.tiny_model("qwen3_moe"))
-    inputs = testing.tiny_inputs(model[0])
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True))
-    gone = weakref.ref(model)
-    twin = copy.copy(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    twin(inputs["input_ids"])
-    assert twin.__dict__[checks._WATCH].experts
 
 
 def test_other_forms_of_linear_layers_on_cpus_are_no_cast(folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from dataclasses import dataclass
 
 import pytest
@@ -395,28 +394,6 @@ def test_kept_bytes_follow_the_formula_and_do_not_depend_on_experts(lora, count,
     each = 2 * I + I + H + 1 + (H + 2 * 9 if lora else 0)
     expected = rows * each * b + index_bytes
     assert kept_bytes(module, x, index, weights) <= expected
-
-
-def test_steps_leak_nothing():
-    style = STYLES["concatenated"]
-    module = pack(make(style), style)
-    provider = Provider(style)
-    operands.set_lora_source(module, provider)
-
-    def tensors():
-        gc.collect()
-        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
-
-    def step():
-        x, index, weights = routing()
-        module(x, index, weights).sum().backward()
-
-    step()
-    before, hooks = tensors(), len(module._forward_hooks)
-    for _ in range(40):
-        step()
-    assert tensors() <= before
-    assert len(module._forward_hooks) == hooks
 
 
 def test_never_reads_through_the_parametrization(monkeypatch):

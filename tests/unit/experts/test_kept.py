@@ -159,7 +159,7 @@ def test_the_kernels_equal_the_projections_eager_and_compiled(layer, few, monkey
     torch.compiler.reset()
     monkeypatch.setattr(backend, "kernels_run", lambda device: True)
     if not few:
-        monkeypatch.setattr(table, "KERNELS", [k for k in table.KERNELS if not k.on_codes])
+        monkeypatch.setattr(table, "KERNELS", [k for k in table.kernels() if not k.on_codes])
     call = backend.read_call(module, parts[0])
     assert backend.choose_backend(module, call) == backend.FUSED
     eager = layer_gradients(module, provider, parts)

@@ -257,9 +257,9 @@ def matmul_launches() -> Iterator[str]:
     import torch
 
     from moe_qlora.kernels import grouped_mm
-    from moe_qlora.kernels.expert_mm import Matmul
     from moe_qlora.kernels.quantized_mm import KERNEL
     from moe_qlora.kernels.routing import Routing, ints_size
+    from moe_qlora.kernels.table import Matmul
 
     cpu = torch.device("cpu")
     offsets = torch.zeros(16, dtype=torch.int32)
@@ -475,7 +475,7 @@ def hopper_launches() -> Iterator[str]:
     import torch
 
     from moe_qlora.kernels import quantized_mm_hopper, quantized_mm_rs
-    from moe_qlora.kernels.expert_mm import Matmul
+    from moe_qlora.kernels.table import Matmul
 
     hopper, in_registers = quantized_mm_hopper.KERNEL, quantized_mm_rs.KERNEL
     # Every two of: the matrix, the direction, LoRA or none, the dtype and kind, rows in order or
@@ -524,9 +524,9 @@ def multiply(
     """Compute a product of 16 rows by a kernel, which is for such products of `rows` rows."""
     import torch
 
-    from moe_qlora.kernels.expert_mm import Matmul
     from moe_qlora.kernels.factors import Factors
     from moe_qlora.kernels.routing import Tiled
+    from moe_qlora.kernels.table import Matmul
 
     offsets = torch.zeros(16, dtype=torch.int32)
     factors = None if factor is None else Factors(factor[..., :0].transpose(1, 2), factor, 1.0)

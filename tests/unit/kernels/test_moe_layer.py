@@ -14,7 +14,6 @@ triton = pytest.importorskip("triton")
 from fused_layer import CASES, Case, build, check_layer, stack_of  # noqa: E402
 
 from moe_qlora.kernels import (  # noqa: E402
-    expert_mm,
     grouped_mm,
     moe_layer,
     quantized_mm,
@@ -74,7 +73,7 @@ def forbid_decoding(monkeypatch):
 
 def dequantize_all(monkeypatch):
     """Leave out the kernels on codes."""
-    rows = [kernel for kernel in table.KERNELS if not kernel.on_codes]
+    rows = [kernel for kernel in table.kernels() if not kernel.on_codes]
     monkeypatch.setattr(table, "KERNELS", rows)
 
 
@@ -113,14 +112,14 @@ def test_capped_workspace_in_slices(name, few, monkeypatch):
     if not few:
         dequantize_all(monkeypatch)
     sliced = []
-    real = expert_mm.Matmul.spans
+    real = table.Matmul.spans
 
     def spans(matmul):
         found = list(real(matmul))
         sliced.extend(found if len(found) > 1 else ())
         return iter(found)
 
-    monkeypatch.setattr(expert_mm.Matmul, "spans", spans)
+    monkeypatch.setattr(table.Matmul, "spans", spans)
     workspace.set_workspace_cap(1)
     try:
         check_layer(case)

@@ -21,8 +21,8 @@ from moe_qlora.kernels import (  # noqa: E402
     table,
 )
 from moe_qlora.kernels import routing as routing_  # noqa: E402
-from moe_qlora.kernels.expert_mm import Kernel, Matmul  # noqa: E402
 from moe_qlora.kernels.gate_kernels import Gate  # noqa: E402
+from moe_qlora.kernels.table import Kernel, Matmul  # noqa: E402
 from moe_qlora.kernels.weights import WeightSpec  # noqa: E402
 from moe_qlora.packing import codec  # noqa: E402
 
@@ -63,7 +63,7 @@ def test_rows_in_the_order_of_registers(gate, biased, transposed, monkeypatch):
     stand_in = replace(
         RS, supports=supports, launch=launch, reorder=reordered, hopper=False, tried=lambda _: None
     )
-    monkeypatch.setattr(table, "KERNELS", [stand_in, *table.KERNELS])
+    monkeypatch.setattr(table, "KERNELS", [stand_in, *table.kernels()])
     monkeypatch.setattr(quantized_mm_rs, "ROWS_IN_REGISTERS", (1, 1024))
     check_layer(case)
     assert restored == ([] if transposed else [512, 512])
@@ -177,7 +177,7 @@ def test_each_card_tries_the_kernels_that_it_may_have(monkeypatch, card, asked):
 def test_who_multiplies_many_rows(monkeypatch, capability, dtype, wanted):
     card = cards.of_capability(capability)
     monkeypatch.setattr(cards, "actual", lambda device: card)
-    packed = SimpleNamespace(spec=WeightSpec((2, 192, 512), "nf4", 64, 0, 0))
+    packed = SimpleNamespace(spec=WeightSpec((2, 192, 512), "nf4", 64, 0, 0), experts=2)
     matmul = Matmul(packed, dtype, 1 << 20, by_rows=False, backward=True, held=True)
     assert table.choose(matmul).kernel is wanted
 
@@ -235,11 +235,11 @@ def test_a_kernel_is_a_file_and_a_row(monkeypatch):
     toy = Kernel(
         "toy",
         lambda matmul: matmul.rows <= 200,
-        lambda matmul: limits.tile_rows(matmul.rows, matmul.experts),
+        lambda matmul: limits.tile_rows(matmul.rows, matmul.packed.experts),
         prepare,
         launch,
     )
-    monkeypatch.setattr(table, "KERNELS", [toy, *table.KERNELS])
+    monkeypatch.setattr(table, "KERNELS", [toy, *table.kernels()])
     check_layer(CASES["few-transposed"])
     assert [backward for backward, _ in seen] == [False, False, True, True]
     seen.clear()

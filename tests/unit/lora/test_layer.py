@@ -313,24 +313,6 @@ def w_codes(wrapper: Any) -> Tensor:
     return parametrize.read_packed(wrapper.get_base_layer(), wrapper.parameter_name).codes
 
 
-def test_merging_in_another_dtype() -> None:
-    model = moe_qlora.get_peft_model(build("qwen3_moe", "eager"), lora_config())
-    fill(model)
-    wrapper = next(iter(expert_wrappers(model)))[1]
-    model.merge_adapter()
-    expected = getattr(wrapper.get_base_layer(), wrapper.parameter_name).detach().clone()
-    model.unmerge_adapter()
-    model.merge_adapter(dtype=torch.bfloat16)
-    held = getattr(wrapper.get_base_layer(), wrapper.parameter_name)
-    assert held.dtype == torch.bfloat16 and torch.equal(held, expected.to(torch.bfloat16))
-    model.unmerge_adapter()
-    before = w_codes(wrapper).clone()
-    model.merge_adapter()
-    with model.disable_adapter():  # PEFT unmerges where adapters are disabled
-        model(input_ids=IDS)
-    assert torch.equal(w_codes(wrapper), before)
-
-
 def test_a_broken_adapter_is_not_merged_safely() -> None:
     model = moe_qlora.get_peft_model(build("qwen3_moe"), lora_config())
     fill(model)

@@ -81,7 +81,7 @@ def test_a_fused_layer_allocates_on_meta_what_it_allocates_elsewhere(
 def test_projections_allocate_on_meta_what_they_allocate_elsewhere(host, card, monkeypatch):
     """Expert by expert on a card without kernels, else by grouped matmuls."""
     grouped = card.capability >= (8, 0)
-    monkeypatch.setattr(backend, "fused_obstacle", lambda module, call: ("by projection", ()))
+    monkeypatch.setattr(backend, "fused_obstacle", lambda module, call: "by projection")
     planned = on_meta(host, 40, card)
     for name in ("runs_grouped", "has_grouped"):
         monkeypatch.setattr(f"moe_qlora.experts.projection.{name}", lambda *args: grouped)

@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import DetectionError
-from moe_qlora.experts.counts import ExpertCounts
+from moe_qlora.report.counts import ExpertCounts
 from moe_qlora.speed.recording import check_hooks
 from moe_qlora.testing import tiny_model
 
