@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +31,6 @@ from .options import (
 from .render import say
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..models import named
     from ..packing.settings import CodecSettings
 
@@ -109,7 +107,8 @@ def _show(findings: Findings, out: Console, *, why: bool = False) -> None:
     if findings.source.notes:
         out.line()
     _show_table(findings, out)
-    nbytes, packed_nbytes = findings.layout.nbytes, findings.packed_nbytes
+    nbytes = findings.layout.nbytes
+    packed_nbytes = sum(group.packed_nbytes for group in findings.groups)
     say(
         out,
         f"{len(findings.layout)} expert parameters: {human_bytes(nbytes)} now, "
@@ -124,16 +123,11 @@ def _show(findings: Findings, out: Console, *, why: bool = False) -> None:
             f"[yellow]Routers that are plain Linear layers[/], so that bitsandbytes packs them "
             f"unless llm_int8_skip_modules names them: {escape(_patterns(plain))}",
         )
-    rejected = len(findings.layout.rejected)
-    others = "parameter" if rejected == 1 else "parameters"
-    if rejected:
-        say(
-            out,
-            f"No experts: {rejected} other {others} of three or more dimensions"
-            + ("." if why else " (--why says why)."),
-        )
-    owners = [param.module_name for group in findings.groups for param in group.params]
-    modules = escape(_patterns(dict.fromkeys(owners)))
+    if rejected := len(findings.layout.rejected):
+        others = "parameter" if rejected == 1 else "parameters"
+        more = "." if why else " (--why says why)."
+        say(out, f"No experts: {rejected} other {others} of three or more dimensions{more}")
+    modules = escape(_patterns(dict.fromkeys(param.module_name for param in findings.layout)))
     say(
         out,
         f"PEFT: {len(findings.target_parameters)} target_parameters; "
@@ -153,33 +147,26 @@ def _as_dict(findings: Findings) -> dict[str, Any]:
         "totals": {
             "parameters": len(layout),
             "nbytes": layout.nbytes,
-            "packed_nbytes": findings.packed_nbytes,
+            "packed_nbytes": sum(group.packed_nbytes for group in findings.groups),
         },
         "experts": [_group_as_dict(group) for group in findings.groups],
         "linear_experts": [
             {"name": item.name, "num_experts": item.num_experts, "linear": list(item.linear_names)}
             for item in layout.linear_experts
         ],
-        "routers": [
-            {
-                "name": router.name,
-                "num_choices": router.num_choices,
-                "plain_linear": router.plain_linear,
-            }
-            for router in layout.routers
-        ],
+        "routers": [asdict(router) for router in layout.routers],
         "rejected": [
             {"name": item.name, "shape": list(item.shape), "reason": item.reason}
             for item in layout.rejected
         ],
-        "exclude_modules": list(findings.exclude_modules),
-        "target_parameters": list(findings.target_parameters),
+        "exclude_modules": findings.exclude_modules,
+        "target_parameters": findings.target_parameters,
         "notes": list(findings.source.notes),
     }
 
 
 def _group_as_dict(group: ParamGroup) -> dict[str, Any]:
-    first = group.first
+    first = group.params[0]
     return {
         "pattern": group.pattern,
         "count": len(group.params),
@@ -219,7 +206,7 @@ def _as_yaml(findings: Findings) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _folded(names: tuple[str, ...]) -> list[str]:
+def _folded(names: Iterable[str]) -> list[str]:
     """Return Python list items that together give exactly `names`, in any order."""
     by_layer: dict[str, list[int]] = {}
     items = []
@@ -248,7 +235,7 @@ def _show_table(findings: Findings, out: Console) -> None:
     title = f"{label}: experts packed as {settings.kind}{nested}"
     rows = []
     for group in findings.groups:
-        param = group.first
+        param = group.params[0]
         rows.append(
             (
                 escape(group.pattern),
@@ -282,7 +269,7 @@ def _patterns(names: Iterable[str]) -> str:
 def _why(findings: Findings, out: Console) -> None:
     blocks = []
     for group in findings.groups:
-        param = group.first
+        param = group.params[0]
         blocks.append(f"[green]{escape(group.pattern)}[/]")
         blocks.append(f"    an expert weight: {escape(param.evidence)}")
         if param.orientation_evidence:
@@ -304,53 +291,38 @@ def _why(findings: Findings, out: Console) -> None:
 class ParamGroup:
     """Expert parameters that differ only in their layer, `*` in `pattern`.
 
-    `packed_nbytes` includes statistics. `skipped` is the entry of llm_int8_skip_modules that leaves
-    the parameters unpacked; `packed_nbytes` are their bytes then.
+    `nbytes` and `packed_nbytes` are sums, statistics included. `skipped` is the entry of
+    llm_int8_skip_modules that leaves the parameters unpacked; then both sums are equal.
     """
 
     pattern: str
     params: tuple[ExpertParam, ...]
+    nbytes: int
     packed_nbytes: int
-    skipped: str | None = None
-
-    @property
-    def first(self) -> ExpertParam:
-        """One of the parameters, for all that they have in common."""
-        return self.params[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them now."""
-        return sum(param.nbytes for param in self.params)
+    skipped: str | None
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that `dump` prints of a model.
-
-    The last two fields are for PEFT, once experts are packed.
-    """
+    """Everything that `dump` prints of a model; the last two are for PEFT after packing."""
 
     source: named.Source
     layout: ModelLayout
     settings: CodecSettings
     groups: tuple[ParamGroup, ...]
-    exclude_modules: tuple[str, ...]
-    target_parameters: tuple[str, ...]
-
-    @property
-    def packed_nbytes(self) -> int:
-        """Bytes of all expert parameters packed."""
-        return sum(group.packed_nbytes for group in self.groups)
+    exclude_modules: list[str]
+    target_parameters: list[str]
 
 
 def inspect_model(
     model: str, quant: Quant | None, double_quant: bool | None, *, trust_remote_code: bool
 ) -> Findings:
-    """Build `model`, as `named.resolve` takes it, on the meta device, and detect its experts."""
+    """Build `model`, as `named.resolve` takes it, on meta, detect its experts and pack blanks."""
     from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
     from ..detection.detect import detect
+    from ..lora.targets import exclude_modules, target_parameters
     from ..models import named
+    from ..packing.parametrize import pack_blank
 
     source = named.resolve(model, trust_remote_code=trust_remote_code)
     settings = codec_settings(source.settings, quant, double_quant)
@@ -362,28 +334,10 @@ def inspect_model(
     layout = detect(built)
     groups = _groups(layout, settings)
     packed = [param for group in groups if group.skipped is None for param in group.params]
-    targets = tuple(param.name for param in layout.experts if param in packed)
-    return Findings(source, layout, settings, groups, exclude_paths(built, packed), targets)
-
-
-def exclude_paths(model: nn.Module, params: list[ExpertParam]) -> tuple[str, ...]:
-    """Return `moe_qlora.exclude_modules(model)` after `params` will be packed.
-
-    For each module that owns one of them: its path, those of the modules inside it, and those of
-    the bitsandbytes parametrization.
-    """
-    owned: dict[str, list[str]] = {}
-    for param in params:
-        for name in param.names:
-            owner, _, leaf = name.rpartition(".")
-            owned.setdefault(owner, []).append(leaf)
-    paths = []
-    for owner, leaves in owned.items():
-        inside = [path for path, _ in model.get_submodule(owner).named_modules(prefix=owner)]
-        inside.append(f"{owner}.parametrizations".lstrip("."))
-        lists = [f"{inside[-1]}.{leaf}" for leaf in leaves]
-        paths += inside + [path for entry in lists for path in (entry, f"{entry}.0")]
-    return tuple(filter(None, paths))
+    for param in packed:
+        pack_blank(built, param, settings)
+    excluded, targets = exclude_modules(built), target_parameters(built, unpacked_ok=True)
+    return Findings(source, layout, settings, groups, excluded, targets)
 
 
 def _groups(layout: ModelLayout, settings: CodecSettings) -> tuple[ParamGroup, ...]:
@@ -397,9 +351,7 @@ def _groups(layout: ModelLayout, settings: CodecSettings) -> tuple[ParamGroup, .
         alike.setdefault(key, []).append(param)
     groups = []
     for (pattern, *_, skipped), params in alike.items():
-        stays = skipped is not None
-        sizes = (
-            p.nbytes if stays or p.packed else packed_nbytes(p.shape, settings) for p in params
-        )
-        groups.append(ParamGroup(pattern, tuple(params), sum(sizes), skipped))
+        now = sum(param.nbytes for param in params)
+        then = now if skipped else sum(packed_nbytes(p.shape, settings) for p in params)
+        groups.append(ParamGroup(pattern, tuple(params), now, then, skipped))
     return tuple(groups)
