@@ -53,7 +53,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ..detection.detect import detect
 from ..errors import AdapterError, CheckpointError
 from ..layout import ExpertParam, unwrapped_name
-from ..models.files import MAX_CONFIG, check_patterns, read_json, read_raw
+from ..models.files import MAX_CONFIG, read_json, read_raw
 from .manifest import canonical_name
 from .reader import Checkpoint, inside, parse_fields
 from .staging import WRITE_ERRORS, not_written
@@ -243,24 +243,6 @@ class Adapter:
         found = (PAIR.match(key.removeprefix(PREFIX)) for key in self.file)
         paths = {match["path"].replace(_WRAPPED, "") for match in found if match}
         return all(canonical_name(model, path, modules) for path in paths)
-
-
-def check_adapter_patterns(folder: Path, model: nn.Module) -> None:
-    """Raise if a regular expression of adapter_config.json may never end on this model."""
-    check_config_patterns(read_json(inside(folder, CONFIG)), model, str(folder / CONFIG))
-
-
-def check_config_patterns(config: Mapping[str, Any], model: nn.Module, where: str) -> None:
-    """Raise if a regular expression of an adapter's config may never end on this model."""
-    whole = (config.get(f) for f in ("target_modules", "exclude_modules", "target_parameters"))
-    patterns = [pattern for pattern in whole if isinstance(pattern, str)]
-    for by_name in (config.get("rank_pattern"), config.get("alpha_pattern")):
-        patterns += map(_END_OF_NAME.format, by_name if isinstance(by_name, dict) else ())
-    layers = config.get("layers_pattern") or ()
-    layers = [layers] if isinstance(layers, str) else layers
-    patterns += [rf".*\.{pattern}\.(\d+)\." for pattern in layers if isinstance(pattern, str)]
-    named = (*model.named_modules(), *model.named_parameters())
-    check_patterns(patterns, {unwrapped_name(name) for name, _ in named if name}, where)
 
 
 def open_adapter(folder: Path) -> Adapter:

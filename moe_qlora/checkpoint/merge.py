@@ -139,7 +139,6 @@ def merge_adapter(
         stack.enter_context(lora.file)
         opened = stack.enter_context(closing(open_base(source, lora, trust_remote_code)))
         model = opened.model
-        adapters.check_adapter_patterns(adapter_folder, model)
         if not any_base:
             training_codec.check_noted_base(lora.folder, model, str(base), opened.first_rows)
         singles = adapters.single_experts(lora.file)

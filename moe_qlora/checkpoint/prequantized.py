@@ -41,7 +41,7 @@ from ..errors import CheckpointError
 from ..kernels.limits import cdiv
 from ..kernels.weights import MX_BLOCK, TABLES
 from ..layout import dtype_name, human_bytes
-from ..models.files import check_patterns, read_json
+from ..models.files import read_json
 from .manifest import CONFIG, open_checkpoint
 from .reader import Checkpoint, TensorInfo, inside
 
@@ -339,8 +339,6 @@ class PrequantizedCheckpoint(Checkpoint):
         super().__init__(())
         self.disk = self.stored = checkpoint
         self._maker = maker = MakerConfig(config)
-        modules = {key.rpartition(".")[0] for key in checkpoint}
-        check_patterns([one.pattern for one in maker.ignored], modules, _SETTINGS)
         self.files, self.dtype, self.method = checkpoint.files, dtype, maker.method
         self._tensors: dict[str, Quantized] = {}
         for key, info in self.stored.items():

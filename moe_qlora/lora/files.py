@@ -33,7 +33,6 @@ from ..checkpoint.adapter import (
     PICKLE,
     WEIGHTS,
     LoraSettings,
-    check_adapter_patterns,
 )
 from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.staging import absolute, move_files, staging
@@ -70,8 +69,6 @@ def load_adapter(
     check_folder(model_id, hub.get("subfolder"))
     if called is None:
         called = os.fspath(model_id)
-        if (folder := Path(model_id) / (hub.get("subfolder") or "")).is_dir():
-            check_adapter_patterns(folder, self.get_base_model())
         check_base(self.get_base_model(), model_id, hub.get("subfolder"))
     for name, parameter in self.named_parameters():
         if hasattr(parameter, "ds_id"):

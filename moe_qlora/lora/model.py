@@ -22,7 +22,7 @@ from peft.utils.save_and_load import load_peft_weights
 from torch import nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import WEIGHTS, check_adapter_patterns, fused_adapter
+from ..checkpoint.adapter import WEIGHTS, fused_adapter
 from ..checkpoint.reader import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
@@ -186,8 +186,6 @@ def load_adapter(
     subfolder = hub.get("subfolder") or ""
     files.check_folder(adapter, subfolder)
     on_disk = Path(adapter) / subfolder
-    if on_disk.is_dir():
-        check_adapter_patterns(on_disk, base)
     if not any_base:
         files.check_base(base, adapter, subfolder)
     if training_codec.from_note(on_disk) is not None:  # trained on packed experts

@@ -35,7 +35,6 @@ from ..checkpoint.adapter import (
     Resolver,
     Updates,
     alpha_of,
-    check_adapter_patterns,
     flat_factors,
     fused_adapter,
     halves,
@@ -121,7 +120,6 @@ def export_adapter(
         layout = layout_for(target, named[0])
         if not any_base:
             training_codec.check_noted_base(folder, model, str(base), opened.first_rows)
-        check_adapter_patterns(folder, model)
         lora = open_adapter(stack.enter_context(fused_adapter(folder, model)))
         stack.enter_context(lora.file)
         shapes = {key: shape for key, (shape, _) in opened.disk.items()}
