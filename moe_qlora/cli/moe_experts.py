@@ -22,11 +22,12 @@ from .options import Color, Colored, Json
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def moe_experts(arguments: tuple[str, ...]) -> None:
     """Show every expert parameter of the model that an axolotl file names, or plan its training."""
-    from .app import alone, run
+    from .app import PLAIN, run
     from .dump import dump
 
     planned = any(word.partition("=")[0] == "--gpus" for word in arguments)
-    program = alone(plan_config if planned else dump)
+    program = typer.Typer(add_completion=False, **PLAIN)
+    program.command()(plan_config if planned else dump)
     run(program, "axolotl moe-experts", args=list(arguments))
 
 
@@ -42,11 +43,9 @@ def plan_config(
     """
     from ..integrations.axolotl import read_config
     from ..integrations.settings import plan_arguments
-    from ..models.files import place_of
     from . import render
     from .plan import show
 
-    place_of(config)
     with render.working(f"Rehearsing a training step of {config}"):
         from ..memory.plan import devices_of
         from ..memory.plan import plan as plan_memory

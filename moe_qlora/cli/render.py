@@ -7,8 +7,7 @@ Messages are one line each:
     warning: ...        a warning, or a log record of WARNING, of this package
     interrupted: ...    Ctrl-C
 
-Warnings and log records of other libraries are left out, but for log records of ERROR: they are
-about imports and models that are only looked at. `python -W default -m moe_qlora.cli` shows them.
+Of other libraries log records of ERROR alone are shown, and under `python -W default` warnings.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import warnings
@@ -24,23 +22,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from textwrap import wrap
-from types import FrameType
 from typing import Any
 
 from rich import box
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import did_you_mean, one_line, visible
+from ..errors import one_line, visible
 from ..progress import VisibleConsole
 
 _PIPE_SIZE = (160, 24)
 _LINES = box.Box("    \n    \n \u2500\u2500 \n    \n \u2500\u2500 \n    \n    \n    \n")
-"""Lines under headings and between sections."""
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -63,20 +57,9 @@ def paste(out: Console, line: str) -> None:
         out.print(f"    {part}", markup=False, highlight=False, soft_wrap=True)
 
 
-def say(out: Console, sentence: str, style: str = "", indent: int = 0) -> None:
-    """Print a sentence, in rich's markup, wrapped at spaces: a long name or path is not broken.
-
-    `indent` applies from the second line on.
-    """
-    text = out.render_str(sentence, style=style)
-    cuts, start, room = [], 0, out.width
-    for word in list(re.finditer(r"\S+", text.plain))[1:]:
-        if cell_len(text.plain[start : word.end()]) > room:
-            start, room = word.start(), out.width - indent
-            cuts.append(start)
-    for number, line in enumerate(text.divide(cuts)):
-        line.rstrip()
-        out.print(line if number == 0 else Text(" " * indent) + line, soft_wrap=True)
+def say(out: Console, sentence: str, style: str = "") -> None:
+    """Print a sentence in rich's markup, wrapped at spaces."""
+    out.print(sentence, style=style)
 
 
 def print_json(content: object) -> None:
@@ -86,10 +69,7 @@ def print_json(content: object) -> None:
 
 @contextmanager
 def working(doing: str) -> Iterator[None]:
-    """Show a spinner on stderr during the block, if that is a terminal.
-
-    For everything that may take over two seconds without a bar, imports of torch included.
-    """
+    """Show a spinner on stderr during the block, if that is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -98,55 +78,33 @@ def working(doing: str) -> Iterator[None]:
 
 
 def show_table(
-    out: Console,
-    title: str,
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str] | None],
+    out: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str] | None]
 ) -> None:
     """Print a table that fits any width: cells are wrapped, and nothing is cut off.
 
     Args:
         out: The console.
         title: Printed in bold over the table, in rich's markup.
-        headings: One for each column; `>` before it aligns numbers to the right, on one line each.
+        headings: Of the columns; `>` before one aligns numbers to the right, on one line each.
         rows: Cells in rich's markup; None draws a line.
     """
     table = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        number = heading.startswith(">")
-        table.add_column(
-            heading.removeprefix(">"),
-            justify="right" if number else "left",
-            overflow="fold",
-            no_wrap=number,
-        )
+        right = heading.startswith(">")
+        justify: Any = "right" if right else "left"
+        table.add_column(heading.strip(">"), justify=justify, overflow="fold", no_wrap=right)
+    room = max(out.width - 52, 16)
     for row in rows:
         if row is None:
             table.add_section()
-        else:
-            table.add_row(*(cell if "[" in cell else _Words(cell) for cell in row))
+            continue
+        # Rich wraps at spaces alone: a dotted name is wrapped here, after its dots.
+        parts = wrap(row[0].replace(".", ". "), room) if " " not in row[0] else [row[0]]
+        lines = (out.render_str(part.replace(". ", ".")) for part in parts)
+        table.add_row(Text("\n").join(lines), *row[1:])
     say(out, title, "bold")
     out.print(table)
     out.line()
-
-
-class _Words:
-    """Text in a table that is wrapped at spaces and, in dotted names, after dots."""
-
-    def __init__(self, text: str) -> None:
-        self.parts = re.split(r"(?<=\.)(?=[A-Za-z_*])|(?<=\s)", text)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        sizes = [*map(cell_len, self.parts)]
-        return Measurement(max(sizes), sum(sizes))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [""]
-        for part in self.parts:
-            if lines[-1] and cell_len((lines[-1] + part).rstrip()) > options.max_width:
-                lines.append("")
-            lines[-1] += part
-        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
 
 
 @contextmanager
@@ -163,6 +121,8 @@ def streams() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", module=rf"{_PACKAGE}\b")
             warnings.showwarning = _show_warning
         root.addHandler(handler)
         try:
@@ -171,25 +131,8 @@ def streams() -> Iterator[None]:
             root.removeHandler(handler)
 
 
-def usage_message(error: Any) -> str:
-    """Return a sentence for typer's exception on wrong arguments."""
-    name, near = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
-    message = str(error.format_message()).rstrip(".").replace("Value error, ", "")
-    message = re.sub(r"\. Did you mean ([^?]*)\?.*$", r" (did you mean \1?)", message)
-    if name and near is not None:  # click 8.5 has it for commands as well
-        message = f"There is no option {name}{did_you_mean(name, near)}"
-    elif name:
-        message = str(error.message).rstrip(".")
-    if error.ctx is None:
-        return f"{message}."
-    return f"{message}; {error.ctx.command_path} --help says what there is."
-
-
 class _Filtered:
-    """A text stream that escapes control characters.
-
-    A leading carriage return stays, for tqdm's bars.
-    """
+    """A text stream that escapes control characters, but for the first carriage return of a bar."""
 
     def __init__(self, stream: Any) -> None:
         self.unfiltered = stream
@@ -218,13 +161,5 @@ class _OneLine(logging.Handler):
             sys.stderr.write(one_line(f"{kind}{source}", record.getMessage()))
 
 
-def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any
-) -> None:
-    """Write a warning of this package on one line; ignore those of others."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") == "warnings":
-        frame = frame.f_back
-    caller = "" if frame is None else str(frame.f_globals.get("__name__"))
-    if caller.partition(".")[0] == _PACKAGE:
-        sys.stderr.write(one_line("warning", message))
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    sys.stderr.write(one_line("warning", message))

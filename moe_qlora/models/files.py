@@ -116,7 +116,7 @@ def place_of(model: str) -> Path | None:
             "MODEL is empty; name a folder, a file, a checkpoint, a model type or a hub id."
         )
     path = Path(model).expanduser()
-    readable = path.suffix in (".json", *YAML)
+    readable = path.suffix.lower() in (".json", *YAML)
     if path.is_dir() or (path.is_file() and readable):
         return path
     if path.is_file():

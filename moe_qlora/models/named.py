@@ -70,7 +70,7 @@ def resolve(
     path = place_of(model)
     if path is None:
         return _from_name(model, trust_remote_code)
-    if path.suffix in YAML and path.is_file():
+    if path.suffix.lower() in YAML and path.is_file():
         return _from_yaml(model, path, trust_remote_code)
     if path.is_dir():
         check_no_adapter(path)
@@ -215,7 +215,7 @@ def _from_yaml(label: str, path: Path, trust_remote_code: bool) -> Source:
         raise CheckpointError(f"{label} names no base_model; expected `base_model: FOLDER or ID`.")
     neighbour = path.parent / base
     name = str(neighbour) if not Path(base).exists() and neighbour.exists() else base
-    if Path(name).suffix in YAML:
+    if Path(name).suffix.lower() in YAML:
         raise CheckpointError(f"{label}: base_model is {base}, another YAML file; name a model.")
     return replace(resolve(name, trust_remote_code=trust_remote_code), label=label)
 

@@ -40,7 +40,7 @@ def test_a_table_fits_and_nothing_is_cut_off(width):
 
 
 def test_names_are_wrapped_after_dots():
-    name = [line[:19].strip() for line in drawn(60)[3:8]]
+    name = [line[:16].strip() for line in drawn(60)[3:8]]
     assert name == ["model.", "language_model.", "layers.*.mlp.", "experts.", "gate_up_proj"]
 
 
@@ -48,13 +48,6 @@ def test_a_terminal_without_unicode():
     lines = drawn(60, "ascii")
     assert max(map(len, lines)) <= 60
     assert "gate_up_proj" in " ".join(lines) and "..." not in " ".join(lines)
-
-
-def test_sentences_are_wrapped_at_spaces():
-    stream = io.StringIO()
-    path = "/a/very/long/path/that/is/wider/than/the/console"
-    render.say(Console(file=stream, width=20, highlight=False), f"[red]There is[/] {path} in it.")
-    assert stream.getvalue().splitlines() == ["There is", path, "in it."]
 
 
 @pytest.mark.parametrize("columns", ["60", "200", None])
