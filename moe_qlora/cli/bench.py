@@ -16,16 +16,8 @@ from .. import __version__
 from ..errors import ConfigError
 from ..layout import human_bytes, parse_bytes
 from ..versions import installed_version
+from . import options as opt
 from . import render
-from .options import (
-    Color,
-    Colored,
-    Json,
-    OptionalModel,
-    codec_settings,
-    option,
-    trust_remote_code_of,
-)
 
 if TYPE_CHECKING:
     import torch
@@ -43,16 +35,16 @@ _WARMUP = 4  # steps: one that compiles, two that record, one more
 
 
 def bench(
-    model: OptionalModel = None,
-    layers: int | None = option("Decoder layers to keep; default: all."),
-    seq: int = option("Tokens in a sequence.", default=4096, min=2),
-    micro_batch: int = option("Sequences in a step.", default=1, min=1),
-    steps: int = option("Steps that are measured.", default=12, min=1),
-    memory: str | None = option("What a step may take, such as 24GiB; default: the card's."),
-    device: str = option("cuda, cuda:1, or cpu for a tiny model.", default="cuda"),
-    as_json: Json = False,
-    trust_remote_code: Annotated[bool, trust_remote_code_of("MODEL")] = False,
-    color: Colored = Color.auto,
+    model: opt.OptionalModel = None,
+    layers: int | None = opt.option("Decoder layers to keep; default: all."),
+    seq: int = opt.option("Tokens in a sequence.", default=4096, min=2),
+    micro_batch: int = opt.option("Sequences in a step.", default=1, min=1),
+    steps: int = opt.option("Steps that are measured.", default=12, min=1),
+    memory: str | None = opt.option("What a step may take, such as 24GiB; default: the card's."),
+    device: str = opt.option("cuda, cuda:1, or cpu for a tiny model.", default="cuda"),
+    as_json: opt.Json = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("MODEL")] = False,
+    color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Train MODEL with random weights for some steps, and print tokens a second and memory.
 
@@ -150,7 +142,7 @@ def train(
     experts = tuple(detect(built))
     if not experts:
         raise ConfigError(f"{source.label} has no fused expert weights, which bench would pack.")
-    settings = codec_settings(None, None, None)
+    settings = opt.codec_settings(None, None, None)
 
     def pack(name: str, module: torch.nn.Module) -> None:
         for param in experts:

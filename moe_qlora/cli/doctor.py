@@ -7,19 +7,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from . import options as opt
 from . import render
-from .options import (
-    Color,
-    Colored,
-    Json,
-    ModelDoubleQuant,
-    ModelQuant,
-    OptionalModel,
-    gpu_names,
-    option,
-    packed_as,
-    trust_remote_code_of,
-)
 
 HAS_PROBLEMS = 1
 EXAMPLES = (
@@ -32,16 +21,16 @@ _COLORS = {"problem": "red", "warning": "yellow", "note": "yellow"}
 
 
 def doctor(
-    model: OptionalModel = None,
-    gpu: str | None = option(
-        "A card to answer for, such as 4090; default: what is here.", autocompletion=gpu_names
+    model: opt.OptionalModel = None,
+    gpu: str | None = opt.option(
+        "A card to answer for, such as 4090; default: what is here.", autocompletion=opt.gpu_names
     ),
-    rank: int | None = option("LoRA rank on the experts; default: 16."),
-    quant: ModelQuant = None,
-    double_quant: ModelDoubleQuant = None,
-    as_json: Json = False,
-    trust_remote_code: Annotated[bool, trust_remote_code_of("MODEL")] = False,
-    color: Colored = Color.auto,
+    rank: int | None = opt.option("LoRA rank on the experts; default: 16."),
+    quant: opt.ModelQuant = None,
+    double_quant: opt.ModelDoubleQuant = None,
+    as_json: opt.Json = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("MODEL")] = False,
+    color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Examine versions and devices and, given MODEL, how each of its expert layers is computed.
 
@@ -61,7 +50,7 @@ def doctor(
         source = settings = None
         if model is not None:
             source = named.resolve(model, trust_remote_code=trust_remote_code)
-            settings = packed_as(source.settings, quant, double_quant)
+            settings = opt.packed_as(source.settings, quant, double_quant)
         diagnosis = examine(
             source, settings, gpu=gpu, rank=rank, trust_remote_code=trust_remote_code
         )

@@ -15,19 +15,8 @@ from rich.markup import escape
 
 from ..errors import ConfigError
 from ..layout import human_bytes, name_pattern
+from . import options as opt
 from . import render
-from .options import (
-    Color,
-    Colored,
-    Json,
-    Model,
-    ModelDoubleQuant,
-    ModelQuant,
-    Quant,
-    codec_settings,
-    flag,
-    trust_remote_code_of,
-)
 from .render import say
 
 if TYPE_CHECKING:
@@ -45,15 +34,15 @@ _LAYOUTS = {False: "(E, out, in)", True: "(E, in, out)", None: "unknown"}  # by 
 
 
 def dump(
-    model: Model,
-    quant: ModelQuant = None,
-    double_quant: ModelDoubleQuant = None,
-    as_json: Json = False,
-    why: bool = flag("--why", "Print the evidence, and what was rejected and why."),
-    peft: bool = flag("--peft", "Print Python to paste into a LoraConfig, alone."),
-    yaml: bool = flag("--yaml", "Print YAML to paste into a trainer's file, alone."),
-    trust_remote_code: Annotated[bool, trust_remote_code_of("MODEL")] = False,
-    color: Colored = Color.auto,
+    model: opt.Model,
+    quant: opt.ModelQuant = None,
+    double_quant: opt.ModelDoubleQuant = None,
+    as_json: opt.Json = False,
+    why: bool = opt.flag("--why", "Print the evidence, and what was rejected and why."),
+    peft: bool = opt.flag("--peft", "Print Python to paste into a LoraConfig, alone."),
+    yaml: bool = opt.flag("--yaml", "Print YAML to paste into a trainer's file, alone."),
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("MODEL")] = False,
+    color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Show every expert parameter of MODEL, its bytes now and packed, and the lists for PEFT.
 
@@ -75,7 +64,7 @@ def dump(
 
 
 def inspect_model(
-    model: str, quant: Quant | None, double_quant: bool | None, trust_remote_code: bool
+    model: str, quant: opt.Quant | None, double_quant: bool | None, trust_remote_code: bool
 ) -> dict[str, Any]:
     """Build MODEL on meta, detect its experts and pack blanks; return the document of `--json`."""
     from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
@@ -87,7 +76,7 @@ def inspect_model(
     from ..packing.settings import packed_nbytes
 
     source = named.resolve(model, trust_remote_code=trust_remote_code)
-    settings = codec_settings(source.settings, quant, double_quant)
+    settings = opt.codec_settings(source.settings, quant, double_quant)
     _, note = codes_of_source(source.config)
     if maker_method(source.config) is not None:
         describe_plain(source.config)  # or refuse it

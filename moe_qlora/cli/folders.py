@@ -15,23 +15,8 @@ from rich.markup import escape
 from ..errors import ConfigError, one_line
 from ..layout import human_bytes, name_pattern
 from ..progress import reporting
+from . import options as opt
 from . import render
-from .options import (
-    AnyBase,
-    Color,
-    Colored,
-    Float,
-    Json,
-    ModelDoubleQuant,
-    ModelQuant,
-    Quant,
-    Quiet,
-    argument,
-    flag,
-    option,
-    packed_as,
-    trust_remote_code_of,
-)
 
 if TYPE_CHECKING:
     from ..checkpoint.verify import VerifyReport, WeightError
@@ -63,20 +48,18 @@ def _bar(quiet: bool, doing: str, done: str) -> Any:
 
 
 def quantize(
-    src: str = argument("SRC", "Checkpoint folder (safetensors), 16-bit or as published."),
-    dst: str = argument("DST", _NEW),
-    quant: Quant = option("What to pack to.", default=Quant.nf4),
-    double_quant: bool = option("Quantize the statistics as well.", default=True),
-    compute_dtype: Float = option("What packed layers compute in.", default=Float.bfloat16),
-    storage: Storage = option("How 4-bit codes are stored.", default=Storage.uint8),
-    skip: list[str] = option(
-        "A module to leave in 16 bit (llm_int8_skip_modules); may be repeated.", default=()
-    ),
-    dtype: Float | None = option("Of what is not packed; default: as in SRC."),
-    device: str | None = option("Where to pack; default: a GPU where there is one."),
-    max_shard_size: str = option("Of the files of DST.", default="5GB"),
-    trust_remote_code: Annotated[bool, trust_remote_code_of("SRC")] = False,
-    quiet: Quiet = False,
+    src: str = opt.argument("SRC", "Checkpoint folder (safetensors), 16-bit or as published."),
+    dst: str = opt.argument("DST", _NEW),
+    quant: opt.Quant = opt.option("What to pack to.", default=opt.Quant.nf4),
+    double_quant: bool = opt.option("Quantize the statistics as well.", default=True),
+    compute_dtype: opt.Float = opt.option("Of packed layers.", default=opt.Float.bfloat16),
+    storage: Storage = opt.option("How 4-bit codes are stored.", default=Storage.uint8),
+    skip: list[str] = opt.option("A module to leave in 16 bit; may be repeated.", default=()),
+    dtype: opt.Float | None = opt.option("Of what is not packed; default: as in SRC."),
+    device: str | None = opt.option("Where to pack; default: a GPU where there is one."),
+    max_shard_size: str = opt.option("Of the files of DST.", default="5GB"),
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("SRC")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Pack a checkpoint without ever holding the model.
 
@@ -104,24 +87,18 @@ def quantize(
 
 
 def merge(
-    base: str = argument("BASE", "Checkpoint folder: 16-bit, as published, or packed."),
-    adapter: str = argument("ADAPTER", "Folder that PEFT saved the adapter to."),
-    out: str = argument("OUT", _NEW),
-    dtype: Float | None = option("Of the merged weights; default: each as it is in BASE."),
-    like_training: bool = flag(
-        "--like-training", "Round BASE first as the base was rounded that ADAPTER was trained on."
-    ),
-    quant: Quant | None = option("With --like-training: the packed type, where no file tells."),
-    double_quant: bool = flag("--double-quant", "With --quant: the statistics were quantized too."),
-    skip: list[str] = option(
-        "With --quant: a module that stayed in 16 bit; may be repeated.", default=()
-    ),
-    max_shard_size: str = option(
-        "Of the files, where BASE is packed or quantized; else BASE's are kept.", default="5GB"
-    ),
-    any_base: AnyBase = False,
-    trust_remote_code: Annotated[bool, trust_remote_code_of("BASE")] = False,
-    quiet: Quiet = False,
+    base: str = opt.argument("BASE", "Checkpoint folder: 16-bit, as published, or packed."),
+    adapter: str = opt.argument("ADAPTER", "Folder that PEFT saved the adapter to."),
+    out: str = opt.argument("OUT", _NEW),
+    dtype: opt.Float | None = opt.option("Of the merged weights; default: each as it is in BASE."),
+    like_training: bool = opt.flag("--like-training", "Round BASE first as training rounded it."),
+    quant: opt.Quant | None = opt.option("With --like-training: a packed type that no file tells."),
+    double_quant: bool = opt.flag("--double-quant", "With --quant: the statistics too."),
+    skip: list[str] = opt.option("With --quant: a module in 16 bit; may be repeated.", default=()),
+    max_shard_size: str = opt.option("Of files, if BASE is packed or quantized.", default="5GB"),
+    any_base: opt.AnyBase = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("BASE")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Merge a LoRA adapter into its base, a few experts at a time; no model is ever loaded.
 
@@ -131,7 +108,7 @@ def merge(
         raise ConfigError("--double-quant and --skip go with --quant; give the packed type.")
     if quant is not None and not like_training:
         raise ConfigError("--quant goes with --like-training; give both, or neither.")
-    if double_quant and quant is Quant.int8:
+    if double_quant and quant is opt.Quant.int8:
         raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
     with _bar(quiet, f"Reading {base}", "Merged") as tell:
         import torch
@@ -150,12 +127,12 @@ def merge(
 
 
 def export(
-    adapter: str = argument("ADAPTER", "Folder of the adapter, in any layout."),
-    base: str = option("Folder of the model it was trained on.", metavar="BASE", default=...),
-    target: Server = option("The server that is to load it.", "--for", default=...),
-    out: str = option(_NEW, "-o", "--out", metavar="OUT", default=...),
-    any_base: AnyBase = False,
-    trust_remote_code: Annotated[bool, trust_remote_code_of("BASE")] = False,
+    adapter: str = opt.argument("ADAPTER", "Folder of the adapter, in any layout."),
+    base: str = opt.option("Folder of the model it was trained on.", metavar="BASE", default=...),
+    target: Server = opt.option("The server that is to load it.", "--for", default=...),
+    out: str = opt.option(_NEW, "-o", "--out", metavar="OUT", default=...),
+    any_base: opt.AnyBase = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("BASE")] = False,
 ) -> None:
     """Write a LoRA adapter in the layout that a server takes for its architecture.
 
@@ -170,25 +147,18 @@ def export(
 
 
 def report(
-    source: str = argument(
-        "FOLDER_OR_RUN",
-        "Checkpoint folder, packed or not, adapter, Trainer's run, or what dump takes.",
-    ),
-    out: Path = option("HTML file to write.", "--out", "-o", default=Path("report.html")),
-    against: Path | None = option(
-        "Folder that the model was packed from: show the error of packing."
-    ),
-    text: Path | None = option(
-        "JSONL, JSON or text file: load the model, and show which experts it goes to."
-    ),
-    base: str | None = option("Model of an adapter or run that names none that is here."),
-    batch: int | None = option("", hidden=True),
-    seq: int | None = option("", hidden=True),
-    max_tokens: int = option("Most tokens of --text.", default=16384),
-    quant: ModelQuant = None,
-    double_quant: ModelDoubleQuant = None,
-    trust_remote_code: Annotated[bool, trust_remote_code_of("FOLDER_OR_RUN")] = False,
-    quiet: Quiet = False,
+    source: str = opt.argument("FOLDER_OR_RUN", "Checkpoint, adapter, Trainer's run, or MODEL."),
+    out: Path = opt.option("HTML file to write.", "--out", "-o", default=Path("report.html")),
+    against: Path | None = opt.option("Folder it was packed from, for the error of packing."),
+    text: Path | None = opt.option("JSONL, JSON or text file whose experts are counted."),
+    base: str | None = opt.option("Model of an adapter or run that names none that is here."),
+    batch: int | None = opt.option("", hidden=True),
+    seq: int | None = opt.option("", hidden=True),
+    max_tokens: int = opt.option("Most tokens of --text.", default=16384),
+    quant: opt.ModelQuant = None,
+    double_quant: opt.ModelDoubleQuant = None,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("FOLDER_OR_RUN")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Write a page with bytes by part, packing error, routing, and the curves of a run.
 
@@ -199,7 +169,7 @@ def report(
 
     missing = write_report(
         source, out, against=against, text=text, base=base, max_tokens=max_tokens, batch=batch,
-        seq=seq, quantization_config=packed_as(None, quant, double_quant),
+        seq=seq, quantization_config=opt.packed_as(None, quant, double_quant),
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     without = f"; left out: {', '.join(missing).lower()} (the page says why)" if missing else ""
@@ -208,12 +178,12 @@ def report(
 
 
 def verify(
-    folder: Path = argument("FOLDER", "Checkpoint folder, packed by moe-qlora or plain."),
-    against: Path | None = option("Folder that FOLDER was packed from: show the error of packing."),
-    as_json: Json = False,
-    trust_remote_code: Annotated[bool, trust_remote_code_of("--against")] = False,
-    quiet: Quiet = False,
-    color: Colored = Color.auto,
+    folder: Path = opt.argument("FOLDER", "Checkpoint folder, packed by moe-qlora or plain."),
+    against: Path | None = opt.option("Folder it was packed from, for the error of packing."),
+    as_json: opt.Json = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("--against")] = False,
+    quiet: opt.Quiet = False,
+    color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Check a checkpoint's files, checksums, shapes and statistics; nothing is written to it.
 

@@ -6,12 +6,10 @@ brings another click.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import click
 import typer
 
-from .options import Color, Colored, Json
+from . import options as opt
 
 
 @click.command(
@@ -32,10 +30,10 @@ def moe_experts(arguments: tuple[str, ...]) -> None:
 
 
 def plan_config(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="axolotl's YAML file.")],
-    gpus: Annotated[str, typer.Option(help="Devices, as moe-qlora plan takes them.")],
-    as_json: Json = False,
-    color: Colored = Color.auto,
+    config: str = opt.argument("CONFIG", "axolotl's YAML file.", callback=opt.existing),
+    gpus: str = opt.option("Devices, as moe-qlora plan takes them.", default=...),
+    as_json: opt.Json = False,
+    color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Show what training takes on --gpus by CONFIG, as axolotl has validated it.
 

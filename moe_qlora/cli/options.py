@@ -65,8 +65,7 @@ def packed_as(
     own: CodecSettings | None, quant: Quant | None, double_quant: bool | None
 ) -> CodecSettings | None:
     """Return `codec_settings`, or None without options: MODEL's own settings count."""
-    given = quant is not None or double_quant is not None
-    return codec_settings(own, quant, double_quant) if given else None
+    return codec_settings(own, quant, double_quant) if quant or double_quant is not None else None
 
 
 def _model_names(incomplete: str) -> list[str]:
@@ -85,7 +84,7 @@ def gpu_names(incomplete: str) -> list[str]:
     return [f"{count}{x}{name}" for name in GPUS if start.upper() in name.upper()]
 
 
-def _place(model: str | None) -> str | None:
+def existing(model: str | None) -> str | None:
     """Refuse a misspelt path before torch is imported."""
     from ..models.files import place_of
 
@@ -99,23 +98,17 @@ _MODEL = argument(
     "Checkpoint folder, config.json, name of a known checkpoint (qwen3-30b-a3b), model type or "
     "hub id.",
     autocompletion=_model_names,
-    callback=_place,
+    callback=existing,
 )
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-ModelQuant = Annotated[
-    Quant | None, typer.Option(help="Packed type; default: what MODEL says, else nf4.")
-]
+_NESTED = "Quantize the statistics too; default: what MODEL says, else yes."
+_ANY_BASE = "Take a BASE that is not the adapter's by its note."
+ModelQuant = Annotated[Quant | None, typer.Option(help="Default: what MODEL says, else nf4.")]
 ModelDoubleQuant = Annotated[
-    bool | None,
-    typer.Option(
-        "--double-quant/--no-double-quant",
-        help="Quantize the statistics too; default: what MODEL says, else yes.",
-    ),
+    bool | None, typer.Option("--double-quant/--no-double-quant", help=_NESTED)
 ]
-AnyBase = Annotated[
-    bool, typer.Option("--any-base", help="Take a BASE that is not the adapter's by its note.")
-]
+AnyBase = Annotated[bool, typer.Option("--any-base", help=_ANY_BASE)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
 Colored = Annotated[Color, typer.Option("--color", help="When to colour.")]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -25,8 +26,10 @@ from textwrap import wrap
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -93,18 +96,33 @@ def show_table(
         right = heading.startswith(">")
         justify: Any = "right" if right else "left"
         table.add_column(heading.strip(">"), justify=justify, overflow="fold", no_wrap=right)
-    room = max(out.width - 52, 16)
     for row in rows:
         if row is None:
             table.add_section()
-            continue
-        # Rich wraps at spaces alone: a dotted name is wrapped here, after its dots.
-        parts = wrap(row[0].replace(".", ". "), room) if " " not in row[0] else [row[0]]
-        lines = (out.render_str(part.replace(". ", ".")) for part in parts)
-        table.add_row(Text("\n").join(lines), *row[1:])
+        else:
+            table.add_row(*(cell if "[" in cell else _Words(cell) for cell in row))
     say(out, title, "bold")
     out.print(table)
     out.line()
+
+
+class _Words:
+    """Text in a table that is wrapped at spaces, as rich does, and after the dots of names."""
+
+    def __init__(self, text: str) -> None:
+        self.parts = re.split(r"(?<=\.)(?=[A-Za-z_*])|(?<=\s)", text)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        sizes = [*map(cell_len, self.parts)]
+        return Measurement(max(sizes), sum(sizes))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [""]
+        for part in self.parts:
+            if lines[-1] and cell_len((lines[-1] + part).rstrip()) > options.max_width:
+                lines.append("")
+            lines[-1] += part
+        yield Text("\n".join(line.rstrip() for line in lines), overflow="fold")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def test_a_table_fits_and_nothing_is_cut_off(width):
 
 
 def test_names_are_wrapped_after_dots():
-    name = [line[:16].strip() for line in drawn(60)[3:8]]
+    name = [line[:19].strip() for line in drawn(60)[3:8]]
     assert name == ["model.", "language_model.", "layers.*.mlp.", "experts.", "gate_up_proj"]
 
 
