@@ -39,7 +39,7 @@ COSTS = {
     "unpacked": "16-bit experts, and no LoRA of this package on them.",
 }  # compared with the fused layer
 _DRIVER = Path("/proc/driver/nvidia/version")
-_CURES = {
+_CURES = {  # by words in a backend's reason
     "is to be computed in": "Set bnb_4bit_compute_dtype to the dtype of the model.",
     "ranks of the adapters": "Train with a lower rank.",
     "are torch.float32": "Load the model in bfloat16.",
@@ -47,12 +47,10 @@ _CURES = {
     "no expert weight is packed": "Look at llm_int8_skip_modules.",
     "": "Nothing to change: this model type has no faster path here.",
 }
-"""What to do, by words in a backend's reason."""
 _LIGER_FAILS: dict[tuple[int, ...], tuple[str, ...]] = {
     (5, 23): ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"),
     (5, 24): ("glm4v_moe",),
 }
-_TOKENS = 4096  # any positive number: it only matters within the fused layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,13 @@ class Package:
 
     name: str
     installed: str | None
-    tested: str  # "2.11 to 2.13"
+    tested: str
     status: str  # "tested", "untested", "too old", "missing", or "not installed" if optional
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device, and its matrix products with few and with many tokens an expert."""
+    """A device, and its matrix products with few or many tokens an expert."""
 
     name: str
     nbytes: int | None  # Memory; None for a CPU
@@ -153,8 +151,7 @@ def doctor(
 
     Args:
         model: As `plan` takes it, or a model with adapters, of which the active ones are examined.
-        quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4 with
-            double quantization and bfloat16 as its compute dtype.
+        quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4.
         gpu: A card to examine instead of the installed ones, by its name, such as "4090".
         rank: Of LoRA on the experts, if the model has no adapters yet; None for 16.
         trust_remote_code: Run model code that a checkpoint brings.
@@ -212,9 +209,8 @@ def _here() -> list[tuple[Device, Card]]:
     """Return every GPU of this machine, or the CPU if it has none."""
     found = []
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        card = actual(torch.device("cuda", index))
-        found.append((_described(properties.name, properties.total_memory, card, here=True), card))
+        its, card = torch.cuda.get_device_properties(index), actual(torch.device("cuda", index))
+        found.append((_described(its.name, its.total_memory, card, here=True), card))
     cpu = actual(torch.device("cpu"))
     return found or [(_described("CPU", None, cpu, here=True), cpu)]
 
@@ -287,10 +283,9 @@ def known_problems(
         add(WARNING, what, "Train on Ampere or later.")
     elif card.maker in ("nvidia", "amd") and not backends.has_triton():
         add(PROBLEM, "Triton, of the fused kernels, is not installed.", "pip install triton")
-    slow = Counter[str]()
-    for layer in layers if suits(card) else ():
-        slow[layer.reason] += 0 if layer.fast else layer.count
-    for reason, count in (+slow).items():
+    slow = [layer for layer in layers if suits(card) and not layer.fast]
+    for reason in dict.fromkeys(layer.reason for layer in slow):
+        count = sum(layer.count for layer in slow if layer.reason == reason)
         what = f"{count} expert layers do not run on the fused layer of {device.name}: {reason}."
         add(WARNING, what, next(cure for words, cure in _CURES.items() if words in reason))
     return tuple(sorted(found, key=lambda finding: finding.severity))
@@ -326,10 +321,10 @@ def _backend(module: Any, entry: ExpertsModule, card: Card, rank: int | None) ->
     if rank is not None:
         first, second = (_factors(weight, rank) for weight in call.weights)
         call = call._replace(lora=(first, second))
-    # Hidden states (tokens, hidden) in the dtype of the experts before packing, without memory.
+    # Hidden states (4096 tokens, hidden) in the experts' dtype before packing, without memory.
     dtype = getattr(torch, entry.parameters[0].dtype_name)
     x = torch.empty((), dtype=dtype, device=parametrize.device_of(module, packed))
-    x = x.expand(_TOKENS, entry.parameters[0].in_features or 1)
+    x = x.expand(4096, entry.parameters[0].in_features or 1)
     return backends.choose_backend(module, call._replace(x=x, card=card))
 
 

@@ -126,28 +126,19 @@ def _zero_stage(value: Any) -> int | None:
 
 
 class ExpertsSettings(BaseModel):
-    """How a host packs and adapts experts; an unknown key is an error.
-
-    Attributes:
-        pack_experts: Pack them while the model loads; False leaves the model as the host loads it.
-        lora_experts: Put LoRA on all packed experts, or on those of some roles; False leaves it to
-            the host's own `target_parameters`.
-        lora_router: Put LoRA on the routers too.
-        skip_modules: Modules, as `llm_int8_skip_modules` names them, that stay in 16 bit besides
-            those of the host's own config.
-        prepare_training: Call `moe_qlora.prepare_training` before training; a string is its
-            `memory`, such as "40GiB". None does so where it can: a refusal is a warning.
-        progress: Show a bar while a built model is packed, and while an adapter is merged.
-    """
+    """The packing and LoRA of experts in a host; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    pack_experts: StrictBool = True
+    pack_experts: StrictBool = True  # while the model loads
+    # LoRA on all packed experts, or on those of some roles; False: the host's target_parameters.
     lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = False
-    lora_router: StrictBool = False
+    lora_router: StrictBool = False  # LoRA on the routers too
+    # As `llm_int8_skip_modules`, besides those of the host's own config.
     skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = ()
+    # A string is `prepare_training`'s memory, such as "40GiB"; None: a refusal is a warning.
     prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] | None = None
-    progress: StrictBool = True
+    progress: StrictBool = True  # bars of packing and merging
 
     @classmethod
     def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
@@ -216,17 +207,15 @@ def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
         )
     block = ExpertsSettings.read(get(BLOCK))
     experts = ["experts"] * bool(block.lora_experts or get("lora_target_parameters"))
-    quantization = (
-        {"load_in_8bit": True}
-        if bits == 8
-        else {
+    quantization: dict[str, Any] = {"load_in_8bit": True}
+    if bits == 4:  # axolotl's defaults
+        quantization = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": NF4.kind,
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": "bfloat16",
             **(get("bnb_config_kwargs") or {}),
         }
-    )
     attention = get("attn_implementation")
     engine = {"fsdp" if get("fsdp_config") else "ddp": devices} if devices > 1 else {}
     return {

@@ -98,23 +98,16 @@ def check_depth(value: Any) -> None:
     """Raise ValueError where a JSON value is nested so deep that copying it would fail."""
     level = [value]
     for _ in range(_DEPTH):
-        inner = [one for one in level if isinstance(one, (dict, list))]
-        if not inner:
-            return
-        level = [item for one in inner for item in (one.values() if isinstance(one, dict) else one)]
-    raise ValueError(f"it is nested more than {_DEPTH} levels deep")
+        level = [one for one in level if isinstance(one, (dict, list))]
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+    if level:
+        raise ValueError(f"it is nested more than {_DEPTH} levels deep")
 
 
 def place_of(model: str) -> Path | None:
-    """Return an existing folder or file; None for a name.
-
-    Raises:
-        CheckpointError: It is empty, a path that does not exist, or a file of another kind.
-    """
+    """Return an existing folder or file; a `CheckpointError` unless it can be a name."""
     if not model.strip():
-        raise CheckpointError(
-            "MODEL is empty; name a folder, a file, a checkpoint, a model type or a hub id."
-        )
+        raise CheckpointError("MODEL is empty; name a folder, a file, a checkpoint or a hub id.")
     path = Path(model).expanduser()
     readable = path.suffix.lower() in (".json", *YAML)
     if path.is_dir() or (path.is_file() and readable):
@@ -137,20 +130,15 @@ def refuse_yaml(model: Any, command: str) -> None:
         )
 
 
-_CODES_OF_AN_EXPERT = re.compile(
-    rb'"([^"]*\.experts\.\d+\.\w+\.weight)\.quant_state\.bitsandbytes__\w+"'
-)
+_EXPERT = re.compile(rb'"([^"]*\.experts\.\d+\.\w+\.weight)\.quant_state\.bitsandbytes__\w+"')
 
 
 def check_no_codes_of_single_experts(files: Iterable[str | Path], names: Iterable[str]) -> None:
-    """Refuse experts that bitsandbytes packed one by one, for a model that has them fused.
-
-    `names` are the model's; `files` those of the checkpoint, of which only headers are read.
-    """
+    """Refuse experts that bitsandbytes packed one by one, if `names` of a model has them fused."""
     for file in map(Path, files):
         with suppress(OSError), file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
-            found = _CODES_OF_AN_EXPERT.search(handle.read(min(length, MAX_JSON)))
+            found = _EXPERT.search(handle.read(min(length, MAX_JSON)))
             key = found[1].decode() if found else ""
             end = key[key.find(".experts.") :]
             if key and not any(name.endswith(end) for name in names):

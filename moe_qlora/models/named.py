@@ -1,15 +1,9 @@
-"""Build what a person names as a model on the meta device.
+"""Build a named model on the meta device, from its configuration alone.
 
-MODEL is read as, in this order:
-
-    a folder            that holds config.json
-    a .json file        a configuration
-    a .yml, .yaml file  of an axolotl-style trainer, of which `base_model` alone is read
-    a model type        of transformers ("qwen3_moe"), in its default configuration
-    a checkpoint        that model_registry/ has the configuration of ("qwen3-30b-a3b")
-    a hub id            that is cached or can be reached; only its configuration is fetched
-
-No weight is loaded or downloaded: the model is built from its configuration alone.
+A name is, in this order: a folder with config.json; a .json file; a .yml or .yaml file of an
+axolotl-style trainer, of which `base_model` alone is read; a model type of transformers
+("qwen3_moe"), in its default configuration; a checkpoint of model_registry/ ("qwen3-30b-a3b"); a
+hub id that is cached or can be reached.
 """
 
 from __future__ import annotations
@@ -35,11 +29,10 @@ from ..errors import CheckpointError, MoeQloraError, did_you_mean
 from ..packing.settings import CodecSettings
 from .files import YAML, check_depth, check_no_codes_of_single_experts, place_of, read_json
 
-_TASKS = ("CausalLM", "ImageTextToText", "MultimodalLM", "Seq2SeqLM", "SpeechSeq2Seq", "MaskedLM")
-_AUTO_CLASSES = (
-    *(f"AutoModelFor{task}" for task in (*_TASKS, "TextToWaveform")),
-    "AutoModel",
-)
+_TASKS = (
+    "ForCausalLM", "ForImageTextToText", "ForMultimodalLM", "ForSeq2SeqLM", "ForSpeechSeq2Seq",
+    "ForMaskedLM", "ForTextToWaveform", "",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,12 +49,7 @@ class Source:
 def resolve(
     model: str | Path | PretrainedConfig | Source, *, trust_remote_code: bool = False
 ) -> Source:
-    """Find the configuration of a named model.
-
-    Raises:
-        CheckpointError: It is missing, damaged or unknown to transformers.
-        ConfigError: Its own quantization settings cannot be followed.
-    """
+    """Find the configuration of a named model; errors of this package say why not."""
     if isinstance(model, Source):
         return model
     if isinstance(model, PretrainedConfig):
@@ -100,9 +88,7 @@ def check_no_adapter(folder: Path) -> None:
 def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
     """Build a model on the meta device, in the dtype of its configuration.
 
-    Raises:
-        CheckpointError: transformers cannot build a model from this configuration.
-        UnsupportedWeightError: bitsandbytes packed the folder's experts one by one.
+    A `CheckpointError` or `UnsupportedWeightError` says why not.
     """
     config = source.config
     dtype = config.dtype or config.get_text_config().dtype or torch.bfloat16
@@ -112,7 +98,7 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
         try:
             if (maker := _model_class(config)) is not None:
                 model = maker._from_config(config, dtype=dtype)
-            for name in _AUTO_CLASSES if model is None else ():
+            for name in (f"AutoModel{task}" for task in _TASKS) if model is None else ():
                 auto = getattr(transformers, name, None)  # some are newer than others
                 if auto is not None and (type(config) in auto._model_mapping or name in remote):
                     model = auto.from_config(
@@ -127,10 +113,8 @@ def build(source: Source, *, trust_remote_code: bool = False) -> nn.Module:
                 f"from this configuration ({type(error).__name__}: {_first_lines(error)})."
             ) from error
     if model is None:
-        raise CheckpointError(
-            f"transformers {transformers.__version__} has no model class for the type "
-            f"{config.model_type!r}."
-        )
+        version, kind = transformers.__version__, config.model_type
+        raise CheckpointError(f"transformers {version} has no model class for the type {kind!r}.")
     if source.folder is not None and source.settings is not None:
         names = [name for name, _ in model.named_parameters()]
         check_no_codes_of_single_experts(source.folder.glob("*.safetensors"), names)
@@ -177,10 +161,8 @@ def _read(label: str, where: str, trust_remote_code: bool) -> Source:
             for name in sorted(parts):
                 part = getattr(config, name, None)
                 if part is not None and not isinstance(part, PretrainedConfig):
-                    raise ValueError(
-                        f"{name} is {part!r:.80}, which is no configuration of a part of a "
-                        f"{config.model_type}"
-                    )
+                    kind = config.model_type
+                    raise ValueError(f"{name} is {part!r:.80}, no configuration of a {kind}'s part")
             # Kernels of the hub are code too, and nothing here computes.
             config._attn_implementation = config._experts_implementation = None
     except Exception as error:
@@ -288,16 +270,12 @@ def _explain(label: str, error: Exception) -> str:
         )
     if not isinstance(error, OSError):
         return f"{label}: its configuration cannot be read ({_first_lines(error)})"
-    why = "the hub, which may have its configuration, cannot be reached: check the network."
+    why = f"the hub did not give its configuration ({_first_lines(error)})."
     if huggingface_hub.is_offline_mode():
         why = (
             "its configuration is neither cached nor to be had from the hub: this process is "
             "offline (HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, is set)."
         )
-    elif "gated" in text:
-        why = "the hub gives it to those only who asked on its page and logged in (hf auth login)."
-    elif "is not a valid model identifier" in text or "404" in text:
-        why = "the hub has none of this name that it shows you (a private one needs a login)."
     return f"{label} is no local path, model type or known checkpoint{_near(label)}, and {why}"
 
 
