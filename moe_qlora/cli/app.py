@@ -86,12 +86,10 @@ def run(program: typer.Typer = app, prog_name: str = "moe-qlora", **arguments: A
             if code == BAD_INPUT:
                 what = f"{cause.filename or 'what is printed'} cannot be read or written"
                 sys.stderr.write(one_line("error", f"{what}: {cause.strerror or cause}."))
-    try:
-        sys.stdout.flush()
-    except OSError:  # Python would try again at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except AttributeError:  # closed before the program started
-        pass
+            try:
+                sys.stdout.flush()
+            except OSError:  # Python would try again at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 

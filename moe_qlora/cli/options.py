@@ -104,7 +104,7 @@ Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 _NESTED = "Quantize the statistics too; default: what MODEL says, else yes."
 _ANY_BASE = "Take a BASE that is not the adapter's by its note."
-ModelQuant = Annotated[Quant | None, typer.Option(help="Default: what MODEL says, else nf4.")]
+ModelQuant = Annotated[Quant | None, typer.Option(help="Packed type; default: MODEL's, else nf4.")]
 ModelDoubleQuant = Annotated[
     bool | None, typer.Option("--double-quant/--no-double-quant", help=_NESTED)
 ]

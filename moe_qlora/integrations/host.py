@@ -298,11 +298,12 @@ def _of_probabilities(model: Any, batch: dict[str, Any], *, referred: bool) -> T
     import torch
 
     mean = log_probabilities(model, batch).mean()
-    if referred:  # while the policy's activations are alive, as in TRL 1.9
-        adapters = getattr(model, "disable_adapter", nullcontext)
-        with torch.no_grad(), adapters():
-            return mean - log_probabilities(model, batch).mean()
-    return mean
+    if not referred:
+        return mean
+    # While the policy's activations are alive, as in TRL 1.9.
+    with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
+        reference = log_probabilities(model, batch).mean()
+    return mean - reference
 
 
 def log_probabilities(model: Any, batch: dict[str, Any]) -> Tensor:
