@@ -3,8 +3,8 @@
 from .checkpoint.merge import merge_adapter as merge_adapter
 from .checkpoint.save import quantize_checkpoint as quantize_checkpoint
 from .detection.detect import detect as detect
+from .diagnosis.doctor import Diagnosis as Diagnosis
 from .diagnosis.doctor import doctor as doctor
-from .diagnosis.report import Diagnosis as Diagnosis
 from .distributed.gather import full_state_dict as full_state_dict
 from .distributed.load_sharded import load_sharded as load_sharded
 from .distributed.sharding import prepare_sharding as prepare_sharding

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from ..errors import AdapterError, CheckpointError
 from ..layout import unwrapped_name
-from ..models.files import check_patterns, read_json
+from ..models.files import read_json
 from .manifest import canonical_name
 from .reader import Checkpoint, inside, parse_fields
 
@@ -203,24 +203,6 @@ class Adapter:
         return all(canonical_name(model, path, modules) for path in paths)
 
 
-def check_adapter_patterns(folder: Path, model: nn.Module) -> None:
-    """Raise if a regular expression of adapter_config.json may never end on this model."""
-    check_config_patterns(read_json(inside(folder, CONFIG)), model, str(folder / CONFIG))
-
-
-def check_config_patterns(config: Mapping[str, Any], model: nn.Module, where: str) -> None:
-    """Raise if a regular expression of an adapter's config may never end on this model."""
-    whole = (config.get(f) for f in ("target_modules", "exclude_modules", "target_parameters"))
-    patterns = [pattern for pattern in whole if isinstance(pattern, str)]
-    for by_name in (config.get("rank_pattern"), config.get("alpha_pattern")):
-        patterns += map(_END_OF_NAME.format, by_name if isinstance(by_name, dict) else ())
-    layers = config.get("layers_pattern") or ()
-    layers = [layers] if isinstance(layers, str) else layers
-    patterns += [rf".*\.{pattern}\.(\d+)\." for pattern in layers if isinstance(pattern, str)]
-    named = (*model.named_modules(), *model.named_parameters())
-    check_patterns(patterns, {unwrapped_name(name) for name, _ in named if name}, where)
-
-
 def open_adapter(folder: Path) -> Adapter:
     """Open a LoRA adapter folder."""
     path = folder / CONFIG
@@ -297,7 +279,6 @@ class Updates:
         wanted = adapter.settings.target_parameters or ()
         self._targets = [wanted] if isinstance(wanted, str) else wanted
         self._matched: set[str] = set()
-        check_adapter_patterns(adapter.folder, model)
         try:
             self._resolve()
         except ValueError as fault:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from ..detection.detect import detect
 from ..errors import CheckpointError, MoeQloraError, NonFiniteWeightError, UnsupportedWeightError
 from ..layout import ExpertParam, ModelLayout
-from ..models.files import check_patterns
 from ..packing import parametrize
 from ..packing.codec import LARGEST, Packer, are_below
 from ..packing.selection import weights_to_pack
@@ -123,9 +122,6 @@ def _examine(
     model: nn.Module, config: Any, dtype: torch.dtype | None
 ) -> tuple[CodecSettings, ModelLayout, dict[str, torch.dtype]]:
     settings = CodecSettings.from_config(config)
-    # transformers matches the patterns with all modules next.
-    names = [name for name, _ in model.named_modules()]
-    check_patterns(settings.skip_modules, names, "llm_int8_skip_modules")
     # transformers builds the model, and asks its quantizer, under a default device of meta.
     with torch.device("cpu"):
         layout = detect(model)

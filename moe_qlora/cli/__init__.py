@@ -1,14 +1,11 @@
 """The command line `moe-qlora`: arguments go in; text, JSON or files come out.
 
-Open app.py first, which holds the program and how errors end it. Each subcommand has a file of its
-name (doctor, dump, export, merge, ...) that reads options and calls the library:
-
-    options.py      options that several subcommands take
-    render.py       what they print: tables, sentences, messages on stderr
-    moe_experts.py  dump as a subcommand of axolotl
+app.py          the program, and how errors end it
+options.py      options that several subcommands take
+render.py       tables, sentences, messages on stderr
+folders.py      quantize, verify, merge, export, report; each other subcommand has its file
+moe_experts.py  dump and plan as a subcommand of axolotl
 """
-
-from __future__ import annotations
 
 
 def main() -> None:

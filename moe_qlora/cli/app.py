@@ -1,11 +1,8 @@
 """The program: its subcommands, `--version`, and its exit codes.
 
-A new subcommand is a file with a function of its name and `EXAMPLES`, command lines that `--help`
-shows; add it to `SUBCOMMANDS`. It prints with what render.py has: `console`, `say`,
-`show_table`, and `working` around what takes over two seconds.
-
-Exit codes: 0 for success, 2 for bad input with one line on stderr, 130 for Ctrl-C, 141 where the
-output's reader has closed it (`| head`); a subcommand names any others.
+A subcommand is a function in `SUBCOMMANDS`, with command lines in its module's `EXAMPLES`. Exit
+codes: 0 for success, 2 for bad input with one line on stderr, 130 for Ctrl-C, 141 if the output's
+reader has closed it (`| head`); a subcommand names any others.
 """
 
 from __future__ import annotations
@@ -22,17 +19,13 @@ from ..errors import MoeQloraError, one_line
 from .bench import bench
 from .doctor import doctor
 from .dump import dump
-from .export import export
-from .merge import merge
+from .folders import export, merge, quantize, report, verify
 from .options import Subcommand
 from .plan import PlanCommand, plan
-from .quantize import quantize
-from .render import streams, usage_message
-from .report import report
-from .verify import verify
+from .render import streams
 
 BAD_INPUT = 2
-INTERRUPTED = 130
+INTERRUPTED = 130  # typer's code as well
 CLOSED_PIPE = 141  # a shell's code for SIGPIPE
 
 SUBCOMMANDS: dict[Callable[..., Any], str] = {
@@ -48,22 +41,15 @@ SUBCOMMANDS: dict[Callable[..., Any], str] = {
 }
 """In the order of `moe-qlora --help`, with its text of at most 43 characters."""
 
-_PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+PLAIN: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 _UsageError: Any = typer.BadParameter.__base__  # of typer's click
 
-
-app = typer.Typer(no_args_is_help=True, **_PLAIN)
+app = typer.Typer(no_args_is_help=True, **PLAIN)
 for command, short in SUBCOMMANDS.items():
-    examples = "\n".join(f"  {line}" for line in sys.modules[command.__module__].EXAMPLES)
+    lines = sys.modules[command.__module__].EXAMPLES
+    own = "".join(f"\n  {line}" for line in lines if line.split()[1] == command.__name__)
     kind = PlanCommand if command is plan else Subcommand
-    app.command(cls=kind, short_help=short, epilog=f"\b\nExamples:\n{examples}")(command)
-
-
-def alone(command: Callable[..., None]) -> typer.Typer:
-    """Return a program of one command, for another program."""
-    program = typer.Typer(add_completion=False, **_PLAIN)
-    program.command()(command)
-    return program
+    app.command(cls=kind, short_help=short, epilog=f"\b\nExamples:{own}")(command)
 
 
 def _version(asked: bool) -> None:
@@ -90,57 +76,37 @@ def run(program: typer.Typer = app, prog_name: str = "moe-qlora", **arguments: A
     with streams():
         try:
             code = _exit_code(program, prog_name=prog_name, **arguments)
-        except BrokenPipeError:
-            code = CLOSED_PIPE
-        except SystemExit as stop:  # rich and typer exit with 1
-            if not isinstance(stop.__context__, BrokenPipeError):
+            sys.stdout.flush()
+        except (OSError, SystemExit) as error:
+            # rich and typer exit with 1 at a closed pipe
+            cause = error.__context__ if isinstance(error, SystemExit) else error
+            if not isinstance(cause, OSError):
                 raise
-            code = CLOSED_PIPE
-    try:
-        written = _flushed()
-    except OSError as error:  # a full disk
-        sys.stderr.write(_of_system(error))
-        written, code = True, code or BAD_INPUT
-    sys.exit(code if written else CLOSED_PIPE)
+            code = CLOSED_PIPE if isinstance(cause, BrokenPipeError) else BAD_INPUT
+            if code == BAD_INPUT:
+                what = f"{cause.filename or 'what is printed'} cannot be read or written"
+                sys.stderr.write(one_line("error", f"{what}: {cause.strerror or cause}."))
+            try:
+                sys.stdout.flush()
+            except OSError:  # Python would try again at its end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def _exit_code(program: typer.Typer, **arguments: Any) -> int:
     try:
         code = program(standalone_mode=False, **arguments)
-        if code == INTERRUPTED:  # typer's code for Ctrl-C
+        if code == INTERRUPTED:
             sys.stderr.write(one_line("interrupted", "nothing is left half written."))
+        return code or 0
     except MoeQloraError as error:
         sys.stderr.write(one_line("error", error))
-        code = BAD_INPUT
+        return BAD_INPUT
     except _UsageError as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # which shows help
-            error.show()
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # the help
         else:
-            sys.stderr.write(one_line("error", usage_message(error)))
-        code = int(error.exit_code)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        sys.stderr.write(_of_system(error))
-        code = BAD_INPUT
-    return code or 0
-
-
-def _of_system(error: OSError) -> str:
-    where = error.filename or "what is printed"
-    return one_line("error", f"{where} cannot be read or written: {error.strerror or error}.")
-
-
-def _flushed() -> bool:
-    """Flush both streams; False if one is a pipe that its reader has closed."""
-    written = True
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:  # closed before the program started
-                stream.flush()
-        except OSError as error:  # Python would raise again at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            if not isinstance(error, BrokenPipeError):
-                raise
-            written = False
-    return written
+            message = error.format_message().rstrip(".").replace("Value error, ", "")
+            where = f"; {error.ctx.command_path} --help says what there is" if error.ctx else ""
+            sys.stderr.write(one_line("error", f"{message}{where}."))
+        return int(error.exit_code)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import csv
+import math
+import statistics
 import sys
+import time
+from collections import Counter
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from .. import __version__
 from ..errors import ConfigError
 from ..layout import human_bytes, parse_bytes
 from ..versions import installed_version
+from . import options as opt
 from . import render
-from .options import Color, Colored, Json, OptionalModel, trust_remote_code_of
 
 if TYPE_CHECKING:
-    from .measure import Measured, Sizes
+    import torch
+
+    from ..models.named import Source
 
 EXAMPLES = (
     "moe-qlora bench",
@@ -26,142 +31,175 @@ EXAMPLES = (
 )
 _MODEL = "qwen3-30b-a3b"
 _PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger-kernel")
+_WARMUP = 4  # steps: one that compiles, two that record, one more
 
 
 def bench(
-    model: OptionalModel = None,
-    layers: Annotated[
-        int | None, typer.Option(help="Decoder layers to keep; default: all.")
-    ] = None,
-    seq: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 4096,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 12,
-    memory: Annotated[
-        str | None,
-        typer.Option(help="What a step may take, such as 24GiB; default: what the card has."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="cuda, cuda:1, or cpu for a tiny model.")] = "cuda",
-    as_json: Json = False,
-    trust_remote_code: Annotated[bool, trust_remote_code_of("MODEL")] = False,
-    color: Colored = Color.auto,
+    model: opt.OptionalModel = None,
+    layers: int | None = opt.option("Decoder layers to keep; default: all."),
+    seq: int = opt.option("Tokens in a sequence.", default=4096, min=2),
+    micro_batch: int = opt.option("Sequences in a step.", default=1, min=1),
+    steps: int = opt.option("Steps that are measured.", default=12, min=1),
+    memory: str | None = opt.option("What a step may take, such as 24GiB; default: the card's."),
+    device: str = opt.option("cuda, cuda:1, or cpu for a tiny model.", default="cuda"),
+    as_json: opt.Json = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("MODEL")] = False,
+    color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Train MODEL with random weights for some steps, and print tokens a second and memory.
 
     MODEL is qwen3-30b-a3b where it is left out; nothing but its configuration is read. Experts are
-    packed in nf4, attention and experts get LoRA, and moe_qlora.prepare_training sets the rest.
-    Beside it runs the model with experts in bfloat16 and LoRA on attention alone, where that fits.
+    packed in nf4, attention and experts get LoRA in bfloat16, AdamW trains it, and
+    moe_qlora.prepare_training sets the rest. Linear layers stay in bfloat16.
 
     The last two lines are a row of CSV and its heading, which can be published as they are.
     """
-    from ..models.files import place_of
-
+    try:
+        parse_bytes(memory or "1GiB")
+    except ValueError:
+        said = f"--memory is {memory!r}; give a size with its unit, such as 24GiB."
+        raise ConfigError(said) from None
     model = model or _MODEL
-    place_of(model)
-    if memory is not None:
-        _bytes_of(memory)
-    out = render.console(color.value)
-    lines: list[str] = []
     with render.working(f"Building {model}"):
         import torch
 
         from ..models import named
-        from . import measure
 
         try:
             where = torch.device(device)
         except RuntimeError:
             raise ConfigError(f"--device is {device!r}; give cuda, cuda:1 or cpu.") from None
         if where.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(
-                f"--device is {device}, and no CUDA device is here; bench measures on a GPU: "
-                "--device cpu runs a tiny model."
-            )
-        source = measure.sized(named.resolve(model, trust_remote_code=trust_remote_code), layers)
-        sizes = measure.Sizes(seq, micro_batch, steps, memory, where)
-        torch.manual_seed(0)
-        packed = measure.ours(source, sizes, lines.append)
-        measure.release()
-    beside, why = None, ""
-    with render.working(f"The same with experts in bfloat16: {model}"):
-        try:
-            beside = measure.frozen(source, sizes)
-        except ConfigError as error:
-            why = str(error)
-        measure.release()
-    row = _row(model, source.config.get_text_config().num_hidden_layers, sizes, packed, beside)
+            cure = "bench measures on a GPU: --device cpu runs a tiny model"
+            raise ConfigError(f"--device is {device}, and no CUDA device is here; {cure}.")
+        source = shortened(named.resolve(model, trust_remote_code=trust_remote_code), layers)
+        prepared, measured = train(source, where, (micro_batch, seq), steps, memory)
+    row = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "gpu": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+        "moe_qlora": __version__,
+        **{name: installed_version(name) for name in _PACKAGES},
+        "model": model.rstrip("/").rpartition("/")[2],  # a folder's path is nobody's business
+        "layers": source.config.get_text_config().num_hidden_layers,
+        "seq": seq,
+        "micro_batch": micro_batch,
+        "steps": steps,
+        "memory": memory,
+        **measured,
+    }
     if as_json:
-        render.print_json({**row, "prepared": lines, "bf16_left_out": why or None})
+        render.print_json({**row, "prepared": prepared})
         return
-    for line in lines:
+    out = render.console(color.value)
+    sizes = [f"{human_bytes(row[name])} {name}" for name in ("peak", "reserved") if row[name]]
+    speed = f"{row['tokens_per_second']:,.0f} tokens/s on {row['gpu']}"
+    for line in (*prepared, f"{', '.join([speed, *sizes])}; layers: {row['setting']}."):
         render.say(out, line)
-    out.line()
-    _show(out, str(row["gpu"]), packed, beside, why)
     writer = csv.DictWriter(sys.stdout, row, lineterminator="\n")
     writer.writeheader()
     writer.writerow({name: "" if value is None else value for name, value in row.items()})
 
 
-def _bytes_of(memory: str) -> int:
-    try:
-        return parse_bytes(memory)
-    except ValueError:
-        raise ConfigError(
-            f"--memory is {memory!r}; give a size with its unit, such as 24GiB."
-        ) from None
-
-
-def _show(out: Any, gpu: str, packed: Measured, beside: Measured | None, why: str) -> None:
-    rows = [
-        ("nf4 experts, LoRA on attention and experts", packed),
-        ("bf16 experts, LoRA on attention", beside),
-    ]
-    render.show_table(
-        out,
-        f"Training on {gpu}",
-        ["model", ">tokens/s", ">peak", ">reserved", "layers"],
-        [
-            (name, "-", "-", "-", why)
-            if found is None
-            else (
-                name,
-                f"{found.tokens_per_second:,.0f}",
-                _size(found.peak),
-                _size(found.reserved),
-                found.setting,
-            )
-            for name, found in rows
-        ],
-    )
-
-
-def _size(nbytes: int | None) -> str:
-    return "-" if nbytes is None else human_bytes(nbytes)
-
-
-def _row(
-    model: str, layers: int, sizes: Sizes, packed: Measured, beside: Measured | None
-) -> dict[str, Any]:
-    """Return the row that can be published: sizes in bytes, None for what was not measured."""
+def shortened(source: Source, layers: int | None) -> Source:
+    """Return a model's configuration in bfloat16, with its first `layers` decoder layers."""
     import torch
 
-    cuda = sizes.device.type == "cuda"
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "gpu": torch.cuda.get_device_name(sizes.device) if cuda else "cpu",
-        "moe_qlora": __version__,
-        **{name: installed_version(name) for name in _PACKAGES},
-        "model": model.rstrip("/").rpartition("/")[2],  # a folder's path is nobody's business
-        "layers": layers,
-        "seq": sizes.seq,
-        "micro_batch": sizes.micro_batch,
-        "steps": sizes.steps,
-        "memory": sizes.memory,
-        "setting": packed.setting,
-        "tokens_per_second": round(packed.tokens_per_second, 1),
-        "peak": packed.peak,
-        "reserved": packed.reserved,
-        "bf16_setting": beside and beside.setting,
-        "bf16_tokens_per_second": beside and round(beside.tokens_per_second, 1),
-        "bf16_peak": beside and beside.peak,
-        "bf16_reserved": beside and beside.reserved,
+    had = source.config.get_text_config().num_hidden_layers
+    if layers is not None and not 1 <= layers <= had:
+        raise ConfigError(f"--layers is {layers}, and {source.label} has 1 to {had} layers.")
+
+    def cut(value: Any) -> Any:
+        """Cut the number of layers, and lists with an entry for each layer."""
+        if isinstance(value, dict):
+            fields = {key: cut(inner) for key, inner in value.items()}
+            shorter = {"num_hidden_layers": layers or had}
+            return fields | shorter if value.get("num_hidden_layers") == had else fields
+        return value[:layers] if isinstance(value, list) and len(value) == had else value
+
+    fields = cut(source.config.to_dict())
+    fields.pop("quantization_config", None)
+    config = type(source.config).from_dict(fields)
+    config.dtype = torch.bfloat16
+    return replace(source, config=config, settings=None, folder=None)
+
+
+def train(
+    source: Source, device: torch.device, shape: tuple[int, int], steps: int, memory: str | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Train packed experts with LoRA, and return `prepare_training`'s lines and figures."""
+    import torch
+
+    from ..detection.detect import detect
+    from ..integrations.prepare import prepare_training
+    from ..lora.model import get_peft_model
+    from ..memory.meta_model import lora_config_of
+    from ..models import named
+    from ..packing import codec, parametrize
+    from ..quantize import quantize_experts
+    from ..testing import fill_randomly
+
+    built = named.build(source)
+    experts = tuple(detect(built))
+    if not experts:
+        raise ConfigError(f"{source.label} has no fused expert weights, which bench would pack.")
+    settings = opt.codec_settings(None, None, None)
+
+    def pack(name: str, module: torch.nn.Module) -> None:
+        for param in experts:
+            if param.module_name == name:
+                packed = codec.pack(module.get_parameter(param.parameter_name).data, settings)
+                parametrize.attach(module, param.parameter_name, packed)
+
+    torch.manual_seed(0)
+    cuda = device.type == "cuda"
+    batch_size, seq_len = shape
+    try:
+        model: Any = fill_randomly(built, device, pack)
+        quantize_experts(model, settings.bnb_fields(), progress=False)
+        lora = lora_config_of(model, (), "attention", 16)
+        adapted = get_peft_model(model, lora, experts=True, autocast_adapter_dtype=False)
+        sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
+        with prepare_training(adapted, **sizes) as prepared:
+            kept = Counter(layer.activations for layer in getattr(prepared.fit, "layers", ()))
+            levels = ", ".join(f"{kept[name]} {name}" for name in ("keep", "part", "recompute"))
+            seconds = _seconds_of_steps(adapted, device, shape, steps)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"{source.label} ran out of memory with {batch_size} x {seq_len} tokens in a step: "
+            "take fewer --layers, a shorter --seq or less --memory."
+        ) from None
+    return str(prepared).splitlines(), {
+        "setting": levels if kept else "not prepared",
+        "tokens_per_second": round(math.prod(shape) / statistics.median(seconds), 1),
+        "peak": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
     }
+
+
+def _seconds_of_steps(
+    model: Any, device: torch.device, shape: tuple[int, int], steps: int
+) -> list[float]:
+    import torch
+
+    text = model.config.get_text_config()
+    text.use_cache = False
+    cuda = device.type == "cuda"
+    trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
+    generator = torch.Generator().manual_seed(0)
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds: list[float] = []
+    for _ in range(_WARMUP + steps):
+        ids = torch.randint(text.vocab_size, shape, generator=generator).to(device)
+        start = time.perf_counter()
+        out = model(input_ids=ids, labels=ids).loss
+        out.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss = out.item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+        if not math.isfinite(loss):
+            raise ConfigError(f"the loss of random weights is {loss}, so that no time counts.")
+    return seconds[_WARMUP:]

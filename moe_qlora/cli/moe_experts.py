@@ -6,12 +6,10 @@ brings another click.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import click
 import typer
 
-from .options import Color, Colored, Json
+from . import options as opt
 
 
 @click.command(
@@ -22,19 +20,20 @@ from .options import Color, Colored, Json
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def moe_experts(arguments: tuple[str, ...]) -> None:
     """Show every expert parameter of the model that an axolotl file names, or plan its training."""
-    from .app import alone, run
+    from .app import PLAIN, run
     from .dump import dump
 
     planned = any(word.partition("=")[0] == "--gpus" for word in arguments)
-    program = alone(plan_config if planned else dump)
+    program = typer.Typer(add_completion=False, **PLAIN)
+    program.command()(plan_config if planned else dump)
     run(program, "axolotl moe-experts", args=list(arguments))
 
 
 def plan_config(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="axolotl's YAML file.")],
-    gpus: Annotated[str, typer.Option(help="Devices, as moe-qlora plan takes them.")],
-    as_json: Json = False,
-    color: Colored = Color.auto,
+    config: str = opt.argument("CONFIG", "axolotl's YAML file.", callback=opt.existing),
+    gpus: str = opt.option("Devices, as moe-qlora plan takes them.", default=...),
+    as_json: opt.Json = False,
+    color: opt.Colored = opt.Color.auto,
 ) -> None:
     """Show what training takes on --gpus by CONFIG, as axolotl has validated it.
 
@@ -42,11 +41,9 @@ def plan_config(
     """
     from ..integrations.axolotl import read_config
     from ..integrations.settings import plan_arguments
-    from ..models.files import place_of
     from . import render
     from .plan import show
 
-    place_of(config)
     with render.working(f"Rehearsing a training step of {config}"):
         from ..memory.plan import devices_of
         from ..memory.plan import plan as plan_memory

@@ -25,6 +25,26 @@ class Subcommand(TyperCommand):
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
+def argument(metavar: str, text: str, **more: Any) -> Any:
+    """Return a required argument with its help."""
+    return typer.Argument(metavar=metavar, help=text, **more)
+
+
+def option(text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """Return an option with its help."""
+    return typer.Option(default, *names, help=text, **more)
+
+
+def flag(name: str, text: str) -> Any:
+    """Return an option that is False, without its `--no-`."""
+    return typer.Option(False, name, help=text)
+
+
+def trust_remote_code_of(source: str) -> Any:
+    """Return the option `--trust-remote-code` for the code of this argument."""
+    return typer.Option("--trust-remote-code", help=f"Run model code that {source} brings.")
+
+
 def codec_settings(
     own: CodecSettings | None, quant: Quant | None, double_quant: bool | None
 ) -> CodecSettings:
@@ -36,9 +56,8 @@ def codec_settings(
     default = CodecSettings(Quant.nf4.value, True, compute_dtype=torch.bfloat16)
     own = own or default
     double = own.double_quant if double_quant is None else double_quant
-    if own.codec.loads_in_8bit:  # its storage dtype is not for 4-bit codes
-        default = replace(default, skip_modules=own.skip_modules)
-        own = own if quant is None else default
+    if own.codec.loads_in_8bit and quant is not None:  # its storage dtype is not for 4-bit codes
+        own = replace(default, skip_modules=own.skip_modules)
     return replace(own, kind=own.kind if quant is None else quant.value, double_quant=double)
 
 
@@ -46,13 +65,7 @@ def packed_as(
     own: CodecSettings | None, quant: Quant | None, double_quant: bool | None
 ) -> CodecSettings | None:
     """Return `codec_settings`, or None without options: MODEL's own settings count."""
-    given = quant is not None or double_quant is not None
-    return codec_settings(own, quant, double_quant) if given else None
-
-
-def trust_remote_code_of(source: str) -> Any:
-    """Return the option `--trust-remote-code` for the code of this argument."""
-    return typer.Option("--trust-remote-code", help=f"Run model code that {source} brings.")
+    return codec_settings(own, quant, double_quant) if quant or double_quant is not None else None
 
 
 def _model_names(incomplete: str) -> list[str]:
@@ -68,31 +81,34 @@ def gpu_names(incomplete: str) -> list[str]:
     from ..memory.devices import GPUS
 
     count, x, start = incomplete.rpartition("x")
-    plain = start.upper()
-    return [f"{count}{x}{name}" for name in GPUS if plain in name.upper()]
+    return [f"{count}{x}{name}" for name in GPUS if start.upper() in name.upper()]
 
 
-_MODEL: Any = typer.Argument(
-    metavar="MODEL",
-    help="Checkpoint folder, config.json, name of a known checkpoint "
-    "(qwen3-30b-a3b), model type or hub id.",
+def existing(model: str | None) -> str | None:
+    """Refuse a misspelt path before torch is imported."""
+    from ..models.files import place_of
+
+    if model is not None:
+        place_of(model)
+    return model
+
+
+_MODEL = argument(
+    "MODEL",
+    "Checkpoint folder, config.json, name of a known checkpoint (qwen3-30b-a3b), model type or "
+    "hub id.",
     autocompletion=_model_names,
+    callback=existing,
 )
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-ModelQuant = Annotated[
-    Quant | None, typer.Option(help="Packed type; default: what MODEL says, else nf4.")
-]
+_NESTED = "Quantize the statistics too; default: what MODEL says, else yes."
+_ANY_BASE = "Take a BASE that is not the adapter's by its note."
+ModelQuant = Annotated[Quant | None, typer.Option(help="Packed type; default: MODEL's, else nf4.")]
 ModelDoubleQuant = Annotated[
-    bool | None,
-    typer.Option(
-        "--double-quant/--no-double-quant",
-        help="Quantize the statistics too; default: what MODEL says, else yes.",
-    ),
+    bool | None, typer.Option("--double-quant/--no-double-quant", help=_NESTED)
 ]
-AnyBase = Annotated[
-    bool, typer.Option("--any-base", help="Take a BASE that is not the adapter's by its note.")
-]
+AnyBase = Annotated[bool, typer.Option("--any-base", help=_ANY_BASE)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
 Colored = Annotated[Color, typer.Option("--color", help="When to colour.")]

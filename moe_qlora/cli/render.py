@@ -7,8 +7,7 @@ Messages are one line each:
     warning: ...        a warning, or a log record of WARNING, of this package
     interrupted: ...    Ctrl-C
 
-Warnings and log records of other libraries are left out, but for log records of ERROR: they are
-about imports and models that are only looked at. `python -W default -m moe_qlora.cli` shows them.
+Of other libraries log records of ERROR alone are shown, and under `python -W default` warnings.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from textwrap import wrap
-from types import FrameType
 from typing import Any
 
 from rich import box
@@ -35,12 +33,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import did_you_mean, one_line, visible
+from ..errors import one_line, visible
 from ..progress import VisibleConsole
 
 _PIPE_SIZE = (160, 24)
 _LINES = box.Box("    \n    \n \u2500\u2500 \n    \n \u2500\u2500 \n    \n    \n    \n")
-"""Lines under headings and between sections."""
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -63,20 +60,9 @@ def paste(out: Console, line: str) -> None:
         out.print(f"    {part}", markup=False, highlight=False, soft_wrap=True)
 
 
-def say(out: Console, sentence: str, style: str = "", indent: int = 0) -> None:
-    """Print a sentence, in rich's markup, wrapped at spaces: a long name or path is not broken.
-
-    `indent` applies from the second line on.
-    """
-    text = out.render_str(sentence, style=style)
-    cuts, start, room = [], 0, out.width
-    for word in list(re.finditer(r"\S+", text.plain))[1:]:
-        if cell_len(text.plain[start : word.end()]) > room:
-            start, room = word.start(), out.width - indent
-            cuts.append(start)
-    for number, line in enumerate(text.divide(cuts)):
-        line.rstrip()
-        out.print(line if number == 0 else Text(" " * indent) + line, soft_wrap=True)
+def say(out: Console, sentence: str, style: str = "") -> None:
+    """Print a sentence in rich's markup, wrapped at spaces."""
+    out.print(sentence, style=style)
 
 
 def print_json(content: object) -> None:
@@ -86,10 +72,7 @@ def print_json(content: object) -> None:
 
 @contextmanager
 def working(doing: str) -> Iterator[None]:
-    """Show a spinner on stderr during the block, if that is a terminal.
-
-    For everything that may take over two seconds without a bar, imports of torch included.
-    """
+    """Show a spinner on stderr during the block, if that is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -98,28 +81,21 @@ def working(doing: str) -> Iterator[None]:
 
 
 def show_table(
-    out: Console,
-    title: str,
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str] | None],
+    out: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str] | None]
 ) -> None:
     """Print a table that fits any width: cells are wrapped, and nothing is cut off.
 
     Args:
         out: The console.
         title: Printed in bold over the table, in rich's markup.
-        headings: One for each column; `>` before it aligns numbers to the right, on one line each.
+        headings: Of the columns; `>` before one aligns numbers to the right, on one line each.
         rows: Cells in rich's markup; None draws a line.
     """
     table = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        number = heading.startswith(">")
-        table.add_column(
-            heading.removeprefix(">"),
-            justify="right" if number else "left",
-            overflow="fold",
-            no_wrap=number,
-        )
+        right = heading.startswith(">")
+        justify: Any = "right" if right else "left"
+        table.add_column(heading.strip(">"), justify=justify, overflow="fold", no_wrap=right)
     for row in rows:
         if row is None:
             table.add_section()
@@ -131,7 +107,7 @@ def show_table(
 
 
 class _Words:
-    """Text in a table that is wrapped at spaces and, in dotted names, after dots."""
+    """Text in a table that is wrapped at spaces, as rich does, and after the dots of names."""
 
     def __init__(self, text: str) -> None:
         self.parts = re.split(r"(?<=\.)(?=[A-Za-z_*])|(?<=\s)", text)
@@ -163,6 +139,8 @@ def streams() -> Iterator[None]:
         warnings.catch_warnings(),
     ):
         if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("default", module=rf"{_PACKAGE}\b")
             warnings.showwarning = _show_warning
         root.addHandler(handler)
         try:
@@ -171,25 +149,8 @@ def streams() -> Iterator[None]:
             root.removeHandler(handler)
 
 
-def usage_message(error: Any) -> str:
-    """Return a sentence for typer's exception on wrong arguments."""
-    name, near = getattr(error, "option_name", ""), getattr(error, "possibilities", None)
-    message = str(error.format_message()).rstrip(".").replace("Value error, ", "")
-    message = re.sub(r"\. Did you mean ([^?]*)\?.*$", r" (did you mean \1?)", message)
-    if name and near is not None:  # click 8.5 has it for commands as well
-        message = f"There is no option {name}{did_you_mean(name, near)}"
-    elif name:
-        message = str(error.message).rstrip(".")
-    if error.ctx is None:
-        return f"{message}."
-    return f"{message}; {error.ctx.command_path} --help says what there is."
-
-
 class _Filtered:
-    """A text stream that escapes control characters.
-
-    A leading carriage return stays, for tqdm's bars.
-    """
+    """A text stream that escapes control characters, but for the first carriage return of a bar."""
 
     def __init__(self, stream: Any) -> None:
         self.unfiltered = stream
@@ -218,13 +179,5 @@ class _OneLine(logging.Handler):
             sys.stderr.write(one_line(f"{kind}{source}", record.getMessage()))
 
 
-def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any
-) -> None:
-    """Write a warning of this package on one line; ignore those of others."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") == "warnings":
-        frame = frame.f_back
-    caller = "" if frame is None else str(frame.f_globals.get("__name__"))
-    if caller.partition(".")[0] == _PACKAGE:
-        sys.stderr.write(one_line("warning", message))
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    sys.stderr.write(one_line("warning", message))

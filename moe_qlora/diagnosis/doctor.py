@@ -1,15 +1,14 @@
-"""`doctor`: examine this environment, and how a model's expert layers are computed in it.
+"""`doctor`: versions, devices, and the backends that compute a model's expert layers.
 
-`layer_kinds` packs the model on meta, as a memory plan does, and asks `experts/backend.py` for the
-backend and the reason, as a forward with LoRA would. Each known problem is a function: its
-docstring says which versions it was seen with.
+A model is packed on meta, as for a plan, and `experts/backend.py` says which backend a forward with
+LoRA takes, and why. Each known problem says which versions it was seen with.
 """
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,66 +16,125 @@ import torch
 from torch import nn
 
 from ..detection.detect import detect
-from ..errors import ConfigError, MoeQloraError
-from ..experts.backend import (
-    FUSED,
-    UNPACKED,
-    Backend,
-    choose_backend,
-    has_triton,
-    read_call,
-    suits,
-)
+from ..errors import ConfigError, check_numbers
+from ..experts import backend as backends
+from ..experts.backend import Backend, suits
 from ..experts.forward import can_serve
 from ..experts.operands import LoraFactors
-from ..kernels.cards import Card
-from ..layout import ExpertsModule, ModelLayout, name_pattern, unwrapped_name
+from ..kernels.cards import HOPPER, Card, acting_as, actual, multiplies_by_torch, of_capability
+from ..layout import ExpertsModule, ModelLayout, human_bytes, name_pattern, unwrapped_name
 from ..lora.targets import base_model
 from ..memory import meta_model
-from ..memory.attention import EagerAttention, eager_attention
-from ..memory.budget import Settings
-from ..memory.devices import gpu_named
-from ..memory.meta_model import ModelSource, source_of
-from ..memory.plan import check_settings, plan
-from ..models import named
+from ..memory.devices import GPUS, gpu_named, unknown_gpu
 from ..models.files import refuse_yaml
 from ..packing import parametrize
-from . import report
-from .report import PROBLEM, WARNING, Device, Diagnosis, Finding, LayerKind, Versions
+from ..versions import OPTIONAL, PYTHON, REQUIRED, installed_version, release_of
 
-_DRIVER = Path("/proc/driver/nvidia/version")
-_CURES = (
-    ("is to be computed in", "Set bnb_4bit_compute_dtype to the dtype of the model."),
-    ("ranks of the adapters", "Train with a lower rank."),
-    ("are torch.float32", "Load the model in bfloat16."),
-    ("is not packed", "Look at llm_int8_skip_modules."),
-    ("no expert weight is packed", "Look at llm_int8_skip_modules."),
-)
-"""What to do, by words in a backend's reason; other reasons are the model's own."""
-_NO_CURE = "Nothing to change: this model type has no faster path here."
-_LIGER_FAILS = {"5.23": ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"), "5.24": ("glm4v_moe",)}
-OWN_FORWARD = "own forward"
-LINEAR_LAYERS = "Linear layers"
-
+PROBLEM, WARNING = "problem", "warning"
+OWN_FORWARD, LINEAR_LAYERS = "own forward", "Linear layers"
 COSTS = {
-    OWN_FORWARD: (
-        "A layer's dequantized weights are kept for backward: 1,441 MiB, not 114 MiB, and 1.4 "
-        "times the time of a step without any LoRA on them (Qwen3-30B-A3B's layer, 4,096 tokens, "
-        "H200: peer=bnb beside peer=ours of commit 88efafc in tools/bench/results/layer.csv)."
-    ),
-    "projection by projection": (
-        "Two dequantized weights and a gate of their own, one after the other; how much slower "
-        "that is than the fused layer was not measured."
-    ),
-    "reference loop": (
-        "Expert by expert: on a GPU it waits for the device once a projection and starts some ten "
-        "kernels an expert (tools/bench/NOTES.md); its time was not measured."
-    ),
+    OWN_FORWARD: "1.4 times the time, and 1,441 MiB a layer, not 114 (bench/results/layer.csv).",
+    "projection by projection": "Two dequantized weights, one after the other; not measured.",
+    "reference loop": "Expert by expert, with some ten kernels for each expert; not measured.",
     "unpacked": "16-bit experts, and no LoRA of this package on them.",
+}  # compared with the fused layer
+_DRIVER = Path("/proc/driver/nvidia/version")
+_CURES = {  # by words in a backend's reason
+    "is to be computed in": "Set bnb_4bit_compute_dtype to the dtype of the model.",
+    "ranks of the adapters": "Train with a lower rank.",
+    "are torch.float32": "Load the model in bfloat16.",
+    "is not packed": "Look at llm_int8_skip_modules.",
+    "no expert weight is packed": "Look at llm_int8_skip_modules.",
+    "": "Nothing to change: this model type has no faster path here.",
 }
-"""Costs of each backend compared with the fused layer, and where they were measured."""
+_LIGER_FAILS: dict[tuple[int, ...], tuple[str, ...]] = {
+    (5, 23): ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"),
+    (5, 24): ("glm4v_moe",),
+}
 
-_TOKENS = 4096  # any positive number: it only matters within the fused layer
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package: the installed version, and the tested ones."""
+
+    name: str
+    installed: str | None
+    tested: str
+    status: str  # "tested", "untested", "too old", "missing", or "not installed" if optional
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device, and its matrix products with few or many tokens an expert."""
+
+    name: str
+    nbytes: int | None  # Memory; None for a CPU
+    capability: str  # Of CUDA, "8.9"; "" for others
+    here: bool  # False for a card that was only named
+    few_tokens: str
+    many_tokens: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Expert modules of a model that differ only in their layer, `*` in `pattern`."""
+
+    pattern: str
+    count: int
+    class_name: str
+    backend: str  # "fused layer", "projection by projection", ...
+    reason: str
+    fast: bool
+    cost: str  # "" if `fast`
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault that breaks or slows down a run, and its cure, a sentence each."""
+
+    severity: str  # "problem" or "warning"
+    what: str
+    cure: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The result of `doctor`; `str()` is its text."""
+
+    packages: tuple[Package, ...]
+    device: Device  # Of `layers` and `findings`: the first GPU, the named one, or the CPU
+    devices: tuple[Device, ...]
+    model: str = ""  # Its name
+    layers: tuple[LayerKind, ...] = ()
+    findings: tuple[Finding, ...] = ()  # Problems first
+    notes: tuple[str, ...] = ()  # Sentences on the model
+    fit: str = ""  # The command that plans training steps on `device`, a GPU
+
+    @property
+    def good(self) -> bool:
+        """True if no finding is a problem; there may be warnings."""
+        return not any(finding.severity == PROBLEM for finding in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, for `json.dumps`."""
+        return {"good": self.good, **asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [self.fit] if self.fit else []
+        lines += [f"note: {note}" for note in self.notes]
+        for one in self.devices:
+            size = f" ({human_bytes(one.nbytes)})" if one.nbytes is not None else ""
+            lines.append(f"{one.name}{size}: {one.many_tokens}; few tokens: {one.few_tokens}.")
+        for row in self.packages:
+            if row.status != "not installed":
+                lines.append(f"{row.name} {row.installed or 'none'}: {row.status} ({row.tested}).")
+        for kind in self.layers:
+            what = f"{kind.pattern} ({kind.count} {kind.class_name}) on {self.device.name}"
+            lines.append(f"{what}: {kind.backend}; {kind.reason}. {kind.cost}".rstrip())
+        lines += [f"{one.severity}: {one.what} {one.cure}" for one in self.findings]
+        problems = sum(one.severity == PROBLEM for one in self.findings)
+        lines.append(f"{problems} problems, {len(self.findings) - problems} warnings.")
+        return "\n".join(lines)
 
 
 def doctor(
@@ -87,242 +145,187 @@ def doctor(
     rank: int | None = None,
     trust_remote_code: bool = False,
 ) -> Diagnosis:
-    """Examine this environment and, given a model, how its expert layers will be computed.
+    """Examine this environment and, given a model, the backends of its expert layers.
 
     Nothing is loaded, downloaded or computed: a model is built on the meta device.
 
     Args:
-        model: None, or what `plan` takes: a checkpoint folder, plain or packed, a configuration, a
-            model type, a hub id whose configuration is cached, or a model; of a model with
-            adapters, the active ones are examined.
-        quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4 with
-            double quantization and bfloat16 as its compute dtype.
+        model: As `plan` takes it, or a model with adapters, of which the active ones are examined.
+        quantization_config: A `BitsAndBytesConfig`; None takes the model's own, else nf4.
         gpu: A card to examine instead of the installed ones, by its name, such as "4090".
         rank: Of LoRA on the experts, if the model has no adapters yet; None for 16.
         trust_remote_code: Run model code that a checkpoint brings.
-
-    Returns:
-        Versions, devices, backends and findings; print it, or read its fields.
 
     Raises:
         ConfigError: `gpu`, `rank` or the quantization settings are not valid.
         CheckpointError: `model` cannot be read or built.
     """
     refuse_yaml(model, "doctor")
-    if isinstance(model, (str, Path)):
-        model = named.resolve(model, trust_remote_code=trust_remote_code)
-    check_settings(Settings(rank=16 if rank is None else rank))
-    cards = report.here() if gpu is None else [report.named(gpu)]
+    check_numbers(rank=16 if rank is None else rank)
+    cards = _here() if gpu is None else [card_named(gpu)]
     device, card = cards[0]
-    installed = report.packages()
     kinds: tuple[LayerKind, ...] = ()
     notes: tuple[str, ...] = ()
     label, model_type, fit = "", None, ""
-    eager: EagerAttention | None = None
     if isinstance(model, nn.Module) and hasattr(model, "peft_config"):
         if quantization_config is not None:
             raise ConfigError("quantization_config is for a model without adapters: leave it out.")
-        config: Any = getattr(model, "config", None)
-        label = getattr(config, "name_or_path", "") or type(base_model(model)).__name__
+        base, config = base_model(model), getattr(model, "config", None)
+        label = getattr(config, "name_or_path", "") or type(base).__name__
         model_type = getattr(config, "model_type", None)
-        kinds, eager = adapted_kinds(model, card), eager_attention(base_model(model))
+        kinds = _layer_kinds(base, detect(base), card, None)
     elif model is not None:
-        source = source_of(model, quantization_config, None, trust_remote_code)
+        source = meta_model.source_of(model, quantization_config, None, trust_remote_code)
         label, notes = source.label, source.notes
         model_type = getattr(source.config, "model_type", None)
-        built = source.build()
-        eager = eager_attention(built)
-        kinds = layer_kinds(built, source, card, 16 if rank is None else rank)
-        fit = _fit(model, quantization_config, device, rank, trust_remote_code)
+        meta = meta_model.pack(
+            source.build(), source.quantization, linears=source.linears, native=source.native
+        )
+        kinds = _layer_kinds(meta.base, meta.layout, card, 16 if rank is None else rank)
+        if device.nbytes is not None:
+            where = human_bytes(device.nbytes).replace(" ", "") if device.here else device.name
+            fit = f"Training steps that fit {device.name}: moe-qlora plan {label} --gpus {where}"
     if model is not None and not kinds:
         notes = (*notes, "The model has no experts.")
-    found = report.findings(installed)
-    releases = report.releases(installed)
-    found += known_problems(releases, device, card, model_type, kinds, eager)
-    return Diagnosis(
-        installed,
-        device,
-        tuple(each for each, _ in cards),
-        label,
-        kinds,
-        tuple(sorted(found, key=lambda finding: finding.severity != PROBLEM)),
-        notes,
-        fit,
-    )
+    installed = packages()
+    found = known_problems(installed, device, card, model_type, kinds)
+    devices = tuple(each for each, _ in cards)
+    return Diagnosis(installed, device, devices, label, kinds, found, notes, fit)
 
 
-def _fit(
-    model: Any, quantization_config: Any, device: Device, rank: int | None, remote: bool
-) -> str:
-    if device.nbytes is None:
-        return ""
-    named_card = gpu_named(device.name) is not None and not device.here
+def card_named(text: str) -> tuple[Device, Card]:
+    """Return a card by its name, such as "4090"; a `ConfigError` for an unknown one."""
     try:
-        made = plan(
-            model, quantization_config, gpus=device.name if named_card else device.nbytes,
-            rank=rank, trust_remote_code=remote,
-        )  # fmt: skip
-    except MoeQloraError:
-        return ""  # `plan` says why
-    if made.best is None:
-        return f"{device.name} holds no training step of it: {made.verdict}"
-    settings, where = made.best.settings, device.name if named_card else device.nbytes
-    size = f"{settings.batch} x {settings.seq:,} tokens, LoRA on {settings.targets}"
-    kept = f" With moe_qlora.fit_memory {made.best.fit}." if made.best.fit else ""
-    command = f"moe-qlora plan {made.label} --gpus {where} {made.best.options}".rstrip()
-    said = f"{device.name} holds a training step ({size}): {made.best}.{kept}"
-    return "\n    ".join([f"{said}\n", command, *made.best.python])
+        name = gpu_named(text)
+    except ValueError as error:
+        raise ConfigError(f"gpu: {error}.") from error
+    if name is None:
+        raise ConfigError(f"gpu: {text.strip()!r} is no {unknown_gpu(text)}.")
+    card = of_capability(GPUS[name].capability)
+    return _described(name, GPUS[name].nbytes, card, here=False), card
+
+
+def _here() -> list[tuple[Device, Card]]:
+    """Return every GPU of this machine, or the CPU if it has none."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        its, card = torch.cuda.get_device_properties(index), actual(torch.device("cuda", index))
+        found.append((_described(its.name, its.total_memory, card, here=True), card))
+    cpu = actual(torch.device("cpu"))
+    return found or [(_described("CPU", None, cpu, here=True), cpu)]
+
+
+def _described(name: str, nbytes: int | None, card: Card, *, here: bool) -> Device:
+    capability = ".".join(map(str, card.capability)) if card.maker == "nvidia" else ""
+    few = many = "expert by expert, in plain torch"
+    if suits(card):
+        with acting_as(card):
+            by_torch = multiplies_by_torch(torch.device("cuda", 0), torch.bfloat16)
+        tried = ", untested on ROCm" if card.maker == "amd" else ""
+        few = f"{'Hopper' if card.capability == HOPPER else 'portable'} quantized matmul{tried}"
+        many = f"{'torch' if by_torch else 'own Triton'} grouped matmul{tried}"
+    return Device(name, nbytes, capability, here, few, many)
+
+
+def packages() -> tuple[Package, ...]:
+    """Return all required and optional packages, Python first."""
+    rows = []
+    for name, tested in {"python": PYTHON, **REQUIRED, **OPTIONAL}.items():
+        here = platform.python_version() if name == "python" else installed_version(name)
+        required, status = name not in OPTIONAL, "untested"
+        if here is None:
+            status = "missing" if required else "not installed"
+        elif tested.includes(here):
+            status = "tested"
+        elif required and release_of(here) < release_of(tested.first):
+            status = "too old"
+        rows.append(Package(name, here, str(tested), status))
+    return tuple(rows)
 
 
 def known_problems(
-    versions: Versions,
+    installed: tuple[Package, ...],
     device: Device,
     card: Card,
-    model_type: str | None,
-    layers: Iterable[LayerKind],
-    eager: EagerAttention | None = None,
-) -> list[Finding]:
-    """Return the known problems of this environment and model, with what to do about each."""
-    found = [
-        *_liger(versions, model_type),
-        *_sharding(versions),
-        *_torch_build(device),
-        *_kernels(device, card),
-        *_slow_layers(device, card, layers),
-    ]
-    if eager is not None and suits(card):
-        found.append(Finding(WARNING, eager.what, eager.cure))
-    return sorted(found, key=lambda finding: finding.severity != PROBLEM)
+    model_type: str | None = None,
+    layers: tuple[LayerKind, ...] = (),
+) -> tuple[Finding, ...]:
+    """Return the known problems of this environment and model, and then the warnings."""
+    found = []
 
+    def add(severity: str, what: str, cure: str) -> None:
+        found.append(Finding(severity, what, cure))
 
-def _liger(versions: Versions, model_type: str | None) -> Iterable[Finding]:
-    """Liger 0.8.5 imports classes that transformers has removed: an ImportError."""
-    liger, host = versions.get("liger-kernel", ()), versions.get("transformers", ())
-    failing = _LIGER_FAILS.get(_text(host[:2]), ()) if liger and liger <= (0, 8, 5) else ()
-    if failing and (model_type is None or model_type in failing):
-        yield Finding(
-            WARNING if model_type is None else PROBLEM,
-            f"Liger {_text(liger)} raises an ImportError for {', '.join(failing)} under "
-            f"transformers {_text(host)}.",
-            "Leave use_liger_kernel out for these, or install a later liger-kernel.",
-        )
-
-
-def _sharding(versions: Versions) -> Iterable[Finding]:
-    """Before torch 2.13 FSDP2 asks gradients of integer shards, and mixed precision casts them."""
-    installed = versions.get("torch", ())
-    if installed and installed < (2, 13):
-        yield Finding(
-            WARNING,
-            f"fully_shard of torch {_text(installed)} asks gradients of packed codes, and casts "
-            "them in mixed precision.",
-            "On several GPUs use `with moe_qlora.shards_integers():` around it, or torch 2.13.",
-        )
-
-
-def _torch_build(device: Device) -> Iterable[Finding]:
-    """NVIDIA's driver is loaded, but torch does not see a GPU."""
-    built = torch.version.cuda is not None or torch.version.hip is not None
+    releases = {row.name: release_of(row.installed) for row in installed if row.installed}
+    for row in installed:
+        if row.status in ("missing", "too old", "untested"):
+            what = " ".join(filter(None, (row.name, row.installed, "is", row.status)))
+            cure = f"Install {row.name} {row.tested}."
+            add(WARNING if row.status == "untested" else PROBLEM, f"{what}.", cure)
+    # Liger 0.8.5 imports classes that transformers has removed.
+    if (0,) < releases.get("liger-kernel", ()) <= (0, 8, 5):
+        failing = _LIGER_FAILS.get(releases.get("transformers", ())[:2], ())
+        if failing and model_type in (None, *failing):
+            what = f"Liger raises an ImportError for {', '.join(failing)} with this transformers."
+            cure = "Leave use_liger_kernel out for these, or install a later liger-kernel."
+            add(WARNING if model_type is None else PROBLEM, what, cure)
+    # FSDP2 asks gradients of integer shards, and mixed precision casts them.
+    if (0,) < releases.get("torch", ()) < (2, 13):
+        cure = "On several GPUs use moe_qlora.load_sharded, or torch 2.13."
+        add(WARNING, "fully_shard of torch before 2.13 fails on packed codes.", cure)
     if device.here and _DRIVER.exists() and not torch.cuda.is_available():
+        built = torch.version.cuda is not None or torch.version.hip is not None
         what = "sees no GPU" if built else "is built without CUDA"
-        yield Finding(
-            PROBLEM,
-            f"NVIDIA's driver is loaded, and torch {torch.__version__} {what}.",
-            "Look at CUDA_VISIBLE_DEVICES and the driver's version (nvidia-smi)."
-            if built
-            else "Install torch with CUDA (https://pytorch.org/get-started).",
-        )
-
-
-def _kernels(device: Device, card: Card) -> Iterable[Finding]:
+        cure = "Look at nvidia-smi and CUDA_VISIBLE_DEVICES, or install torch with CUDA."
+        add(PROBLEM, f"NVIDIA's driver is loaded, and torch {torch.__version__} {what}.", cure)
     if card.maker == "nvidia" and card.capability < (8, 0):
-        yield Finding(
-            WARNING,
-            f"{device.name} has compute capability {device.capability}, and the fused kernels "
-            "need 8.0: experts are computed expert by expert.",
-            "Train on Ampere or later.",
-        )
-    elif card.maker in ("nvidia", "amd") and not has_triton():
-        yield Finding(
-            PROBLEM,
-            f"Triton is not installed, so that {device.name} computes without the fused kernels.",
-            "pip install triton",
-        )
-
-
-def _slow_layers(device: Device, card: Card, layers: Iterable[LayerKind]) -> Iterable[Finding]:
-    slow = [layer for layer in layers if not layer.fast] if suits(card) else []
+        what = f"{device.name} has compute capability {device.capability}; the kernels need 8.0."
+        add(WARNING, what, "Train on Ampere or later.")
+    elif card.maker in ("nvidia", "amd") and not backends.has_triton():
+        add(PROBLEM, "Triton, of the fused kernels, is not installed.", "pip install triton")
+    slow = [layer for layer in layers if suits(card) and not layer.fast]
     for reason in dict.fromkeys(layer.reason for layer in slow):
         count = sum(layer.count for layer in slow if layer.reason == reason)
-        yield Finding(
-            WARNING,
-            f"{count} expert layers are not computed by the fused layer on {device.name}: "
-            f"{reason}.",
-            next((cure for words, cure in _CURES if words in reason), _NO_CURE),
-        )
+        what = f"{count} expert layers do not run on the fused layer of {device.name}: {reason}."
+        add(WARNING, what, next(cure for words, cure in _CURES.items() if words in reason))
+    return tuple(sorted(found, key=lambda finding: finding.severity))
 
 
-def _text(release: tuple[int, ...]) -> str:
-    return ".".join(map(str, release))
-
-
-def layer_kinds(
-    model: nn.Module, source: ModelSource, card: Card, rank: int
-) -> tuple[LayerKind, ...]:
-    """Return the kinds of expert layers of a source's model with their backends on a card."""
-    meta = meta_model.pack(model, source.quantization, linears=source.linears, native=source.native)
-    return _count(meta.base, meta.layout, partial(_backend, card=card, rank=rank))
-
-
-def adapted_kinds(model: nn.Module, card: Card) -> tuple[LayerKind, ...]:
-    """Return the same for a model with adapters, with the active ones."""
-    base = base_model(model)
-    return _count(base, detect(base), partial(_backend, card=card, rank=None))
-
-
-def _count(
-    model: nn.Module, layout: ModelLayout, backend: Callable[..., Backend]
+def _layer_kinds(
+    model: nn.Module, layout: ModelLayout, card: Card, rank: int | None
 ) -> tuple[LayerKind, ...]:
     counted = Counter[tuple[str, str, str, str]]()
     for entry in layout.modules:
-        chosen = backend(model.get_submodule(entry.name), entry)
+        chosen = _backend(model.get_submodule(entry.name), entry, card, rank)
         pattern = name_pattern(unwrapped_name(entry.name))
         counted[pattern, entry.class_name, chosen.name, chosen.reason] += 1
     why = "experts are lists of Linear layers, which bitsandbytes packs and computes"
     for experts in layout.linear_experts:
         counted[name_pattern(experts.name), "nn.Linear", LINEAR_LAYERS, why] += 1
-    quick = (FUSED.name, LINEAR_LAYERS)
+    quick = (backends.FUSED.name, LINEAR_LAYERS)
     return tuple(
         LayerKind(pattern, n, owner, name, reason, name in quick, COSTS.get(name, ""))
         for (pattern, owner, name, reason), n in counted.items()
     )
 
 
-def _backend(module: nn.Module, entry: ExpertsModule, card: Card, rank: int | None) -> Backend:
-    """Return the backend of an experts module in training, with LoRA of this rank on all of it.
-
-    None for the LoRA that it has.
-    """
+def _backend(module: Any, entry: ExpertsModule, card: Card, rank: int | None) -> Backend:
+    """Return a packed module's backend, with LoRA of this rank; None for the LoRA that it has."""
     names = [param.parameter_name for param in entry.parameters]
-    if not any(parametrize.is_packed(module, name) for name in names):
-        return UNPACKED
+    packed = next((name for name in names if parametrize.is_packed(module, name)), None)
+    if packed is None:
+        return backends.UNPACKED
     if not can_serve(module):
-        why = "the class does not compute through transformers' experts interface"
-        return Backend(OWN_FORWARD, why)
-    host: Any = module
-    call = read_call(host, torch.empty(0))  # no autocast on meta
+        return Backend(OWN_FORWARD, "the class does not use transformers' experts interface")
+    call = backends.read_call(module, torch.empty(0))  # no autocast on meta
     if rank is not None:
         first, second = (_factors(weight, rank) for weight in call.weights)
         call = call._replace(lora=(first, second))
-    packed = next(name for name in names if parametrize.is_packed(module, name))
-    device = parametrize.device_of(module, packed)
-    return choose_backend(host, call._replace(x=_hidden_states(entry, device), card=card))
-
-
-def _hidden_states(entry: ExpertsModule, device: torch.device) -> torch.Tensor:
-    """Return `(tokens, hidden)` in the dtype of the experts before packing, without memory."""
-    first, dtype = entry.parameters[0], getattr(torch, entry.parameters[0].dtype_name)
-    return torch.empty((), dtype=dtype, device=device).expand(_TOKENS, first.in_features or 1)
+    # Hidden states (4096 tokens, hidden) in the experts' dtype before packing, without memory.
+    dtype = getattr(torch, entry.parameters[0].dtype_name)
+    x = torch.empty((), dtype=dtype, device=parametrize.device_of(module, packed))
+    x = x.expand(4096, entry.parameters[0].in_features or 1)
+    return backends.choose_backend(module, call._replace(x=x, card=card))
 
 
 def _factors(weight: Any, rank: int) -> tuple[LoraFactors, ...]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 
 
 class ExpertsHost:
-    """Packed experts for one run of a loader; any number of models, one after the other.
+    """Packed experts for one run of a loader; as a context manager it closes itself.
 
-    `settings` are the `moe_qlora:` block of a YAML file as it was read, or the checked settings, or
-    None for all defaults; a wrong one is a `ConfigError`. As a context manager it closes itself.
+    Args:
+        settings: The `moe_qlora:` block of a YAML file, or checked settings; a wrong one is a
+            `ConfigError`.
     """
 
     def __init__(self, settings: ExpertsSettings | Mapping[str, Any] | None = None) -> None:
@@ -64,11 +65,13 @@ class ExpertsHost:
     def check_model(
         self, model: str | Path | PretrainedConfig, *, trust_remote_code: bool = False
     ) -> None:
-        """Refuse a folder, hub id or configuration without such experts before anything is loaded.
+        """Refuse a model that the settings do not fit, before anything is loaded.
 
-        It is built on the meta device; one that cannot be built there is left to `after_build`.
-        No fused expert weights at all are a `DetectionError`, none of a role that the settings ask
-        LoRA for a `ConfigError`.
+        One that cannot be built on the meta device is left to `after_build`.
+
+        Raises:
+            DetectionError: It has no fused expert weights.
+            ConfigError: It has none of a role that the settings ask LoRA for.
         """
         if not self.settings.pack_experts:
             return
@@ -92,8 +95,7 @@ class ExpertsHost:
     def before_build(self, quantization_config: Any = None) -> None:
         """Pack experts in `from_pretrained` from now on, until `after_build` or `close`.
 
-        Given the `BitsAndBytesConfig` (or its dict) of the load, unsupported settings raise a
-        `ConfigError` before anything is loaded.
+        Unsupported settings of the load's `BitsAndBytesConfig` (or its dict) are a `ConfigError`.
         """
         self.close()
         if not self.settings.pack_experts:
@@ -117,14 +119,17 @@ class ExpertsHost:
     def after_build(
         self, model: nn.Module, quantization_config: Any = None, *, pack: bool = False
     ) -> QuantizationReport | None:
-        """Check that every fused expert weight of a built model is packed; a `PeftModel` too.
+        """Check that every fused expert weight of a built model is packed.
 
-        `quantization_config` is None for the model's own. `pack` packs now what is not, for loaders
-        that do not use `from_pretrained`: needs room for the 16-bit experts. Returns what is packed
-        or skipped, and why; None where the settings pack nothing.
+        Args:
+            model: It may be a `PeftModel`.
+            quantization_config: None for the model's own.
+            pack: Pack the others now, for loaders that do not use `from_pretrained`.
 
-        A model without fused expert weights is a `DetectionError`, one that was not loaded in 4 or
-        8 bit a `ConfigError`; weights that are not packed are a `QuantizationError` with each name.
+        Raises:
+            DetectionError: The model has no fused expert weights.
+            ConfigError: It was not loaded in 4 or 8 bit.
+            QuantizationError: Weights are not packed; it names each.
         """
         self._switch.close()
         if not self.settings.pack_experts:
@@ -166,12 +171,9 @@ class ExpertsHost:
     def before_peft(self, model: nn.Module, lora_config: PeftConfig) -> PeftConfig:
         """Return a new config for this model, with LoRA on experts and routers as settings say.
 
-        A loader that makes its own `LoraConfig` takes the fields `target_modules`,
-        `target_parameters` and `exclude_modules` from it unchanged. Where experts get LoRA it also
-        sets `lora_dropout=0`; `after_peft` sets the dropout that was asked for.
-
-        A `ConfigError` says where `lora_config` asks for what packed experts cannot have, or the
-        settings for LoRA on a role that the model does not have.
+        A loader that makes its own `LoraConfig` takes `target_modules`, `target_parameters` and
+        `exclude_modules` from it, and `lora_dropout=0` if experts get LoRA: `after_peft` sets the
+        dropout that was asked for. A `ConfigError` says what packed experts cannot have.
         """
         from ..lora.config import adapt_lora_config
 
@@ -180,10 +182,9 @@ class ExpertsHost:
         return self._adapted
 
     def after_peft(self, peft_model: PeftModel) -> PeftModel:
-        """Connect LoRA on packed experts, in place, check that it takes part, and return the model.
+        """Connect LoRA on packed experts that stock PEFT made from lists, in place.
 
-        Needed where stock PEFT made the adapters from lists; harmless elsewhere. LoRA on a packed
-        parameter that is asked for and would have no effect is an `AdapterError`.
+        LoRA that is asked for and would have no effect is an `AdapterError`.
         """
         configs, wanted = getattr(peft_model, "peft_config", None), self.settings.lora_experts
         if not configs or not hasattr(peft_model, "base_model"):
@@ -213,19 +214,19 @@ class ExpertsHost:
     # Training.
 
     def before_training(
-        self,
-        model: nn.Module,
-        *,
-        batch_size: int,
-        seq_len: int,
-        objective: str = "sft",
+        self, model: nn.Module, *, batch_size: int, seq_len: int, objective: str = "sft"
     ) -> PreparedTraining | None:
-        """Call `moe_qlora.prepare_training` unless the settings say not to; return what it set.
+        """Call `moe_qlora.prepare_training` unless the settings say not to.
 
-        `batch_size` counts rows of up to `seq_len` tokens in a forward of one device. `objective`
-        is the loader's word for what is trained: a row of `dpo`, `ipo`, `orpo`, `simpo`, `cpo` and
-        `rm` is two sequences, and all but `sft`, `pt` and `rm` keep the logits of all tokens. A
-        `ConfigError` says where the step does not fit, if the settings ask for it.
+        Args:
+            model: The model with its adapters.
+            batch_size: Rows in a forward of one device; of preferences a row is two sequences.
+            seq_len: Tokens of the longest row.
+            objective: "sft", "pt", "rm", "dpo", "ipo", "kto", "orpo", "simpo", "cpo" or the
+                loader's word for another.
+
+        Raises:
+            ConfigError: The step does not fit, and the settings ask for `prepare_training`.
         """
         asked = self.settings.prepare_training
         if asked is False:
@@ -235,7 +236,7 @@ class ExpertsHost:
         try:
             return prepare_training(
                 model,
-                batch_size=batch_size * (2 if objective in _PAIRS else 1),
+                batch_size=batch_size * (1 + (objective in _PAIRS)),
                 seq_len=seq_len,
                 memory=asked if isinstance(asked, str) else None,
                 loss=loss_of(objective),
@@ -278,18 +279,16 @@ def _layout_of(model: nn.Module) -> ModelLayout:
     raise DetectionError(f"{why}: leave moe_qlora out, or set moe_qlora.pack_experts to false.")
 
 
-# What a step of each training objective takes. A row of preferences is two sequences. Preference
-# losses and policy gradients read the probability of each token: loaders' trainers keep the logits
-# of all tokens for it, where the model's own loss keeps a chunk of them at a time.
 _PAIRS = frozenset({"dpo", "ipo", "orpo", "simpo", "cpo", "rm"})
 _OF_LABELS = frozenset({"sft", "pt", "rm"})  # the model's own loss, or one number a sequence
 _WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 
 
 def loss_of(objective: str) -> Loss | None:
-    """Return what takes the memory of an objective's loss, as `prepare_training(loss=)` wants it.
+    """Return the memory of an objective's loss, for `prepare_training`; None: the model's own.
 
-    None is the model's own loss. An objective that is not known reads logits without a reference.
+    Preference losses and policy gradients read the probability of each token: loaders' trainers
+    keep the logits of all tokens for it. Unknown objectives have no reference.
     """
     if objective in _OF_LABELS:
         return None
@@ -297,27 +296,21 @@ def loss_of(objective: str) -> Loss | None:
 
 
 def _of_probabilities(model: Any, batch: dict[str, Any], *, referred: bool) -> Tensor:
-    """Return the tokens' mean log-probability, less that of the model without adapters if referred.
+    import torch
 
-    The reference runs while the policy's activations are alive, as in TRL 1.9 and LLaMA-Factory.
-    """
     mean = log_probabilities(model, batch).mean()
     if not referred:
         return mean
-    import torch
-
-    with torch.no_grad(), ExitStack() as stack:
-        if hasattr(model, "disable_adapter"):
-            stack.enter_context(model.disable_adapter())
+    # While the policy's activations are alive, as in TRL 1.9.
+    with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
         reference = log_probabilities(model, batch).mean()
     return mean - reference
 
 
 def log_probabilities(model: Any, batch: dict[str, Any]) -> Tensor:
-    """Return the log-probability of each token with a label, 0 of others: `(B, S - 1)`, float32.
+    """Return each labelled token's log-probability, else 0: `(B, S - 1)`, float32.
 
-    Row by row, as TRL's `selective_log_softmax` does for 16 bit. Its logits are float32 under
-    autocast.
+    Row by row, as TRL's `selective_log_softmax` does for 16 bit.
     """
     import torch
     from torch.nn import functional as F

@@ -60,14 +60,12 @@ def prepare_training(
     """Make training steps of a model as fast as its device and memory allow.
 
     On CUDA this sets Liger's loss, joins LoRA layers with the same input, compiles the decoder
-    layers, records them as CUDA graphs and keeps as many activations as fit, each as far as it is
-    installed and works here. A part that is left out is a sentence in the result. On a CPU it calls
-    `fit_memory` if `memory` is given, and else changes nothing. Losses and gradients stay the same
-    up to rounding.
+    layers, records them as CUDA graphs and keeps as many activations as fit; a part that is left
+    out is a sentence in the result. On a CPU it calls `fit_memory` if `memory` is given. Losses and
+    gradients stay the same up to rounding.
 
-    Call it after `get_peft_model`, before the training loop or `trainer.train()`, before or after
-    the trainer is made: TRL's has a loss in chunks of its own. A second call replaces what the
-    first one has set.
+    Call it after `get_peft_model`, before the training loop, before or after a trainer is made. A
+    second call replaces the first.
 
     Args:
         model: A transformers model, or a PEFT model around one.
@@ -79,12 +77,12 @@ def prepare_training(
         loss: Computes the loss that `fit_memory` measures, where that is not the model's own.
 
     Returns:
-        What was set: `str()` says it in at most seven lines, which are also logged at INFO.
-        `remove()`, or the end of a `with` block, undoes it.
+        The settings: `str()` says them in at most seven lines, also logged at INFO. `remove()`, or
+        the end of a `with` block, undoes them.
 
     Raises:
-        ConfigError: Of `fit_memory`: the step does not fit into this memory, or an argument makes
-            no sense. The model is as it was before the call.
+        ConfigError: The step does not fit into this memory, or an argument makes no sense; the
+            model is as it was.
     """
     base = base_model(model)
     if (earlier := vars(base).get(_PREPARED)) is not None:
@@ -111,16 +109,11 @@ def prepare_training(
 
 
 class PreparedTraining:
-    """What `prepare_training` has set on a model.
-
-    Attributes:
-        fit: What `fit_memory` returned; None where it was not called.
-        graphs: The recorded layers; None where no layer can be recorded.
-    """
+    """The settings of `prepare_training` on a model."""
 
     def __init__(self, lines: list[str]) -> None:
         self.fit: Fit | None = None
-        self.graphs: LayerGraphs | None = None
+        self.graphs: LayerGraphs | None = None  # None: no layer can be recorded
         self._lines = lines
         self._undo = ExitStack()
 
@@ -143,10 +136,9 @@ class PreparedTraining:
 
 
 def _on_cpu(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> PreparedTraining:
-    where = "prepare_training: this model is not on a CUDA device, where Liger, torch.compile and"
-    where += " CUDA graphs would make it quicker"
-    where += "; batches run as flat rows" if has_flat_rows(model) else ""
-    prepared = PreparedTraining([f"{where}."])
+    where = "prepare_training: this model is not on a CUDA device"
+    flat = "; batches run as flat rows" if has_flat_rows(model) else ""
+    prepared = PreparedTraining([f"{where}{flat}."])
     if sizes["memory"] is not None:
         _fit(prepared, model, sizes, undo)
     return prepared

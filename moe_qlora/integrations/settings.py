@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..models.files import read_json
 from ..packing.bnb4bit import NF4
 
@@ -21,19 +20,14 @@ BLOCK = "moe_qlora"
 
 Role = Literal["gate_up", "gate", "up", "down"]  # those of layout.py
 
-_ROLES = ", ".join(get_args(Role))
 _ALLOWED = {
     "pack_experts": "true and false",
-    "lora_experts": f"true, false and a list of roles ({_ROLES})",
+    "lora_experts": f"true, false and a list of roles ({', '.join(get_args(Role))})",
     "lora_router": "true and false",
     "skip_modules": "a list of module names or patterns",
     "prepare_training": "true, false and memory such as 40GiB",
     "progress": "true and false",
 }
-
-
-def _more_than_one(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
 
 
 def is_named(cfg: Mapping[str, Any]) -> bool:
@@ -43,48 +37,37 @@ def is_named(cfg: Mapping[str, Any]) -> bool:
     return PLUGIN in (str(name).replace(":", ".") for name in listed)
 
 
-# Key -> why it collides, and what to do.
+# Key -> why it collides with the plugin, and what to do.
 _COLLISIONS = {
-    "quantize_moe_experts": (
-        "axolotl would pack the experts that moe_qlora packs; take out one of the two"
-    ),
+    "quantize_moe_experts": "axolotl would pack the experts too; take out one of the two",
     "nf4_backend": "experts are packed by bitsandbytes; leave it out",
-    "qlora_sharded_model_loading": "it loads by other code, which packs no experts; leave it out",
+    "qlora_sharded_model_loading": "it loads by code that packs no experts; leave it out",
     "reinit_weights": "a model of random weights is not loaded, so nothing is packed",
     "gptq": "a GPTQ model is packed already; take the plugin out",
-    "qat": "it trains the weights that moe_qlora packs and freezes; take out one of the two",
-    "relora": "it merges adapters into weights that packing rounds anew each time; leave it out",
-    "tensor_parallel_size": (
-        "a tensor-parallel plan cannot shard packed experts; use data or context parallelism"
-    ),
-    "expert_parallel_size": (
-        "axolotl's expert parallelism shards plain weights only; use data or context parallelism"
-    ),
-    "deepspeed": (
-        "ZeRO stage 3 takes weights apart before they can be packed; use stage 2 or lower, or FSDP"
-    ),
-    "fsdp_config": (
-        "only the first rank would get experts to pack; set cpu_ram_efficient_loading to false"
-    ),
+    "qat": "it trains the weights that are packed and frozen; take out one of the two",
+    "relora": "it merges adapters into weights that packing rounds anew; leave it out",
+    "tensor_parallel_size": "it cannot shard packed experts; use data or context parallelism",
+    "expert_parallel_size": "it shards plain weights only; use data or context parallelism",
+    "deepspeed": "stage 3 takes weights apart before they are packed; use stage 2, or FSDP",
+    "fsdp_config": "only the first rank gets experts; set cpu_ram_efficient_loading to false",
     "use_scattermoe": "packed experts run on moe_qlora's own kernels; leave it out",
     "use_sonicmoe": "packed experts run on moe_qlora's own kernels; leave it out",
-    "experts_implementation": (
-        "packed experts run through the implementation 'moe_qlora'; leave it out"
-    ),
+    "experts_implementation": "packed experts run through 'moe_qlora'; leave it out",
 }
 
-# Key -> whether a value collides; of the other keys every true one does.
-_COLLIDES: dict[str, Callable[[Any], bool]] = {
-    "nf4_backend": lambda value: value == "torchao",
-    "tensor_parallel_size": _more_than_one,
-    "expert_parallel_size": _more_than_one,
-    "deepspeed": lambda value: zero_stage(value) == 3,
-    "fsdp_config": lambda value: (
-        isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
-    ),
-    # axolotl's kernels plugin writes "eager" where the user wrote nothing
-    "experts_implementation": lambda value: value not in ("eager", "moe_qlora"),
-}
+
+def _collides(key: str, value: Any) -> bool:
+    if key == "nf4_backend":
+        return bool(value == "torchao")
+    if key == "experts_implementation":  # axolotl's kernels plugin writes "eager" by itself
+        return value not in (None, "eager", "moe_qlora")
+    if key in ("tensor_parallel_size", "expert_parallel_size"):
+        return isinstance(value, int) and value > 1
+    if key == "deepspeed":
+        return _zero_stage(value) == 3
+    if key == "fsdp_config":
+        return isinstance(value, Mapping) and bool(value.get("cpu_ram_efficient_loading"))
+    return bool(value)
 
 
 def wants_packing(cfg: Mapping[str, Any]) -> bool:
@@ -107,17 +90,13 @@ def check(cfg: Mapping[str, Any]) -> None:
             f"adapter {seen}, and moe_qlora packs experts for LoRA: set adapter: qlora with "
             "load_in_4bit: true, or adapter: lora with load_in_8bit: true."
         )
-    bits, other = ("4", "8") if adapter == "qlora" else ("8", "4")
-    if not cfg.get(f"load_in_{bits}bit") or cfg.get(f"load_in_{other}bit"):
-        both = cfg.get(f"load_in_{other}bit")
-        seen = f"load_in_{other}bit is true" if both else f"load_in_{bits}bit is not true"
-        raise ConfigError(
-            f"adapter is {adapter!r} and {seen}, so that axolotl would not load the model in "
-            f"{bits} bit: set load_in_{bits}bit: true alone, or the other adapter."
-        )
+    own, other = ("load_in_4bit", "load_in_8bit")[:: 1 if adapter == "qlora" else -1]
+    if cfg.get(other) or not cfg.get(own):
+        seen = f"{other} is true" if cfg.get(other) else f"{own} is not true"
+        raise ConfigError(f"adapter is {adapter!r} and {seen}: set {own}: true alone.")
     for key, why in _COLLISIONS.items():
         value = cfg.get(key)
-        if value is not None and _COLLIDES.get(key, bool)(value):
+        if _collides(key, value):
             seen = "set" if isinstance(value, (Mapping, list)) else shown(value)
             raise ConfigError(f"{key} is {seen} beside the plugin of moe_qlora: {why}.")
     if settings.prepare_training and cfg.get("torch_compile"):
@@ -132,15 +111,10 @@ def check(cfg: Mapping[str, Any]) -> None:
         )
 
 
-def zero_stage(value: Any) -> int | None:
-    """Return the ZeRO stage of `deepspeed:`; of a file that is not here, the one in its name.
-
-    None where neither says so.
-    """
-    if not value:
-        return None
+def _zero_stage(value: Any) -> int | None:
+    """Return the ZeRO stage of `deepspeed:`, of a missing file the one in its name."""
     found = value if isinstance(value, Mapping) else None
-    if found is None and (path := Path(str(value))).is_file():
+    if value and found is None and (path := Path(str(value))).is_file():
         with suppress(CheckpointError):
             found = read_json(path)
     if found is None:
@@ -152,28 +126,19 @@ def zero_stage(value: Any) -> int | None:
 
 
 class ExpertsSettings(BaseModel):
-    """How a host packs and adapts experts; an unknown key is an error.
-
-    Attributes:
-        pack_experts: Pack them while the model loads; False leaves the model as the host loads it.
-        lora_experts: Put LoRA on all packed experts, or on those of some roles; False leaves it to
-            the host's own `target_parameters`.
-        lora_router: Put LoRA on the routers too.
-        skip_modules: Modules, as `llm_int8_skip_modules` names them, that stay in 16 bit besides
-            those of the host's own config.
-        prepare_training: Call `moe_qlora.prepare_training` before training; a string is its
-            `memory`, such as "40GiB". None does so where it can: a refusal is a warning.
-        progress: Show a bar while a built model is packed, and while an adapter is merged.
-    """
+    """The packing and LoRA of experts in a host; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    pack_experts: StrictBool = True
+    pack_experts: StrictBool = True  # while the model loads
+    # LoRA on all packed experts, or on those of some roles; False: the host's target_parameters.
     lora_experts: StrictBool | Annotated[tuple[Role, ...], Field(min_length=1)] = False
-    lora_router: StrictBool = False
+    lora_router: StrictBool = False  # LoRA on the routers too
+    # As `llm_int8_skip_modules`, besides those of the host's own config.
     skip_modules: tuple[Annotated[StrictStr, Field(min_length=1)], ...] = ()
+    # A string is `prepare_training`'s memory, such as "40GiB"; None: a refusal is a warning.
     prepare_training: StrictBool | Annotated[StrictStr, Field(min_length=1)] | None = None
-    progress: StrictBool = True
+    progress: StrictBool = True  # bars of packing and merging
 
     @classmethod
     def read(cls, block: ExpertsSettings | Mapping[str, Any] | None) -> ExpertsSettings:
@@ -193,9 +158,8 @@ class ExpertsSettings(BaseModel):
             key = str(fault["loc"][0])
             said = f"{BLOCK}.{key} is {shown(block.get(key))}; allowed are {_ALLOWED.get(key)}."
             if fault["type"] == "extra_forbidden":
-                close = difflib.get_close_matches(key, _ALLOWED, 1)
-                hint = f" (did you mean {close[0]}?)" if close else ""
-                said = f"{BLOCK}.{key} is no setting{hint}; allowed are {', '.join(_ALLOWED)}."
+                near = did_you_mean(key, _ALLOWED)
+                said = f"{BLOCK}.{key} is no setting{near}; allowed are {', '.join(_ALLOWED)}."
             raise ConfigError(said) from None
         for key in ("lora_experts", "lora_router", "skip_modules"):
             value = getattr(settings, key)
@@ -243,17 +207,15 @@ def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
         )
     block = ExpertsSettings.read(get(BLOCK))
     experts = ["experts"] * bool(block.lora_experts or get("lora_target_parameters"))
-    quantization = (
-        {"load_in_8bit": True}
-        if bits == 8
-        else {
+    quantization: dict[str, Any] = {"load_in_8bit": True}
+    if bits == 4:  # axolotl's defaults
+        quantization = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": NF4.kind,
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": "bfloat16",
             **(get("bnb_config_kwargs") or {}),
         }
-    )
     attention = get("attn_implementation")
     engine = {"fsdp" if get("fsdp_config") else "ddp": devices} if devices > 1 else {}
     return {

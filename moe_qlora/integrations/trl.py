@@ -6,14 +6,11 @@
         trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, ...))
     trainer.train()
 
-TRL merges the adapter and sends every weight of the model under its name in transformers: packed
-codes of 4-bit layers, and whole decoded expert weights. Here the engine has the base, and each sync
-writes the adapter in the engine's layout to a folder that the engine loads. TRL logs the difference
-between the sampler's and the trainer's logprobs as `sampling/sampling_logp_difference/mean` and
-`/max`.
+TRL sends every weight of the model, merged: codes and decoded experts. Here the engine has the
+base, and each sync writes the adapter in the engine's layout to a folder that the engine loads. TRL
+logs how sampler and trainer differ as `sampling/sampling_logp_difference/mean` and `/max`.
 
-TRL has no hook for another sync, so within the block a class of this file replaces
-`VLLMGeneration` in the modules of its trainers.
+TRL has no hook for another sync: a class of this file replaces its trainers' `VLLMGeneration`.
 """
 
 from __future__ import annotations
@@ -65,16 +62,14 @@ def adapters_to_vllm(
     """Trainers that are made in the block sync adapters, not models, to vLLM.
 
     Args:
-        base: The folder of the 16-bit model, which the engine serves. None for the folder that the
-            trainer's model was loaded from.
-        folder: For adapters on their way to the engine: a server must see it under the same path.
-            None for a new temporary folder.
-        any_base: True takes a base that is not the model in the adapter's note.
+        base: The folder of the 16-bit model, which the engine serves; None for the trainer's own.
+        folder: For adapters, under the same path on the server; None for a temporary one.
+        any_base: Take a base that is not the model in the adapter's note.
         **engine_options: More arguments of `vllm.LLM`, in colocate mode.
 
     Raises:
-        ConfigError: While a trainer is made or trains: the model has no adapter, vLLM's sleep mode
-            is on, or the server cannot load adapters.
+        ConfigError: The trainer's model has no adapter, vLLM's sleep mode is on, or the server
+            cannot load adapters.
         AdapterError: vLLM cannot serve this adapter.
         CheckpointError: The base is missing, damaged or of another kind.
     """
@@ -110,9 +105,8 @@ class AdapterGeneration(VLLMGeneration):
     ) -> None:
         if not getattr(model, "peft_config", None):
             raise ConfigError(
-                f"The trainer's model is a {type(model).__name__} without an adapter, and vLLM is "
-                "to get adapters alone: pass a peft_config, or make the trainer outside of "
-                "adapters_to_vllm()."
+                f"The trainer's model is a {type(model).__name__} without an adapter: pass a "
+                "peft_config, or make the trainer outside of adapters_to_vllm()."
             )
         self._base = absolute(base or model.get_base_model().name_or_path)
         self._any_base, self._engine = any_base, engine
@@ -137,8 +131,8 @@ class AdapterGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         if self.enable_sleep_mode:
             raise ConfigError(
-                "vllm_enable_sleep_mode is on, which discards the engine's base, and syncs of "
-                "adapters do not bring it back: leave it off, or let vLLM run as a server."
+                "vllm_enable_sleep_mode is on, which discards the engine's base: leave it off, or "
+                "let vLLM run as a server."
             )
         if self.mode == "server":
             # TRL's client needs vLLM here and a channel for weights; adapters need neither.
@@ -184,12 +178,8 @@ class AdapterGeneration(VLLMGeneration):
         model, name = self.model, self.model.active_adapter
         trained = self._folder / "trained"
         first = self.accelerator.is_main_process
-        model.save_pretrained(
-            str(trained),
-            selected_adapters=[name],
-            save_embedding_layers=False,
-            is_main_process=first,
-        )
+        options = {"save_embedding_layers": False, "is_main_process": first}
+        model.save_pretrained(str(trained), selected_adapters=[name], **options)
         if first:
             source = trained if name == "default" else trained / name
             export_adapter(source, served, base=self._base, target="vllm", any_base=self._any_base)

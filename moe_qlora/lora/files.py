@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import CONFIG, PICKLE, WEIGHTS, LoraSettings, check_adapter_patterns
+from ..checkpoint.adapter import CONFIG, PICKLE, WEIGHTS, LoraSettings
 from ..checkpoint.reader import parse_fields, read_header
 from ..checkpoint.staging import absolute, move_files, staging
 from ..checkpoint.training_codec import CARD
@@ -159,7 +159,6 @@ def check_adapter(
     root, folder = Path(adapter), Path(adapter) / (subfolder or "")
     if folder.is_dir():
         _check_files(folder)
-        check_adapter_patterns(folder, base)
         if not any_base:
             training_codec.check_noted_base(folder, base)
     elif root.exists() or root.is_absolute() or not _HUB_ID.fullmatch(str(adapter)):

@@ -25,7 +25,7 @@ from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.adapter import CONFIG, LoraSettings, check_config_patterns
+from ..checkpoint.adapter import CONFIG, LoraSettings
 from ..checkpoint.reader import parse_fields
 from ..world import world
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
@@ -95,7 +95,6 @@ def _as_loaded(model: nn.Module, config: Any, load: FrameType) -> Any:
     folder = load.f_locals.get("model_id") or load.f_locals.get("peft_model_id")
     file = Path(folder or "") / CONFIG
     parse_fields(LoraSettings, vars(config), file)
-    check_config_patterns(vars(config), model, str(file))
     named = config.target_modules and not config.target_parameters and not is_all_linear(config)
     probe = changed(config, exclude_modules=exclude_modules(model))
     if named and not reached_modules(model, probe):  # of transformers v4, on experts alone

@@ -1,15 +1,7 @@
 """Reading of JSON files that may be damaged or hostile, and errors that name the file.
 
-Whoever wrote a checkpoint decides what is in its files. What is read here is bounded in length,
-depth and digits, so that no later code, ours or transformers', trips over it.
-
-Regular expressions of files are matched under a time limit before they are used. Python's `re`
-backtracks, so that a few characters such as `(a|aa)*$` can run for ever, and nothing in the same
-process can stop it. transformers and PEFT match such patterns with `re` too. So a pattern that
-might run long is first matched with all names in a process that can be ended.
-
-Importing this module imports neither torch nor transformers, so that a misspelt path is answered at
-once.
+Length, depth and digits are bounded, so that no later code, ours or transformers', trips over them.
+Importing this module imports neither torch nor transformers: a misspelt path is answered at once.
 """
 
 from __future__ import annotations
@@ -18,8 +10,6 @@ import hashlib
 import json
 import re
 import stat
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,40 +19,17 @@ from safetensors import SafetensorError
 
 from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
 
-MAX_CONFIG = 16 << 20
-"""Longest configuration that is read, in bytes."""
-MAX_JSON = 512 << 20
-"""Longest index or manifest, in bytes; the index of a million tensors has a quarter of it."""
 _SAMPLE = 1 << 16  # bytes of each of the samples of a file
+YAML = (".yml", ".yaml")
+MAX_CONFIG = 16 << 20  # bytes of a configuration
+MAX_JSON = 512 << 20  # bytes of an index; that of a million tensors has a quarter of it
 _DEPTH = 64  # configurations have fewer than ten levels
 _DIGITS = 20  # of an integer
-
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # maybe: half of a pair is one too
 _DAMAGE = (
     *(OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError),
     *(OverflowError, RuntimeError, MemoryError),
 )
-YAML = (".yml", ".yaml")
-SECONDS = 10.0
-"""Time for all names; a pattern of a real checkpoint takes milliseconds."""
-MAX_LENGTH = 100_000
-"""Characters of a pattern. PEFT joins the names of all modules into one."""
-
-# The alarm ends it where its parent was killed meanwhile: nothing else would.
-_MATCH = """
-import json, re, signal, sys
-if hasattr(signal, "alarm"):
-    signal.alarm(int(sys.argv[1]))
-patterns, names = json.load(sys.stdin)
-for number, pattern in enumerate(patterns):
-    print(number, flush=True)
-    pattern = re.compile(pattern)
-    for name in names:
-        pattern.match(name)
-        pattern.fullmatch(name)
-"""
-# A repeated group, or many repeats: without these, `re` takes at most cubic time.
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
-_MOST_REPEATS, _MOST_OPTIONS = 3, 12
 
 
 @contextmanager
@@ -87,9 +54,6 @@ def size_of(file: Path) -> int:
     return status.st_size
 
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
 def read_json(file: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
     """Return the JSON object that a file of at most `limit` bytes holds."""
     return parse_json(file, read_raw(file, limit))
@@ -109,7 +73,7 @@ def parse_json(file: Path, raw: bytes) -> dict[str, Any]:
         try:
             value = json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_int=_integer)
             check_depth(value)
-            if _HALF.search(raw):
+            if _LONE_SURROGATE.search(raw):
                 json.dumps(value, ensure_ascii=False).encode("utf-8")
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file} is no valid JSON: {error}.") from error
@@ -136,11 +100,10 @@ def check_depth(value: Any) -> None:
     """Raise ValueError where a JSON value is nested so deep that copying it would fail."""
     level = [value]
     for _ in range(_DEPTH):
-        inner = [one for one in level if isinstance(one, (dict, list))]
-        if not inner:
-            return
-        level = [item for one in inner for item in (one.values() if isinstance(one, dict) else one)]
-    raise ValueError(f"it is nested more than {_DEPTH} levels deep")
+        level = [one for one in level if isinstance(one, (dict, list))]
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+    if level:
+        raise ValueError(f"it is nested more than {_DEPTH} levels deep")
 
 
 def file_facts(folder: Path) -> dict[str, str]:
@@ -163,23 +126,16 @@ def file_facts(folder: Path) -> dict[str, str]:
 
 
 def place_of(model: str) -> Path | None:
-    """Return the folder or file that `model` names, None where it can only be a name.
-
-    Raises:
-        CheckpointError: It is empty, a path that does not exist, or a file of another kind.
-    """
+    """Return an existing folder or file; a `CheckpointError` unless it can be a name."""
     if not model.strip():
-        raise CheckpointError(
-            "MODEL is empty; name a folder, a file, a checkpoint, a model type or a hub id."
-        )
+        raise CheckpointError("MODEL is empty; name a folder, a file, a checkpoint or a hub id.")
     path = Path(model).expanduser()
-    if path.is_dir():
+    readable = path.suffix.lower() in (".json", *YAML)
+    if path.is_dir() or (path.is_file() and readable):
         return path
     if path.is_file():
-        if path.suffix in (".json", *YAML):
-            return path
         raise CheckpointError(f"{model} is neither a folder, nor a .json or .yaml file.")
-    if path.suffix in (".json", *YAML) or model.startswith((".", "/", "~")) or model[-1] == "/":
+    if readable or model.startswith((".", "/", "~")) or model[-1] == "/":
         raise CheckpointError(f"{model} does not exist.")
     if model.count("/") > 1:
         raise CheckpointError(f"{model!r} does not exist, and is no hub id (owner/name) either.")
@@ -187,7 +143,7 @@ def place_of(model: str) -> Path | None:
 
 
 def refuse_yaml(model: Any, command: str) -> None:
-    """Raise a `ConfigError` where a command that reads no YAML is given the name of such a file."""
+    """Raise a `ConfigError` for a YAML file."""
     if isinstance(model, (str, Path)) and Path(model).suffix.lower() in YAML:
         raise ConfigError(
             f"{model} is a YAML file, which moe-qlora {command} does not read: run axolotl "
@@ -195,66 +151,15 @@ def refuse_yaml(model: Any, command: str) -> None:
         )
 
 
-def check_patterns(patterns: Iterable[str], names: Iterable[str], where: str) -> None:
-    """Raise where a pattern takes too long to match these names, or is too long itself.
-
-    Args:
-        patterns: Regular expressions, each as it will be compiled. One that does not compile is
-            left to its reader.
-        names: What they will be matched with.
-        where: The file or setting that the patterns are from, for the message.
-
-    Raises:
-        CheckpointError: It names the pattern and `where`.
-    """
-    doubtful = []
-    for pattern in patterns:
-        if len(pattern) > MAX_LENGTH:
-            raise CheckpointError(
-                f"{where} has a pattern of {len(pattern):,} characters ({pattern[:60]!r}, ...); at "
-                f"most {MAX_LENGTH:,} are read."
-            )
-        if _may_run_long(pattern):
-            doubtful.append(pattern)
-    if not doubtful:
-        return
-    task = json.dumps([doubtful, sorted(set(names))])
-    command = [sys.executable, "-I", "-c", _MATCH, str(int(2 * SECONDS))]
-    try:
-        subprocess.run(
-            command, input=task, timeout=SECONDS, capture_output=True, text=True, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        numbers = (error.stdout or b"0").decode().split()
-        pattern = doubtful[int(numbers[-1])]
-        raise CheckpointError(
-            f"{where} has the pattern {pattern!r:.200}, which takes more than {SECONDS:.0f} "
-            "seconds to match with the names of the model: it repeats a part in more than one way; "
-            "write it so that each name can be matched in one way only."
-        ) from None
-
-
-def _may_run_long(pattern: str) -> bool:
-    if _REPEATED_GROUP.search(pattern):
-        return True
-    repeats = sum(pattern.count(sign) for sign in "*+{")
-    return repeats > _MOST_REPEATS or pattern.count("?") > _MOST_OPTIONS
-
-
-_CODES_OF_AN_EXPERT = re.compile(
-    rb'"([^"]*\.experts\.\d+\.\w+\.weight)\.quant_state\.bitsandbytes__\w+"'
-)
+_EXPERT = re.compile(rb'"([^"]*\.experts\.\d+\.\w+\.weight)\.quant_state\.bitsandbytes__\w+"')
 
 
 def check_no_codes_of_single_experts(files: Iterable[str | Path], names: Iterable[str]) -> None:
-    """Refuse experts that bitsandbytes packed one by one, for a model that has them fused.
-
-    `names` are the model's; `files` those of the checkpoint, of which only headers are read.
-    """
+    """Refuse experts that bitsandbytes packed one by one, if `names` of a model has them fused."""
     for file in map(Path, files):
         with suppress(OSError), file.open("rb") as handle:
             length = int.from_bytes(handle.read(8), "little")
-            found = _CODES_OF_AN_EXPERT.search(handle.read(min(length, MAX_JSON)))
+            found = _EXPERT.search(handle.read(min(length, MAX_JSON)))
             key = found[1].decode() if found else ""
             end = key[key.find(".experts.") :]
             if key and not any(name.endswith(end) for name in names):

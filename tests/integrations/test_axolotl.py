@@ -365,24 +365,6 @@ def test_a_base_that_is_packed_already(config, tmp_path) -> None:
     assert again == losses
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"moe_qlora": {"lora_expert": True}}, "did you mean lora_experts"),
-        ({"moe_qlora": {"pack_experts": "4bit"}}, "moe_qlora.pack_experts is '4bit'"),
-        ({"moe_qlora": {"lora_experts": ["sideways"]}}, r"moe_qlora.lora_experts is \['sideways'"),
-        ({"load_in_4bit": None}, "load_in_4bit is not true"),
-        ({"quantize_moe_experts": True}, "quantize_moe_experts is true beside"),
-        ({"adapter": None}, "adapter is missing"),
-    ],
-)
-def test_bad_yaml(config, nothing_loaded, change, message) -> None:
-    bad = {key: value for key, value in {**ours(config), **change}.items() if value is not None}
-    with pytest.raises(ConfigError, match=message) as error:
-        read(bad)
-    assert "\n" not in str(error.value)
-
-
 def test_a_merge_that_cannot_be_made_again_says_so(config) -> None:
     from axolotl.cli.merge_lora import do_cli
 

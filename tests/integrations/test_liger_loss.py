@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -92,20 +92,8 @@ def test_forwards_that_liger_replaces_in_classes_go_back() -> None:
     assert vars(cls)["forward"] is before and "forward" not in vars(model)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_forwards_go_back_inside_of_a_hook(when: str) -> None:
-    """accelerate's, which was removed, or came, after Liger's forward."""
+def test_a_hook_of_accelerate_keeps_the_models_loss() -> None:
     model = tiny_model("qwen3_moe")
-    if when == "before":
-        add_hook_to_module(model, ModelHook())
-    undo = apply_liger(model, in_layers=False)
-    if when == "before":
-        remove_hook_from_module(model)
-    else:
-        add_hook_to_module(model, ModelHook())
-    undo.close()
-    for name in ("forward", "_old_forward"):
-        function = getattr(vars(model).get(name), "__func__", None)
-        home = getattr(function, "__globals__", {}).get("__name__", "")
-        assert not home.startswith("liger_kernel."), name
-    assert model(**batch(model)).loss.isfinite()
+    add_hook_to_module(model, ModelHook())
+    with pytest.raises(ConfigError, match="other code computes the loss"):
+        apply_liger(model, in_layers=False)

@@ -36,15 +36,6 @@ def own(model: Any, batch: dict[str, Any]) -> Any:
     return model(**batch).loss
 
 
-def test_a_reference_takes_more() -> None:
-    model = adapted(vocab_size=2048)
-    peaks = []
-    for objective in ("simpo", "dpo"):
-        with fitted(model, loss=objectives.loss_of(objective)) as fit:
-            peaks.append(fit.peak)
-    assert peaks[0] < peaks[1]
-
-
 def test_log_probabilities_are_those_of_the_labels() -> None:
     model = adapted()
     ids = token_ids(model)

@@ -313,25 +313,6 @@ def test_liger_that_fails_half_way(monkeypatch):
     assert state(model) == before
 
 
-def test_liger_stays_inside_of_accelerates_hook():
-    pytest.importorskip("liger_kernel")
-    model = tiny_model("qwen3_moe")
-    calls = []
-
-    class Counting(ModelHook):
-        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            calls.append(module)
-            return args, kwargs
-
-    add_hook_to_module(model, Counting())
-    expected = model(**tiny_inputs(model)).logits
-    with apply_liger(model, in_layers=False):
-        assert is_ligers(model._old_forward)
-        torch.testing.assert_close(model(**tiny_inputs(model)).logits, expected)
-    torch.testing.assert_close(model(**tiny_inputs(model)).logits, expected)
-    assert len(calls) == 3
-
-
 def bind_trls_loss(base: nn.Module) -> None:
     sft = pytest.importorskip("trl.trainer.sft_trainer")
     of_1_14 = getattr(sft, "_patch_chunked_ce_lm_head", None)

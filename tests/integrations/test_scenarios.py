@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import runpy
 import subprocess
@@ -175,14 +174,14 @@ def one_line(done: subprocess.CompletedProcess[str], code: int) -> str:
 
 
 def test_bad_folders(tmp_path):
-    from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import BitsAndBytesConfig, LlamaConfig
 
     gone = one_line(scenarios("--model", tmp_path / "gone"), 2)
     assert gone == f"error: --model {tmp_path / 'gone'} is no folder; name a checkpoint folder."
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16}
     dense = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
-    LlamaForCausalLM(dense).save_pretrained(tmp_path / "dense")
+    AutoModelForCausalLM.from_config(dense).save_pretrained(tmp_path / "dense")
     said = one_line(scenarios("--model", tmp_path / "dense"), 3)
     assert said == f"error: --model {tmp_path / 'dense'} holds no expert parameters."
 
@@ -192,22 +191,3 @@ def test_bad_folders(tmp_path):
     moe_qlora.quantize_checkpoint(whole, tmp_path / "packed", config)
     said = one_line(scenarios("--model", tmp_path / "packed"), 2)
     assert "is quantized already (bitsandbytes)" in said
-    assert said.endswith("name the 16-bit checkpoint that it was made from.")
-
-    file = whole / "model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-    assert f"{file}: download incomplete" in one_line(scenarios("--model", whole), 2)
-    file.unlink()
-    assert "model.safetensors" in one_line(scenarios("--model", whole), 2)
-
-    (whole / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 16}))
-    assert "'t5', which is no causal language model" in one_line(scenarios("--model", whole), 2)
-
-
-def test_bad_arguments():
-    unknown = scenarios("--scenario", "QLoRA")
-    assert unknown.returncode == 2
-    assert "invalid choice: 'QLoRA'" in unknown.stderr and "FFT + FP16" in unknown.stderr
-    none = scenarios("--steps", 0)
-    assert none.returncode == 2 and "--steps must be at least 1" in none.stderr

@@ -18,9 +18,12 @@ LORA = {"adapter": "lora", "load_in_8bit": True}
 CASES: list[tuple[str, str]] = [
     ("adapter:", "adapter is missing, and moe_qlora packs experts for LoRA: set adapter: qlora"),
     ("adapter: mixlora", "adapter is 'mixlora', and moe_qlora packs experts for LoRA"),
-    ("load_in_4bit: false", "adapter is 'qlora' and load_in_4bit is not true, so that axolotl"),
-    ("load_in_8bit: true", "adapter is 'qlora' and load_in_8bit is true, so that axolotl"),
-    ("adapter: lora", "adapter is 'lora' and load_in_4bit is true, so that axolotl"),
+    (
+        "load_in_4bit: false",
+        "adapter is 'qlora' and load_in_4bit is not true: set load_in",
+    ),
+    ("load_in_8bit: true", "adapter is 'qlora' and load_in_8bit is true: set load_in_4bit: true"),
+    ("adapter: lora", "adapter is 'lora' and load_in_4bit is true: set load_in_8bit: true"),
     ("quantize_moe_experts: true", "quantize_moe_experts is true beside the plugin of moe_qlora"),
     ("nf4_backend: torchao", "nf4_backend is 'torchao' beside the plugin"),
     ("qlora_sharded_model_loading: true", "qlora_sharded_model_loading is true beside"),

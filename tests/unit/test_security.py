@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -464,9 +463,10 @@ def test_names_of_folders_reach_no_terminal(cli, folder):
 def test_lists_to_paste_are_what_they_say():
     """A name that is no plain one is quoted in YAML and in Python."""
     names = ("model.layers.0.x", "model.layers.1.x", 'a.0."},\n# {x}', "- b: {c}", "a.1.{i}")
-    findings = SimpleNamespace(target_parameters=names, exclude_modules=())
-    assert yaml.safe_load(dump_command._as_yaml(findings))["lora_target_parameters"] == list(names)
-    pasted = eval(f"dict({dump_command._as_python(findings)})")
+    found = {"target_parameters": names, "exclude_modules": ()}
+    loaded = yaml.safe_load(dump_command._to_paste(found, True))
+    assert loaded["lora_target_parameters"] == list(names)
+    pasted = eval(f"dict({dump_command._to_paste(found, False)})")
     assert sorted(pasted["target_parameters"]) == sorted(names)
 
 

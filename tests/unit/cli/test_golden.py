@@ -25,8 +25,8 @@ from transformers import BitsAndBytesConfig, LlamaConfig
 
 import moe_qlora
 from moe_qlora.cli import app
-from moe_qlora.diagnosis import doctor, report
-from moe_qlora.diagnosis.report import Package
+from moe_qlora.diagnosis import doctor
+from moe_qlora.diagnosis.doctor import Package
 from moe_qlora.kernels.cards import Card
 from moe_qlora.memory import plan as memory_plan
 from moe_qlora.testing import tiny_model
@@ -118,9 +118,9 @@ def steady(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         Package("deepspeed", None, "0.19", "not installed"),
     )
     card = Card("nvidia", (9, 0), 227 << 10)
-    here = [(report._described("NVIDIA H200", 150754820096, card, here=True), card)]
-    monkeypatch.setattr(report, "packages", lambda: rows)
-    monkeypatch.setattr(report, "here", lambda: here)
+    here = [(doctor._described("NVIDIA H200", 150754820096, card, here=True), card)]
+    monkeypatch.setattr(doctor, "packages", lambda: rows)
+    monkeypatch.setattr(doctor, "_here", lambda: here)
     monkeypatch.setattr(doctor, "_DRIVER", folder / "none")
     monkeypatch.chdir(folder)
 

@@ -50,13 +50,6 @@ def test_a_terminal_without_unicode():
     assert "gate_up_proj" in " ".join(lines) and "..." not in " ".join(lines)
 
 
-def test_sentences_are_wrapped_at_spaces():
-    stream = io.StringIO()
-    path = "/a/very/long/path/that/is/wider/than/the/console"
-    render.say(Console(file=stream, width=20, highlight=False), f"[red]There is[/] {path} in it.")
-    assert stream.getvalue().splitlines() == ["There is", path, "in it."]
-
-
 @pytest.mark.parametrize("columns", ["60", "200", None])
 def test_columns_are_honoured_in_pipes(monkeypatch, columns):
     monkeypatch.setattr(sys, "stdout", io.StringIO())

@@ -47,5 +47,5 @@ def test_mistakes_end_with_one_line(cli, folder, tmp_path, arguments, message):
 def test_a_report_in_the_home_folder(cli, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     code, said, err = cli("report", folder, "-o", "~/report.html", "--seq", 64)
-    assert code == 0 and "--batch and --seq are ignored" in err
+    assert code == 0 and "batch, seq and progress are ignored" in err
     assert said.startswith(f"{tmp_path}/report.html: ")

@@ -1,0 +1,238 @@
+"""The subcommands that read and write folders: quantize, verify, merge, export and report."""
+
+from __future__ import annotations
+
+import re
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from ..errors import ConfigError, one_line
+from ..layout import human_bytes, name_pattern
+from ..progress import reporting
+from . import options as opt
+from . import render
+
+if TYPE_CHECKING:
+    from ..checkpoint.verify import VerifyReport, WeightError
+
+DAMAGED = 1
+Storage = StrEnum("Storage", ["uint8", "bfloat16", "float16", "float32"])
+Server = StrEnum("Server", ["vllm", "sglang", "gguf", "peft"])  # as in serving/servers.json
+EXAMPLES = (
+    "moe-qlora quantize ./model ./model-nf4",
+    "moe-qlora quantize ./model ./packed --quant int8 --device cpu",
+    "moe-qlora quantize ./gpt-oss-20b ./packed --skip lm_head",
+    "moe-qlora verify ./model-nf4",
+    "moe-qlora verify ./model-nf4 --against ./model",
+    "moe-qlora merge ./model ./adapter ./merged",
+    "moe-qlora merge ./model-nf4 ./adapter ./merged --dtype bfloat16",
+    "moe-qlora merge ./model ./adapter ./merged --like-training",
+    "moe-qlora export ./adapter --base ./model --for vllm -o ./served",
+    "moe-qlora export ./served --base ./model --for peft -o ./again",
+    "moe-qlora report ./model-nf4 --against ./model",
+    "moe-qlora report ./my-run --text train.jsonl -o run.html",
+    "moe-qlora report qwen3_moe --quant nf4",
+)
+_NEW = "New folder; nothing is overwritten."
+
+
+def _bar(quiet: bool, doing: str, done: str) -> Any:
+    shown = not quiet and sys.stderr.isatty()
+    return reporting(shown, doing, done, stderr=True, transient=True)
+
+
+def quantize(
+    src: str = opt.argument("SRC", "Checkpoint folder (safetensors), 16-bit or as published."),
+    dst: str = opt.argument("DST", _NEW),
+    quant: opt.Quant = opt.option("What to pack to.", default=opt.Quant.nf4),
+    double_quant: bool = opt.option("Quantize the statistics as well.", default=True),
+    compute_dtype: opt.Float = opt.option("Of packed layers.", default=opt.Float.bfloat16),
+    storage: Storage = opt.option("How 4-bit codes are stored.", default=Storage.uint8),
+    skip: list[str] = opt.option("A module to leave in 16 bit; may be repeated.", default=()),
+    dtype: opt.Float | None = opt.option("Of what is not packed; default: as in SRC."),
+    device: str | None = opt.option("Where to pack; default: a GPU where there is one."),
+    max_shard_size: str = opt.option("Of the files of DST.", default="5GB"),
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("SRC")] = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Pack a checkpoint without ever holding the model.
+
+    DST loads in seconds: `with moe_qlora.enabled(): AutoModelForCausalLM.from_pretrained(DST)`.
+    """
+    with _bar(quiet, f"Reading {src}", "Packed") as tell:
+        import torch
+
+        from ..checkpoint.save import quantize_checkpoint
+        from ..packing.settings import CodecSettings
+
+        dtypes = getattr(torch, storage), getattr(torch, compute_dtype)
+        settings = CodecSettings(quant.value, double_quant, *dtypes, skip_modules=tuple(skip))
+        manifest = quantize_checkpoint(
+            src, dst, settings.bnb_fields(), dtype=getattr(torch, dtype) if dtype else None,
+            device=device, max_shard_size=max_shard_size, progress=tell,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    total = human_bytes(sum(shard["nbytes"] for shard in manifest.shards.values()))
+    files = f"{len(manifest.shards)} file{'s' * (len(manifest.shards) > 1)}"
+    kind = manifest.codec["kind"]
+    typer.echo(
+        f"{dst}: {len(manifest.experts)} expert weights packed to {kind}, {total} in {files}."
+    )
+
+
+def merge(
+    base: str = opt.argument("BASE", "Checkpoint folder: 16-bit, as published, or packed."),
+    adapter: str = opt.argument("ADAPTER", "Folder that PEFT saved the adapter to."),
+    out: str = opt.argument("OUT", _NEW),
+    dtype: opt.Float | None = opt.option("Of the merged weights; default: each as it is in BASE."),
+    like_training: bool = opt.flag("--like-training", "Round BASE first as training rounded it."),
+    quant: opt.Quant | None = opt.option("With --like-training: a packed type that no file tells."),
+    double_quant: bool = opt.flag("--double-quant", "With --quant: the statistics too."),
+    skip: list[str] = opt.option("With --quant: a module in 16 bit; may be repeated.", default=()),
+    max_shard_size: str = opt.option("Of files, if BASE is packed or quantized.", default="5GB"),
+    any_base: opt.AnyBase = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("BASE")] = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Merge a LoRA adapter into its base, a few experts at a time; no model is ever loaded.
+
+    OUT has the original layout of the checkpoint, so that whatever loads BASE's original loads it.
+    """
+    if quant is None and (double_quant or skip):
+        raise ConfigError("--double-quant and --skip go with --quant; give the packed type.")
+    if quant is not None and not like_training:
+        raise ConfigError("--quant goes with --like-training; give both, or neither.")
+    if double_quant and quant is opt.Quant.int8:
+        raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
+    with _bar(quiet, f"Reading {base}", "Merged") as tell:
+        import torch
+
+        from ..checkpoint.merge import merge_adapter
+        from ..packing.settings import CodecSettings
+
+        config = quant and CodecSettings(quant.value, double_quant, skip_modules=tuple(skip))
+        report = merge_adapter(
+            base, adapter, out, dtype=getattr(torch, dtype) if dtype else None,
+            like_training=like_training, quantization_config=config and config.bnb_fields(),
+            max_shard_size=max_shard_size, any_base=any_base, trust_remote_code=trust_remote_code,
+            progress=tell,
+        )  # fmt: skip
+    typer.echo(report)
+
+
+def export(
+    adapter: str = opt.argument("ADAPTER", "Folder of the adapter, in any layout."),
+    base: str = opt.option("Folder of the model it was trained on.", metavar="BASE", default=...),
+    target: Server = opt.option("The server that is to load it.", "--for", default=...),
+    out: str = opt.option(_NEW, "-o", "--out", metavar="OUT", default=...),
+    any_base: opt.AnyBase = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("BASE")] = False,
+) -> None:
+    """Write a LoRA adapter in the layout that a server takes for its architecture.
+
+    gguf is the folder that llama.cpp's convert_lora_to_gguf.py takes; peft is PEFT's own layout.
+    """
+    with render.working("Exporting"):
+        from ..serving.export import export_adapter
+
+        options = {"any_base": any_base, "trust_remote_code": trust_remote_code}
+        report = export_adapter(adapter, out, base=base, target=target.value, **options)
+    typer.echo(report)
+
+
+def report(
+    source: str = opt.argument("FOLDER_OR_RUN", "Checkpoint, adapter, Trainer's run, or MODEL."),
+    out: Path = opt.option("HTML file to write.", "--out", "-o", default=Path("report.html")),
+    against: Path | None = opt.option("Folder it was packed from, for the error of packing."),
+    text: Path | None = opt.option("JSONL, JSON or text file whose experts are counted."),
+    base: str | None = opt.option("Model of an adapter or run that names none that is here."),
+    batch: int | None = opt.option("", hidden=True),
+    seq: int | None = opt.option("", hidden=True),
+    max_tokens: int = opt.option("Most tokens of --text.", default=16384),
+    quant: opt.ModelQuant = None,
+    double_quant: opt.ModelDoubleQuant = None,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("FOLDER_OR_RUN")] = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Write a page with bytes by part, packing error, routing, and the curves of a run.
+
+    It is one file for any browser, without scripts and network. What cannot be measured from what
+    is given says so in a sentence. Ends with 0, and with 2 where something cannot be read.
+    """
+    from ..report.write import write_report
+
+    missing = write_report(
+        source, out, against=against, text=text, base=base, max_tokens=max_tokens, batch=batch,
+        seq=seq, quantization_config=opt.packed_as(None, quant, double_quant),
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    without = f"; left out: {', '.join(missing).lower()} (the page says why)" if missing else ""
+    size = out.expanduser().stat().st_size / 1024
+    typer.echo(f"{out.expanduser()}: {size:.0f} KiB{without}.")
+
+
+def verify(
+    folder: Path = opt.argument("FOLDER", "Checkpoint folder, packed by moe-qlora or plain."),
+    against: Path | None = opt.option("Folder it was packed from, for the error of packing."),
+    as_json: opt.Json = False,
+    trust_remote_code: Annotated[bool, opt.trust_remote_code_of("--against")] = False,
+    quiet: opt.Quiet = False,
+    color: opt.Colored = opt.Color.auto,
+) -> None:
+    """Check a checkpoint's files, checksums, shapes and statistics; nothing is written to it.
+
+    Ends with 0 where all is well, with 1 where something is damaged (named on stderr, or in the
+    JSON), and with 2 where FOLDER is no checkpoint or a setting cannot be followed.
+    """
+    with _bar(quiet, f"Reading {folder}", "Checked") as tell:
+        from ..checkpoint.verify import verify as check
+
+        found = check(folder, against, trust_remote_code=trust_remote_code, progress=tell)
+    if as_json:
+        render.print_json(found.as_dict())
+    else:
+        for kind, sentences in (("warning", found.warnings), ("damaged", found.problems)):
+            for sentence in sentences:
+                sys.stderr.write(one_line(kind, sentence))
+        _show(found, render.console(color.value))
+    if not found.good:
+        raise typer.Exit(DAMAGED)
+
+
+def _show(found: VerifyReport, out: Console) -> None:
+    alike: dict[str, list[WeightError]] = {}
+    for error in found.errors:
+        alike.setdefault(name_pattern(error.name), []).append(error)
+    rows = []
+    for pattern, errors in alike.items():
+        worst = max(errors, key=lambda error: max(error.experts))
+        numbers = re.findall(r"(?<=\.)\d+(?=\.)", worst.name)  # that `*` stands for
+        where = [f"* = {', '.join(numbers)}"] * bool(numbers)
+        where += [f"expert {worst.experts.index(max(worst.experts))}"] * worst.expert
+        mean = sum(error.relative for error in errors) / len(errors)
+        row = (str(len(errors)), f"{mean:.2%}", f"{max(worst.experts):.2%}", ", ".join(where))
+        rows.append((escape(pattern), *row))
+    if rows:
+        title = f"{escape(str(found.folder))}: error of {found.kind}, relative (Frobenius)"
+        headings = ("parameter", ">count", ">error", ">worst", "where")
+        render.show_table(out, title, headings, rows)
+    if not found.good:
+        return
+    what = "plain" if found.kind == "plain" else f"packed as {found.kind}"
+    what = f"quantized by its maker ({escape(found.method)})" if found.method else what
+    files = f"{found.files} file{'' if found.files == 1 else 's'}"
+    more = f"; {found.experts} expert weights, {found.linears} Linear layers packed"
+    if found.kind == "plain":
+        more = f"; {found.dequantized} weights are codes, and are read dequantized"
+        more *= bool(found.dequantized)
+    render.say(
+        out,
+        f"[green]{escape(str(found.folder))} is whole[/]: {what}, {found.tensors} tensors in "
+        f"{files}, {human_bytes(found.nbytes)}{more}.",
+    )
