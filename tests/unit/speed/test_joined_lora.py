@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.lora.layer import use_own_layers
 from moe_qlora.memory import levels
 from moe_qlora.speed import joined_lora
 from moe_qlora.speed.joined_lora import join_lora
