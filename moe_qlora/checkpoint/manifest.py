@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..kernels.weights import PackedWeight
-from ..models.files import MAX_JSON, parse_json, read_json, read_raw
+from ..models.files import MAX_JSON, parse_json, read_json, read_raw, reading
 from ..packing.bnb4bit import RECORD, SCALES
 from ..packing.codec import restore
 from ..packing.settings import CodecSettings
@@ -374,11 +374,12 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     # transformers reads model.safetensors, whatever an index beside it says
     index = None if os.path.lexists(folder / SINGLE) else reader.index_of(folder)
     if index is None:
-        names = {f.name for f in folder.glob("*.safetensors") if not SHARD_NAME.fullmatch(f.name)}
-        names = names & {SINGLE} or names
+        with reading(folder):
+            names = {file.name for file in folder.glob("*.safetensors") if file.is_file()}
+        names = names & {SINGLE} or {name for name in names if not SHARD_NAME.fullmatch(name)}
         if len(names) != 1:
-            ends = ("*.gguf", "*.bin", "*.pt*")
-            others = sorted(file.name for end in ends for file in folder.glob(end))
+            ends = (".gguf", ".bin", ".pt", ".pth")
+            others = [file.name for file in folder.glob("*") if file.suffix in ends]
             found = f"{len(names)} safetensors files and no index of those that belong together"
             if others and not names:
                 kind = "GGUF" if others[0].endswith("gguf") else "a pickle"

@@ -121,8 +121,7 @@ def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
         changed = f"is not the one that was written: it changed in {listed(names, 5)}."
         damage.append(f"{folder / CONFIG} {changed}")
     weights = PackedWeights(manifest, checkpoint)
-    owned = {key for name in manifest.experts for key in weights.keys.get(name, ())}
-    owned |= weights.keys.keys()  # codes
+    owned = {*weights.keys, *(k for n in manifest.experts for k in weights.keys.get(n, ()))}
     steps = [*manifest.experts, *(key for key in checkpoint if key not in owned)]
     for number, name in enumerate(steps):
         tell(number, len(steps), name)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, read_header
-from moe_qlora.checkpoint.staging import ShardWriter, plan_shards
+from moe_qlora.checkpoint.staging import ShardWriter, new_folder, plan_shards
 from moe_qlora.errors import CheckpointError
 from moe_qlora.models.files import file_facts
 
@@ -128,6 +133,48 @@ def test_an_index_does_not_lead_out_of_its_folder(tmp_path, name):
     index(folder, {"a": "m-1.safetensors", "b": name})
     with pytest.raises(CheckpointError, match=r"only files of the folder|too long"):
         open_checkpoint(folder)
+
+
+def as_nobody(copied: Any, work: Callable[[], object]) -> str:
+    """What `work` raises for a user whom file modes bind (not root): a CheckpointError's text."""
+    reader, writer = os.pipe()
+
+    def say() -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)
+        try:
+            work()
+        except CheckpointError as error:
+            os.write(writer, str(error).encode())
+
+    assert copied(say).ended() == 0
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        return said.read()
+
+
+def test_what_may_not_be_read_or_written_is_named(copied):
+    # pytest's own folders are closed to others
+    with TemporaryDirectory() as place:
+        root, plain, sharded = Path(place), Path(place) / "plain", Path(place) / "sharded"
+        two_shards(sharded)
+        two_shards(plain)
+        (plain / f"model{INDEX_SUFFIX}").unlink()
+        root.chmod(0o755)
+        for folder in (plain, sharded):
+            for mode, expected in ((0o444, "cannot be read"), (0o000, "0 safetensors files")):
+                folder.chmod(mode)
+                assert expected in as_nobody(copied, lambda folder=folder: open_checkpoint(folder))
+        assert "cannot be written" in as_nobody(copied, lambda: new_folder(plain / "x").__enter__())
+        sharded.chmod(0o755)
+        for file in sharded.iterdir():
+            file.chmod(0o644)
+        for name in (f"model{INDEX_SUFFIX}", "m-2.safetensors"):
+            (sharded / name).chmod(0)
+            assert f"{name} cannot be read" in as_nobody(copied, lambda: open_checkpoint(sharded))
+            (sharded / name).chmod(0o644)
+        assert as_nobody(copied, lambda: open_checkpoint(sharded)) == ""
+        plain.chmod(0o755)
 
 
 def test_links_may_stay_in_the_folder_or_lead_to_the_blobs_of_a_cache(tmp_path):
