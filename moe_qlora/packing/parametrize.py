@@ -242,9 +242,10 @@ def _input_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 
     Hidden states are the widest of its floating-point tensors: routing weights are narrower.
     """
-    tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim())
-    floating = [x for x in tensors if x.is_floating_point()]
-    widest = max(floating, key=lambda x: x.shape[-1], default=None)
+    widest: Any = None
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim():
+            widest = x if widest is None or x.shape[-1] > widest.shape[-1] else widest
     return None if widest is None or is_autocast_on(widest) else widest.dtype
 
 
