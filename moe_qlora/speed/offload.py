@@ -207,6 +207,9 @@ class Offload:
 
     def slot_memory(self) -> list[Tensor]:
         """Fill the slots on the device, and return their memory, uint8 each."""
+        with self._lock:
+            for block in self._blocks:
+                block.write(self._slots)
         return [self.fetch(block, True)[0].memory for block in self._blocks[: self.slots]]
 
     def __str__(self) -> str:
