@@ -8,7 +8,6 @@ from .diagnosis.report import Diagnosis as Diagnosis
 from .distributed.gather import full_state_dict as full_state_dict
 from .distributed.load_sharded import load_sharded as load_sharded
 from .distributed.sharding import prepare_sharding as prepare_sharding
-from .distributed.sharding import shards_integers as shards_integers
 from .errors import AdapterError as AdapterError
 from .errors import CheckpointError as CheckpointError
 from .errors import ConfigError as ConfigError
@@ -39,8 +38,6 @@ from .report.write import write_report as write_report
 from .serving.export import export_adapter as export_adapter
 from .speed.fit import Fit as Fit
 from .speed.fit import fit_memory as fit_memory
-from .speed.graphs import LayerGraphs as LayerGraphs
-from .speed.graphs import graph_layers as graph_layers
 from .speed.offload import Offload as Offload
 from .speed.offload import offload_experts as offload_experts
 

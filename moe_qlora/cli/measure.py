@@ -31,7 +31,7 @@ from ..kernels import workspace
 from ..layout import human_bytes, parse_bytes
 from ..lora.model import get_peft_model
 from ..memory.meta_model import lora_config_of
-from ..memory.plan import plan
+from ..memory.plan import plan_settings
 from ..models import named
 from ..models.named import Source
 from ..packing import codec, parametrize
@@ -185,7 +185,7 @@ def _quiet(name: str) -> Iterator[None]:
 @contextmanager
 def _quick(adapted: Any, keeps: bool) -> Iterator[None]:
     """Give a model every setting of `prepare_training` that is not this package's experts'."""
-    from .. import graph_layers
+    from ..speed.graphs import graph_layers
 
     base = adapted.get_base_model()
     base.set_experts_implementation("grouped_mm")
@@ -212,20 +212,17 @@ def _fits(
     skip = [name for name, module in built.named_modules() if isinstance(module, nn.Linear)]
     if not packed:
         skip += [param.module_name for param in detect(built)]
-    report = plan(
-        source,
-        replace(codec_settings(None, None, None), skip_modules=tuple(skip)),
-        gpus=room,
-        batch=sizes.micro_batch,
-        seq=sizes.seq,
-        rank=RANK,
-        targets="attention,experts" if packed else "attention",
-        adapter_dtype="bfloat16",
-        checkpointing=not keeps,
-        liger=sizes.device.type == "cuda",
-        search=False,
-    )
-    return report.fits is True
+    asked = {
+        "batch": sizes.micro_batch,
+        "seq": sizes.seq,
+        "rank": RANK,
+        "targets": "attention,experts" if packed else "attention",
+        "adapter_dtype": "bfloat16",
+        "checkpointing": not keeps,
+        "prepared": sizes.device.type == "cuda",
+    }
+    packing = replace(codec_settings(None, None, None), skip_modules=tuple(skip))
+    return plan_settings(source, packing, asked, gpus=room, search=False).fits is True
 
 
 def _check_room(source: Source, sizes: Sizes, built: nn.Module) -> None:

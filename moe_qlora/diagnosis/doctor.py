@@ -34,10 +34,9 @@ from ..layout import ExpertsModule, ModelLayout, name_pattern, unwrapped_name
 from ..lora.targets import base_model
 from ..memory import meta_model
 from ..memory.attention import EagerAttention, eager_attention
-from ..memory.budget import Settings
 from ..memory.devices import gpu_named
 from ..memory.meta_model import ModelSource, source_of
-from ..memory.plan import check_settings, plan
+from ..memory.plan import plan_settings, settings_of
 from ..models import named
 from ..models.files import refuse_yaml
 from ..packing import parametrize
@@ -111,7 +110,7 @@ def doctor(
     refuse_yaml(model, "doctor")
     if isinstance(model, (str, Path)):
         model = named.resolve(model, trust_remote_code=trust_remote_code)
-    check_settings(Settings(rank=16 if rank is None else rank))
+    settings_of({} if rank is None else {"rank": rank})
     cards = report.here() if gpu is None else [report.named(gpu)]
     device, card = cards[0]
     installed = report.packages()
@@ -127,7 +126,7 @@ def doctor(
         model_type = getattr(config, "model_type", None)
         kinds, eager = adapted_kinds(model, card), eager_attention(base_model(model))
     elif model is not None:
-        source = source_of(model, quantization_config, None, trust_remote_code)
+        source = source_of(model, quantization_config, trust_remote_code)
         label, notes = source.label, source.notes
         model_type = getattr(source.config, "model_type", None)
         built = source.build()
@@ -157,18 +156,19 @@ def _fit(
     if device.nbytes is None:
         return ""
     named_card = gpu_named(device.name) is not None and not device.here
+    where = device.name if named_card else device.nbytes
+    plan = partial(plan_settings, model, quantization_config, gpus=where, trust_remote_code=remote)
     try:
-        made = plan(
-            model, quantization_config, gpus=device.name if named_card else device.nbytes,
-            rank=rank, trust_remote_code=remote,
-        )  # fmt: skip
+        asked = {} if rank is None else {"rank": rank}
+        made = plan(asked)
+        if made.best is None:
+            return f"{device.name} holds no training step of it: {made.verdict}"
+        fit = plan(made.best.values(), search=False).fit
     except MoeQloraError:
         return ""  # `plan` says why
-    if made.best is None:
-        return f"{device.name} holds no training step of it: {made.verdict}"
-    settings, where = made.best.settings, device.name if named_card else device.nbytes
+    settings = made.best.settings
     size = f"{settings.batch} x {settings.seq:,} tokens, LoRA on {settings.targets}"
-    kept = f" With moe_qlora.fit_memory {made.best.fit}." if made.best.fit else ""
+    kept = f" With moe_qlora.fit_memory {fit}." if fit else ""
     command = f"moe-qlora plan {made.label} --gpus {where} {made.best.options}".rstrip()
     said = f"{device.name} holds a training step ({size}): {made.best}.{kept}"
     return "\n    ".join([f"{said}\n", command, *made.best.python])
@@ -216,7 +216,8 @@ def _sharding(versions: Versions) -> Iterable[Finding]:
             WARNING,
             f"fully_shard of torch {_text(installed)} asks gradients of packed codes, and casts "
             "them in mixed precision.",
-            "On several GPUs use `with moe_qlora.shards_integers():` around it, or torch 2.13.",
+            "On several GPUs use moe_qlora.distributed.sharding.shards_integers() around it, or "
+            "torch 2.13.",
         )
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-import moe_qlora
 from moe_qlora.cli import measure
 from moe_qlora.errors import ConfigError
 from moe_qlora.models import named
@@ -80,19 +79,19 @@ def test_what_does_not_fit_is_a_sentence(cli, folder):
 
 def test_experts_in_bfloat16_are_kept_or_computed_again_as_they_fit(folder, monkeypatch):
     source = measure.sized(named.resolve(folder), None)
-    stock, peaks = measure.plan, {}
+    stock, peaks = measure.plan_settings, {}
 
-    def plan(*given: Any, gpus: int, **settings: Any) -> Any:
+    def plan(source: Any, packing: Any, asked: Any, gpus: int, **others: Any) -> Any:
         """The real plan, of a card that keeps nothing back."""
-        key = settings["targets"], settings["checkpointing"]
+        key = asked["targets"], asked["checkpointing"]
         if key not in peaks:
-            peaks[key] = stock(*given, gpus=1 << 34, **settings).peak.nbytes
+            peaks[key] = stock(source, packing, asked, gpus=1 << 34, **others).peak.nbytes
         return SimpleNamespace(fits=peaks[key] <= gpus)
 
     def of(room: int) -> measure.Sizes:
         return measure.Sizes(256, 1, 1, f"{room}B", torch.device("cpu"))
 
-    monkeypatch.setattr(measure, "plan", plan)
+    monkeypatch.setattr(measure, "plan_settings", plan)
     with pytest.raises(ConfigError, match=r"does not fit 1\.0 KiB by plan"):
         measure.frozen(source, of(1024))
     measure._fits(source, of(1024), named.build(source), 1024, packed=True, keeps=False)
@@ -143,7 +142,7 @@ def test_the_model_beside_gets_every_setting_that_is_not_ours_alone(monkeypatch)
         asked.append(options)
         yield
 
-    monkeypatch.setattr(moe_qlora, "graph_layers", graph_layers)
+    monkeypatch.setattr("moe_qlora.speed.graphs.graph_layers", graph_layers)
     model: Any = tiny_model("qwen3_moe")
     adapted: Any = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     with measure._quick(adapted, True):

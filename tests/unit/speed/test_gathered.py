@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.utils import output_capturing
 from upstream import TRANSFORMERS
 
-import moe_qlora
 from moe_qlora.memory import levels
 from moe_qlora.speed import gathered
 from moe_qlora.speed.fitted import FittedLayer
+from moe_qlora.speed.graphs import graph_layers
 from moe_qlora.speed.recording import ObstacleError
 from moe_qlora.testing import tiny_model
 
@@ -133,7 +133,7 @@ def test_the_loss_that_balances_experts_is_trained_through_graphs(
     plain = gradients(model, batch(0))
     wanted = [gradients(model, batch(step), **asked) for step in range(5)]
     assert wanted[0][0] > plain[0] + 0.1
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with graph_layers(model, keep=keep) as graphs:
         for step in range(5):
             assert_near(gradients(model, batch(step), **asked), wanted[step])
         assert graphs.recorded == model.config.num_hidden_layers
@@ -154,7 +154,7 @@ def test_router_logits_of_layers_that_keep_a_part(level: str) -> None:
     layers = model.get_base_model().model.layers
     for layer in layers:
         FittedLayer(layer, level, (1, 10_000), set())
-    with moe_qlora.graph_layers(model) as graphs:
+    with graph_layers(model) as graphs:
         for step in range(4):
             assert_near(gradients(model, batch(step), **asked), wanted[step])
         assert graphs.recorded == len(layers)

@@ -25,7 +25,7 @@ from moe_qlora.lora.packed_rows import SEPARATES
 from moe_qlora.memory import levels
 from moe_qlora.speed import flat_rows, recording
 from moe_qlora.speed import graphs as speed_graphs
-from moe_qlora.speed.graphs import LayerGraphs
+from moe_qlora.speed.graphs import LayerGraphs, graph_layers
 from moe_qlora.testing import tiny_model
 from tests.helpers.fitting import ENOUGH, SEQ, adapted, equal, fill, fitted, token_ids, train
 
@@ -458,7 +458,7 @@ def test_on_a_gpu_no_batch_reserves_more_than_the_memory() -> None:
     model = graphed.packed("qwen3_moe", sizes)
     batches = [graphed.batch(7, 4096), graphed.batch(7, 4096)[:1], graphed.batch(7, 2048)]
     long = {"batch_size": 2, "seq_len": 4096}
-    with moe_qlora.graph_layers(model):
+    with graph_layers(model):
         with moe_qlora.fit_memory(model, memory=1 << 36, **long) as fit:
             memory = int(fit._needs * 1.01)
         torch.cuda.empty_cache()

@@ -15,7 +15,7 @@ import moe_qlora
 from moe_qlora.memory import levels
 from moe_qlora.speed.call_kinds import CallKinds, unflatten
 from moe_qlora.speed.fitted import FittedLayer, used_arguments
-from moe_qlora.speed.graphs import LayerGraphs
+from moe_qlora.speed.graphs import LayerGraphs, graph_layers
 from moe_qlora.speed.segments import SegmentMask
 from moe_qlora.testing import tiny_model
 
@@ -27,7 +27,7 @@ FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")
 
 def test_a_model_on_the_cpu_has_nothing_to_record() -> None:
     with pytest.raises(moe_qlora.ConfigError, match="no decoder layer on a CUDA device"):
-        moe_qlora.graph_layers(tiny_model("qwen3_moe"))
+        graph_layers(tiny_model("qwen3_moe"))
 
 
 def test_a_number_in_a_tensor_has_a_buffer_too() -> None:
@@ -73,7 +73,7 @@ def test_replays_give_the_gradients_of_the_layer(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     batches = [batch(step, length) for step in range(5)]
     wanted = [gradients(model, ids) for ids in batches]
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with graph_layers(model, keep=keep) as graphs:
         for ids, want in zip(batches, wanted, strict=True):
             assert_near(gradients(model, ids), want)
         assert graphs.recorded == model.config.num_hidden_layers
@@ -94,7 +94,7 @@ def test_compiled_layers_are_recorded(order: str, keep: bool) -> None:
     if order == "asked for":
         for layer in layers:
             layer._compiled_call_impl = None
-    with moe_qlora.graph_layers(model, compiled=order == "asked for", keep=keep) as graphs:
+    with graph_layers(model, compiled=order == "asked for", keep=keep) as graphs:
         for step in range(4):
             assert_near(gradients(model, batch(step)), wanted[step])
         assert graphs.recorded == model.config.num_hidden_layers
@@ -117,7 +117,7 @@ def test_layers_that_keep_a_part_are_recorded(model_type: str, level: str, compi
     fitted = [FittedLayer(layer, level, (1, 10_000), set()) for layer in layers]
     if not compiled:  # The same kernels run
         assert_near(gradients(model, batch(3)), wanted[3])
-    with moe_qlora.graph_layers(model, compiled=compiled) as graphs:
+    with graph_layers(model, compiled=compiled) as graphs:
         for step in range(4):
             within = COMPILED if compiled else 0.02
             assert_near(gradients(model, batch(step)), wanted[step], within)
@@ -135,7 +135,7 @@ def test_layers_whose_level_changes_are_recorded_anew(changed: list[int]) -> Non
     wanted = [gradients(model, batch(step)) for step in range(9)]
     layers = model.get_base_model().model.layers
     fitted = [FittedLayer(layer, levels.KEEP, (1, 10_000), set()) for layer in layers]
-    with moe_qlora.graph_layers(model) as graphs:
+    with graph_layers(model) as graphs:
         for step in range(9):
             if step == 4:
                 for place in changed:
@@ -154,7 +154,7 @@ def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again(
     order = [levels.KEEP, levels.RECOMPUTE, levels.EXPERTS, levels.KEEP, levels.ATTENTION]
     for layer, level in zip(layers, [*order, levels.KEEP], strict=True):
         FittedLayer(layer, level, (1, 10_000), set())
-    with moe_qlora.graph_layers(model) as graphs:
+    with graph_layers(model) as graphs:
         for place, step in enumerate(steps):
             if place == 4:
                 late = next(each for each in graphs._layers if each.layer is layers[4])
@@ -176,7 +176,7 @@ def test_several_forwards_may_come_before_their_backwards(keep: bool) -> None:
     model = packed()
     wanted = [gradients(model, batch(step)) for step in (7, 8)]
     both = {n: wanted[0][1][n] + g for n, g in wanted[1][1].items()}
-    with moe_qlora.graph_layers(model, keep=keep):
+    with graph_layers(model, keep=keep):
         for step in range(3):
             gradients(model, batch(step))
         model.zero_grad()
@@ -200,7 +200,7 @@ def test_evaluation_is_not_recorded_and_finds_no_stale_weights(keep: bool) -> No
     with torch.no_grad():
         wanted = model.eval()(input_ids=ids).logits
     want = gradients(model.train(), ids)
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with graph_layers(model, keep=keep) as graphs:
         for _ in range(3):
             gradients(model, ids)
             with torch.no_grad():
@@ -223,7 +223,7 @@ def test_dropout_is_drawn_again_in_backward(keep: bool) -> None:
         return gradients(model, ids)
 
     wanted = seeded()
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with graph_layers(model, keep=keep) as graphs:
         for _ in range(3):
             assert_near(seeded(), wanted)
         assert graphs.recorded == model.config.num_hidden_layers
@@ -243,7 +243,7 @@ def test_a_failed_recording_leaves_everything_as_before(
     norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
     norm.forward = lambda x, own=norm.forward: own(x) + 0 * x.sum().item()  # waits for the GPU
     stream = torch.cuda.current_stream()
-    with moe_qlora.graph_layers(model, keep=keep) as graphs, caplog.at_level(logging.WARNING):
+    with graph_layers(model, keep=keep) as graphs, caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_near(gradients(model, ids), want)
         assert graphs.recorded == 0
@@ -251,7 +251,7 @@ def test_a_failed_recording_leaves_everything_as_before(
     assert torch.cuda.current_stream() == stream
     torch.rand(3, device="cuda")
     del norm.forward
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with graph_layers(model, keep=keep) as graphs:
         for _ in range(3):
             assert_near(gradients(model, ids), want)
         assert graphs.recorded == model.config.num_hidden_layers
@@ -261,7 +261,7 @@ def test_a_failed_recording_leaves_everything_as_before(
 @keeps
 def test_a_copy_runs_as_its_class_does(keep: bool) -> None:
     model = packed()
-    with moe_qlora.graph_layers(model, keep=keep):
+    with graph_layers(model, keep=keep):
         for step in range(3):
             wanted = gradients(model, batch(step))
         duplicate = copy.deepcopy(model)
@@ -279,7 +279,7 @@ def test_what_cannot_be_recorded_is_told(caplog: pytest.LogCaptureFixture) -> No
     )
     handle = experts.register_forward_hook(lambda *_: seen.append(1))
     want = gradients(model, batch(0))
-    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
+    with graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert_near(gradients(model, batch(0)), want)
         assert graphs.recorded == model.config.num_hidden_layers - 1
@@ -287,7 +287,7 @@ def test_what_cannot_be_recorded_is_told(caplog: pytest.LogCaptureFixture) -> No
     assert "has a hook of" in caplog.text
     handle.remove()
     # Hidden states, which transformers gathers by hooks.
-    with moe_qlora.graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
+    with graph_layers(model) as graphs, caplog.at_level(logging.WARNING):
         for _ in range(3):
             out = model(input_ids=batch(0), labels=batch(0), output_hidden_states=True)
             assert len(out.hidden_states) == model.config.num_hidden_layers + 1

@@ -13,7 +13,7 @@ from emulated_graphs import emulate, emulated
 from graphed import assert_near, packed
 from torch import Tensor
 
-from moe_qlora.speed.graphs import LayerGraphs
+from moe_qlora.speed.graphs import LayerGraphs, graph_layers
 from moe_qlora.speed.lent import Lender, Lent, is_at
 from moe_qlora.testing import tiny_model
 
@@ -195,7 +195,6 @@ def test_only_the_layer_that_is_given_a_gradient_of_hidden_states_may_use_it() -
     ],
 )
 def test_on_a_gpu_nothing_in_use_is_overwritten(rest: int, what: Any, keep: bool) -> None:
-    import moe_qlora
 
     model = packed(config={"num_hidden_layers": 4})
     model.enable_input_require_grads()  # As where embeddings are trained
@@ -203,7 +202,7 @@ def test_on_a_gpu_nothing_in_use_is_overwritten(rest: int, what: Any, keep: bool
     each = None if what is None else what(kept, model.get_base_model())
     wanted = train(model, rest=rest)
     kept.clear()
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with graph_layers(model, keep=keep) as graphs:
         for got, want in zip(train(model, each, rest=rest), wanted, strict=True):
             assert_near((0.0, got), (0.0, want))
         assert graphs.recorded == 4

@@ -20,6 +20,7 @@ from moe_qlora.testing import tiny_model
 from tests.helpers.delayed import Delayed, delayed
 from tests.helpers.fitting import equal, fitted, hosted_tensors, least_memory, token_ids, train
 from tests.helpers.fitting import with_lora as lora_on
+from tests.helpers.plans import plan
 
 CODECS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -56,10 +57,10 @@ def lists_of(model: Any) -> list[Any]:
 )
 def test_a_plan_and_the_doctor_are_those_of_the_resident_model(kind: str, codec: str) -> None:
     model = packed(codec, kind)
-    plans = [moe_qlora.plan(model, gpus="1TiB", search=False).as_dict()]
+    plans = [plan(model, gpus="1TiB", search=False).as_dict()]
     findings = [moe_qlora.doctor(model).as_dict()]
     with moe_qlora.offload_experts(model):
-        plans.append(moe_qlora.plan(model, gpus="1TiB", search=False).as_dict())
+        plans.append(plan(model, gpus="1TiB", search=False).as_dict())
         findings.append(moe_qlora.doctor(model).as_dict())
     assert plans[0] == plans[1] and findings[0] == findings[1]
 
@@ -195,7 +196,7 @@ def test_experts_on_disk_are_loaded_into_host_memory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give True or False"), moe_qlora.enabled(offload="ssd"):
         pass
     with pytest.raises(ConfigError, match="give True or False"):
-        moe_qlora.plan(model, gpus="1TiB", offload=1)
+        plan(model, gpus="1TiB", offload=1)
 
 
 def test_a_load_under_zero3_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.experts import fused
 from moe_qlora.packing import parametrize
+from moe_qlora.speed.graphs import graph_layers
 from moe_qlora.speed.offload import Offload
 from moe_qlora.speed.slots import CudaCopier
 from moe_qlora.testing import tiny_model
@@ -142,11 +143,11 @@ def test_a_model_that_is_forgotten_unlocks_its_memory() -> None:
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_recorded_layers(count: int, keep: bool) -> None:
     model = packed("qwen3_moe", {"num_hidden_layers": count})
-    with moe_qlora.graph_layers(model, keep=keep):
+    with graph_layers(model, keep=keep):
         resident, again = steps(model), steps(model)
     with (
         moe_qlora.offload_experts(model) as off,
-        moe_qlora.graph_layers(model, keep=keep) as graphs,
+        graph_layers(model, keep=keep) as graphs,
     ):
         assert_alike(steps(model), resident, again)
         assert graphs.recorded == count
@@ -163,7 +164,7 @@ def test_experts_that_move_under_graphs(keep: bool) -> None:
     """Once between a forward and its backward, where what graphs read is then given to others."""
     model = packed("qwen3_moe", LAYERS)
     ids = batch(0)
-    with moe_qlora.graph_layers(model, keep=keep) as graphs:
+    with graph_layers(model, keep=keep) as graphs:
         wanted = [gradients(model, ids) for _ in range(4)][-1]
         for layers in (None, 2):
             off = moe_qlora.offload_experts(model, layers=layers)
@@ -196,7 +197,7 @@ def test_compiled_layers(recorded: bool) -> None:
     for layer in model.get_base_model().model.layers:
         layer.compile(fullgraph=True)
     off = moe_qlora.offload_experts(model)
-    with off, moe_qlora.graph_layers(model) if recorded else nullcontext():
+    with off, graph_layers(model) if recorded else nullcontext():
         for _ in range(2):
             copies = off.copies
             for one, other in zip(steps(model), resident, strict=True):
@@ -254,7 +255,7 @@ def test_fit_memory_brings_experts_to_the_device_and_back(graphs: bool) -> None:
     for memory in (least, least + host_nbytes // 4, least + host_nbytes // 2, least + (8 << 30)):
         with moe_qlora.fit_memory(model, memory=memory, **sizes) as fit, ExitStack() as undo:
             if graphs:
-                undo.enter_context(moe_qlora.graph_layers(model))
+                undo.enter_context(graph_layers(model))
             hosts.append([layer.experts for layer in fit.layers].count("host"))
             assert len(off.layers) == hosts[-1]
             gradients(model, ids)
