@@ -186,6 +186,7 @@ class MetaModel:
 
     @cached_property
     def tied(self) -> list[tuple[str, str]]:
+        """Pairs of blocks that share a tensor."""
         return tied_blocks(self.base)
 
 
@@ -346,11 +347,6 @@ def fake_packed(meta: MetaModel) -> None:
         fake_dequantize(module.parametrizations[part.leaf][0], part.weight)
 
 
-def words_of(targets: str) -> list[str]:
-    """Return the targets that are named by comma."""
-    return [word for each in targets.split(",") if (word := each.strip())]
-
-
 def lora_config_of(
     model: nn.Module, parts: Sequence[PackedPart], targets: str, rank: int
 ) -> peft.LoraConfig:
@@ -360,7 +356,7 @@ def lora_config_of(
         ConfigError: A target names nothing in this model, or there are none.
     """
     experts = [f"{part.module}.{part.leaf}".lstrip(".") for part in parts if not part.linear]
-    words = words_of(targets)
+    words = [word for each in targets.split(",") if (word := each.strip())]
     modules: str | list[str] = []
     for word in words:
         if word == ALL_LINEAR:

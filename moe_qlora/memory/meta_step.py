@@ -31,7 +31,6 @@ from ..kernels.workspace import PlannedWorkspace, planned
 from ..lora.targets import base_model
 from ..models.named import quiet
 from . import levels
-from .attention import counted_attention
 from .blocks import packed_parts
 from .budget import Activity
 from .meta_model import alike
@@ -155,7 +154,7 @@ def run_meta_step(
     tracker = MemoryTracker(known, experts)
     workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
     passed = passthroughs(blocks, groups, grad_anchor)
-    kernels = [planned_for(card), planned(workspace), counted_attention()]
+    kernels = [planned_for(card), planned(workspace)]
     # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
     kernels.append(cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True))
     if level is not None:
@@ -212,12 +211,13 @@ def _on_level(level: str, model: nn.Module, layers: Sequence[nn.Module]) -> Iter
                 undo.callback(setattr, module, flag, True)
                 setattr(module, flag, False)
         for layer in layers:
-            undo.enter_context(_forward_of(layer, partial(_run_on, level, layer.forward)))
+            own = layer.forward
+
+            def run(module: Any, *args: Any, own: Any = own, **kwargs: Any) -> Any:
+                return levels.compute(level, own, args, kwargs, recomputing=FusedAttention)
+
+            undo.enter_context(_forward_of(layer, run))
         yield
-
-
-def _run_on(level: str, forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return levels.compute(level, forward, args, kwargs, recomputing=FusedAttention)
 
 
 @contextmanager

@@ -177,13 +177,13 @@ def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
     for name, most in _MOST.items():
         if getattr(settings, name) > most:
             raise ConfigError(f"{name} is {getattr(settings, name)}; plans go up to {most}.")
-    known: dict[str, tuple[Any, ...]] = {"optimizer": OPTIMIZERS}
-    known |= {"adapter_dtype": tuple(meta_model.DTYPES)}
-    known |= {"offload": (True, False), "prepared": (True, False)}
+    known = {"adapter_dtype": tuple(meta_model.DTYPES), "optimizer": OPTIMIZERS}
     for name, values in known.items():
-        value = getattr(settings, name)
-        if not any(value is each or (isinstance(value, str) and value == each) for each in values):
-            raise ConfigError(f"{name} is {value!r}; give one of {', '.join(map(str, values))}.")
+        if (value := getattr(settings, name)) not in values:
+            raise ConfigError(f"{name} is {value!r}; give one of {', '.join(values)}.")
+    for name in ("checkpointing", "offload", "prepared"):
+        if not isinstance(value := getattr(settings, name), bool):
+            raise ConfigError(f"{name} is {value!r}; give True or False.")
     return settings
 
 
