@@ -23,6 +23,7 @@ from moe_qlora.experts.backend import choose_backend, read_call
 from moe_qlora.kernels.cards import Card, of_capability
 from moe_qlora.memory.devices import GPUS
 from moe_qlora.testing import tiny_model
+from tests.helpers.plans import plan
 
 ROOT = Path(__file__).parents[3]
 BF16 = BitsAndBytesConfig(
@@ -254,7 +255,8 @@ def test_a_card_says_with_what_settings_it_holds_a_step(stock_fit, monkeypatch):
     said = diagnosis.fit
     made = moe_qlora.plan(plain, BF16, gpus="H100")
     assert said.startswith("H100 holds a training step (1 x 4,096 tokens, LoRA on attention,exp")
-    assert f"{made.best}. With moe_qlora.fit_memory {made.best.fit}.\n" in said
+    fit = plan(plain, BF16, gpus="H100", search=False, **made.best.values()).fit
+    assert f"{made.best}. With moe_qlora.fit_memory {fit}.\n" in said
     assert f"--gpus H100 {made.best.options}\n" in said and "experts=True" in said
     assert moe_qlora.doctor(gpu="H100").fit == ""
     assert str(diagnosis).startswith(said)
