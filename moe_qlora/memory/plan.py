@@ -93,7 +93,7 @@ def plan(
             raise ConfigError(f"lora has {min(unknown)!r}; give some of {', '.join(_LORA)}.")
         asked |= {_LORA[name]: value for name, value in named.items()}
     asked = {name: value for name, value in asked.items() if value is not None}
-    where = {"gpus": gpus, "engine": engine, "memory": memory}
+    where: dict[str, Any] = {"gpus": gpus, "engine": engine, "memory": memory}
     return plan_settings(model, quantization_config, asked, lora_config=config, **where)
 
 
