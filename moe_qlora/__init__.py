@@ -23,6 +23,7 @@ __all__ = list(_MODULES)
 
 # Public names of earlier versions, and what to use instead.
 _RANKS = "shard the model by FSDP2, or train it whole on each rank under DDP"
+_PREPARE = "prepare_training(model, batch_size=..., seq_len=...) records layers as CUDA graphs"
 _SERVE = "ask the server with and without the adapter, and compare with the model here"
 _REMOVED = {
     "expert_use": "moe-qlora report FOLDER --text FILE shows which experts a text goes to",
@@ -30,6 +31,9 @@ _REMOVED = {
     "AdamW": "torch.optim.AdamW(..., fused=True) takes the same arguments and state dicts",
     "expert_parallel": _RANKS,
     "expert_parallel_parameters": _RANKS,
+    "graph_layers": _PREPARE,
+    "LayerGraphs": _PREPARE,
+    "shards_integers": "torch before 2.13 has it in moe_qlora.distributed.sharding",
     "serve_check": _SERVE,
     "ServeReport": _SERVE,
 }

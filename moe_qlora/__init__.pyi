@@ -8,7 +8,6 @@ from .diagnosis.doctor import doctor as doctor
 from .distributed.gather import full_state_dict as full_state_dict
 from .distributed.load_sharded import load_sharded as load_sharded
 from .distributed.sharding import prepare_sharding as prepare_sharding
-from .distributed.sharding import shards_integers as shards_integers
 from .errors import AdapterError as AdapterError
 from .errors import CheckpointError as CheckpointError
 from .errors import ConfigError as ConfigError

@@ -588,8 +588,8 @@ def refusals(root: Path) -> dict[str, str]:
         ),
         "plan: no such model": lambda: m.plan(str(root / "nowhere")),
         "plan: an unknown card": lambda: m.plan(str(base), nf4, gpus="1xMoon"),
-        "plan: batch of 0": lambda: m.plan(str(base), nf4, batch=0),
-        "plan: an unknown target": lambda: m.plan(str(base), nf4, targets="moon"),
+        "plan: batch of 0": lambda: m.plan(str(base), nf4, batch_size=0),
+        "plan: an unknown target": lambda: m.plan(str(base), nf4, lora="moon"),
         "export_adapter: an unknown server": lambda: export("moon"),
         "export_adapter: full folder": lambda: export("vllm", "full"),
         "save_pretrained of packed weights in a state dict": lambda: packed.save_pretrained(

@@ -45,9 +45,8 @@ def plan_config(
     from .plan import show
 
     with render.working(f"Rehearsing a training step of {config}"):
-        from ..memory.plan import devices_of
-        from ..memory.plan import plan as plan_memory
+        from ..memory.plan import devices_of, plan_settings
 
         arguments = plan_arguments(read_config(config), len(devices_of(gpus)[0]))
-        report = plan_memory(gpus=gpus, **arguments)
+        report = plan_settings(gpus=gpus, **arguments)
     show(report, f"moe-qlora plan {report.label} --gpus {gpus}", as_json=as_json, color=color)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import ConfigError
 from .options import (
     Color,
     Colored,
@@ -68,10 +69,6 @@ AdapterDtype = Annotated[
 Optimizer = Annotated[
     str | None, _setting("adamw, adamw_8bit, paged_adamw or paged_adamw_8bit", "adamw")
 ]
-Checkpointing = Annotated[
-    bool | None,
-    _setting("Compute layers again in backward", "yes", "--checkpointing/--no-checkpointing"),
-]
 Attention = Annotated[
     str | None,
     typer.Option(
@@ -79,14 +76,15 @@ Attention = Annotated[
         "kernel; default: transformers' choice."
     ),
 ]
-Liger = Annotated[
+Checkpointing = Annotated[
     bool | None,
-    typer.Option("--liger/--no-liger", help="The loss by Liger, as use_liger_kernel=True has it."),
+    _setting("Compute layers again in backward", "yes", "--checkpointing/--no-checkpointing"),
 ]
-Compile = Annotated[
+Prepared = Annotated[
     bool | None,
     typer.Option(
-        "--compile/--no-compile", help="Layers under torch.compile: planned as an upper bound."
+        "--prepared/--no-prepared",
+        help="With prepare_training, whose loss is Liger's where it knows the model.",
     ),
 ]
 Offload = Annotated[
@@ -109,15 +107,13 @@ def plan(
     fsdp: Fsdp = None,
     seq: Annotated[int | None, _setting("Tokens in a sequence", "4096")] = None,
     batch: Annotated[int | None, _setting("Sequences in a micro-batch", "1")] = None,
-    accumulation: Annotated[int | None, _setting("Micro-batches to an optimizer step", "1")] = None,
     rank: Annotated[int | None, _setting("LoRA rank", "16")] = None,
     targets: Targets = None,
     adapter_dtype: AdapterDtype = None,
     optimizer: Optimizer = None,
     checkpointing: Checkpointing = None,
     attention: Attention = None,
-    liger: Liger = None,
-    compiled: Compile = None,
+    prepared: Prepared = None,
     offload: Offload = None,
     quant: ModelQuant = None,
     double_quant: ModelDoubleQuant = None,
@@ -142,34 +138,42 @@ def plan(
     refuse_yaml(model, "plan")
     place_of(model)
     with render.working(f"Rehearsing a training step of {model}"):
-        from ..memory.plan import plan as plan_memory
+        from ..memory.plan import plan_settings
         from ..models import named
 
         source = named.resolve(model, trust_remote_code=trust_remote_code)
-        report = plan_memory(
+        settings = {
+            "batch": batch,
+            "seq": seq,
+            "rank": rank,
+            "targets": targets,
+            "adapter_dtype": adapter_dtype,
+            "optimizer": optimizer,
+            "checkpointing": checkpointing,
+            "attention": attention,
+            "prepared": prepared,
+            "offload": offload,
+        }
+        report = plan_settings(
             source,
             packed_as(source.settings, quant, double_quant),
+            {name: value for name, value in settings.items() if value is not None},
             gpus=gpus,
-            ddp=True if ddp == _ALL else ddp,
-            fsdp=fsdp,
-            batch=batch,
-            seq=seq,
-            rank=rank,
-            targets=targets,
-            adapter_dtype=adapter_dtype,
-            optimizer=optimizer,
-            checkpointing=checkpointing,
-            accumulation=accumulation,
-            attention=attention,
-            liger=liger,
-            compile=compiled,
-            offload=offload,
+            engine=_engine(ddp, fsdp),
             trust_remote_code=trust_remote_code,
         )
     paste = ["moe-qlora plan", quote(model), *(["--gpus", quote(gpus)] if gpus else [])]
     paste += [f"--quant {quant.value}"] if quant is not None else []
     paste += [f"--{'' if double_quant else 'no-'}double-quant"] * (double_quant is not None)
     show(report, " ".join(paste), as_json=as_json, color=color)
+
+
+def _engine(ddp: int | None, fsdp: int | None) -> str | None:
+    if ddp is not None and fsdp is not None:
+        raise ConfigError("--ddp and --fsdp are two engines for one run; give one of them.")
+    if ddp is not None:
+        return "ddp" if ddp == _ALL else f"ddp:{ddp}"
+    return None if fsdp is None else f"fsdp:{fsdp}"
 
 
 def show(report: MemoryPlan, command: str, *, as_json: bool, color: Color) -> None:

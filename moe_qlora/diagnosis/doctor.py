@@ -175,7 +175,7 @@ def doctor(
         model_type = getattr(config, "model_type", None)
         kinds = _layer_kinds(base, detect(base), card, None)
     elif model is not None:
-        source = meta_model.source_of(model, quantization_config, None, trust_remote_code)
+        source = meta_model.source_of(model, quantization_config, trust_remote_code)
         label, notes = source.label, source.notes
         model_type = getattr(source.config, "model_type", None)
         meta = meta_model.pack(

@@ -182,7 +182,7 @@ _OWN_ATTENTION = ("xformers", "sage", "s2", "fp8")
 
 
 def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
-    """Return the arguments of `moe_qlora.plan` for axolotl's validated configuration.
+    """Return the arguments of `memory.plan.plan_settings` for axolotl's validated configuration.
 
     Raises:
         ConfigError: The run trains no LoRA on packed weights.
@@ -217,10 +217,7 @@ def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
             **(get("bnb_config_kwargs") or {}),
         }
     attention = get("attn_implementation")
-    engine = {"fsdp" if get("fsdp_config") else "ddp": devices} if devices > 1 else {}
-    return {
-        "model": get("base_model"),
-        "quantization_config": quantization,
+    asked = {
         "batch": get("micro_batch_size"),
         "seq": get("sequence_len"),
         "rank": get("lora_r"),
@@ -229,7 +226,12 @@ def plan_arguments(cfg: Any, devices: int) -> dict[str, Any]:
         "accumulation": get("gradient_accumulation_steps"),
         "optimizer": get("optimizer"),
         "attention": None if attention in _OWN_ATTENTION else attention,
-        "liger": bool(get("liger_fused_linear_cross_entropy")),
+        "prepared": bool(get("liger_fused_linear_cross_entropy") or block.prepare_training),
+    }
+    return {
+        "model": get("base_model"),
+        "quantization_config": quantization,
+        "asked": {name: value for name, value in asked.items() if value is not None},
+        "engine": ("fsdp" if get("fsdp_config") else "ddp") if devices > 1 else None,
         "trust_remote_code": bool(get("trust_remote_code")),
-        **engine,
     }

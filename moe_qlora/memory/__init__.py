@@ -11,16 +11,14 @@ In goes a model, a configuration or a name, with training settings and sizes of 
     meta_step.py   runs one training step on meta, and counts allocations at the borders of blocks:
                    experts run by their own code, whose launches do nothing on meta, as on the card
                    that is planned for; packed Linear layers and attention are fakes (`meta_ops.py`)
-    tracker.py     counts the bytes of tensors on meta, and of loops of linear attention without
-                   their turns
+    tracker.py     counts the bytes of tensors on meta
     attention.py   says where attention is eager and need not be, and lets other kinds run on meta
     choice.py      decides which layers keep what between forward and backward (`levels.py`)
-    budget.py      adds up what blocks hold and do, and optimizer states, and spreads blocks over
-                   devices (`devices.py`)
-    engines.py     what a rank holds under DDP and FSDP2
+    budget.py      adds up what blocks hold and do, and optimizer states, shares them among ranks,
+                   and spreads blocks over devices (`devices.py`)
     search.py      asks choice.py for the devices of a plan; tries settings in their order, and
                    takes the first that fit
     report.py      `MemoryPlan` and `Best`, which `plan` returns
 
-budget.py, choice.py, devices.py, engines.py and report.py are plain arithmetic without torch.
+budget.py, choice.py, devices.py and report.py are plain arithmetic without torch.
 """

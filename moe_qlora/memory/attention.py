@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
@@ -31,9 +29,6 @@ MEASURED = (
 """The gain of flex attention, and its measurement."""
 
 _COUNTED = "moe_qlora_counted"
-
-_lock, _steps = Lock(), [0]
-"""How many steps need that name at once: transformers' table of attentions is every thread's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +157,10 @@ def make_countable(model: nn.Module) -> str | None:
     Returns:
         A sentence where that is not by the model's own attention, else None.
     """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    # It has no function for masks, for which transformers makes none: these kernels need none.
+    ALL_ATTENTION_FUNCTIONS.register(_COUNTED, _counted)
     asked = None
     for config in _configs(model):
         name = config._attn_implementation_internal
@@ -178,26 +177,6 @@ def _configs(model: nn.Module) -> list[Any]:
     """Return the configurations of a model and of its parts, each once."""
     found = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     return [config for config in found.values() if "_attn_implementation_internal" in vars(config)]
-
-
-@contextmanager
-def counted_attention() -> Iterator[None]:
-    """In this block, models that `make_countable` has changed find their attention.
-
-    It has no function for masks, for which transformers makes none: nor do these kernels need one.
-    """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    with _lock:
-        _steps[0] += 1
-        ALL_ATTENTION_FUNCTIONS[_COUNTED] = _counted
-    try:
-        yield
-    finally:
-        with _lock:
-            _steps[0] -= 1
-            if not _steps[0]:
-                del ALL_ATTENTION_FUNCTIONS[_COUNTED]
 
 
 def _counted(

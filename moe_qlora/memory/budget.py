@@ -15,10 +15,10 @@ the loss's gradient for them, and that of the logits).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..kernels.limits import cdiv
 from .devices import partition, reserve_nbytes
@@ -66,6 +66,9 @@ COMPONENTS = (
 ENGINE_COMPONENTS = ("gradient buckets", "gathered weights")
 """Those of them that only a run of several ranks has."""
 
+ENGINES = {"ddp": "DDP", "fsdp": "FSDP2"}
+"""The engines by the names that `plan` takes."""
+
 _ONE_PROCESS = tuple(name for name in COMPONENTS if name not in ENGINE_COMPONENTS)
 
 
@@ -73,7 +76,7 @@ _ONE_PROCESS = tuple(name for name in COMPONENTS if name not in ENGINE_COMPONENT
 class Engine:
     """An engine that splits a model or its batches over ranks: a process and a device each."""
 
-    name: str  # Of `engines.ENGINES`: "ddp" or "fsdp"
+    name: str  # Of `ENGINES`: "ddp" or "fsdp"
     ranks: int  # How many ranks hold the model together, each with data of its own
 
 
@@ -92,8 +95,7 @@ class Settings:
     accumulation: int = 1  # Micro-batches to a step; over 1, gradients live through all of them
     workspace: int = 0  # Bytes of dequantized experts that all layers of a device share
     attention: str | None = None  # As `attn_implementation`; None is what the model says
-    liger: bool = False  # Whether the loss is computed in Liger's chunks, without all logits
-    compile: bool = False  # Whether torch.compile compiles the layers, which is not modelled
+    prepared: bool = False  # Whether the loss is computed in Liger's chunks, without all logits
     engine: Engine | None = None  # None in one process, spread over devices or not
     offload: bool = False  # Whether packed experts lie in host memory
 
@@ -189,6 +191,89 @@ class DeviceUse:
     def fits(self) -> bool:
         """True if the device is large enough."""
         return self.needed <= self.capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How an engine cuts the tensors of one model.
+
+    A rank is one process with one device, and has a micro-batch of its own: activations, logits and
+    workspace are those of one process. What differs, for N ranks:
+
+    ddp    DistributedDataParallel. Everything is whole on each rank. Beside the gradients there are
+           buckets of 25 MiB, together as large as they are, since `gradient_as_bucket_view` is off
+           by default: each gradient is copied into its bucket and back.
+    fsdp   FSDP2: `fully_shard` on each decoder layer and on the root. Each parameter is cut along
+           its first dimension as torch.chunk cuts, and padded: a rank holds ceil(rows / N) rows of
+           codes, statistics, adapters, gradients and optimizer states. Buffers (code tables among
+           them) are whole. The root's own parameters (embeddings, last norm, head) are gathered
+           through the step. While a layer computes, two are there: its own, and the buffer into
+           which the next is gathered, or of which it was copied. In backward a layer's gradients
+           are whole once more, as the input of the reduce-scatter.
+    """
+
+    engine: Engine
+
+    def share(self, tensor: BlockTensor) -> int:
+        """Return how many elements of a tensor a rank holds."""
+        if not self._cuts(tensor):
+            return tensor.numel
+        return cdiv(tensor.rows, self.engine.ranks) * tensor.row_numel
+
+    def whole(self, tensor: BlockTensor) -> int:
+        """Return the bytes of a gathered tensor, padding included; 0 where it was never cut."""
+        cut = self._cuts(tensor)
+        return self.share(tensor) * self.engine.ranks * tensor.itemsize if cut else 0
+
+    def _cuts(self, tensor: BlockTensor) -> bool:
+        return self.engine.name == "fsdp" and tensor.parameter
+
+    def on_rank(self, block: Block) -> Block:
+        """Return what one rank holds of a block."""
+        sizes = dict.fromkeys(("experts", "linear", "other", "statistics"), 0)
+        trained = []
+        for tensor in block.tensors:
+            if tensor.part == "trained":
+                trained.append(self.share(tensor))
+            else:
+                sizes[tensor.part] += self.share(tensor) * tensor.itemsize
+        return replace(block, trained=tuple(trained), **cast(Any, sizes))
+
+    def with_gathered(
+        self, activities: Sequence[Activity], blocks: Mapping[str, Block]
+    ) -> tuple[Activity, ...]:
+        """Return activities, in running order, with what is gathered while each goes on.
+
+        `blocks` are those of the whole model, by name.
+        """
+        if self.engine.name != "fsdp":
+            return tuple(activities)
+        whole = {name: sum(map(self.whole, block.tensors)) for name, block in blocks.items()}
+        root = sum(size for name, size in whole.items() if not blocks[name].layer)
+        layers = [whole[a.name] if blocks[a.name].layer else 0 for a in activities]
+        trained = [
+            sum(self.whole(t) for t in blocks[a.name].tensors if t.part == "trained")
+            for a in activities
+        ]
+        found = []
+        for place, activity in enumerate(activities):
+            before = next((size for size in reversed(layers[:place]) if size), 0)
+            after = next((size for size in layers[place + 1 :] if size), 0)
+            # The root's own are copied out of a buffer as large, which the first layer's frees.
+            buffer = root if place == 0 else max(before, layers[place], after)
+            gathered, reduced = root + layers[place] + buffer, max(trained[place : place + 2])
+            found.append(replace(activity, gathered=gathered, reduced=reduced))
+        return tuple(found)
+
+    def buffers(self, blocks: Iterable[Block], itemsize: int) -> dict[str, int]:
+        """Return the bytes that the engine itself holds at any time, by component.
+
+        `blocks` are those of the whole model; `itemsize` is that of the adapters.
+        """
+        if self.engine.name == "fsdp":
+            return {}
+        trained = (t for block in blocks for t in block.tensors if t.part == "trained")
+        return {"gradient buckets": sum(t.numel for t in trained) * itemsize}
 
 
 @dataclass(frozen=True, slots=True)

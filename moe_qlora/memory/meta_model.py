@@ -32,7 +32,6 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.prequantized import (
-    MXFP4,
     codes_of_source,
     describe_plain,
     maker_method,
@@ -42,7 +41,6 @@ from ..errors import ConfigError, did_you_mean
 from ..experts import forward
 from ..layout import ModelLayout, dtype_name, unwrapped
 from ..lora import targets
-from ..lora.config import top_k_of
 from ..lora.model import get_peft_model
 from ..lora.targets import unfit_linears
 from ..models import named
@@ -50,10 +48,9 @@ from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codecs import codec_of
 from ..packing.decoders import check_linears, params4bit, to_quant_state
-from ..packing.mxfp4 import kept_settings
 from ..packing.parametrize import pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
-from ..packing.settings import FLOAT_DTYPES, CodecSettings, why_not_packed
+from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from . import attention
 from .blocks import (
     PackedPart,
@@ -66,7 +63,7 @@ from .blocks import (
     tied_blocks,
 )
 from .budget import Block, BlockTensor, Settings
-from .meta_ops import fake_dequantize, fake_layer, fake_linear
+from .meta_ops import fake_dequantize, fake_linear
 
 _DEFAULT = CodecSettings(NF4.kind, True, compute_dtype=torch.bfloat16)
 
@@ -93,9 +90,7 @@ class ModelSource:
         return nbytes_of(self.build()) if self.skeleton is None else self.skeleton().nbytes
 
 
-def source_of(
-    model: Any, quantization: Any, dtype: Any, trust_remote_code: bool, keep_codes: bool = False
-) -> ModelSource:
+def source_of(model: Any, quantization: Any, trust_remote_code: bool = False) -> ModelSource:
     """Return the source of what `plan` is given, with its arguments of these names."""
     if isinstance(model, nn.Module):
         return _source_of_module(model, quantization)
@@ -105,9 +100,6 @@ def source_of(
             "what moe-qlora dump takes."
         )
     resolved = named.resolve(model, trust_remote_code=trust_remote_code)
-    if dtype is not None and dtype_name(dtype) not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
-
     method = maker_method(resolved.config)
     codes, note = codes_of_source(resolved.config)
 
@@ -115,8 +107,6 @@ def source_of(
         config = copy.deepcopy(resolved.config)
         if method is not None:
             describe_plain(config)
-        if dtype is not None:
-            config.dtype = DTYPES[dtype_name(dtype)]
         kernel = attention.hold_back(config)
         source = replace(resolved, config=config)
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
@@ -125,16 +115,13 @@ def source_of(
         cast_as_loaded(model, next(model.parameters()).dtype)
         return model
 
-    asked = bnb_config(resolved.settings if quantization is None else quantization)
     manifest = None if resolved.folder is None else read_manifest(resolved.folder)
     native = {} if manifest is None else manifest.native_codecs()
-    if keep_codes and manifest is None and method == MXFP4:
-        native = _native(build_model(), CodecSettings.from_config(asked))
     return ModelSource(
         resolved.label,
         resolved.config,
         build_model,
-        asked,
+        bnb_config(resolved.settings if quantization is None else quantization),
         linears=True,
         notes=(*resolved.notes, note) if note else resolved.notes,
         dequantizes=method is not None or codes is not None,
@@ -142,17 +129,6 @@ def source_of(
         native=native,
         skeleton=None if native else cache(lambda: skeleton_of(build_model())),
     )
-
-
-def _native(model: nn.Module, settings: CodecSettings) -> dict[str, CodecSettings]:
-    """Return how the experts of a model of gpt-oss's kind are packed that keep MXFP4 codes."""
-    native = kept_settings(settings)
-    return {
-        name: native
-        for param in detect(model).experts
-        if param.transposed and why_not_packed(param.shape, torch.bfloat16, native) is None
-        for name in param.names
-    }
 
 
 def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:
@@ -210,6 +186,7 @@ class MetaModel:
 
     @cached_property
     def tied(self) -> list[tuple[str, str]]:
+        """Pairs of blocks that share a tensor."""
         return tied_blocks(self.base)
 
 
@@ -369,22 +346,6 @@ def fake_packed(meta: MetaModel) -> None:
         fake_dequantize(module.parametrizations[part.leaf][0], part.weight)
 
 
-def fake_layers(meta: MetaModel) -> None:
-    """Replace every layer by an estimate, where the model's own cannot run without data."""
-    config: Any = getattr(meta.base, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    top_k = top_k_of(text) or 1
-    head = meta.base.get_output_embeddings()
-    for module in block_modules(meta.base).values():
-        if module is not head and any(isinstance(part, nn.Linear) for part in module.modules()):
-            fake_layer(module, top_k)
-
-
-def words_of(targets: str) -> list[str]:
-    """Return the targets that are named by comma."""
-    return [word for each in targets.split(",") if (word := each.strip())]
-
-
 def lora_config_of(
     model: nn.Module, parts: Sequence[PackedPart], targets: str, rank: int
 ) -> peft.LoraConfig:
@@ -394,7 +355,7 @@ def lora_config_of(
         ConfigError: A target names nothing in this model, or there are none.
     """
     experts = [f"{part.module}.{part.leaf}".lstrip(".") for part in parts if not part.linear]
-    words = words_of(targets)
+    words = [word for each in targets.split(",") if (word := each.strip())]
     modules: str | list[str] = []
     for word in words:
         if word == ALL_LINEAR:

@@ -15,12 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..experts.forward import can_serve, experts_forward
 from ..kernels.weights import PackedWeight
 from ..packing.codecs import codec_of
-from ..packing.parametrize import holds_packed, read_packed
-
-_LAYER_WIDTH = 8  # hidden states of a layer that no Linear layer gives out: norms, sums, attention
 
 
 def set_forward(module: nn.Module, forward: Any) -> None:
@@ -32,10 +28,6 @@ def first_floating(args: Any, kwargs: Any) -> Tensor:
     """Return the first floating tensor of a call: a layer's hidden states."""
     items = (*args, *kwargs.values())
     return next(x for x in items if isinstance(x, Tensor) and x.is_floating_point())
-
-
-def _bytes(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
 
 class _Linear4bit(torch.autograd.Function):
@@ -86,66 +78,6 @@ def fake_dequantize(parametrization: nn.Module, weight: PackedWeight) -> None:
     """Let a packed parameter's parametrization return a tensor of the right size."""
     shape, dtype = weight.shape, weight.dtype
     set_forward(parametrization, lambda self, codes: codes.new_empty(shape, dtype=dtype))
-
-
-class _Sized(torch.autograd.Function):
-    """Returns a tensor like x, and saves so many bytes for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, nbytes: int, x: Tensor, *trained: Tensor) -> Tensor:
-        ctx.save_for_backward(_bytes(nbytes), x, *trained)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        _, *inputs = ctx.saved_tensors
-        return None, *(torch.empty_like(tensor) for tensor in inputs)
-
-
-def fake_layer(module: nn.Module, top_k: int) -> None:
-    """Replace the forward of a whole layer, which then returns hidden states like its own.
-
-    A rough estimate: its experts, what its Linear layers return, and eight hidden states.
-    """
-    linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    width = sum(linear.out_features for linear in linears)
-    experts: list[Any] = [p for p in module.modules() if holds_packed(p) and can_serve(p)]
-    of_experts = {id(p) for part in experts for p in part.parameters()}
-
-    def compute(x: Tensor) -> Tensor:
-        tokens, hidden = x.numel() // x.shape[-1], x.shape[-1]
-        for part in experts:
-            index = torch.empty(tokens, top_k, dtype=torch.long, device="meta")
-            weights = torch.empty(tokens, top_k, dtype=x.dtype, device="meta")
-            rows, columns = read_packed(part, "down_proj").shape[1:]
-            shape = tokens, columns if part.is_transposed else rows
-            out = experts_forward(part, _Resized.apply(x, shape), index, weights)
-            x = x + _Resized.apply(out, x.shape)
-        saved = x.element_size() * tokens * (width + _LAYER_WIDTH * hidden)
-        trained = [p for p in module.parameters() if p.requires_grad and id(p) not in of_experts]
-        return _Sized.apply(saved, x, *trained)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        x = first_floating(args, kwargs)
-        # transformers checkpoints inside the forward that this one replaces.
-        if getattr(self, "gradient_checkpointing", False):
-            return self._gradient_checkpointing_func(compute, x)
-        return compute(x)
-
-    set_forward(module, forward)
-
-
-class _Resized(torch.autograd.Function):
-    """Returns a tensor of another shape; saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.shape = x.shape
-        return x.new_empty(shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.new_empty(ctx.shape), None
 
 
 class Passthrough(torch.autograd.Function):

@@ -13,6 +13,7 @@ differ in nothing but their place only the first and the last run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,19 +26,23 @@ from torch.fx.experimental import _config as fx_config
 from torch.utils._pytree import tree_map
 
 from ..kernels.cards import PORTABLE, Card, planned_for
+from ..kernels.limits import cdiv
 from ..kernels.workspace import PlannedWorkspace, planned
 from ..lora.targets import base_model
 from ..models.named import quiet
 from . import levels
-from .attention import counted_attention
 from .blocks import packed_parts
 from .budget import Activity
 from .meta_model import alike
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
-from .tracker import MemoryTracker, scans_by_size, tensors_of
+from .tracker import MemoryTracker, tensors_of
 
 NO_CAP = 1 << 62
 """Bytes of a workspace that nothing bounds."""
+
+_LOOPS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba_selective_scan")
+"""Functions of transformers' models that loop over a sequence."""
+_TURNS = 1024  # Tokens of a sequence, up to which they do
 
 
 @dataclass
@@ -140,6 +145,7 @@ def run_meta_step(
         a device share.
     """
     groups = alike(blocks) if groups is None else groups
+    batch, seq = _short_sequences(model, batch, seq)
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     grad_anchor = torch.zeros((), device="meta", requires_grad=True)
     model.zero_grad(set_to_none=True)
@@ -148,7 +154,7 @@ def run_meta_step(
     tracker = MemoryTracker(known, experts)
     workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
     passed = passthroughs(blocks, groups, grad_anchor)
-    kernels = [planned_for(card), planned(workspace), counted_attention(), scans_by_size(model)]
+    kernels = [planned_for(card), planned(workspace)]
     # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
     kernels.append(cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True))
     if level is not None:
@@ -167,6 +173,19 @@ def run_meta_step(
             recorder.close()
     model.zero_grad(set_to_none=True)
     return activities_of(recorder.readings, groups, trained), workspace.nbytes
+
+
+def _short_sequences(model: nn.Module, batch: int, seq: int) -> tuple[int, int]:
+    """Return sizes of as many tokens in which loops over a sequence take fewer turns.
+
+    transformers computes a gated delta rule or a selective scan chunk by chunk, or token by token,
+    where no kernel for it is installed. What each turn allocates is the same for k sequences as for
+    one that is k times as long; fused attention, which these models have beside it, too.
+    """
+    homes = {sys.modules[type(module).__module__] for module in model.modules()}
+    loops = any(hasattr(home, name) for home in homes for name in _LOOPS)
+    parts = seq // _TURNS if loops and seq > _TURNS else 1
+    return batch * parts, cdiv(seq, parts)
 
 
 def enable_checkpointing(model: Any) -> bool:
@@ -192,12 +211,13 @@ def _on_level(level: str, model: nn.Module, layers: Sequence[nn.Module]) -> Iter
                 undo.callback(setattr, module, flag, True)
                 setattr(module, flag, False)
         for layer in layers:
-            undo.enter_context(_forward_of(layer, partial(_run_on, level, layer.forward)))
+            own = layer.forward
+
+            def run(module: Any, *args: Any, own: Any = own, **kwargs: Any) -> Any:
+                return levels.compute(level, own, args, kwargs, recomputing=FusedAttention)
+
+            undo.enter_context(_forward_of(layer, run))
         yield
-
-
-def _run_on(level: str, forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return levels.compute(level, forward, args, kwargs, recomputing=FusedAttention)
 
 
 @contextmanager

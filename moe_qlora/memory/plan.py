@@ -12,59 +12,42 @@ from ..kernels.cards import PORTABLE, Card, of_capability
 from ..layout import dtype_name, human_bytes
 from ..models.files import refuse_yaml
 from . import meta_model
-from .budget import ALIASES, OPTIMIZERS, Engine, Settings
+from .budget import ALIASES, ENGINES, OPTIMIZERS, Engine, Settings
 from .devices import Gpu, pace_of, parse_gpus
-from .engines import ENGINES
 from .hosting import Pace
-from .meta_model import source_of
 from .planner import Planner
 from .report import MemoryPlan
 from .search import best_of, fit_of
 
 _LONGEST = 1 << 20  # tokens
 _LARGEST_BATCH = 1 << 12
-_MOST = {"batch": 1 << 20, "seq": _LONGEST, "rank": 1 << 16, "accumulation": 1 << 30}
 _SEQ_STEP = 64  # tokens
+_MOST = {"batch": 1 << 20, "seq": _LONGEST, "rank": 1 << 16, "accumulation": 1 << 30}
 _SMALLEST_DEVICE = 1 << 12  # bytes; a smaller number was meant as GiB
-
-
-_COMPILED = (
-    "What torch.compile keeps is not modelled: sizes are of uncompiled layers, which kept more for "
-    "backward where both were measured. Take them as an upper bound."
-)
-_NO_ARGUMENTS = ("foreach", "workspace", "engine")
-DEFAULTS: Mapping[str, Any] = {
-    field.name: field.default for field in fields(Settings) if field.name not in _NO_ARGUMENTS
-} | {"dtype": None}
-"""Arguments of `plan`, and their values where nothing else says so."""
+_LORA = {"rank": "rank", "targets": "targets", "dtype": "adapter_dtype"}
+"""Keys of `plan`'s `lora`, and the fields of `Settings` that they set."""
 
 
 def plan(
     model: Any,
     quantization_config: Any = None,
     *,
-    gpus: str | int | Sequence[str | int] | None = None,
-    ddp: int | bool | None = None,
-    fsdp: int | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    rank: int | None = None,
-    targets: str | None = None,
-    lora_config: Any = None,
-    adapter_dtype: str | None = None,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    lora: Any = None,
     optimizer: str | None = None,
-    checkpointing: bool | None = None,
-    accumulation: int | None = None,
     attention: str | None = None,
-    liger: bool | None = None,
-    compile: bool | None = None,  # noqa: A002 - torch's own name for it
+    gpus: str | int | Sequence[str | int] | None = None,
+    engine: str | None = None,
+    memory: str | int | None = None,
     offload: bool | None = None,
-    dtype: Any = None,
-    search: bool = True,
-    trust_remote_code: bool = False,
-    keep_codes: bool = False,
+    prepared: bool | None = None,
 ) -> MemoryPlan:
     """Plan a model's memory without loading it.
+
+    With `gpus` or `memory` it also looks for the best combination of settings that fits, and for
+    the longest sequence and the largest batch of the one that is asked for. Settings that are given
+    change only where nothing fits with them.
 
     Args:
         model: A transformers configuration; a path, model type or hub id as `moe-qlora dump` takes
@@ -72,64 +55,88 @@ def plan(
             itself, packed already or with experts that `quantize_experts` will pack.
         quantization_config: `BitsAndBytesConfig` or dict; None is what the configuration says, else
             nf4 with double quantization. A model whose experts are packed stays as it is.
-        gpus: The devices: "2xH100", "2x24GiB", bytes, or a list of these. Experts are computed as
-            on the card that is named; where cards differ, or a size alone is given, as on any card
-            of compute capability 8.0 and above.
-        ddp: Ranks of a run under DDP; True takes as many as there are `gpus`. With this or
-            `fsdp` the plan is of each rank: one process with one of the GPUs (`engines.py`).
-            Without, layers are spread over the GPUs in one process.
-        fsdp: Ranks that share a model under FSDP2; it must divide the number of `gpus`.
-        batch: Sequences in a micro-batch, `seq` tokens each; of one rank. Default: 1.
-        seq: Tokens in a sequence. Default: 4096.
-        rank: LoRA rank. Default: 16.
-        targets: "attention", "all-linear", "experts", names of modules as `target_modules` of a
-            `LoraConfig` takes them, or several by comma. One that names nothing is an error.
-            Default: "attention".
-        lora_config: A `LoraConfig` instead of `rank` and `targets`.
-        adapter_dtype: "float32", which PEFT's default gives and which is the default, or
-            "bfloat16".
+        batch_size: Sequences in a micro-batch of one rank. Default: 1.
+        seq_len: Tokens in a sequence. Default: 4096.
+        lora: A `LoraConfig`; or the names that get LoRA, by comma: "attention" (the default),
+            "all-linear", "experts", or modules as `target_modules` of a `LoraConfig` takes them; or
+            a dict of "rank" (16), "targets" (such names) and "dtype" ("float32", which PEFT gives
+            adapters, or "bfloat16"). A name that the model does not have is an error.
         optimizer: "adamw", the default, "adamw_8bit", "paged_adamw" or "paged_adamw_8bit".
-        checkpointing: Whether gradient checkpointing is on, as it is by default.
-        accumulation: Micro-batches to an optimizer step. Default: 1.
         attention: As `attn_implementation` of `from_pretrained`: "eager", "sdpa",
             "flex_attention" or a flash kernel; None is what the configuration or model says, else
             transformers' choice.
-        liger: Whether Liger computes the loss, as `use_liger_kernel=True` of a Trainer has it: a
-            few tokens at a time, without the logits of all. What its other kernels save is not
-            counted. Default: no.
-        compile: Whether torch.compile compiles the layers. Sizes are of uncompiled ones all the
-            same, as an upper bound, and a note says so. Default: no.
+        gpus: The devices: "2xH100", "2x24GiB", bytes, or a list of these. Experts are computed as
+            on the card that is named; where cards differ, or a size alone is given, as on any card
+            of compute capability 8.0 and above.
+        engine: "ddp" or "fsdp" (FSDP2), over all of `gpus` or over so many ranks ("fsdp:4", which
+            must divide the number of `gpus`). The plan is then of each rank: one process with one
+            of the GPUs. Without, layers are spread over the GPUs in one process.
+        memory: Bytes, or a text as "24GiB", that a process may take of each device; None for all.
         offload: Whether packed experts lie in host memory, as `enabled(offload=True)` loads them,
             on one GPU or on each under DDP. `fit` is then of as many on the device as `fit_memory`
             brings there. Copies are taken to be as quick as PCIe of the GPUs' generation, or for a
             size alone as an H200's host (55 GB/s). Default: no.
-        dtype: What the rest is loaded in; None is what the configuration says.
-        search: Look for the best combination of settings that fits `gpus`, and for the longest
-            sequence and the largest batch of the one that is asked for. Settings that are given
-            change only where nothing fits with them.
-        trust_remote_code: Run model code that a checkpoint brings.
-        keep_codes: Whether experts keep the MXFP4 codes of their checkpoint, as
-            `enabled(keep_codes=True)` loads it. A packed folder says so itself.
+        prepared: Whether `prepare_training` is called: where Liger knows the model, it computes the
+            loss a few tokens at a time, without the logits of all. What its other kernels and
+            torch.compile save is not counted. Default: no.
 
     Raises:
         CheckpointError: There is no such model, or transformers cannot build it.
         ConfigError: A setting makes no sense, or cannot be followed.
     """
-    asked = {name: v for name, v in locals().items() if name in (*DEFAULTS, *ENGINES)}
-    options = {name: value for name, value in asked.items() if value is not None}
-    if not (offload is None or isinstance(offload, bool)):
-        raise ConfigError(f"offload is {offload!r}; give True or False.")
+    asked = {"batch": batch_size, "seq": seq_len, "optimizer": optimizer, "attention": attention}
+    asked |= {"offload": offload, "prepared": prepared}
+    config, named = (lora, {}) if hasattr(lora, "peft_type") else (None, lora)
+    if named is not None:
+        named = named if isinstance(named, Mapping) else {"targets": named}
+        if unknown := named.keys() - _LORA:
+            raise ConfigError(f"lora has {min(unknown)!r}; give some of {', '.join(_LORA)}.")
+        asked |= {_LORA[name]: value for name, value in named.items()}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    where: dict[str, Any] = {"gpus": gpus, "engine": engine, "memory": memory}
+    return plan_settings(model, quantization_config, asked, lora_config=config, **where)
+
+
+def plan_settings(
+    model: Any,
+    quantization_config: Any,
+    asked: Mapping[str, Any],
+    *,
+    lora_config: Any = None,
+    gpus: Any = None,
+    engine: str | None = None,
+    memory: Any = None,
+    trust_remote_code: bool = False,
+    search: bool = True,
+) -> MemoryPlan:
+    """Plan as `plan` does, for fields of `Settings` that are asked for, with or without a search.
+
+    `trust_remote_code` runs model code that a checkpoint brings.
+    """
     refuse_yaml(model, "plan")
     capacities, card = devices_of(gpus)
-    settings = _settings({**DEFAULTS, **options}, lora_config, len(capacities))
-    source = source_of(
-        model, quantization_config, options.get("dtype"), trust_remote_code, keep_codes
-    )
-    compiled = (_COMPILED,) if settings.compile else ()
-    source = replace(source, notes=(*source.notes, *compiled))
+    if memory is not None:
+        ((limit, *_), _) = devices_of(memory, "memory")
+        capacities = tuple(min(limit, size) for size in capacities) or (limit,)
+    settings = replace(settings_of(asked, lora_config), engine=_engine(engine, len(capacities)))
+    source = meta_model.source_of(model, quantization_config, trust_remote_code)
     planner = Planner(source, settings, lora_config, card, _slowest(gpus))
     _check_offload(planner, len(capacities))
-    return _report(planner, capacities, options if search and capacities else None)
+    report = planner.report(capacities)
+    if capacities and search:
+        by_seq = partial(planner.fullness, settings.batch, capacities=capacities)
+        by_batch = partial(planner.fullness, seq=settings.seq, capacities=capacities)
+        report = replace(
+            report,
+            largest_seq=_largest(by_seq, settings.seq, _LONGEST, _SEQ_STEP),
+            largest_batch=_largest(by_batch, settings.batch, _LARGEST_BATCH, 1),
+            best=best_of(planner, capacities, asked),
+        )
+    if capacities:
+        report = replace(report, fit=fit_of(planner, report.devices))
+    # The planner has notes once a step has run.
+    notes = (*source.notes, *planner.notes, *_engine_notes(planner, len(capacities)))
+    return replace(report, notes=tuple(dict.fromkeys(notes)))
 
 
 def _check_offload(planner: Planner, devices: int) -> None:
@@ -148,28 +155,20 @@ def _check_offload(planner: Planner, devices: int) -> None:
         )
 
 
-def _settings(values: Mapping[str, Any], lora_config: Any, devices: int) -> Settings:
+def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
     """Return the settings of a step; those that make no sense are a `ConfigError`."""
-    values = dict(values)
-    values["optimizer"] = ALIASES.get(values["optimizer"], values["optimizer"])
-    values["adapter_dtype"] = dtype_name(values["adapter_dtype"])
-    engines = {name: values.get(name) for name in ENGINES}
-    named_fields = {field.name for field in fields(Settings)}
-    settings = Settings(**{name: v for name, v in values.items() if name in named_fields})
+    settings = Settings(**asked)
+    optimizer = ALIASES.get(settings.optimizer, settings.optimizer)
+    dtype = dtype_name(settings.adapter_dtype)
+    settings = replace(settings, optimizer=optimizer, adapter_dtype=dtype)
     if lora_config is not None:
         rank = getattr(lora_config, "r", settings.rank)
         settings = replace(settings, rank=rank, targets="lora_config")
-    check_settings(settings)
-    return replace(settings, engine=_engine(engines, devices))
-
-
-def check_settings(settings: Settings) -> None:
-    """Refuse settings of a step that make no sense, in a `ConfigError`."""
     check_numbers(**{name: getattr(settings, name) for name in _MOST})
     if not isinstance(settings.targets, str):
         raise ConfigError(
             f"targets is {settings.targets!r}; give a string with names by comma, as in "
-            '"attention,experts", or pass a LoraConfig as lora_config.'
+            '"attention,experts", or a LoraConfig as lora.'
         )
     if not (settings.attention is None or isinstance(settings.attention, str)):
         raise ConfigError(
@@ -182,62 +181,60 @@ def check_settings(settings: Settings) -> None:
     for name, values in known.items():
         if (value := getattr(settings, name)) not in values:
             raise ConfigError(f"{name} is {value!r}; give one of {', '.join(values)}.")
+    for name in ("checkpointing", "offload", "prepared"):
+        if not isinstance(value := getattr(settings, name), bool):
+            raise ConfigError(f"{name} is {value!r}; give True or False.")
+    return settings
 
 
-def devices_of(gpus: Any) -> tuple[tuple[int, ...], Card]:
+def devices_of(gpus: Any, name: str = "gpus") -> tuple[tuple[int, ...], Card]:
     """Return the bytes of each device that `gpus` names, and the card that they all are.
 
     Where they differ, or one has no name, that is `PORTABLE`.
     """
     if gpus is None:
         return (), PORTABLE
-    found: list[tuple[int, Gpu | None]] = []
     try:
-        for entry in [gpus] if isinstance(gpus, (str, int)) else gpus:
-            if isinstance(entry, int) and entry <= 0:
-                raise ValueError(f"{entry} is no size of a device; it must be over 0")
-            found += parse_gpus(_text(entry))
-            least = min(size for size, _ in found)
-            if least < _SMALLEST_DEVICE:
-                meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
-                raise ValueError(f"{least} is a number of bytes; write {meant}")
+        if isinstance(gpus, int) and gpus <= 0:
+            raise ValueError(f"{gpus} is no size of a device; it must be over 0")
+        found = _parsed(gpus)
+        least = min(size for size, _ in found)
+        if least < _SMALLEST_DEVICE:
+            meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
+            raise ValueError(f"{least} is a number of bytes; write {meant}")
     except ValueError as error:
-        raise ConfigError(f"gpus: {error}.") from error
+        raise ConfigError(f"{name}: {error}.") from error
     capabilities = {gpu and gpu.capability for _, gpu in found}
     known = capabilities.pop() if len(capabilities) == 1 else None
     return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE
 
 
-def _text(entry: Any) -> str:
-    return f"{entry}B" if isinstance(entry, int) else str(entry)
+def _parsed(gpus: Any) -> list[tuple[int, Gpu | None]]:
+    entries = [gpus] if isinstance(gpus, (str, int)) else gpus or ()
+    texts = (f"{entry}B" if isinstance(entry, int) else str(entry) for entry in entries)
+    return [found for text in texts for found in parse_gpus(text)]
 
 
 def _slowest(gpus: Any) -> Pace:
     """Return how quick the slowest of the devices are that `gpus` names, in each respect."""
-    entries = [gpus] if isinstance(gpus, (str, int)) else gpus or ()
-    paces = [pace_of(gpu) for entry in entries for _, gpu in parse_gpus(_text(entry))]
+    paces = [pace_of(gpu) for _, gpu in _parsed(gpus)]
     if not paces:
         return Pace()
     return Pace(*(min(getattr(pace, each.name) for pace in paces) for each in fields(Pace)))
 
 
-def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:
+def _engine(asked: str | None, devices: int) -> Engine | None:
     """Return the engine that is asked for, checked against the number of devices, 0 for unknown."""
-    given = {
-        name: ranks for name, ranks in asked.items() if ranks is not None and ranks is not False
-    }
-    if not given:
+    if asked is None:
         return None
-    if len(given) > 1:
-        listed = " and ".join(f"{name}={ranks}" for name, ranks in given.items())
-        raise ConfigError(f"{listed} are {len(given)} engines for one run; give one of them.")
-    ((name, ranks),) = given.items()
-    if ranks is True and name == "ddp":
-        if not devices:
-            raise ConfigError("ddp takes the number of ranks from gpus: give gpus, or ddp=2.")
-        ranks = devices
-    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
-        raise ConfigError(f"{name} is {ranks!r}; give the number of ranks, 2 or more.")
+    name, _, number = str(asked).partition(":")
+    if name not in ENGINES:
+        raise ConfigError(f"engine is {asked!r}; give ddp or fsdp, or with ranks, as in fsdp:4.")
+    if not number and not devices:
+        raise ConfigError(f"{name} takes the number of ranks from gpus: give gpus, or {name}:2.")
+    ranks = int(number) if number.isdecimal() else 0 if number else devices
+    if ranks < 2:
+        raise ConfigError(f"{name} is {number or ranks}; give the number of ranks, 2 or more.")
     if devices and ranks > devices:
         raise ConfigError(
             f"{name} is {ranks}, and gpus names {devices}: a rank has a GPU to itself, so give at "
@@ -247,7 +244,7 @@ def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:
     if devices and name == "ddp" and ranks < devices:
         raise ConfigError(
             f"{name} is {ranks}, and gpus names {devices}: a rank has one GPU, and its layers are "
-            f"not spread over several; give {name}={devices}, or {ranks} GPUs."
+            f"not spread over several; give {devices} ranks, or {ranks} GPUs."
         )
     if devices % ranks:
         raise ConfigError(
@@ -255,30 +252,6 @@ def _engine(asked: dict[str, int | bool | None], devices: int) -> Engine | None:
             "each hold the model; give a number that does."
         )
     return Engine(name, ranks)
-
-
-def _report(
-    planner: Planner, capacities: tuple[int, ...], asked: Mapping[str, Any] | None
-) -> MemoryPlan:
-    """Return the plan; `asked` are the settings that are given, None for no search."""
-    report = planner.report(capacities)
-    if asked is not None:
-        batch, seq = planner.settings.batch, planner.settings.seq
-        by_seq = partial(planner.fullness, batch, capacities=capacities)
-        by_batch = partial(planner.fullness, seq=seq, capacities=capacities)
-        report = replace(
-            report,
-            largest_seq=_largest(by_seq, seq, _LONGEST, _SEQ_STEP),
-            largest_batch=_largest(by_batch, batch, _LARGEST_BATCH, 1),
-            best=best_of(planner, capacities, asked),
-        )
-    if capacities:
-        report = replace(report, fit=fit_of(planner, report.devices))
-    # The planner has notes once a step has run.
-    notes = dict.fromkeys(
-        (*planner.source.notes, *planner.notes, *_engine_notes(planner, len(capacities)))
-    )
-    return replace(report, notes=tuple(notes), estimated=planner.estimated)
 
 
 def _engine_notes(planner: Planner, devices: int) -> Iterator[str]:
@@ -305,36 +278,19 @@ def _engine_notes(planner: Planner, devices: int) -> Iterator[str]:
 def _largest(fullness: Callable[[int], float], start: int, limit: int, step: int) -> int:
     """Return the largest multiple of `step` that fits (within 1/128), 0 where none does.
 
-    Memory grows nearly in proportion to tokens: where it ends is found on the line through the two
-    sizes nearest to it.
+    Memory grows nearly in proportion to tokens, so that the line through the two sizes nearest to
+    the end leads there.
     """
     sizes: dict[int, float] = {}  # Fullness by the multiple of `step`
-
-    def fits(multiple: int) -> bool:
-        sizes[multiple] = fullness(multiple * step)
-        return sizes[multiple] <= 1.0
-
-    low, high, most = 0, max(start // step, 1), limit // step
-    while high <= most and fits(high):
-        # Past where the line ends by a little, so that the end is between.
-        end = _end_of_line(sizes, high)
-        low, high = high, 2 * high if end is None else max(high + 1, int(1.02 * end) + 1)
-    high = min(high, most + 1)
-    turn = 0
-    while high - low > (least := max(1, low // 128)):
-        # Every third time the half, where memory grows faster than the line (eager attention).
-        end = None if turn % 3 == 2 else _end_of_line(sizes, high)
-        middle = (low + high) // 2 if end is None else int(end)
-        middle = min(max(middle, low + least), high - least)
-        low, high = (middle, high) if fits(middle) else (low, middle)
-        turn += 1
+    low, high, guess = 0, limit // step + 1, max(start // step, 1)
+    while high - low > max(1, low // 128):
+        guess = min(max(guess, low + max(1, low // 256)), high - 1)
+        sizes[guess] = fullness(guess * step)
+        low, high = (guess, high) if sizes[guess] <= 1 else (low, guess)
+        near, *others = sorted(sizes, key=lambda size: abs(sizes[size] - 1))
+        slope = (sizes[near] - sizes[others[0]]) / (near - others[0]) if others else 0.0
+        if slope > 0 and len(sizes) % 4:
+            guess = near + int((1 - sizes[near]) / slope)
+        else:  # Every fourth time the half, where memory grows faster (eager attention)
+            guess = 2 * guess if high > limit // step else (low + high) // 2
     return low * step
-
-
-def _end_of_line(sizes: Mapping[int, float], near: int) -> float | None:
-    """Return where fullness is 1 on the line through the two sizes nearest to `near`."""
-    if len(sizes) < 2:
-        return None
-    first, second = sorted(sorted(sizes, key=lambda size: abs(size - near))[:2])
-    slope = (sizes[second] - sizes[first]) / (second - first)
-    return None if slope <= 0 else first + (1 - sizes[first]) / slope

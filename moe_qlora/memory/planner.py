@@ -23,20 +23,24 @@ from ..lora import targets
 from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
 from . import attention, meta_model, meta_step
-from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, StepBudget
+from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, Sharding, StepBudget
 from .devices import reserve_nbytes
-from .engines import Sharding
 from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
-from .meta_model import ModelSource, filled, tells_layers_apart
+from .meta_model import MetaModel, ModelSource, filled, tells_layers_apart
 from .report import MemoryPlan
+
+LIGER_LOSS = frozenset(
+    (
+        *("deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma4", "gemma4_text", "glm4v_moe"),
+        *("gpt_oss", "hunyuan_v1_moe", "llama4", "llama4_text", "mixtral", "qwen3_5_moe"),
+        *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text"),
+    )
+)
+"""Model types with fused experts whose loss Liger 0.8.5 computes in chunks."""
 
 
 class LevelError(Exception):
     """A step ran, but not with its layers on a level."""
-
-
-class _NeedsWholeError(Exception):
-    """A model has to be packed with all of its layers."""
 
 
 class Planner:
@@ -57,29 +61,25 @@ class Planner:
         self.pace = Pace() if pace is None else pace  # For experts in host memory
         self.notes: list[str] = []  # What to know about the figures, a sentence each
         self.eager: attention.EagerAttention | None = None  # Where it need not be
-        self.estimated = False  # Whether the layers' activations are an estimate
         self.itemsize = meta_model.DTYPES[settings.adapter_dtype].itemsize
-        self._unpacked: meta_model.MetaModel | None = None
-        self._whole = source.skeleton is None or tells_layers_apart(
-            settings.targets, lora_config, source.quantization
-        )
+        self.model_type = str(getattr(source.config, "model_type", ""))
         self._step = cache(self._run_step)
 
     @cached_property
-    def meta(self) -> meta_model.MetaModel:
+    def meta(self) -> MetaModel:
         """The model packed, adapted, and ready to run."""
-        if not self._whole:
+        apart = tells_layers_apart(
+            self.settings.targets, self.lora_config, self.source.quantization
+        )
+        if self.source.skeleton is not None and not apart:
             try:
-                return self._ready(self.source)
-            except (_NeedsWholeError, MoeQloraError):  # which names what the whole model has
-                self._whole = True
-        return self._ready(self.source)
-
-    @cached_property
-    def sharding(self) -> Sharding | None:
-        """How the engine cuts this model, None without one."""
-        engine = self.settings.engine
-        return None if engine is None else Sharding(engine)
+                if (meta := self._ready(self.source.skeleton())) is not None:
+                    return meta
+            except MoeQloraError:  # which names what the whole model has
+                pass
+        meta = self._ready(None)
+        assert meta is not None
+        return meta
 
     @property
     def text_config(self) -> Any:
@@ -87,17 +87,26 @@ class Planner:
         config: Any = getattr(self.meta.base, "config", None)
         return config.get_text_config() if hasattr(config, "get_text_config") else config
 
-    @cached_property
-    def rank_blocks(self) -> dict[str, Block]:
-        """Each block as one process has it on its device, by name."""
-        blocks = {block.name: block for block in self.meta.blocks}
-        if self.sharding is not None:
-            blocks = {name: self.sharding.on_rank(block) for name, block in blocks.items()}
-        if self.settings.offload:
-            blocks = {name: block.without_experts() for name, block in blocks.items()}
-        return blocks
+    @property
+    def sharding(self) -> Sharding | None:
+        """How the engine cuts this model, None without one."""
+        engine = self.settings.engine
+        return None if engine is None else Sharding(engine)
 
     @cached_property
+    def rank_blocks(self) -> list[Block]:
+        """Each block as one process has it on its device."""
+        blocks = list(self.meta.blocks)
+        if self.sharding is not None:
+            blocks = list(map(self.sharding.on_rank, blocks))
+        return [block.without_experts() for block in blocks] if self.settings.offload else blocks
+
+    @property
+    def layers(self) -> set[str]:
+        """Names of the decoder layers."""
+        return {block.name for block in self.meta.blocks if block.layer}
+
+    @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
         """The blocks with packed experts, in the model's order."""
         return tuple(
@@ -120,8 +129,7 @@ class Planner:
         """Return the planner with settings under which the model and its steps are the same."""
         meta, other = self.meta, copy.copy(self)
         other.settings, other.__dict__["meta"] = settings, meta
-        for name in ("sharding", "rank_blocks", "resident", "load_peak"):  # of other shares
-            other.__dict__.pop(name, None)
+        other.__dict__.pop("rank_blocks", None)  # of other shares
         return other
 
     def with_engine(self, engine: Engine | None) -> Planner:
@@ -138,7 +146,7 @@ class Planner:
             hosting = self.hosting(self.activities(batch, seq, capacities)[0])
         return MemoryPlan(
             label=self.source.label,
-            model_type=str(getattr(self.source.config, "model_type", "")),
+            model_type=self.model_type,
             kind=self.meta.kind,
             double_quant=any(part.weight.nested is not None for part in self.meta.parts),
             settings=self.settings,
@@ -177,12 +185,7 @@ class Planner:
         return self.budget_of(activities, settings)
 
     def activities(
-        self,
-        batch: int,
-        seq: int,
-        capacities: Sequence[int] = (),
-        *,
-        level: str | None = None,
+        self, batch: int, seq: int, capacities: Sequence[int] = (), *, level: str | None = None
     ) -> tuple[tuple[Activity, ...], int]:
         """Return what each block does in a step, in running order, and the workspace's bytes.
 
@@ -190,7 +193,7 @@ class Planner:
         """
         cap = min(capacities) // WORKSPACE_PART if capacities else meta_step.NO_CAP
         activities, workspace = self._step(batch, seq, cap, level)
-        if activities and self.settings.liger:
+        if activities and self.settings.prepared and self.model_type in LIGER_LOSS:
             part, more = self._ligers_loss(batch * seq)
             last = activities[-1]
             sizes = [int(s * part) + more for s in (last.saved, last.forward, last.backward)]
@@ -199,19 +202,21 @@ class Planner:
 
     def budget_of(self, activities: Sequence[Activity], settings: Settings) -> StepBudget:
         """Return the budget of a step."""
-        groups = self._groups(activities)
-        slots = slots_nbytes(self.expert_layers) if settings.offload else 0
-        extra = {"packed experts": slots}
-        if self.sharding is None:
-            return StepBudget(groups, activities, settings, self.itemsize, extra=extra)
-        whole = {block.name: block for block in self.meta.blocks}
-        return StepBudget(
-            groups,
-            self.sharding.with_gathered(activities, whole),
-            settings,
-            self.itemsize,
-            extra=extra | self.sharding.buffers(whole.values(), self.itemsize),
-        )
+        run = {activity.name: place for place, activity in enumerate(activities)}
+        # What does not run (a vision tower) and what holds buffers alone comes first.
+        ordered = sorted(self.rank_blocks, key=lambda block: run.get(block.name, -1))
+        leader = {block.name: block.name for block in ordered}
+        for first, second in self.meta.tied:
+            leader[second] = leader[first]
+        groups: dict[str, list[Block]] = {}
+        for block in ordered:
+            groups.setdefault(leader[block.name], []).append(block)
+        extra = {"packed experts": slots_nbytes(self.expert_layers) if settings.offload else 0}
+        if self.sharding is not None:
+            whole = {block.name: block for block in self.meta.blocks}
+            activities = self.sharding.with_gathered(activities, whole)
+            extra |= self.sharding.buffers(whole.values(), self.itemsize)
+        return StepBudget([*groups.values()], activities, settings, self.itemsize, extra=extra)
 
     def _ligers_loss(self, tokens: int) -> tuple[float, int]:
         """Return the part of a loss that Liger computes at once, and the bytes of its gradient.
@@ -228,56 +233,39 @@ class Planner:
     def _run_step(
         self, batch: int, seq: int, cap: int, level: str | None = None
     ) -> tuple[tuple[Activity, ...], int]:
-        """Return what each block does in a step, and the bytes of the workspace of this cap.
+        """Return what each block does in a step, and the bytes of the workspace of this cap."""
+        meta = self.meta
+        try:
+            return meta_step.run_meta_step(
+                meta.model,
+                meta.modules,
+                {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
+                batch=batch,
+                seq=seq,
+                experts=max((param.num_experts for param in meta.layout.experts), default=1),
+                groups=None if meta.skeleton is None else meta.skeleton.groups,
+                card=self.card,
+                workspace_cap=cap,
+                level=level,
+                layers=[block.name for block in meta.blocks if block.layer],
+            )
+        except MoeQloraError:
+            raise
+        except Exception as error:
+            if level is not None:  # The step itself has run
+                raise LevelError(f"{type(error).__name__}: {first_line(error)}") from error
+            why = f"{type(error).__name__}: {first_line(error)[:120]}"
+            classes = map(type, meta.base.modules())
+            liger = any(is_ligers(getattr(each, "forward", None)) for each in classes)
+            raise ConfigError(
+                f"{self.source.label}: a training step of this model cannot run on the meta device "
+                f"({why}), so that its memory cannot be planned.{_LIGER if liger else ''}"
+            ) from error
 
-        Where the step fails, it runs with Linear layers unpacked, then with fake layers.
-        """
-        while True:
-            meta = self._unpacked or self.meta
-            try:
-                return meta_step.run_meta_step(
-                    meta.model,
-                    meta.modules,
-                    {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
-                    batch=batch,
-                    seq=seq,
-                    experts=max((param.num_experts for param in meta.layout.experts), default=1),
-                    groups=None if meta.skeleton is None else meta.skeleton.groups,
-                    card=self.card,
-                    workspace_cap=cap,
-                    level=level,
-                    layers=[block.name for block in meta.blocks if block.layer],
-                )
-            except MoeQloraError:
-                raise
-            except Exception as error:
-                if level is not None:  # The step itself has run
-                    raise LevelError(f"{type(error).__name__}: {first_line(error)}") from error
-                if not self._whole:
-                    self._whole = True
-                    self.__dict__["meta"] = self._ready(self.source)
-                    continue
-                why = f"{type(error).__name__}: {first_line(error)[:120]}"
-                if self.estimated:
-                    raise ConfigError(
-                        f"{self.source.label}: a training step of this model cannot run on the "
-                        f"meta device ({why}), so that its memory cannot be planned."
-                        f"{_advice(meta.base)}"
-                    ) from error
-                if self._unpacked is None and self.source.linears:
-                    # Some models read a Linear layer's weight past its forward.
-                    self._unpacked = self._ready(replace(self.source, linears=False))
-                else:
-                    self.estimated, self._unpacked = True, None
-                    meta_model.fake_layers(self.meta)
-                    self.notes.append(
-                        f"The layers of this model cannot run without data ({why}); their "
-                        "activations are a rough estimate."
-                    )
-
-    def _ready(self, source: ModelSource) -> meta_model.MetaModel:
+    def _ready(self, skeleton: meta_model.Skeleton | None) -> MetaModel | None:
+        """Return the model, or its skeleton, packed; None where notes count what it names."""
+        source = self.source
         with named.quiet():
-            skeleton = None if self._whole or source.skeleton is None else source.skeleton()
             model = source.build() if skeleton is None else copy.deepcopy(skeleton.model)
             meta = meta_model.pack(
                 self._with_attention(model),
@@ -291,7 +279,7 @@ class Planner:
             notes = [f"{warning.message}" for warning in said]
             if skeleton is not None:
                 if notes:
-                    raise _NeedsWholeError  # since they count what they name
+                    return None
                 meta.skeleton, meta.blocks = skeleton, filled(skeleton, meta.blocks)
             by_name = self.lora_config is None
             self.notes += map(targets.for_target_names, notes) if by_name else notes
@@ -319,35 +307,17 @@ class Planner:
             self.notes.append(counted)
         return model
 
-    def _groups(self, activities: Sequence[Activity]) -> list[list[Block]]:
-        run = {activity.name: place for place, activity in enumerate(activities)}
-        # What does not run (a vision tower) and what holds buffers alone comes first.
-        ordered = sorted(self.rank_blocks.values(), key=lambda block: run.get(block.name, -1))
-        leader = {block.name: block.name for block in ordered}
-        for first, second in self.meta.tied:
-            leader[second] = leader[first]
-        groups: dict[str, list[Block]] = {}
-        for block in ordered:
-            groups.setdefault(leader[block.name], []).append(block)
-        return list(groups.values())
-
-    @cached_property
+    @property
     def resident(self) -> int:
         """Bytes of the packed weights that one process holds on its device, slots apart."""
-        return sum(block.weights for block in self.rank_blocks.values())
+        return sum(block.weights for block in self.rank_blocks)
 
-    @cached_property
+    @property
     def load_peak(self) -> int:
         """The most that a process holds while it loads and packs."""
-        held = self.resident
+        held, modules = self.resident, defaultdict[str, list[PackedWeight]](list)
         if self.settings.offload:  # One weight is packed on the device, and goes to the host
             held += max((p.weight.nbytes for p in self.meta.parts if not p.linear), default=0)
-        return held + self._load_extra
-
-    @cached_property
-    def _load_extra(self) -> int:
-        """The most temporary bytes of packing a module while loading."""
-        modules: dict[str, list[PackedWeight]] = defaultdict(list)
         for part in self.meta.parts:
             modules[part.module].append(part.weight)
         extras = (
@@ -359,7 +329,7 @@ class Planner:
             )
             for weights in modules.values()
         )
-        return max(extras, default=0)
+        return held + max(extras, default=0)
 
 
 def load_extra_nbytes(
@@ -382,10 +352,7 @@ def load_extra_nbytes(
     return extra
 
 
-def _advice(model: nn.Module) -> str:
-    if not any(is_ligers(getattr(type(module), "forward", None)) for module in model.modules()):
-        return ""
-    return (
-        " Liger has replaced classes of this model in this process, and its kernels cannot run "
-        "there: plan before Liger is applied, or in another process."
-    )
+_LIGER = (
+    " Liger has replaced classes of this model in this process, and its kernels cannot run there: "
+    "plan before Liger is applied, or in another process."
+)

@@ -22,7 +22,6 @@ class Best:
     needed: int  # Bytes of the fullest device, with its reserve
     memory: int  # Bytes of that device
     host: int  # Bytes of packed experts in host memory
-    fit: PlannedFit | None = None  # What decoder layers can then keep
 
     def values(self) -> dict[str, Any]:
         """Return the arguments of `plan` that are not its defaults."""
@@ -58,7 +57,7 @@ class Best:
             f"moe_qlora.get_peft_model(model, LoraConfig(r={settings.rank}, ...){options})"
         )
         size = f"batch_size={settings.batch}, seq_len={settings.seq}"
-        lines += ["# pip install liger-kernel, for its loss"] if settings.liger else []
+        lines += ["# pip install liger-kernel, for its loss"] if settings.prepared else []
         lines.append(f"moe_qlora.prepare_training(model, {size})")
         lines.append(f'TrainingArguments(..., optim="{_OPTIM[settings.optimizer]}")')
         return tuple(lines)
@@ -135,8 +134,6 @@ class MemoryPlan:
         best: The best combination of settings that fits `gpus`; None without `gpus`, and where none
             of docs/what-fits.md fits.
         notes: What to know about the figures, a sentence each.
-        estimated: Whether the activations of layers are an estimate, since the model's own cannot
-            run without data.
         whole: With an engine (`settings.engine`), the whole packed model. `resident`, `load_peak`,
             `peak`, `reserve` and each of `devices` are then of one rank, and there is no device
             map.
@@ -164,7 +161,6 @@ class MemoryPlan:
     fit: PlannedFit | None = None
     best: Best | None = None
     notes: tuple[str, ...] = ()
-    estimated: bool = False
     whole: int | None = None
     on_disk: int | None = None
     hosting: Hosting | None = None

@@ -1,4 +1,4 @@
-"""Searches the settings of docs/what-fits.md for the best combination that fits some devices."""
+"""What layers can keep on some devices, and the best combination of settings that fits these."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .attention import FLEX, attended
 from .budget import DeviceUse, Engine, Settings
 from .choice import RECOMPUTE, Choice, Choices, Ladder
 from .devices import reserve_nbytes
-from .planner import LevelError, Planner
+from .planner import LIGER_LOSS, LevelError, Planner
 from .report import Best, PlannedFit
 
 
 def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
-    """Return what layers can keep on devices with these blocks.
+    """Return what layers can keep on devices with these blocks, which stay on their devices.
 
     None where the model has no decoder layers, and, with a note of the planner's, where these do
     not run on a level.
@@ -29,15 +29,14 @@ def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
 
 
 def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
-    # Blocks stay on their devices. Whether the settings have gradient checkpointing does not
-    # matter, since this is in its place.
     batch, seq = planner.settings.batch, planner.settings.seq
     capacities = [use.capacity for use in uses]
     blocks, workspace = planner.activities(batch, seq, capacities, level=RECOMPUTE)
     activities = {RECOMPUTE: blocks}
-    layers = [block.name for block in blocks if planner.rank_blocks[block.name].layer]
+    layers = tuple(block.name for block in blocks if block.name in planner.layers)
     if not layers:
         return None
+    # Whether the settings have gradient checkpointing does not matter: this is in its place.
     settings = replace(planner.settings, checkpointing=True)
     hosting = planner.hosting(blocks) if settings.offload else None
 
@@ -53,9 +52,8 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         return _needed(peak) <= use.capacity
 
     ladder = Ladder.of(attended(planner.text_config, seq))
-    choices = Choices(tuple(layers), ladder, hosting)
-    none = choices.at(choices.path[0], activities)
-    choice = none
+    choices = Choices(layers, ladder, hosting)
+    choice = none = choices.at(choices.path[0], activities)
     if fits(none):
         for level in ladder.levels[1:]:
             activities[level], more = planner.activities(batch, seq, capacities, level=level)
@@ -63,15 +61,9 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         choice = choices.most_kept(activities, fits) or none
     peak, use = fullest(choice)
     times = 1.0 if choice is none else choices.gain(activities, choice)
-    return PlannedFit(
-        choice.layers(hosting),
-        peak,
-        _needed(peak),
-        use.capacity,
-        times,
-        hosting,
-        choices.saved_by(choice),
-    )
+    saved = choices.saved_by(choice)
+    found = choice.layers(hosting)
+    return PlannedFit(found, peak, _needed(peak), use.capacity, times, hosting, saved)
 
 
 def _needed(peak: int) -> int:
@@ -91,20 +83,11 @@ RUNGS: tuple[dict[str, Any], ...] = (
     {**_BOTH, **_LOW_RANK, "offload": True},
     {"targets": "attention", **_LOW_RANK, "offload": True},
 )
-"""Arguments of `plan`, the best first: more trained weights come before less memory, and experts in
-host memory, whose copies take time, last."""
-
-LIGER_LOSS = frozenset(
-    (
-        *("deepseek_v2", "deepseek_v3", "deepseek_v4", "gemma4", "gemma4_text", "glm4v_moe"),
-        *("gpt_oss", "hunyuan_v1_moe", "llama4", "llama4_text", "mixtral", "qwen3_5_moe"),
-        *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_vl_moe_text"),
-    )
-)
-"""Model types with fused experts whose loss Liger 0.8.5 computes in chunks."""
+"""Settings of docs/what-fits.md, the best first: more trained weights come before less memory, and
+experts in host memory, whose copies take time, last."""
 
 # Settings under which a planner's model and its steps are the same.
-_SHARED = ("batch", "seq", "optimizer", "accumulation", "liger", "offload", "engine")
+_SHARED = ("batch", "seq", "optimizer", "accumulation", "prepared", "offload", "engine")
 _SHORTEST = 64  # tokens
 
 
@@ -114,82 +97,64 @@ def best_of(planner: Planner, capacities: Sequence[int], fixed: Collection[str])
     Settings in `fixed` are kept. Where nothing fits with them, all but the LoRA's targets, the
     batch and the sequence may change, and at last the sequence is halved, and one at a time.
     """
-    search = _Search(planner, capacities)
-    targets = {"targets"} & set(fixed)
-    if planner.lora_config is not None:
-        targets |= {"targets", "rank"}
-    batch = planner.settings.batch
-    for kept in (targets | set(fixed), targets):
-        for settings in search.candidates(kept):
-            if (found := search.tried(settings)) is not None:
-                return found
-    smallest = list(search.candidates(targets))[-1:]
-    for settings in smallest:
-        seq = settings.seq if batch > 1 else settings.seq // 2
-        while seq >= _SHORTEST:
-            found = search.tried(replace(settings, batch=1, seq=seq))
-            if found is not None:
-                return found
-            seq //= 2
-    return None
+    planners = {_key(planner.settings): planner}
 
-
-class _Search:
-    def __init__(self, planner: Planner, capacities: Sequence[int]) -> None:
-        self.planner = planner
-        self.capacities = capacities
-        self._known: list[Planner] = [planner]
-
-    def candidates(self, fixed: Collection[str]) -> Iterator[Settings]:
-        """Yield the settings to try, the best first; those in `fixed` are as they were asked."""
-        asked = self.planner.settings
-        has_liger = getattr(self.planner.source.config, "model_type", None) in LIGER_LOSS
-        base: dict[str, Any] = {"checkpointing": True, "liger": has_liger}
-        if self.planner.eager is not None and self.planner.eager.flex:
-            base["attention"] = FLEX
-        engines = [asked.engine]
-        if asked.engine is None and len(self.capacities) > 1:
-            engines = [Engine(name, len(self.capacities)) for name in ("ddp", "fsdp")]
-        seen: list[Settings] = []
-        for rung in RUNGS:
-            given = {name: value for name, value in rung.items() if name not in fixed}
-            if not self.planner.expert_layers:
-                given = {**given, "targets": "attention"} if "targets" in given else given
-                if given.get("offload"):
-                    continue
-            if "rank" in given:
-                given["rank"] = min(given["rank"], asked.rank)
-            given |= {name: value for name, value in base.items() if name not in fixed}
-            for engine in engines:
-                alone = len(self.capacities) == 1 if engine is None else engine.name == "ddp"
-                if given.get("offload") and not alone:
-                    continue
-                settings = replace(asked, engine=engine, **given)
-                if settings not in seen:
-                    seen.append(settings)
-                    yield settings
-
-    def tried(self, settings: Settings) -> Best | None:
-        """Return settings with the bytes that they take; None where they do not fit."""
+    def tried(settings: Settings) -> Best | None:
+        key = _key(settings)
+        if key not in planners:
+            own = (settings, planner.lora_config, planner.card, planner.pace)
+            planners[key] = Planner(planner.source, *own)
         try:
-            planner = self._planner(settings)
-            report = planner.report(self.capacities)
+            report = planners[key].with_settings(settings).report(capacities)
         except MoeQloraError:  # A target that the model does not have
             return None
         if not report.fits:
             return None
         use = max(report.devices, key=lambda use: use.needed / use.capacity)
         host = 0 if report.hosting is None else report.hosting.host_nbytes(report.hosting.most)
-        kept = fit_of(planner, report.devices)
-        return Best(settings, use.needed, use.capacity, host, kept)
+        return Best(settings, use.needed, use.capacity, host)
 
-    def _planner(self, settings: Settings) -> Planner:
-        same = replace(settings, **{name: getattr(Settings(), name) for name in _SHARED})
-        for known in self._known:
-            if same == replace(known.settings, **{name: getattr(same, name) for name in _SHARED}):
-                break
-        else:
-            first = self.planner
-            known = Planner(first.source, settings, first.lora_config, first.card, first.pace)
-            self._known.append(known)
-        return known.with_settings(settings)
+    targets = {"targets"} & set(fixed)
+    if planner.lora_config is not None:
+        targets |= {"targets", "rank"}
+    settings = planner.settings
+    for kept in (targets | set(fixed), targets):
+        for settings in _candidates(planner, len(capacities), kept):
+            if (found := tried(settings)) is not None:
+                return found
+    seq = settings.seq if settings.batch > 1 else settings.seq // 2
+    while seq >= _SHORTEST:
+        if (found := tried(replace(settings, batch=1, seq=seq))) is not None:
+            return found
+        seq //= 2
+    return None
+
+
+def _key(settings: Settings) -> Settings:
+    return replace(settings, **{name: getattr(Settings(), name) for name in _SHARED})
+
+
+def _candidates(planner: Planner, devices: int, fixed: Collection[str]) -> Iterator[Settings]:
+    """Yield the settings to try, the best first; those in `fixed` are as they were asked."""
+    asked = planner.settings
+    base: dict[str, Any] = {"checkpointing": True, "prepared": planner.model_type in LIGER_LOSS}
+    if planner.eager is not None and planner.eager.flex:
+        base["attention"] = FLEX
+    engines = [asked.engine]
+    if asked.engine is None and devices > 1:
+        engines = [Engine(name, devices) for name in ("ddp", "fsdp")]
+    seen: list[Settings] = []
+    for rung in RUNGS:
+        given = {name: value for name, value in (rung | base).items() if name not in fixed}
+        if not planner.expert_layers:
+            given |= {"targets": "attention"} if "targets" in given else {}
+            if given.get("offload"):
+                continue
+        if "rank" in given:
+            given["rank"] = min(given["rank"], asked.rank)
+        for engine in engines:
+            alone = devices == 1 if engine is None else engine.name == "ddp"
+            settings = replace(asked, engine=engine, **given)
+            if settings not in seen and (alone or not given.get("offload")):
+                seen.append(settings)
+                yield settings

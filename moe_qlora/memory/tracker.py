@@ -1,27 +1,14 @@
-"""Counts the bytes that tensors on the meta device would hold on a GPU, in loops too.
-
-transformers computes a gated delta rule or a selective scan chunk by chunk, or token by token,
-where no kernel for it is installed. On meta each turn of such a loop takes its time and tells
-nothing new: what it allocates and saves grows by the same bytes for each `_UNIT` tokens. So the
-function itself runs on meta at three short lengths, and a stand-in takes the bytes that follow for
-the length that is asked for. Where the three lie on no line, the function itself runs.
-"""
+"""Counts the bytes that tensors on the meta device would hold on a GPU."""
 
 from __future__ import annotations
 
-import inspect
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache, wraps
-from threading import RLock
-from typing import Any, NamedTuple
-from weakref import ref
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -31,22 +18,9 @@ GRAIN = 512
 """The caching allocator's smallest step, in bytes."""
 
 _SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
-SEQUENCE = {
-    "torch_chunk_gated_delta_rule": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
-    "chunk_kimi_delta_attention": {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1},
-    "mamba_selective_scan": {"hidden_states": 2, "dt": 2, "B": 2, "C": 2, "z": 2},
-}
-"""The functions that loop, by name, with the dimension of the sequence in each argument."""
-
-_UNIT = 256
-"""Tokens by which bytes grow evenly: whole chunks, and tensors in whole steps of the allocator."""
-
-_SHORT = 4 * _UNIT  # up to which the function itself runs
-
-_lock, _patched = RLock(), dict[tuple[str, str], tuple[int, Any]]()
+_NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)
 _MOST_KNOWN = 1 << 14
 _made = dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]()
-_NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -125,7 +99,7 @@ class MemoryTracker(TorchDispatchMode):
         """Return a tensor of bytes on meta that is not counted, nor are its views."""
         self._uncounted = True
         try:
-            return _bytes(nbytes)
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta")
         finally:
             self._uncounted = False
 
@@ -170,239 +144,3 @@ def _described(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_described, value))
     return type(value), value
-
-
-class _Spec(NamedTuple):
-    """One tensor argument, at any length of the sequence."""
-
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    dim: int | None  # Of the sequence
-
-
-class _Sizes(NamedTuple):
-    """Bytes that one call takes beyond its inputs."""
-
-    saved: int  # From forward to backward, without the output
-    saving: int  # The most in forward, output included, where backward's tensors are saved
-    discarding: int  # The same under checkpointing, where they are not
-    backward: int  # The most in backward beyond what is saved, the output's gradient included
-
-
-class _Call(NamedTuple):
-    """The memory and the output of one call at one length."""
-
-    sizes: _Sizes
-    saved: tuple[str, ...]  # Inputs that backward needs
-    shape: tuple[int, ...]  # Of the output
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    single: bool  # Whether the output comes alone, and not as the first of a tuple
-
-
-@contextmanager
-def scans_by_size(model: nn.Module) -> Iterator[None]:
-    """In this block, the loops of a model's own modules take bytes and no time on meta.
-
-    Tensors of other devices go through the functions as ever.
-    """
-    homes = {type(module).__module__ for module in model.modules()}
-    found = [
-        (home, name) for home in homes for name in SEQUENCE if hasattr(sys.modules[home], name)
-    ]
-    with _lock:
-        for home, name in found:
-            count, own = _patched.get((home, name), (0, getattr(sys.modules[home], name)))
-            _patched[home, name] = (count + 1, own)
-            if not count:
-                setattr(sys.modules[home], name, _stand_in(own, SEQUENCE[name]))
-    try:
-        yield
-    finally:
-        with _lock:
-            for home, name in found:
-                count, own = _patched.pop((home, name))
-                if count > 1:
-                    _patched[home, name] = (count - 1, own)
-                else:
-                    setattr(sys.modules[home], name, own)
-
-
-def _stand_in(own: Callable[..., Any], dims: Mapping[str, int]) -> Callable[..., Any]:
-    signature, lead = inspect.signature(own), next(iter(dims))
-
-    @wraps(own)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        given |= given.pop("kwargs", {})
-        first = given[lead]
-        length = first.shape[dims[lead]]
-        if not first.is_meta or length <= _SHORT:
-            return own(*args, **kwargs)
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        specs = tuple(
-            _Spec(name, tuple(t.shape), tuple(t.stride()), t.dtype, t.requires_grad, dims.get(name))
-            for name, t in tensors.items()
-        )
-        others = tuple((name, value) for name, value in given.items() if name not in tensors)
-        made = _at_length(own, specs, others, length)
-        if made is None:
-            return own(*args, **kwargs)
-        out = _Scan.apply(made, _saves(first), tuple(tensors), *tensors.values())
-        return out if made.single else (out, None)
-
-    return call
-
-
-class _Scan(torch.autograd.Function):
-    """Returns the output of a call, and allocates as it does in forward and in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, saves: bool, names: Any, *inputs: Tensor) -> Tensor:
-        sizes, ctx.inputs = call.sizes, [_like(tensor) for tensor in inputs]
-        ctx.working = sizes.backward
-        # Under checkpointing nothing stays of a first forward: its tensors need a shape alone.
-        buffer = _bytes(sizes.saved) if saves else _bytes(1).expand(sizes.saved)
-        out = torch.empty_strided(call.shape, call.stride, dtype=call.dtype, device="meta")
-        live = _held(out) + (sizes.saved if saves else GRAIN)
-        working = _bytes(max((sizes.saving if saves else sizes.discarding) - live, 0))
-        del working
-        saved = (x for name, x in zip(names, inputs, strict=True) if name in call.saved)
-        ctx.save_for_backward(buffer, *saved)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        held = ctx.saved_tensors
-        working = _bytes(max(ctx.working - _held(grad), 0))
-        del working, held
-        grads = [
-            make() if needed else None
-            for make, needed in zip(ctx.inputs, ctx.needs_input_grad[3:], strict=True)
-        ]
-        return None, None, None, *grads
-
-
-class _End(torch.autograd.Function):
-    """Takes the output of a call; its gradient is freed as soon as it is read, as in a model."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        ctx.make = _like(out)
-        return out.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.make()
-
-
-class _Probe(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
-        ctx.save_for_backward(saved)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None
-
-
-def _saves(x: Tensor) -> bool:
-    """True if a tensor saved now stays for backward, false under checkpointing."""
-    saved = _bytes(0)
-    alive = ref(saved.untyped_storage())
-    out = _Probe.apply(x, saved)  # which holds what is saved
-    del saved
-    return alive() is not None or not out.requires_grad
-
-
-def _like(tensor: Tensor) -> Callable[[], Tensor]:
-    shape, dtype = tensor.shape, tensor.dtype
-    return lambda: torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _held(tensor: Tensor) -> int:
-    return cdiv(tensor.untyped_storage().nbytes(), GRAIN) * GRAIN
-
-
-def _bytes(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="meta")
-
-
-def _at_length(own: Any, specs: tuple[_Spec, ...], others: Any, length: int) -> _Call | None:
-    """Return what a call takes at a length, from shorter ones; None where these are on no line."""
-    rest = length % _UNIT
-    try:
-        calls = [_measured(own, specs, others, length, n * _UNIT + rest) for n in (2, 3, 4)]
-    except TypeError:  # an argument that cannot be a key
-        return None
-    first, _, third = calls
-    turns = length // _UNIT - 4
-
-    def extended(*values: int) -> int:
-        return values[2] + turns * (values[2] - values[1])
-
-    every = [(*call.sizes, *call.shape, *call.stride) for call in calls]
-    if any(b - a != c - b for a, b, c in zip(*every, strict=True)) or first.saved != third.saved:
-        return None
-    reached = [extended(*values) for values in zip(*every, strict=True)]
-    count, dims = len(third.sizes), len(third.shape)
-    shape, stride = reached[count : count + dims], reached[count + dims :]
-    return third._replace(sizes=_Sizes(*reached[:count]), shape=tuple(shape), stride=tuple(stride))
-
-
-@cache
-def _measured(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, short: int) -> _Call:
-    # A thread has no modes and hooks of the step around it.
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_measure, own, specs, others, length, short).result()
-
-
-def _measure(own: Any, specs: tuple[_Spec, ...], others: Any, length: int, short: int) -> _Call:
-    inputs = {spec.name: _input(spec, length, short) for spec in specs}
-    names = {tensor.untyped_storage()._cdata: name for name, tensor in inputs.items()}
-    saved: dict[str, None] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        name = names.get(tensor.untyped_storage()._cdata)
-        if name is not None:
-            saved[name] = None
-        return tensor
-
-    def run() -> tuple[Tensor, bool]:
-        made = own(**inputs, **dict(others))
-        out, *more = (made,) if isinstance(made, Tensor) else made
-        if any(each is not None for each in more):
-            raise TypeError(f"{own.__name__} gives out more than one tensor")
-        return out, isinstance(made, Tensor)
-
-    discarding = MemoryTracker([*inputs.values()])
-    shapes_alone = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda none: none)
-    with discarding, shapes_alone:
-        run()
-    tracker = MemoryTracker([*inputs.values()])
-    with tracker, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out, single = run()
-        saving = tracker.peak
-        shape, stride, dtype = tuple(out.shape), tuple(out.stride()), out.dtype
-        end = _End.apply(out)
-        del out
-        tracker.mark()
-        held = tracker.live
-        end.backward(end)
-        backward = tracker.mark() - held
-    sizes = _Sizes(held, saving, discarding.peak, max(backward, 0))
-    return _Call(sizes, tuple(saved), shape, stride, dtype, single)
-
-
-def _input(spec: _Spec, length: int, short: int) -> Tensor:
-    shape, stride = list(spec.shape), list(spec.stride)
-    if spec.dim is not None:
-        shape[spec.dim] = short
-        whole = spec.stride[spec.dim] * length
-        stride = [each * short // length if each >= whole else each for each in stride]
-    tensor = torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
-    return tensor.requires_grad_(spec.requires_grad)

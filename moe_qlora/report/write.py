@@ -232,7 +232,7 @@ def bytes_by_kind(source: meta_model.ModelSource) -> tuple[str | None, dict[str,
 def _bytes(subject: _Subject, quantization: Any, remote: bool) -> _Section:
     if subject.model is None:
         raise ConfigError("The folder does not say which model it is of: name it with base.")
-    source = meta_model.source_of(subject.model, quantization, None, remote)
+    source = meta_model.source_of(subject.model, quantization, remote)
     packed, kinds = bytes_by_kind(source)
     rows = [("part", "weights", "as loaded", "packed")]
     for kind, (weights, before, after) in kinds.items():

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-import moe_qlora
 from moe_qlora.packing import parametrize
+from tests.helpers.plans import plan
 from tests.helpers.training import NF4, adapted, loaded
 
 pytestmark = [
@@ -105,7 +105,7 @@ def test_a_packed_model_is_planned_and_dispatched_evenly(folder: Path) -> None:
     model = load(folder, {"": 0})
     ids = torch.arange(32, device="cuda:0")[None]
     before = model(ids).logits
-    plan = moe_qlora.plan(model, gpus="2x24GiB", seq=64)
-    model = dispatch_model(model, plan.device_map)
+    made = plan(model, gpus="2x24GiB", seq=64)
+    model = dispatch_model(model, made.device_map)
     assert_even(model)
     torch.testing.assert_close(model(ids).logits.to(before.device), before, rtol=0.02, atol=0.05)

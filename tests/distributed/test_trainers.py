@@ -21,6 +21,7 @@ from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
+from moe_qlora.distributed.sharding import shards_integers
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers import training
 from tests.helpers.training import NF4, loaded, logged_losses, whole
@@ -100,7 +101,7 @@ def trainer_of(folder: str, world: int, out: str, case: str) -> Any:
         )
 
 
-@moe_qlora.shards_integers()
+@shards_integers()
 def run_trainer(folder: str, world: int, case: str) -> dict[str, Any]:
     out = f"{folder}, {case}, {world}"
     trainer = trainer_of(folder, world, out, case)
@@ -122,7 +123,7 @@ def run_trainer(folder: str, world: int, case: str) -> dict[str, Any]:
     return result
 
 
-@moe_qlora.shards_integers()
+@shards_integers()
 def run_accelerate(folder: str, world: int, plugin: Any = None) -> dict[str, Any]:
     """Train in a loop of one's own, with what `accelerate launch` has."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)

@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.testing import run_distributed, tiny_inputs, tiny_model
 from tests.helpers import training
+from tests.helpers.plans import plan
 from tests.helpers.ranks import are_same, packed_bytes, said, sharded
 from tests.helpers.training import NF4, adapted, loaded, mean_of_ranks, whole_gradients
 
@@ -256,7 +257,7 @@ def test_families_and_a_compiled_decoder_layer(two: Any, family: str) -> None:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_rank_holds_what_is_planned_to_the_byte(two: Any, packing: str) -> None:
     """The first one; FSDP2 pads the last one's share to the same size."""
-    made = moe_qlora.plan(packed(packing), fsdp=2, seq=8, rank=3, targets="attention,experts")
+    made = plan(packed(packing), engine="fsdp:2", seq=8, rank=3, targets="attention,experts")
     adapters = made.peak.parts["adapters"]
     assert two[0][packing] == {"weights": made.resident, "trained": adapters}
     assert two[1][packing]["weights"] <= made.resident

@@ -12,8 +12,8 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import moe_qlora
 from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.distributed.sharding import shards_integers
 from moe_qlora.errors import MoeQloraError
 
 from .folders import same
@@ -28,7 +28,7 @@ def sharded(model: Any, **options: Any) -> Any:
         for module in model.modules()
         if isinstance(module, nn.ModuleList) and hasattr(module[0], "self_attn")
     ]
-    with moe_qlora.shards_integers():
+    with shards_integers():
         # Two stacks that share weights must be one group to torch, as are layers that do.
         for layer in stacks[0] if len(stacks) == 1 else ():
             fully_shard(layer, **options)

@@ -25,6 +25,7 @@ import moe_qlora
 from moe_qlora.errors import ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
+from tests.helpers.plans import plan
 
 pytest.importorskip("liger_kernel")
 
@@ -313,10 +314,10 @@ def test_a_trainer_with_the_switch(model_folder, tmp_path):
 
 def test_plans_in_the_same_process():
     config = tiny_config("qwen3_moe")
-    before = moe_qlora.plan(config, targets="experts")
+    before = plan(config, targets="experts")
     apply("qwen3_moe")
-    after = moe_qlora.plan(config, targets="experts")
+    after = plan(config, targets="experts")
     assert (after.peak, after.notes) == (before.peak, before.notes)
     monkey_patch._apply_liger_kernel("qwen3_moe", **{**CPU, "rms_norm": True})
     with pytest.raises(ConfigError, match="plan before Liger is applied"):
-        moe_qlora.plan(config)
+        plan(config)

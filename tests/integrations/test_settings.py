@@ -105,8 +105,8 @@ def test_a_validated_configuration_is_planned() -> None:
     """`axolotl moe-experts CONFIG --gpus GPUS` gives plan what axolotl's validation left."""
     from types import SimpleNamespace
 
-    import moe_qlora
     from moe_qlora.integrations.settings import plan_arguments
+    from moe_qlora.memory.plan import plan_settings
 
     cfg = SimpleNamespace(
         base_model="qwen3_moe",
@@ -120,13 +120,13 @@ def test_a_validated_configuration_is_planned() -> None:
         gradient_checkpointing=True,
         optimizer=SimpleNamespace(value="adamw_bnb_8bit"),
     )
-    settings = moe_qlora.plan(**plan_arguments(cfg, 1), search=False).settings
+    settings = plan_settings(**plan_arguments(cfg, 1), search=False).settings
     assert (settings.batch, settings.seq, settings.rank, settings.accumulation) == (2, 256, 8, 4)
     assert (settings.targets, settings.optimizer) == ("q_proj,v_proj,experts", "adamw_8bit")
     assert settings.checkpointing and settings.engine is None
-    assert plan_arguments(cfg, 4)["ddp"] == 4
+    assert plan_arguments(cfg, 4)["engine"] == "ddp"
     cfg.fsdp_config = {"reshard_after_forward": True}
-    assert plan_arguments(cfg, 4)["fsdp"] == 4
+    assert plan_arguments(cfg, 4)["engine"] == "fsdp"
     for change, message in (
         ({"adapter": None}, "adapter is null, and plans are of LoRA: set adapter: qlora."),
         ({"load_in_4bit": None}, "adapter is 'qlora', without load_in_4bit or load_in_8bit"),

@@ -164,7 +164,7 @@ from transformers import Trainer
 
 moe_qlora.grahp_layers(model)
 moe_qlora.plan("qwen3_moe", sequence=4)
-moe_qlora.plan("qwen3_moe", seq=4)
+moe_qlora.plan("qwen3_moe", seq_len=4)
 TrainingArguments(output_dir="x", liger=True)
 """
     wrong = {"adapters_to_sglang", "moe_qlora.grahp_layers", "sequence=", "liger="}

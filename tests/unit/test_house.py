@@ -36,7 +36,8 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What one GPU does without: only the package's face imports it, and world.py hands it down.
 BEHIND_A_SEAM = {"distributed", "speed"}
-SEAMS = {"integrations.prepare": "speed"}  # the call that sets what makes training fast
+SEAMS = {"integrations.prepare": "speed", "cli.measure": "speed"}
+"""The call that sets what makes training fast, and the one that measures a model without it."""
 
 HOSTS = {"axolotl", "trl", "accelerate", "llamafactory", "swift", "liger_kernel"}
 MODEL_LIBRARIES = {"transformers", "peft"}

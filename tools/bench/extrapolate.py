@@ -40,7 +40,7 @@ class Model:
     def __init__(self, name: str) -> None:
         self.name, (self.batch, step, self.row) = name, RUNS[name]
         settings = Settings(self.batch, SEQ, RANK, "attention,experts", "bfloat16")
-        self.planner = Planner(source_of(name, None, None, False), settings)
+        self.planner = Planner(source_of(name, None), settings)
         blocks = self.planner.meta.blocks
         self.layers = sum(block.layer for block in blocks)
         self.weights = self.planner.resident

@@ -21,6 +21,7 @@ from common import Rows, allocated, environment, parser_of, recompute, release, 
 from shapes import quantization, whole_config
 
 import moe_qlora
+from moe_qlora.memory.plan import plan_settings
 
 DTYPE = torch.bfloat16
 MODELS = {"qwen3": "qwen3-30b-a3b", "gpt_oss": "gpt-oss-20b"}
@@ -109,11 +110,10 @@ def measure(case: Case, device: torch.device, options: argparse.Namespace, where
         "optimizer": case.optimizer,
         "checkpointing": case.checkpointing,
     }
-    if device.type == "cuda":
-        asked["gpus"] = torch.cuda.get_device_name(device)
-    planned = moe_qlora.plan(model, **asked)
+    gpus = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    planned = plan_settings(model, None, asked, gpus=gpus, search=False)
     if case.linears:
-        from_config = moe_qlora.plan(config, **asked)
+        from_config = plan_settings(config, None, asked, gpus=gpus, search=False)
         if from_config.peak != planned.peak:
             raise RuntimeError(f"two plans: {from_config.peak} and {planned.peak}")
     peak = train(model, case, seq, device)

@@ -38,14 +38,14 @@ DATA = RESULTS.with_name("planned") / "what_fits.csv"
 CHECKED = RESULTS.with_name("planned") / "what_fits_checked.csv"
 ENVIRONMENT = ("date", "commit", "torch", "transformers", "peft", "bitsandbytes")
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt-oss-20b": {"attention": "flex_attention", "liger": True},
-    "gpt-oss-120b": {"attention": "flex_attention", "liger": True},
-    "qwen3-30b-a3b": {"liger": True},
-    "qwen3-next-80b-a3b": {"liger": True},
-    "qwen3-235b-a22b": {"liger": True},
-    "mixtral-8x7b": {"liger": True},
+    "gpt-oss-20b": {"attention": "flex_attention", "prepared": True},
+    "gpt-oss-120b": {"attention": "flex_attention", "prepared": True},
+    "qwen3-30b-a3b": {"prepared": True},
+    "qwen3-next-80b-a3b": {"prepared": True},
+    "qwen3-235b-a22b": {"prepared": True},
+    "mixtral-8x7b": {"prepared": True},
     "glm-4.5-air": {},
-    "deepseek-v3": {"liger": True},
+    "deepseek-v3": {"prepared": True},
 }
 """Models by the names that `plan` knows, and what of each is the same in all cells.
 
@@ -196,7 +196,7 @@ class Planned:
     @cached_property
     def source(self) -> ModelSource:
         """Where the model comes from."""
-        return source_of(self.model, None, None, False)
+        return source_of(self.model, None)
 
     def _with_engine(self, letter: str, engine: str, ranks: int, card: Card) -> Planner:
         planner = self.planner(letter, card)
@@ -222,14 +222,14 @@ def checks() -> Iterator[Check]:
         engine = Engine("fsdp", int(words["gpus"])) if "fsdp2" in words else None
         liger = "liger" in words.get("with", "")
         batch, seq = int(words["batch"]), int(words["seq"])
-        peak = _planned(check.what, batch, seq, engine, liger=liger, **how)
+        peak = _planned(check.what, batch, seq, engine, prepared=liger, **how)
         yield check._replace(planned=peak)
 
 
 def _planned(model: str, batch: int, seq: int, engine: Engine | None, **options: Any) -> int:
     """The planned peak of a whole model of the benchmarks, whose Linear layers are not packed."""
     settings = Settings(batch, seq, 16, "attention,experts", "bfloat16", **options)
-    source = replace(source_of(model, None, None, False), linears=False)
+    source = replace(source_of(model, None), linears=False)
     planner = Planner(source, settings, card=devices_of("H200")[1])  # which measured them
     return (planner.with_engine(engine) if engine else planner).peak(batch, seq).nbytes
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
+from moe_qlora.distributed.sharding import shards_integers
 
 folder, out = sys.argv[1:3]
 distributed.init_process_group()
@@ -36,7 +37,7 @@ if "--ddp" in sys.argv:
     print(moe_qlora.prepare_training(model, batch_size=2, seq_len=32))
     model = DistributedDataParallel(model)
 else:
-    with moe_qlora.shards_integers():  # torch before 2.13 shards no packed weights by itself
+    with shards_integers():  # torch before 2.13 shards no packed weights by itself
         for layer in model.get_base_model().model.layers:
             fully_shard(layer)
         fully_shard(model)

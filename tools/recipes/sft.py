@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig
 from trl import SFTConfig, SFTTrainer
 
 import moe_qlora
+from moe_qlora.distributed.sharding import shards_integers
 
 folder, out = sys.argv[1:3]
 gpus = torch.cuda.is_available()
@@ -51,6 +52,6 @@ trainer = SFTTrainer(
     eval_dataset=Dataset.from_dict({"input_ids": rows[:8]}),
 )
 print(moe_qlora.prepare_training(trainer.model, batch_size=8, seq_len=32))
-with moe_qlora.shards_integers():  # torch before 2.13 shards no packed weights by itself
+with shards_integers():  # torch before 2.13 shards no packed weights by itself
     trainer.train()
 trainer.save_model(out)

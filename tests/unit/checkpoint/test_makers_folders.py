@@ -30,6 +30,7 @@ from moe_qlora.cli.app import app
 from moe_qlora.detection.detect import detect
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_inputs
+from tests.helpers.plans import plan
 
 # One of each way to be stored, and of each way from the files to parameters.
 FEW = (
@@ -221,7 +222,7 @@ def test_dump_shows_the_plain_model(twins: Get) -> None:
 
 def test_plan_counts_the_packed_model(twins: Get) -> None:
     folder = twins("gpt_oss mxfp4")
-    makers, plain = (moe_qlora.plan(place, NF4, seq=64) for place in (folder.makers, folder.plain))
+    makers, plain = (plan(place, NF4, seq=64) for place in (folder.makers, folder.plain))
     assert makers.on_disk == verify(folder.makers).nbytes < makers.unpacked
     assert makers.as_dict()["on_disk"] == makers.on_disk
     assert plain.on_disk is None

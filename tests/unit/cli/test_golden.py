@@ -130,11 +130,11 @@ def once() -> Callable[..., Any]:
     """Make `moe_qlora.plan` or `moe_qlora.doctor` compute once for both widths."""
     known: dict[Any, Any] = {}
 
-    def memo(stock: Any, source: Any, settings: Any, **arguments: Any) -> Any:
+    def memo(stock: Any, source: Any, *settings: Any, **arguments: Any) -> Any:
         label = getattr(source, "label", source)
         key = stock, repr((label, settings, sorted(arguments.items())))
         if key not in known:
-            known[key] = stock(source, settings, **arguments)
+            known[key] = stock(source, *settings, **arguments)
         return known[key]
 
     return lambda stock: partial(memo, stock)
@@ -162,7 +162,7 @@ def check_fit(case: str, text: str, width: int) -> None:
 def test_golden(case, cli, folder, steady, once, monkeypatch, request):
     if case.startswith("help") and release_of(typer.__version__) < (0, 29):
         pytest.skip("typer 0.29 writes help in another way")
-    monkeypatch.setattr(memory_plan, "plan", once(memory_plan.plan))
+    monkeypatch.setattr(memory_plan, "plan_settings", once(memory_plan.plan_settings))
     monkeypatch.setattr(doctor, "doctor", once(doctor.doctor))
     shown = {60: "", 80: ""}
     for width in (60, 80):

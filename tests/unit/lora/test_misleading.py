@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig
 import moe_qlora
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.testing import tiny_inputs, tiny_model
+from tests.helpers.plans import plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
 
@@ -192,18 +193,18 @@ def test_it_is_said_once_and_not_again_of_adapters_that_are_loaded(tmp_path: Pat
 
 def test_a_plan_notes_experts_that_its_targets_leave_out() -> None:
     model = tiny_model("qwen3_moe")
-    notes = moe_qlora.plan(model, nf4(), seq=32, targets="q_proj,down_proj").notes
+    notes = plan(model, nf4(), seq=32, targets="q_proj,down_proj").notes
     (note,) = [note for note in notes if "4 packed expert weights" in note]
     cure = 'get no LoRA: name experts among the targets, as in "attention,experts".'
     assert note.endswith(cure)  # as `plan` takes them, on the command line too
     with pytest.raises(ConfigError, match="give a string with names by comma"):
-        moe_qlora.plan(model, nf4(), seq=32, targets=["experts"])  # type: ignore[arg-type]
-    notes = moe_qlora.plan(model, nf4(), seq=32, lora_config=lora("q_proj", "down_proj")).notes
+        plan(model, nf4(), seq=32, targets=["experts"])  # type: ignore[arg-type]
+    notes = plan(model, nf4(), seq=32, lora_config=lora("q_proj", "down_proj")).notes
     (note,) = [note for note in notes if "4 packed expert weights" in note]
     assert "pass experts=True" in note
     with pytest.raises(ConfigError, match=r"nothing else does: name experts among the targets"):
-        moe_qlora.plan(model, nf4(), seq=32, targets="down_proj")
-    notes = moe_qlora.plan(model, nf4(), seq=32, targets="q_proj,down_proj,experts").notes
+        plan(model, nf4(), seq=32, targets="down_proj")
+    notes = plan(model, nf4(), seq=32, targets="q_proj,down_proj,experts").notes
     assert not any("get no LoRA" in note for note in notes)
 
 

@@ -19,7 +19,7 @@ def _key(planner: Planner, *others: Any) -> str:
     source = planner.source
     settings = replace(planner.settings, **{name: getattr(Settings(), name) for name in _SHARED})
     named = (source.config.to_json_string(), source.quantization, source.native, settings)
-    return repr((*named, planner.lora_config, planner.card, planner._whole, *others))
+    return repr((*named, planner.lora_config, planner.card, *others))
 
 
 @pytest.fixture
@@ -30,17 +30,17 @@ def steps_run_once(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """
 
     def run(self: Planner, batch: int, seq: int, cap: int, level: str | None = None) -> Any:
-        known = _known.setdefault(_key(self, batch, seq, level), {})
+        known = _known.setdefault(_key(self, self.meta.skeleton is None, batch, seq, level), {})
         for other, found in known.items():
             if found[1] <= cap <= other:
                 return found
         known[cap] = found = _run(self, batch, seq, cap, level)
         return found
 
-    def ready(self: Planner, source: Any) -> Any:
-        key, before = _key(self, source.linears), len(self.notes)
+    def ready(self: Planner, skeleton: Any) -> Any:
+        key, before = _key(self, skeleton is None), len(self.notes)
         if key not in _known:
-            _known[key] = _ready(self, source), self.eager, self.notes[before:]
+            _known[key] = _ready(self, skeleton), self.eager, self.notes[before:]
         meta, self.eager, notes = _known[key]
         self.notes[before:] = notes
         return meta

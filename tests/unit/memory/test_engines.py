@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,11 +13,19 @@ from torch import nn
 from transformers import BitsAndBytesConfig, Qwen3MoeConfig
 
 import moe_qlora
-from moe_qlora.memory.budget import Activity, Block, BlockTensor, Engine, Settings
-from moe_qlora.memory.engines import ENGINES, Sharding
+from moe_qlora.memory.budget import (
+    ENGINES,
+    Activity,
+    Block,
+    BlockTensor,
+    Engine,
+    Settings,
+    Sharding,
+)
 from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.testing import tiny_model
+from tests.helpers.plans import plan
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 PACKINGS = {
@@ -51,7 +58,7 @@ def pieces(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def planner(model, engine: Engine | None = None, quantization=None, **settings) -> Planner:
-    source = source_of(model, quantization, None, False)
+    source = source_of(model, quantization)
     return Planner(source, Settings(**({"seq": 16, "engine": engine} | settings)))
 
 
@@ -89,9 +96,7 @@ def test_models_of_distributed_runs_are_planned_alike(packing, engine):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_fsdp_cuts_adapters_gradients_and_moments(ranks):
     model = packed_model("nf4 double")
-    made = moe_qlora.plan(
-        model, fsdp=ranks, seq=16, rank=5, targets="attention,experts", accumulation=2
-    )
+    made = plan(model, fsdp=ranks, seq=16, rank=5, targets="attention,experts", accumulation=2)
     config = LoraConfig(r=5, target_modules=MODULES)
     peft_model = moe_qlora.get_peft_model(model, config, experts=True)
     trained = [p for p in peft_model.parameters() if p.requires_grad]
@@ -105,7 +110,7 @@ def test_fsdp_cuts_adapters_gradients_and_moments(ranks):
 
 def test_ddp_has_all_and_its_buckets():
     asked = {"seq": 16, "targets": "attention,experts", "accumulation": 2}
-    one, made = (moe_qlora.plan(small(), **asked, **more) for more in ({}, {"ddp": 4}))
+    one, made = (plan(small(), **asked, **more) for more in ({}, {"ddp": 4}))
     # In distributed runs the offset of double quantization, 4 bytes, is padded to 16.
     padding = 12 * 3 * (2 + 4)  # experts and attention of three layers
     assert made.whole == one.resident
@@ -164,7 +169,7 @@ def test_measured_on_two_h200s():
     config = small(**sizes, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)
     skips = [r"model.layers.\d+.self_attn", "lm_head"]
     quantization = BitsAndBytesConfig(**PACKINGS["nf4 double"], llm_int8_skip_modules=skips)
-    made = moe_qlora.plan(config, quantization, fsdp=2, targets="attention,experts")
+    made = plan(config, quantization, engine="fsdp:2", targets="attention,experts")
     assert made.resident + made.peak.parts["adapters"] == pytest.approx(10.3e9, rel=0.01)
     assert made.peak.nbytes == pytest.approx(22.9e9, rel=0.01)
 
@@ -172,7 +177,7 @@ def test_measured_on_two_h200s():
 @pytest.mark.parametrize("name", ENGINES)
 def test_parts_of_a_rank_make_its_peak(name):
     asked = {"seq": 64, "targets": "attention,experts", "search": False}
-    made = moe_qlora.plan(small(num_hidden_layers=1), **{name: 4}, gpus="4x2GiB", **asked)
+    made = plan(small(num_hidden_layers=1), **{name: 4}, gpus="4x2GiB", **asked)
     assert sum(made.peak.parts.values()) == made.peak.nbytes
     assert len(made.devices) == 4
     assert {use.peak.nbytes for use in made.devices} == {made.peak.nbytes}
@@ -183,27 +188,27 @@ def test_parts_of_a_rank_make_its_peak(name):
 
 
 def test_one_process_says_nothing_of_engines_and_how_several_gpus_are_used():
-    made = moe_qlora.plan(small(), gpus="2GiB", seq=64, search=False)
+    made = plan(small(), gpus="2GiB", seq=64, search=False)
     said = made.as_dict()
     assert not {"engine", "whole"} & (said.keys() | said["training"].keys())
     assert not {"gathered weights", "gradient buckets"} & said["peak"]["at_peak"].keys()
     assert not any("device_map" in note for note in made.notes)
-    (note,) = moe_qlora.plan(small(), gpus="8x1GiB", seq=64, search=False).notes
+    (note,) = plan(small(), gpus="8x1GiB", seq=64, search=False).notes
     assert "spread over the 8 GPUs in one process (device_map)" in note
     assert note.endswith("compute one after the other.")
 
 
 def test_groups_of_ranks():
-    made = moe_qlora.plan(small(), gpus="8x1GiB", fsdp=4, seq=64, search=False)
+    made = plan(small(), gpus="8x1GiB", engine="fsdp:4", seq=64, search=False)
     assert made.notes[0] == "2 groups of 4 ranks; each group holds the whole model."
     assert len(made.devices) == 8
-    same = moe_qlora.plan(small(), gpus="4x1GiB", fsdp=4, seq=64, search=False)
+    same = plan(small(), gpus="4x1GiB", engine="fsdp:4", seq=64, search=False)
     assert same.peak == made.peak
 
 
 def test_what_accelerates_plugin_loads():
-    made = moe_qlora.plan(small(), fsdp=2, seq=64)
-    one = moe_qlora.plan(small(), seq=64)
+    made = plan(small(), engine="fsdp:2", seq=64)
+    one = plan(small(), seq=64)
     (note,) = made.notes
     assert f"loads the whole packed model, {moe_qlora.layout.human_bytes(one.load_peak)}." in note
 
@@ -211,30 +216,24 @@ def test_what_accelerates_plugin_loads():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"ddp": 2, "fsdp": 4}, "ddp=2 and fsdp=4 are 2 engines for one run; give one of them."),
-        ({"ddp": True}, "ddp takes the number of ranks from gpus: give gpus, or ddp=2."),
-        ({"ddp": True, "gpus": "1x80GiB"}, "ddp is 1; give the number of ranks, 2 or more."),
+        ({"engine": "zero"}, "engine is 'zero'; give ddp or fsdp, or with ranks, as in fsdp:4."),
+        ({"engine": "ddp"}, "ddp takes the number of ranks from gpus: give gpus, or ddp:2."),
+        ({"engine": "ddp", "gpus": "1x80GiB"}, "ddp is 1; give the number of ranks, 2 or more."),
         ({"fsdp": 1}, "fsdp is 1; give the number of ranks, 2 or more."),
-        ({"fsdp": True}, "fsdp is True; give the number of ranks, 2 or more."),
-        ({"fsdp": 2.5}, "fsdp is 2.5; give the number of ranks, 2 or more."),
+        ({"engine": "fsdp:two"}, "fsdp is two; give the number of ranks, 2 or more."),
         ({"fsdp": 4, "gpus": "2x80GiB"}, "fsdp is 4, and gpus names 2: a rank has a GPU to itself"),
         ({"fsdp": 2, "gpus": "24GiB"}, "at least 2 GPUs, or leave fsdp out."),
-        ({"ddp": 4, "gpus": "8x80GiB"}, "its layers are not spread over several; give ddp=8, or 4"),
+        (
+            {"ddp": 4, "gpus": "8x80GiB"},
+            "layers are not spread over several; give 8 ranks, or 4",
+        ),
         ({"fsdp": 3, "gpus": "8x80GiB"}, "fsdp is 3, which does not divide the 8 GPUs of gpus"),
     ],
 )
 def test_engines_that_make_no_sense(asked, message):
     with pytest.raises(moe_qlora.ConfigError) as caught:
-        moe_qlora.plan(small(), **asked)
+        plan(small(), **asked)
     assert message in str(caught.value)
-
-
-def test_planners_share_what_engines_do_not_change():
-    one = planner(small(num_hidden_layers=1))
-    fsdp = one.with_engine(Engine("fsdp", 2))
-    assert fsdp.meta is one.meta
-    assert fsdp.with_engine(None).resident == one.resident
-    assert replace(fsdp.settings, engine=None) == one.settings
 
 
 # The command line
@@ -257,5 +256,5 @@ def test_cli_plans_a_rank(cli, tmp_path):
     assert "0-1 " in out  # both devices in one row
     code, out, err = cli("--fsdp", 4, "--json")
     assert (code, err) == (0, "")
-    made = moe_qlora.plan(str(tmp_path), seq=64, fsdp=4)
+    made = plan(str(tmp_path), seq=64, engine="fsdp:4")
     assert json.loads(out) == json.loads(json.dumps(made.as_dict()))

@@ -16,6 +16,7 @@ from moe_qlora.memory.blocks import packed_parts
 from moe_qlora.memory.choice import LEVELS
 from moe_qlora.memory.devices import CONTEXT_BYTES
 from moe_qlora.testing import tiny_model
+from tests.helpers.plans import plan
 
 pytestmark = pytest.mark.usefixtures("steps_run_once")
 
@@ -33,7 +34,7 @@ LARGE = config_of(hidden_size=256, moe_intermediate_size=512, num_experts=128)
 
 @cache
 def plan_of(gpus="1TiB", **changes):
-    return moe_qlora.plan(LARGE, gpus=gpus, **ASKED | changes)
+    return plan(LARGE, gpus=gpus, **ASKED | changes)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +43,8 @@ def plan_of(gpus="1TiB", **changes):
 def test_a_plan_has_what_offload_experts_moves(family):
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
     config = config_of(family, 4)
-    made = moe_qlora.plan(config, quantization, gpus="1TiB", offload=True, **ASKED)
-    plain = moe_qlora.plan(config, quantization, gpus="1TiB", **ASKED)
+    made = plan(config, quantization, gpus="1TiB", offload=True, **ASKED)
+    plain = plan(config, quantization, gpus="1TiB", **ASKED)
     model = tiny_model(family, num_hidden_layers=4, layer_types=None)
     moe_qlora.quantize_experts(model, quantization)
     with moe_qlora.offload_experts(model) as off:
@@ -81,7 +82,7 @@ def test_what_fits_is_nested_and_without_memory_to_spare_lies_on_the_host():
 
 
 def test_each_rank_of_ddp_has_experts_of_its_own_in_host_memory():
-    made, plain = (plan_of("2x1TiB", ddp=2, offload=on) for on in (True, False))
+    made, plain = (plan_of("2x1TiB", engine="ddp:2", offload=on) for on in (True, False))
     alone, whole = plan_of(offload=True), plan_of()
     assert plain.peak.nbytes - made.peak.nbytes == whole.peak.nbytes - alone.peak.nbytes
     assert plain.resident - made.resident == whole.resident - alone.resident
@@ -103,19 +104,19 @@ def test_what_offload_experts_refuses_is_not_planned(where):
 def test_a_model_without_packed_experts_has_none_to_offload():
     skipping = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["experts"])
     with pytest.raises(moe_qlora.ConfigError, match="no packed experts that could lie in host"):
-        moe_qlora.plan(LARGE, skipping, offload=True)
+        plan(LARGE, skipping, offload=True)
 
 
 REAL = {
-    "qwen3-30b-a3b": ("8GiB", {"liger": True}),
-    "gpt-oss-120b": ("16GiB", {"liger": True, "attention": "flex_attention"}),
+    "qwen3-30b-a3b": ("8GiB", {"prepared": True}),
+    "gpt-oss-120b": ("16GiB", {"prepared": True, "attention": "flex_attention"}),
 }
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_models_that_are_larger_than_the_card_fit_with_experts_in_host_memory(name):
     gpus, settings = REAL[name]
-    made = moe_qlora.plan(name, gpus=gpus, offload=True, search=False, **settings)
+    made = plan(name, gpus=gpus, offload=True, search=False, **settings)
     assert made.fits and made.fit.fits and made.fit.needed <= made.fit.memory
     assert 0 < made.fit.counts["host"] < made.hosting.most
     said = made.as_dict()["offload"]

@@ -1,10 +1,8 @@
-"""Stand-ins for loops over a sequence against the loops themselves, on the meta device."""
+"""The tracker of bytes on meta, and loops over a sequence, which take fewer turns there."""
 
 from __future__ import annotations
 
-import sys
 from collections import namedtuple
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,42 +13,17 @@ from moe_qlora.memory.meta_model import source_of
 from moe_qlora.memory.planner import Planner
 from moe_qlora.testing import tiny_model
 
-MODELING = "transformers.models.qwen3_next.modeling_qwen3_next"
 
+@pytest.mark.parametrize(("seq", "checkpointing"), [(2048, True), (2399, False)])
+def test_shorter_sequences_take_the_bytes_of_a_long_one(seq, checkpointing, monkeypatch):
+    def peak():
+        model = tiny_model("qwen3_next", device="meta", dtype=torch.bfloat16)
+        settings = Settings(seq=seq, checkpointing=checkpointing)
+        return Planner(source_of(model, None), settings).peak(1, seq).nbytes
 
-def steps_of(seq, checkpointing):
-    model = tiny_model("qwen3_next", device="meta", dtype=torch.bfloat16)
-    source = source_of(model, None, None, False)
-    made = Planner(source, Settings(seq=seq, checkpointing=checkpointing))
-    return made._run_step(1, seq, meta_step.NO_CAP)
-
-
-@pytest.mark.parametrize(
-    ("seq", "checkpointing"), [(1280, True), (1344, False), (1399, True), (1399, False)]
-)
-def test_a_stand_in_takes_the_bytes_of_the_loop(seq, checkpointing, monkeypatch):
-    turns = []
-    apply = tracker._Scan.apply
-    monkeypatch.setattr(tracker._Scan, "apply", lambda *args: turns.append(1) or apply(*args))
-    short = steps_of(seq, checkpointing)
-    assert turns
-    monkeypatch.setattr(meta_step, "scans_by_size", lambda model: nullcontext())
-    assert steps_of(seq, checkpointing) == short
-
-
-def test_the_loops_are_back_afterwards_and_run_on_other_devices():
-    model = tiny_model("qwen3_next", device="meta")
-    modeling = sys.modules[MODELING]
-    own = modeling.torch_chunk_gated_delta_rule
-    inputs = [torch.randn(1, 80, 2, 8) for _ in range(3)]
-    gates = [-torch.rand(1, 80, 2), torch.rand(1, 80, 2)]
-    expected, _ = own(*inputs, *gates)
-    with tracker.scans_by_size(model), tracker.scans_by_size(model):
-        assert modeling.torch_chunk_gated_delta_rule is not own
-        given, _ = modeling.torch_chunk_gated_delta_rule(*inputs, *gates)
-    assert torch.equal(given, expected)
-    assert modeling.torch_chunk_gated_delta_rule is own
-    assert not tracker._patched
+    short = peak()
+    monkeypatch.setattr(meta_step, "_TURNS", seq)
+    assert short == pytest.approx(peak(), rel=0.01)
 
 
 def test_what_an_operator_made_before_is_what_it_makes(monkeypatch):

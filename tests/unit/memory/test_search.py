@@ -11,10 +11,11 @@ import pytest
 import torch
 from peft import LoraConfig
 
-import moe_qlora
-from moe_qlora.memory.search import LIGER_LOSS, RUNGS
+from moe_qlora.memory.planner import LIGER_LOSS
+from moe_qlora.memory.search import RUNGS
 from moe_qlora.testing import tiny_model
 from moe_qlora.versions import installed_version
+from tests.helpers.plans import plan as plan_of
 
 pytestmark = pytest.mark.usefixtures("steps_run_once")
 
@@ -27,36 +28,35 @@ LARGE = tiny_model(
 
 
 def plan(gpus, config=LARGE, **given):
-    return moe_qlora.plan(config, gpus=gpus, **{"seq": 512, **given})
+    return plan_of(config, gpus=gpus, **{"seq": 512, **given})
 
 
 @pytest.fixture(autouse=True)
 def _no_longest_sequence_and_no_levels(monkeypatch):
     monkeypatch.setattr("moe_qlora.memory.plan._largest", lambda *args: 64)
-    for name in ("plan", "search"):
-        monkeypatch.setattr(f"moe_qlora.memory.{name}.fit_of", lambda *args: None)
+    monkeypatch.setattr("moe_qlora.memory.plan.fit_of", lambda *args: None)
 
 
 @cache
 def needed(**given):
     """The bytes of a device that settings need."""
-    made = plan("1TiB", search=False, liger=True, **given)
+    made = plan("1TiB", search=False, prepared=True, **given)
     return max(use.needed for use in made.devices)
 
 
 def values(made):
-    return {name: v for name, v in made.best.values().items() if name not in ("seq", "liger")}
+    return {name: v for name, v in made.best.values().items() if name not in ("seq", "prepared")}
 
 
 def test_readmes_models_on_24_gb_are_found_from_plans_defaults():
     """Rows of docs/what-fits.md: gpt-oss-20b in 18.1 GiB, Qwen3-30B-A3B in 21.2."""
-    made = moe_qlora.plan("gpt-oss-20b", gpus="4090")
+    made = plan_of("gpt-oss-20b", gpus="4090")
     assert made.best.needed / 2**30 == pytest.approx(18.1, abs=0.05)
-    assert made.best.values() == {"targets": BOTH, "attention": "flex_attention", "liger": True}
-    made = moe_qlora.plan("qwen3-30b-a3b", gpus="4090", targets=BOTH)
+    assert made.best.values() == {"targets": BOTH, "attention": "flex_attention", "prepared": True}
+    made = plan_of("qwen3-30b-a3b", gpus="4090", targets=BOTH)
     assert made.fits is False and made.best.needed / 2**30 == pytest.approx(21.2, abs=0.05)
     small = {"adapter_dtype": "bfloat16", "optimizer": "adamw_8bit"}
-    assert made.best.values() == {"targets": BOTH, "liger": True, **small}
+    assert made.best.values() == {"targets": BOTH, "prepared": True, **small}
     assert made.verdict.startswith(
         "It does not fit as asked: 32.4 GiB of 23.0 GiB. This fits: 21.2"
     )
@@ -117,12 +117,12 @@ def test_several_gpus_hold_it_whole_or_share_it():
     assert plan(f"2x{whole}B").best.settings.engine.name == "ddp"
     best = plan(f"4x{needed(**RUNGS[0])}B").best  # DDP has buckets beside it
     assert best.settings.engine.name == "fsdp" and best.values()["targets"] == BOTH
-    made = plan(f"2x{whole}B", fsdp=2)
+    made = plan(f"2x{whole}B", engine="fsdp:2")
     assert made.best.values()["fsdp"] == 2
 
 
 def test_without_gpus_or_a_search_there_is_no_best():
-    assert moe_qlora.plan(LARGE, seq=64).best is None
+    assert plan_of(LARGE, seq=64).best is None
     assert plan("1TiB", search=False).as_dict()["best"] is None
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-import moe_qlora
 from moe_qlora.cli.app import app
+from tests.helpers.plans import plan
 
 ROOT = Path(__file__).parents[3]
 MODELS = (
@@ -68,7 +68,7 @@ def some(fits):
 
 def test_some_cells_are_what_plan_says(fits):
     for cell in some(fits):
-        report = moe_qlora.plan(cell.model, search=False, **cell.arguments())
+        report = plan(cell.model, search=False, **cell.arguments())
         use = max(report.devices, key=lambda use: use.needed)
         assert (report.fits, use.needed, use.peak.nbytes) == (True, cell.needed, cell.peak), cell
 
