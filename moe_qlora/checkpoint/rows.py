@@ -110,6 +110,8 @@ def reload_spec(
                 params |= dict.fromkeys(by_name[tied].names, by_name[tied])
         if (how := manifest.settings_of(name)).codec.is_kept:
             kept |= dict.fromkeys(param.names, how)
+    # PEFT nests its layers in the order of parameters, which need not be that of the files.
+    params = {name: params[name] for name in by_name if name in params}
     problem = settings_problem(manifest, settings) if params else None
     if problem is not None:
         raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")

@@ -69,7 +69,7 @@ def inspect_model(
     """Build MODEL on meta, detect its experts and pack blanks; return the document of `--json`."""
     from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
     from ..detection.detect import detect
-    from ..lora.targets import exclude_modules, target_parameters
+    from ..lora.targets import exclude_modules
     from ..models import named
     from ..packing.parametrize import pack_blank
     from ..packing.selection import skipping_pattern
@@ -82,12 +82,14 @@ def inspect_model(
         describe_plain(source.config)  # or refuse it
     built = named.build(source, trust_remote_code=trust_remote_code)
     layout = detect(built)
+    targets: list[str] = []  # nothing is tied on meta: moe_qlora.target_parameters lists aliases
     alike: dict[tuple[Any, ...], list[ExpertParam]] = {}
     for param in layout.experts:
         skipped = skipping_pattern(param, settings.skip_modules)
         key = (param.pattern, param.shape, param.transposed, param.role, param.dtype_name, skipped)
         alike.setdefault(key, []).append(param)
         if skipped is None:
+            targets.append(param.name)
             pack_blank(built, param, settings)
     experts = []
     for (*_, skipped), params in alike.items():
@@ -130,7 +132,7 @@ def inspect_model(
             for item in layout.rejected
         ],
         "exclude_modules": exclude_modules(built),
-        "target_parameters": target_parameters(built, unpacked_ok=True),
+        "target_parameters": targets,
         "notes": [*source.notes, *([note] if note else [])],
     }
 

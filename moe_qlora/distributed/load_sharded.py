@@ -71,7 +71,8 @@ def load_sharded(
 
     All ranks call it, after `torch.distributed.init_process_group`. Weights and adapters are bit
     for bit those of a model that one process loads under `enabled()` and adapts. No rank ever holds
-    more than its share, one piece of a weight, and one weight's first-level absmax.
+    more than its share, one piece of a weight, and one weight's first-level absmax; new adapters
+    are drawn whole on each rank's CPU before they are sharded.
 
     Args:
         source: A folder, 16-bit, quantized by its maker or packed by this package; or a hub id.

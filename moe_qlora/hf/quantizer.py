@@ -21,6 +21,7 @@ from ..checkpoint.manifest import (
     FolderCheck,
     Manifest,
     Mark,
+    has_manifest,
     parse_mark,
 )
 from ..checkpoint.prequantized import describe_plain, maker_method, open_plain
@@ -28,6 +29,7 @@ from ..checkpoint.reader import Checkpoint, check_plain
 from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts, file_facts
+from ..packing.codecs import codecs
 from ..packing.decoders import check_linears
 from ..world import many_ranks, world
 from .fill import Fill, weights_to_keep
@@ -184,6 +186,13 @@ class _Packing:
             for key in opened:
                 if floating & {key, prefix + key, key.removeprefix(prefix)}:
                     check_plain(key, opened.info(key).dtype)
+        if self._mark is None and self.pre_quantized and folder and has_manifest(folder):
+            ends = [codec.scales for codec in codecs()]
+            if any(f"{name}{end}" in (opened or ()) for name in spec.params for end in ends):
+                raise CheckpointError(
+                    f"{folder} holds a manifest of moe_qlora, but its config.json does not say so: "
+                    "it was overwritten; restore it, or pack the model again."
+                )
         return spec, opened
 
     def _convert_model_for_quantization(self, model: Any) -> None:

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from ..kernels.workspace import PlannedWorkspace, planned
 from ..lora.targets import base_model
 from ..models.named import quiet
 from . import levels
-from .blocks import packed_parts
+from .blocks import packed_parts, top_k_in
 from .budget import Activity
 from .meta_model import alike
 from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
@@ -157,6 +158,7 @@ def run_meta_step(
     kernels = [planned_for(card), planned(workspace)]
     # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
     kernels.append(cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True))
+    kernels.append(_even_counts(batch * seq * top_k_in(base_model(model))))
     if level is not None:
         middle = {name for group in groups for name in group[1:-1]}
         run = [blocks[name] for name in layers if name not in middle]
@@ -173,6 +175,19 @@ def run_meta_step(
             recorder.close()
     model.zero_grad(set_to_none=True)
     return activities_of(recorder.readings, groups, trained), workspace.nbytes
+
+
+def _even_counts(total: int) -> Any:
+    """Let meta tensors of counts be read, as JetMoE's of tokens for each expert: `total` evenly."""
+    stock = Tensor.tolist
+
+    def tolist(tensor: Tensor) -> Any:
+        if not tensor.is_meta or tensor.dim() != 1:
+            return stock(tensor)
+        count = len(tensor)
+        return [total // count + (place < total % count) for place in range(count)]
+
+    return patch.object(Tensor, "tolist", tolist)
 
 
 def _short_sequences(model: nn.Module, batch: int, seq: int) -> tuple[int, int]:

@@ -177,7 +177,6 @@ def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
         "merge_adapter": (model.merge_adapter,),
         "merge_and_unload": (model.merge_and_unload,),
         "unmerge_adapter": (model.unmerge_adapter,),
-        "add_weighted_adapter": (model.add_weighted_adapter, ["default"], [1.0], "sum"),
         "add_adapter": (model.load_adapter, folder / name / "adapter", "second"),
         "load_adapter": (model.load_adapter, folder / name / "adapter", "default"),
         "state_dict": (partial(model.save_pretrained, state_dict=None), folder / name / "none"),
@@ -187,7 +186,7 @@ def run_saves(folder: Path, name: str, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 SAVED = ("nf4", "int8", "bf16 storage")
-CALLS = ("merge_adapter", "merge_and_unload", "unmerge_adapter", "add_weighted_adapter")
+CALLS = ("merge_adapter", "merge_and_unload", "unmerge_adapter")
 
 
 def take_deepspeed_on_cpus() -> None:

@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 CALLS = (
-    *("merge_adapter", "merge_and_unload", "unmerge_adapter", "add_weighted_adapter"),
+    *("merge_adapter", "merge_and_unload", "unmerge_adapter"),
     "load_adapter",
 )
 
@@ -84,7 +84,7 @@ def adapters(folder: Path) -> dict[str, Any]:
     model.load_adapter(folder / "adapter" / "sharded", "default")
     model.save_pretrained(folder / "adapter" / "loaded")
     source = folder / "adapter" / "sharded"
-    more = {"add_weighted_adapter": (["default"], [1.0], "sum"), "load_adapter": (source, "second")}
+    more = {"load_adapter": (source, "second")}
     for name in CALLS:
         results[f"{name} refused"] = said(getattr(model, name), *more.get(name, ()))
     results["adapters"] = list(model.peft_config)

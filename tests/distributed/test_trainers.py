@@ -86,16 +86,15 @@ def trainer_of(folder: str, world: int, out: str, case: str) -> Any:
     from datasets import Dataset
 
     settings.model_init_kwargs = {"dtype": torch.float32}
-    config, bnb = LoraConfig(r=2, target_modules=["q_proj", "v_proj"]), BitsAndBytesConfig(**NF4)
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], target_parameters=experts)
     torch.manual_seed(1)
     with moe_qlora.enabled():
         return SFTTrainer(
             model=folder,
             args=settings,
-            quantization_config=bnb,
-            peft_config=moe_qlora.adapt_lora_config(
-                folder, config, experts=True, quantization_config=bnb
-            ),
+            quantization_config=BitsAndBytesConfig(**NF4),
+            peft_config=config,
             train_dataset=Dataset.from_dict({"input_ids": [row.tolist() for row in rows()]}),
             processing_class=tokenizer(),
         )

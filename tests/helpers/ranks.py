@@ -12,6 +12,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from moe_qlora.checkpoint import manifest
 from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.distributed.sharding import shards_integers
 from moe_qlora.errors import MoeQloraError
@@ -69,6 +70,7 @@ class CountedReads:
 
     def __init__(self) -> None:
         self.total, self.stock = 0, (Checkpoint.read, Checkpoint.read_bytes)
+        self.small = manifest._SMALL
 
     def __enter__(self) -> CountedReads:
         def counting(stock: Any) -> Any:
@@ -80,10 +82,12 @@ class CountedReads:
             return read
 
         Checkpoint.read, Checkpoint.read_bytes = map(counting, self.stock)  # type: ignore[method-assign]
+        manifest._SMALL = 0  # checksums read small tensors whole
         return self
 
     def __exit__(self, *exception: object) -> None:
         Checkpoint.read, Checkpoint.read_bytes = self.stock  # type: ignore[method-assign]
+        manifest._SMALL = self.small
 
 
 def packed_bytes(model: nn.Module, gather: Callable[[Any], Any] = whole) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import warnings
@@ -23,6 +24,7 @@ from moe_qlora.speed.flat_rows import has_flat_rows
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 BNB = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
 )
@@ -63,9 +65,7 @@ def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
         more["reward_funcs"] = letters
     if way == "folder":
         model, more["quantization_config"] = str(folder), BNB
-        more["peft_config"] = moe_qlora.adapt_lora_config(
-            folder, lora, experts=True, quantization_config=BNB
-        )
+        more["peft_config"] = dataclasses.replace(lora, target_parameters=EXPERTS)
     else:
         torch.manual_seed(1)
         model = load(folder)
@@ -338,11 +338,8 @@ def test_each_adapter_that_a_run_saves_names_its_base(kind, way, model_folder, t
 
 def test_reward_trainer(model_folder, tmp_path):
     """The model of a reward trainer has another head than the checkpoint's own class."""
-    config = moe_qlora.adapt_lora_config(
-        model_folder,
-        LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS"),
-        experts=True,
-        quantization_config=BNB,
+    config = LoraConfig(
+        r=4, target_modules="all-linear", target_parameters=EXPERTS, task_type="SEQ_CLS"
     )
     with moe_qlora.enabled():
         trained = trl.RewardTrainer(

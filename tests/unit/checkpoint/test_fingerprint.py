@@ -68,17 +68,17 @@ def base_model(folder: Path) -> Any:
     return loaded(folder, None if folder.name == "packed" else NF4, dtype=torch.bfloat16)
 
 
-def adapted(model: Any, **options: Any) -> Any:
-    return moe_qlora.adapt_lora_config(model, q_proj(), experts=True, **options)
+def adapted(model: Any) -> Any:
+    return moe_qlora.adapt_lora_config(model, q_proj(), experts=True)
 
 
 def on_base(folders: dict[str, Path]) -> Any:
-    """As a trainer makes it that loads the model itself."""
-    config = adapted(folders["base"], quantization_config=NF4)
-    return peft.get_peft_model(base_model(folders["base"]), config)
+    """As a host makes it with stock PEFT."""
+    model = base_model(folders["base"])
+    return peft.get_peft_model(model, adapted(model))
 
 
-def by_folder(folders: dict[str, Path], out: Path) -> Path:
+def by_stock_peft(folders: dict[str, Path], out: Path) -> Path:
     on_base(folders).save_pretrained(str(out))
     return out
 
@@ -93,7 +93,7 @@ def second(folders: dict[str, Path], out: Path) -> Path:
 
 def resumed(folders: dict[str, Path], out: Path) -> Path:
     """The new run's adapter, after the checkpoint of one that has no fingerprint."""
-    checkpoint = by_folder(folders, out.with_name("killed"))
+    checkpoint = by_stock_peft(folders, out.with_name("killed"))
     note = json.loads((checkpoint / NOTE).read_text())
     note["base"] = {"name": "unknown", "fields": {}, "bits": {}}
     (checkpoint / NOTE).write_text(json.dumps(note))
@@ -104,7 +104,7 @@ def resumed(folders: dict[str, Path], out: Path) -> Path:
 
 
 def continued(folders: dict[str, Path], out: Path) -> Path:
-    checkpoint = by_folder(folders, out.with_name("earlier"))
+    checkpoint = by_stock_peft(folders, out.with_name("earlier"))
     (checkpoint / NOTE).unlink()
     model = base_model(folders["base"])
     PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True).save_pretrained(str(out))
@@ -113,12 +113,12 @@ def continued(folders: dict[str, Path], out: Path) -> Path:
 
 def by_transformers(folders: dict[str, Path], out: Path) -> Path:
     model = base_model(folders["base"])
-    model.add_adapter(adapted(folders["base"], quantization_config=NF4))
+    model.add_adapter(adapted(model))
     model.save_pretrained(str(out))
     return out
 
 
-MAKERS = [by_folder, second, resumed, continued]
+MAKERS = [by_stock_peft, second, resumed, continued]
 
 
 @pytest.mark.parametrize("make", [*MAKERS, pytest.param(by_transformers, marks=ADAPTER_METHODS)])

@@ -151,8 +151,11 @@ def test_files_keys_order_and_side_files_are_the_bases(folders: Path) -> None:
         assert header(out / name) == header(base / name)
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (out / name).read_bytes() == (base / name).read_bytes()
-    index = "model.safetensors.index.json"
-    assert json.loads((out / index).read_text()) == json.loads((base / index).read_text())
+    ours, theirs = (
+        json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        for folder in (out, base)
+    )
+    assert ours == theirs
     assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "{{ x }}"
     before, after = tensors(base), tensors(out)
     changed = {key for key, value in after.items() if not torch.equal(value, before[key])}
@@ -265,8 +268,7 @@ def test_lora_on_a_convolution(tmp_path: Path) -> None:
 
 def test_lora_on_a_tied_embedding_changes_both(tmp_path: Path) -> None:
     model: Any = testing.tiny_model("granitemoe", tie_word_embeddings=True)
-    with pytest.warns(UserWarning, match=r"embed_tokens.weight is tied to lm_head.weight"):
-        assert_merges_as_peft(tmp_path, model, linears=["embed_tokens"])
+    assert_merges_as_peft(tmp_path, model, linears=["embed_tokens"])
 
 
 def test_tied_names_that_differ_on_disk_are_no_longer_tied(tmp_path: Path) -> None:
@@ -279,30 +281,6 @@ def test_tied_names_that_differ_on_disk_are_no_longer_tied(tmp_path: Path) -> No
     merged = merge(tmp_path)
     assert torch.equal(merged[head], weights[head])
     assert not torch.equal(merged[embedding], weights[embedding])
-
-
-def test_an_adapter_from_transformers_v4_goes_to_the_single_experts(tmp_path: Path) -> None:
-    model: Any = testing.tiny_model("qwen3_moe")
-    save(model, tmp_path / "base")
-    adapt(model, tmp_path / "adapter", linears=["q_proj"])
-    before, file = tensors(tmp_path / "base"), tmp_path / "adapter/adapter_model.safetensors"
-    weights, expected = load_file(file), {}
-    generator = torch.Generator().manual_seed(0)
-    for key, value in before.items():
-        if ".experts." in key and not key.endswith("1.up_proj.weight"):
-            path = f"base_model.model.{key.removesuffix('.weight')}"
-            a = weights[f"{path}.lora_A.weight"] = torch.randn(
-                2, value.shape[1], generator=generator
-            )
-            b = weights[f"{path}.lora_B.weight"] = torch.randn(len(value), 2, generator=generator)
-            expected[key] = value + 4.0 * (b @ a)  # alpha 8 / r 2
-    save_file(weights, file)
-    merged = merge(tmp_path)
-    assert len(expected) > 12
-    for key, value in expected.items():
-        torch.testing.assert_close(merged[key], value, rtol=0, atol=1e-5)
-    same = next(key for key in before if key.endswith("experts.1.up_proj.weight"))
-    assert torch.equal(merged[same], before[same])
 
 
 def test_a_base_transposed_on_disk_stays_so(tmp_path: Path) -> None:

@@ -221,15 +221,6 @@ def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:
     assert re.search(sentence, problem)
 
 
-def test_adapters_in_sglangs_layout(tmp_path: Path) -> None:
-    source = base(tmp_path / "base", "gpt_oss")
-    adapted = train(load(source))
-    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
-    moe_qlora.export_adapter(adapter, tmp_path / "sglang", base=source, target="sglang")
-    model = merged(source, tmp_path / "sglang", tmp_path / "merged")
-    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
-
-
 def test_the_adapters_tokenizer_wins(tmp_path: Path) -> None:
     source = base(tmp_path / "base", "qwen3_moe")
     adapter = save(train(load(source)), tmp_path / "adapter")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -115,7 +114,6 @@ def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.index_fill(0, torch.tensor([at]), value)
 
 
-negative, nonfinite = put(1, -1.0), put(0, math.nan)
 RECORD = "gate_up_proj.quant_state.bitsandbytes__nf4"
 
 
@@ -139,14 +137,7 @@ def text(content: str) -> Callable[[torch.Tensor], torch.Tensor]:
 LINEAR = "q_proj.weight.quant_state.bitsandbytes__nf4"
 # kind, the end of a key, how its tensor is changed, what is said
 FORGED = {
-    "negative": ("fp4", "gate_up_proj.absmax", negative, "has the absmax -1.0 at 1"),
-    "nan": ("fp4", "down_proj.absmax", nonfinite, "has the absmax nan at 0"),
-    "nested": ("nf4", "gate_up_proj.nested_absmax", nonfinite, "has the nested absmax nan"),
-    "table": ("nf4", "gate_up_proj.quant_map", negative, "not the code table"),
-    "nested table": ("nf4", "gate_up_proj.nested_quant_map", negative, "not the code table"),
     "record": ("nf4", RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
-    "scale": ("int8", "down_proj.SCB", negative, "has the scale -1.0 at 1"),
-    "nan scale": ("int8", "gate_up_proj.SCB", nonfinite, "has the scale nan at 0"),
     # seen by a load: bitsandbytes believes what a record says of a Linear layer's shape and blocks
     "codes": ("nf4", "q_proj.weight", lambda codes: codes[:3], ""),
     "a large shape": ("nf4", LINEAR, saying(shape=[1 << 14, 1 << 14]), ""),
@@ -307,10 +298,12 @@ def test_the_table_and_the_json_say_the_same(cli, packed_models):
     found = json.loads(cli(folder, "--against", source, "--json")[1])
     stacks = [error for error in found["errors"] if error["expert"]]
     assert len(stacks) == found["experts"] == 4
-    for error in stacks:
-        worst = max(error["experts"])
-        row = rf"{re.escape(error['name'])} .*{error['relative']:.2%}.*{worst:.2%} *"
-        assert re.search(rf"{row}expert {error['experts'].index(worst)}", out)
+    for role in ("gate_up_proj", "down_proj"):
+        alike = [error for error in stacks if error["name"].endswith(role)]
+        mean = sum(error["relative"] for error in alike) / len(alike)
+        worst = max(alike, key=lambda error: max(error["experts"]))["experts"]
+        row = rf"experts\.{role} .*{mean:.2%}.*{max(worst):.2%} .*"
+        assert re.search(rf"{row}expert {worst.index(max(worst))}", out)
 
 
 def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
