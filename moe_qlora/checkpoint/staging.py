@@ -183,7 +183,7 @@ class ShardWriter:
         self._left: dict[str, tuple[int, int]] = {}  # what is to be written: from, to
         self._end = 0
         for key, (dtype, shape) in tensors.items():
-            self._describe(key, dtype, shape)
+            self._add(key, self._entry(key, dtype, shape))
         self._used = len(self._encoded())
         self._room = self._used + -self._used % 8 if room is None else room
         self._file = path.open("xb")
@@ -191,30 +191,25 @@ class ShardWriter:
     def _encoded(self) -> bytes:
         return json.dumps(self._header, separators=(",", ":")).encode()
 
-    def _describe(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
-        """Add a tensor to the header; return the bytes that it takes there."""
+    def _entry(self, key: str, dtype: torch.dtype, shape: Sequence[int]) -> dict[str, Any]:
+        """Return the header's entry of the tensor that would come next."""
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{key} is {dtype}, which safetensors cannot store.")
-        begin, self._end = self._end, self._end + prod(shape) * dtype.itemsize
-        self._left[key] = begin, self._end
-        entry = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, self._end],
-        }
-        self._header[key] = entry
-        return len(json.dumps({key: entry}))
+        span = [self._end, self._end + prod(shape) * dtype.itemsize]
+        return {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": span}
+
+    def _add(self, key: str, entry: dict[str, Any]) -> None:
+        begin, self._end = entry["data_offsets"]
+        self._header[key], self._left[key] = entry, (begin, self._end)
 
     def append(self, key: str, tensor: Tensor, limit: int) -> bool:
         """Write one more tensor if `limit` bytes of data and the header hold it, or it is alone."""
-        if self._left and self._end + tensor.nbytes > limit:
+        entry = self._entry(key, tensor.dtype, tensor.shape)
+        used = self._used + len(json.dumps({key: entry}))
+        if self._left and (entry["data_offsets"][1] > limit or used > self._room):
             return False
-        end, used = self._end, self._describe(key, tensor.dtype, tensor.shape)
-        if self._used + used > self._room:
-            del self._header[key], self._left[key]
-            self._end = end
-            return False
-        self._used += used
+        self._used = used
+        self._add(key, entry)
         self.write(key, tensor)
         return True
 
@@ -236,10 +231,10 @@ class ShardWriter:
         with self._file:
             if kind is None:
                 assert all(begin == end for begin, end in self._left.values()), self._left
+                raw = self._encoded()
+                assert len(raw) <= self._room, f"{self._file.name}: a header of {len(raw)} bytes"
                 self._file.seek(0)
-                self._file.write(
-                    self._room.to_bytes(8, "little") + self._encoded().ljust(self._room)
-                )
+                self._file.write(self._room.to_bytes(8, "little") + raw.ljust(self._room))
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
