@@ -79,7 +79,7 @@ def bytes_of(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, 
 def assert_equal(left: torch.nn.Module, right: torch.nn.Module) -> None:
     """Both hold the same tensors under the same names, packed alike."""
     ours, theirs = bytes_of(left), bytes_of(right)
-    assert ours.keys() == theirs.keys()
+    assert list(ours) == list(theirs)
     for key, (dtype, shape, raw) in ours.items():
         assert (dtype, shape) == theirs[key][:2], key
         assert torch.equal(raw, theirs[key][2]), key
