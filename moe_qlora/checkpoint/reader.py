@@ -6,6 +6,7 @@ raises a `CheckpointError` that names the file and, where there is one, the key.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import weakref
@@ -28,6 +29,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = f"model{INDEX_SUFFIX}"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100 << 20  # bytes, of the format
+_SAMPLE = 1 << 16  # bytes of each of the samples of a file
 _MOST_LOCKED = 64 << 20  # bytes of a tensor; a slice has some MiB
 _T = TypeVar("_T")
 _WeightMap: Any = Annotated[dict[str, str], Field(min_length=1)]
@@ -255,3 +257,22 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 raise CheckpointError(f"{file}: {key} has the unknown dtype {kind!r}.")
             infos[key] = TensorInfo(file, DTYPES[kind], tuple(shape), begin + first, last - first)
     return infos
+
+
+def file_facts(folder: Path) -> dict[str, str]:
+    """Return size and hash of samples of each file, to tell whether ranks read equal copies."""
+    # object stores and reproducible archives give equal sizes and times to different files
+    facts, names = {}, ("config.json", "hf_quant_config.json")
+    for file in sorted(folder.glob("*")):
+        if file.name not in names and not file.name.endswith(
+            (".safetensors", ".safetensors.index.json")
+        ):
+            continue
+        if file.is_file():  # opening a pipe would wait for its writer
+            size, sample = file.stat().st_size, hashlib.sha256()
+            with reading(file), file.open("rb") as handle:
+                for number in range(64):
+                    handle.seek(max(size - _SAMPLE, 0) * number // 63)
+                    sample.update(handle.read(_SAMPLE))
+            facts[f"{file.name} of the checkpoint"] = f"{size:,} bytes, {sample.hexdigest()[:16]}"
+    return facts

@@ -31,6 +31,7 @@ from transformers import GenerationConfig
 
 from ..checkpoint.conversion import DiskLayout
 from ..checkpoint.manifest import FolderCheck, canonical_name, is_packed, packed_names
+from ..checkpoint.reader import file_facts
 from ..checkpoint.rows import Slot, filled, reload_spec
 from ..checkpoint.save import build_model, copy_config, open_to_pack
 from ..checkpoint.staging import absolute
@@ -41,7 +42,6 @@ from ..hf.model import finish_packing
 from ..kernels.limits import cdiv
 from ..lora.config import record_base
 from ..lora.model import get_peft_model
-from ..models.files import file_facts
 from ..packing import parametrize
 from ..packing.bnb4bit import RECORD, SCALES, read_record
 from ..packing.codec import Packer

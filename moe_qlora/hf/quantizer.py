@@ -25,10 +25,10 @@ from ..checkpoint.manifest import (
     parse_mark,
 )
 from ..checkpoint.prequantized import describe_plain, maker_method, open_plain
-from ..checkpoint.reader import Checkpoint, check_plain
+from ..checkpoint.reader import Checkpoint, check_plain, file_facts
 from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
-from ..models.files import check_no_codes_of_single_experts, file_facts
+from ..models.files import check_no_codes_of_single_experts
 from ..packing.codecs import codecs
 from ..packing.decoders import check_linears
 from ..world import many_ranks, world

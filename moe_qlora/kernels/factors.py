@@ -32,7 +32,7 @@ class Lora(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """LoRA factors as the kernels read them: a `(E, r, in)`, b `(E, out, r)`, r padded."""
+    """LoRA factors of all experts: a `(E, r, in)`, b `(E, out, r)`; kernels read r padded."""
 
     a: Tensor
     b: Tensor
@@ -40,7 +40,7 @@ class Factors(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """r, padded."""
+        """r, padded for kernels."""
         return self.a.shape[1]
 
 

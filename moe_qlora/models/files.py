@@ -6,7 +6,6 @@ Importing this module imports neither torch nor transformers: a misspelt path is
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import stat
@@ -19,7 +18,6 @@ from safetensors import SafetensorError
 
 from ..errors import CheckpointError, ConfigError, UnsupportedWeightError
 
-_SAMPLE = 1 << 16  # bytes of each of the samples of a file
 YAML = (".yml", ".yaml")
 MAX_CONFIG = 16 << 20  # bytes of a configuration
 MAX_JSON = 512 << 20  # bytes of an index; that of a million tensors has a quarter of it
@@ -104,25 +102,6 @@ def check_depth(value: Any) -> None:
         level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
     if level:
         raise ValueError(f"it is nested more than {_DEPTH} levels deep")
-
-
-def file_facts(folder: Path) -> dict[str, str]:
-    """Return size and hash of samples of each file, to tell whether ranks read equal copies."""
-    # object stores and reproducible archives give equal sizes and times to different files
-    facts, names = {}, ("config.json", "hf_quant_config.json")
-    for file in sorted(folder.glob("*")):
-        if file.name not in names and not file.name.endswith(
-            (".safetensors", ".safetensors.index.json")
-        ):
-            continue
-        if file.is_file():  # opening a pipe would wait for its writer
-            size, sample = file.stat().st_size, hashlib.sha256()
-            with reading(file), file.open("rb") as handle:
-                for number in range(64):
-                    handle.seek(max(size - _SAMPLE, 0) * number // 63)
-                    sample.update(handle.read(_SAMPLE))
-            facts[f"{file.name} of the checkpoint"] = f"{size:,} bytes, {sample.hexdigest()[:16]}"
-    return facts
 
 
 def place_of(model: str) -> Path | None:

@@ -40,6 +40,7 @@ from ..checkpoint.reader import inside
 from ..checkpoint.staging import absolute, check_new, new_folder
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
+from ..kernels.factors import Factors
 from ..layout import ExpertParam, listed, name_pattern
 from ..models.files import read_json
 
@@ -132,20 +133,6 @@ def export_adapter(
 
 
 @dataclass
-class Factors:
-    """LoRA of one projection of all experts: A `(E, r, in)`, B `(E, out, r)` and their scaling."""
-
-    a: Tensor
-    b: Tensor
-    scaling: float
-
-    @property
-    def rank(self) -> int:
-        """r."""
-        return self.a.shape[1]
-
-
-@dataclass
 class _Export:
     source: Path  # the given folder of the adapter
     model: nn.Module
@@ -168,7 +155,8 @@ class _Export:
         _, scaling = max(sorted(set(pairs)), key=pairs.count)  # of most weights
         rank = max(rank for rank, _ in pairs)
         if len(set(pairs)) > 1:
-            self._unify({**experts, **layers}, rank, scaling)
+            unified = self._unify({**experts, **layers}, rank, scaling)
+            experts, layers = ({name: unified[name] for name in some} for some in (experts, layers))
         self._note_untried(layers)
         for name, factors in layers.items():
             self._put(self._served(name), factors.a[0], factors.b[0])
@@ -231,21 +219,24 @@ class _Export:
                 layers[name] = Factors(a.unsqueeze(0), b.unsqueeze(0), delta.scaling)
         return experts, layers
 
-    def _unify(self, factors: Mapping[str, Factors], rank: int, scaling: float) -> None:
+    def _unify(
+        self, factors: Mapping[str, Factors], rank: int, scaling: float
+    ) -> dict[str, Factors]:
+        """Return the same products with one rank and one scaling."""
         ranks = {one.rank for one in factors.values()}
         if len(ranks) > 1:
             least = min(ranks)
             self.notes.append(f"ranks from {least} to {rank} are padded to {rank} with zeros")
-        folded = 0
-        for one in factors.values():
+        unified = {}
+        for name, one in factors.items():
             extra = rank - one.rank
-            one.a = nn.functional.pad(one.a, (0, 0, 0, extra))
-            one.b = nn.functional.pad(one.b, (0, extra))
+            a, b = nn.functional.pad(one.a, (0, 0, 0, extra)), nn.functional.pad(one.b, (0, extra))
             if one.scaling != scaling:
-                one.b = one.b.float() * (one.scaling / scaling)
-                one.scaling, folded = scaling, folded + 1
-        if folded:
+                b = b.float() * (one.scaling / scaling)
+            unified[name] = Factors(a, b, scaling)
+        if folded := sum(one.scaling != scaling for one in factors.values()):
             self.notes.append(f"the scaling of {folded} weights is folded into B, in float32")
+        return unified
 
     def _served(self, name: str) -> str:
         """Return the path of a layer in the checkpoint, which servers use."""

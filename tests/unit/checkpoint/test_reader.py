@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from moe_qlora.checkpoint.manifest import open_checkpoint
-from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, read_header
+from moe_qlora.checkpoint.reader import DTYPES, INDEX, INDEX_SUFFIX, SINGLE, file_facts, read_header
 from moe_qlora.checkpoint.staging import ShardWriter, new_folder, plan_shards
 from moe_qlora.errors import CheckpointError
-from moe_qlora.models.files import file_facts
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
