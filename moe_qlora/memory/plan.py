@@ -84,6 +84,8 @@ def plan(
         CheckpointError: There is no such model, or transformers cannot build it.
         ConfigError: A setting makes no sense, or cannot be followed.
     """
+    sizes = {"batch_size": batch_size, "seq_len": seq_len}
+    check_numbers(**{name: value for name, value in sizes.items() if value is not None})
     asked = {"batch": batch_size, "seq": seq_len, "optimizer": optimizer, "attention": attention}
     asked |= {"offload": offload, "prepared": prepared}
     config, named = (lora, {}) if hasattr(lora, "peft_type") else (None, lora)

@@ -612,3 +612,9 @@ def test_cli_table(cli):
     for words in (*words_of_all, " as nf4, double quantization;"):
         assert words in out
     assert "model.layers.* (" in out
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seq_len"])
+def test_a_size_that_makes_no_sense_is_named_as_it_was_given(name):
+    with pytest.raises(moe_qlora.ConfigError, match=f"{name} is 0; give a whole number"):
+        moe_qlora.plan(qwen3_30b(), **{name: 0})
