@@ -40,7 +40,7 @@ _REMOVED = {
 
 
 _world.provide(lambda: import_module(".distributed.ranks", __name__).ManyRanks())
-_world.provide_offloading(lambda: import_module(".speed.offload", __name__).offload_experts)
+_world.provide_offloading(lambda: import_module(".train.offload", __name__).offload_experts)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,8 +19,6 @@ from .errors import UnsupportedWeightError as UnsupportedWeightError
 from .hf.switch import disable as disable
 from .hf.switch import enable as enable
 from .hf.switch import enabled as enabled
-from .integrations.prepare import PreparedTraining as PreparedTraining
-from .integrations.prepare import prepare_training as prepare_training
 from .kernels.workspace import set_workspace_cap as set_workspace_cap
 from .layout import ExpertParam as ExpertParam
 from .layout import ModelLayout as ModelLayout
@@ -30,15 +28,17 @@ from .lora.model import get_peft_model as get_peft_model
 from .lora.model import load_adapter as load_adapter
 from .lora.targets import exclude_modules as exclude_modules
 from .lora.targets import target_parameters as target_parameters
-from .memory.plan import plan as plan
-from .memory.report import MemoryPlan as MemoryPlan
+from .planning.plan import plan as plan
+from .planning.report import MemoryPlan as MemoryPlan
 from .quantize import QuantizationReport as QuantizationReport
 from .quantize import quantize_experts as quantize_experts
 from .report.write import write_report as write_report
 from .serving.export import export_adapter as export_adapter
-from .speed.fit import Fit as Fit
-from .speed.fit import fit_memory as fit_memory
-from .speed.offload import Offload as Offload
-from .speed.offload import offload_experts as offload_experts
+from .train.fit import Fit as Fit
+from .train.fit import fit_memory as fit_memory
+from .train.offload import Offload as Offload
+from .train.offload import offload_experts as offload_experts
+from .train.prepare import PreparedTraining as PreparedTraining
+from .train.prepare import prepare_training as prepare_training
 
 __version__: str

@@ -130,13 +130,13 @@ def train(
     import torch
 
     from ..detection.detect import detect
-    from ..integrations.prepare import prepare_training
     from ..lora.model import get_peft_model
-    from ..memory.meta_model import lora_config_of
     from ..models import named
     from ..packing import codec, parametrize
+    from ..planning.meta_model import lora_config_of
     from ..quantize import quantize_experts
     from ..testing import fill_randomly
+    from ..train.prepare import prepare_training
 
     built = named.build(source)
     experts = tuple(detect(built))

@@ -78,7 +78,7 @@ def _model_names(incomplete: str) -> list[str]:
 
 def gpu_names(incomplete: str) -> list[str]:
     """Complete the name of a card for the shell, after a count such as `2x`."""
-    from ..memory.devices import GPUS
+    from ..planning.devices import GPUS
 
     count, x, start = incomplete.rpartition("x")
     return [f"{count}{x}{name}" for name in GPUS if start.upper() in name.upper()]

@@ -23,7 +23,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..memory.report import MemoryPlan
+    from ..planning.report import MemoryPlan
 
 DOES_NOT_FIT = 4
 EXAMPLES = (
@@ -138,8 +138,8 @@ def plan(
     refuse_yaml(model, "plan")
     place_of(model)
     with render.working(f"Rehearsing a training step of {model}"):
-        from ..memory.plan import plan_settings
         from ..models import named
+        from ..planning.plan import plan_settings
 
         source = named.resolve(model, trust_remote_code=trust_remote_code)
         settings = {

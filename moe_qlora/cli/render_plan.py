@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..layout import human_bytes, name_pattern
-from ..memory.budget import ENGINES, DeviceUse
-from ..memory.devices import CONTEXT_BYTES, FRAGMENTATION
-from ..memory.report import MemoryPlan
+from ..planning.budget import ENGINES, DeviceUse
+from ..planning.devices import CONTEXT_BYTES, FRAGMENTATION
+from ..planning.report import MemoryPlan
 from .render import paste, say, show_table
 
 _BAR = 24

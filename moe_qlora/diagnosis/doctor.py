@@ -24,10 +24,10 @@ from ..experts.operands import LoraFactors
 from ..kernels.cards import HOPPER, Card, acting_as, actual, multiplies_by_torch, of_capability
 from ..layout import ExpertsModule, ModelLayout, human_bytes, name_pattern, unwrapped_name
 from ..lora.targets import base_model
-from ..memory import meta_model
-from ..memory.devices import GPUS, gpu_named, unknown_gpu
 from ..models.files import refuse_yaml
 from ..packing import parametrize
+from ..planning import meta_model
+from ..planning.devices import GPUS, gpu_named, unknown_gpu
 from ..versions import OPTIONAL, PYTHON, REQUIRED, installed_version, release_of
 
 PROBLEM, WARNING = "problem", "warning"

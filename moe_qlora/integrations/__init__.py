@@ -4,8 +4,6 @@ host.py       ExpertsHost: one method for each step of a loader
 settings.py   ExpertsSettings: the `moe_qlora:` block of a host's file
 axolotl.py    axolotl's plugin
 trl.py        TRL's RL with vLLM, which gets adapters; its trainers need nothing else
-prepare.py    `prepare_training`
-liger.py      Liger's kernels on one model, and off it again
 """
 
 from .host import ExpertsHost

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from ..checkpoint.merge import MergeReport
     from ..layout import ModelLayout
-    from ..memory.measure import Loss
+    from ..planning.measure import Loss
     from ..quantize import QuantizationReport
-    from .prepare import PreparedTraining
+    from ..train.prepare import PreparedTraining
 
 
 class ExpertsHost:
@@ -231,7 +231,7 @@ class ExpertsHost:
         asked = self.settings.prepare_training
         if asked is False:
             return None
-        from .prepare import prepare_training
+        from ..train.prepare import prepare_training
 
         try:
             return prepare_training(

@@ -261,7 +261,7 @@ def state_tensors(state: Any) -> list[Tensor]:
 class PackedList(P.ParametrizationList):
     """A ParametrizationList whose codes may lie in host memory."""
 
-    # Where the weight lies that is not on the device that computes with it (speed/offload.py)
+    # Where the weight lies that is not on the device that computes with it (train/offload.py)
     host: Any = None
     offload: object | None = None  # What had it in host memory first, and may again
     moves: int = 0  # How often it went to host memory, or came back

@@ -28,9 +28,9 @@ from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers,
 from ..hf.switch import enabled
 from ..layout import human_bytes, name_pattern
 from ..lora.model import load_adapter
-from ..memory import meta_model
 from ..models import named
 from ..models.files import MAX_JSON, read_json
+from ..planning import meta_model
 from ..versions import installed_version
 from .counts import ExpertCounts
 

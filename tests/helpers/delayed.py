@@ -1,4 +1,4 @@
-"""A device whose copies come as late as they may: `moe_qlora.speed.slots.Copier` for tests.
+"""A device whose copies come as late as they may: `moe_qlora.train.slots.Copier` for tests.
 
 What a slot held is gone as soon as a copy to it is ordered, and the copy is carried out when the
 computing stream waits for it. So a wait that is missing, a slot that is exchanged, or one that is
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_qlora.speed import offload, slots
+from moe_qlora.train import offload, slots
 
 GARBAGE = 0xFF  # NaN as fp32 statistics
 

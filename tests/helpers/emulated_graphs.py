@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_qlora.packing import parametrize
-from moe_qlora.speed import recording
-from moe_qlora.speed.offload import _Hosted
+from moe_qlora.train import recording
+from moe_qlora.train.offload import _Hosted
 
 
 class _Graph:

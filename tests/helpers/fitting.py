@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.memory.blocks import packed_parts
-from moe_qlora.speed.layers import LayerRunner
-from moe_qlora.speed.offload import held_tensors
+from moe_qlora.planning.blocks import packed_parts
 from moe_qlora.testing import tiny_model
+from moe_qlora.train.layers import LayerRunner
+from moe_qlora.train.offload import held_tensors
 
 BATCH, SEQ = 2, 48
 _built: dict[str, Any] = {}

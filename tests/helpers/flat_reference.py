@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_qlora.speed import segments
+from moe_qlora.train import segments
 
 
 def _scores(q: Tensor, k: Tensor, offsets: Tensor, window: int, scale: float) -> Tensor:

@@ -15,9 +15,9 @@ from training import NF4
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.speed.graphs import LayerGraphs
-from moe_qlora.speed.segments import Segments, running
 from moe_qlora.testing import tiny_model
+from moe_qlora.train.graphs import LayerGraphs
+from moe_qlora.train.segments import Segments, running
 
 
 def packed(model_type: str = "qwen3_moe", config: dict[str, Any] | None = None, **lora: Any) -> Any:

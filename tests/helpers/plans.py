@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_qlora.memory.plan import plan_settings
-from moe_qlora.memory.report import MemoryPlan
+from moe_qlora.planning.plan import plan_settings
+from moe_qlora.planning.report import MemoryPlan
 
 _OTHERS = ("lora_config", "gpus", "engine", "memory", "search")
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 pytest.importorskip("liger_kernel")
 
 from moe_qlora.errors import ConfigError
-from moe_qlora.integrations.liger import apply_liger
 from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
+from moe_qlora.train.liger import apply_liger
 
 
 def batch(model: Any) -> dict[str, Tensor]:

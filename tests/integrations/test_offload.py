@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.speed.offload import Offload
 from moe_qlora.testing import tiny_model
+from moe_qlora.train.offload import Offload
 from tests.helpers.delayed import delayed
 from tests.helpers.training import NF4, four_steps, logged_losses, trainer_of
 

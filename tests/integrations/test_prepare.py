@@ -22,13 +22,14 @@ from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.errors import ConfigError
-from moe_qlora.integrations import ExpertsHost, prepare
-from moe_qlora.integrations.liger import apply_liger
+from moe_qlora.integrations import ExpertsHost
 from moe_qlora.integrations.settings import PLUGIN
-from moe_qlora.speed import fit as speed_fit
-from moe_qlora.speed import graphs as speed_graphs
-from moe_qlora.speed.flat_rows import has_flat_rows
 from moe_qlora.testing import requires_gpu, tiny_inputs, tiny_model
+from moe_qlora.train import fit as speed_fit
+from moe_qlora.train import graphs as speed_graphs
+from moe_qlora.train import prepare
+from moe_qlora.train.flat_rows import has_flat_rows
+from moe_qlora.train.liger import apply_liger
 
 BNB = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32

@@ -106,7 +106,7 @@ def test_a_validated_configuration_is_planned() -> None:
     from types import SimpleNamespace
 
     from moe_qlora.integrations.settings import plan_arguments
-    from moe_qlora.memory.plan import plan_settings
+    from moe_qlora.planning.plan import plan_settings
 
     cfg = SimpleNamespace(
         base_model="qwen3_moe",

@@ -20,7 +20,7 @@ from upstream import TRANSFORMERS
 
 import moe_qlora
 from moe_qlora.packing import parametrize
-from moe_qlora.speed.flat_rows import has_flat_rows
+from moe_qlora.train.flat_rows import has_flat_rows
 
 pytestmark = pytest.mark.usefixtures("trainable_linears", "quiet_loading")
 

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.speed import offload
 from moe_qlora.testing import model_class, tiny_inputs, tiny_model
+from moe_qlora.train import offload
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

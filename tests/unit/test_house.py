@@ -25,8 +25,8 @@ FLOORS = (
     ("checkpoint",),
     ("lora",),
     ("serving",),
-    ("hf", "memory"),
-    ("distributed", "speed"),
+    ("hf", "planning"),
+    ("distributed", "train"),
     ("quantize", "diagnosis"),
     ("integrations", "report"),
     ("",),  # the package's own face
@@ -35,9 +35,9 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What one GPU does without: only the package's face imports it, and world.py hands it down.
-BEHIND_A_SEAM = {"distributed", "speed"}
-SEAMS = {"integrations.prepare": "speed", "cli.measure": "speed"}
-"""The call that sets what makes training fast, and the one that measures a model without it."""
+BEHIND_A_SEAM = {"distributed", "train"}
+SEAMS = {"integrations.host": "train", "cli.bench": "train"}
+"""The callers of `prepare_training`."""
 
 HOSTS = {"axolotl", "trl", "accelerate", "llamafactory", "swift", "liger_kernel"}
 MODEL_LIBRARIES = {"transformers", "peft"}
@@ -99,7 +99,7 @@ def trespasses(module: str, imported: str) -> str | None:
     room, top = room_of(module), imported.split(".", maxsplit=1)[0]
     if top in MODEL_LIBRARIES and room in MAY_NOT_NAME_MODEL_LIBRARIES:
         return f"{room} may not name {top}"
-    if top in HOSTS and room != "integrations":
+    if top in HOSTS and room != "integrations" and module != "train.liger":
         return f"only integrations may name {top}"
     target = target_of(imported)
     if target is None:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from common import RESULTS
 
-from moe_qlora.memory.budget import Engine, Settings
-from moe_qlora.memory.devices import reserve_nbytes
-from moe_qlora.memory.meta_model import source_of
-from moe_qlora.memory.planner import Planner
+from moe_qlora.planning.budget import Engine, Settings
+from moe_qlora.planning.devices import reserve_nbytes
+from moe_qlora.planning.meta_model import source_of
+from moe_qlora.planning.planner import Planner
 
 PAGE = RESULTS.with_name("many_gpus.md")
 H200 = 139 << 30

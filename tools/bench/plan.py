@@ -21,7 +21,7 @@ from common import Rows, allocated, environment, parser_of, recompute, release, 
 from shapes import quantization, whole_config
 
 import moe_qlora
-from moe_qlora.memory.plan import plan_settings
+from moe_qlora.planning.plan import plan_settings
 
 DTYPE = torch.bfloat16
 MODELS = {"qwen3": "qwen3-30b-a3b", "gpt_oss": "gpt-oss-20b"}

@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 from common import RESULTS, head
 
 from moe_qlora.kernels.cards import PORTABLE, Card
-from moe_qlora.memory.budget import Engine, Settings
-from moe_qlora.memory.devices import parse_gpus
-from moe_qlora.memory.meta_model import ModelSource, source_of
-from moe_qlora.memory.plan import devices_of
-from moe_qlora.memory.planner import Planner
-from moe_qlora.memory.search import RUNGS
+from moe_qlora.planning.budget import Engine, Settings
+from moe_qlora.planning.devices import parse_gpus
+from moe_qlora.planning.meta_model import ModelSource, source_of
+from moe_qlora.planning.plan import devices_of
+from moe_qlora.planning.planner import Planner
+from moe_qlora.planning.search import RUNGS
 
 DATA = RESULTS.with_name("planned") / "what_fits.csv"
 CHECKED = RESULTS.with_name("planned") / "what_fits_checked.csv"

@@ -28,7 +28,7 @@ from moe_qlora.cli import app
 from moe_qlora.diagnosis import doctor
 from moe_qlora.diagnosis.doctor import Package
 from moe_qlora.kernels.cards import Card
-from moe_qlora.memory import plan as memory_plan
+from moe_qlora.planning import plan as memory_plan
 from moe_qlora.testing import tiny_model
 from moe_qlora.versions import release_of
 

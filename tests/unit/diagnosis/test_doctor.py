@@ -20,7 +20,7 @@ from moe_qlora.diagnosis import doctor
 from moe_qlora.diagnosis.doctor import Device, LayerKind, Package
 from moe_qlora.experts.backend import choose_backend, read_call
 from moe_qlora.kernels.cards import Card, of_capability
-from moe_qlora.memory.devices import GPUS
+from moe_qlora.planning.devices import GPUS
 from moe_qlora.testing import tiny_model
 
 ROOT = Path(__file__).parents[3]

@@ -16,8 +16,8 @@ import moe_qlora
 from moe_qlora.hf.fill import Fill
 from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
-from moe_qlora.speed import offload as host_memory
 from moe_qlora.testing import tiny_model
+from moe_qlora.train import offload as host_memory
 from tests.helpers.delayed import Delayed, delayed
 from tests.helpers.fitting import equal, token_ids, train, with_lora
 from tests.helpers.folders import bits

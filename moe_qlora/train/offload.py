@@ -1,0 +1,485 @@
+"""Packed experts in host memory, copied to the device ahead of their use.
+
+    offload_experts     moves the experts of decoder layers to host memory, and back
+      _Layer            one decoder layer's codes and statistics: a block of slots.py
+        _Hosted         one packed weight, as `packing/decoders.py` asks for it
+
+The modules' own tensors are views of the host memory, so that saving, copying and exporting read
+it. A forward, a recomputation and a backward each fetch the weight that they read, and nothing of a
+slot is saved between them: autograd keeps a function that fetches (`PackedWeight.again`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..experts.backend import kernels_run
+from ..kernels.limits import cdiv
+from ..kernels.weights import PackedWeight
+from ..kernels.workspace import in_backward
+from ..layout import human_bytes, unwrapped_name
+from ..packing.decoders import PackedList, fetched, is_share, read
+from ..packing.parametrize import is_foreign, iter_packed, parametrization_list
+from ..planning.hosting import ALIGNMENT, SLOTS
+from .layers import decoder_layers
+from .slots import Block, Copier, Slot, Slots
+
+
+class HostMemory(mmap.mmap):
+    """Zeroed host memory, freed with the last of its tensors."""
+
+    locked_at = 0  # The address that CUDA has page-locked
+
+    def __new__(cls, nbytes: int, device: torch.device) -> HostMemory:
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if sys.platform != "win32" else {}
+        return super().__new__(cls, -1, nbytes, **flags)
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.lock(device)
+
+    def tensor(self, first: int, nbytes: int) -> Tensor:
+        """Return a part as uint8 `(nbytes,)`, with a storage of its own: none copies the whole."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self, dtype=torch.uint8, count=nbytes, offset=first)
+
+    def lock(self, device: torch.device) -> None:
+        """Page-lock the memory, if the device is CUDA, so that copies run beside kernels."""
+        if device.type != "cuda" or self.locked_at:
+            return
+        address = self.tensor(0, 1).data_ptr()
+        with torch.cuda.device(device):
+            portable = 1  # cudaHostRegisterPortable: for all devices
+            error = int(torch.cuda.cudart().cudaHostRegister(address, self.nbytes, portable))
+            if error == 0:
+                self.locked_at = address
+                return
+            with suppress(RuntimeError):  # The next launch would raise what CUDA remembers
+                torch.zeros(1, device=device)
+        raise ConfigError(
+            f"offload_experts: {human_bytes(self.nbytes)} of host memory for a layer's experts "
+            f"could not be page-locked (CUDA error {error}): free host memory, raise the limit "
+            "(ulimit -l), or give fewer layers."
+        )
+
+    def __del__(self) -> None:
+        if self.locked_at and not sys.is_finalizing():
+            torch.cuda.synchronize()  # A copy may be under way
+            torch.cuda.cudart().cudaHostUnregister(self.locked_at)
+
+
+def offload_experts(model: nn.Module, *, layers: int | None = None) -> Offload:
+    """Move packed experts to host memory, from where they are copied to the device ahead of use.
+
+    On the device are two slots, each as large as one layer's packed experts. While a layer runs,
+    the next one's are copied, in the order of the layers: forwards, then backwards. Losses and
+    gradients are the same, bit by bit. On CUDA the host memory is page-locked.
+
+    State dicts, `save_pretrained` and exports read the host memory. `copy.deepcopy` returns a model
+    with all experts on the device. Merging into the weights is refused until `remove()`. CUDA
+    graphs but those of `prepare_training` are refused: `generate` on a static cache, which
+    transformers compiles with them, needs `disable_compile=True`.
+
+    Args:
+        model: A transformers model with packed experts, or a PEFT model around one, on CUDA or a
+            CPU. Under DDP each rank moves its own.
+        layers: How many decoder layers, from the last one; None for all that have packed experts.
+
+    Returns:
+        What was moved: `remove()`, or the end of a `with` block, moves it back. After
+        `enabled(offload=True)`, without `layers`, what the load has moved; `fit_memory` may have
+        brought some of it to the device.
+
+    Raises:
+        ConfigError: No experts are packed, or fewer decoder layers than `layers` have such; they
+            are in host memory already, sharded, or on meta; the layers lie on several devices; or
+            host memory cannot be page-locked.
+    """
+    groups = expert_groups(model)
+    if not groups:
+        raise ConfigError(
+            f"offload_experts: {type(model).__name__} has no packed experts; load it under "
+            "moe_qlora.enabled(), or call quantize_experts first."
+        )
+    owners = {each.offload for lists in groups.values() for each in lists}
+    if layers is None and len(owners) == 1 and isinstance(off := owners.pop(), Offload):
+        return off
+    for name, lists in groups.items():
+        if any(each.offload is not None for each in lists):
+            raise ConfigError(
+                f"offload_experts: experts of {unwrapped_name(name)} are in host memory already, "
+                "or fit_memory has brought them to the device; call remove() on what the first "
+                "call returned, after enabled(offload=True) on what offload_experts(model) returns."
+            )
+    count = len(groups) if layers is None else layers
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= len(groups):
+        raise ConfigError(
+            f"layers is {layers!r}; give a whole number from 1 to {len(groups)}, of the decoder "
+            "layers with packed experts, or None for all of them."
+        )
+    chosen = dict(list(groups.items())[-count:])
+    off = Offload(chosen, _device_of(model, chosen))
+    keep_from_ddp(model)
+    return off
+
+
+class Offload:
+    """Packed experts that lie in host memory.
+
+    Attributes:
+        device: The device that computes.
+    """
+
+    def __init__(self, groups: Mapping[str, Sequence[PackedList]], device: torch.device) -> None:
+        self._groups, self.device = dict(groups), device
+        self._slots: Slots | None = None
+        self._copies = 0  # To slots that are gone
+        self._lock = threading.Lock()
+        self._blocks: list[_Layer] = []
+        self._own(self)
+        try:
+            for place, lists in enumerate(groups.values()):
+                self._blocks.append(_Layer(lists, self, place))
+        except BaseException:
+            self.remove()
+            raise
+        kernels_run(device)  # Compiled code, which sees codes in host memory, cannot find out
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the decoder layers."""
+        return tuple(self._groups)[len(self._groups) - len(self._blocks) :]
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the experts in host memory."""
+        return sum(block.memory.nbytes for block in self._blocks)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots on the device, each as large as the largest layer's packed experts."""
+        return min(SLOTS, len(self._blocks))
+
+    @property
+    def copies(self) -> int:
+        """How often a layer's experts have been copied to the device so far."""
+        return self._copies + (0 if self._slots is None else self._slots.copies)
+
+    def remove(self) -> None:
+        """Move the experts back to the device, and free the host memory and the slots."""
+        self._drop_slots()
+        while self._blocks:  # One that does not fit on the device stays where it is
+            self._blocks[-1].leave()
+            self._blocks.pop()
+        self._own(None)
+        self._groups = {}
+
+    def _own(self, offload: Offload | None) -> None:
+        for lists in self._groups.values():
+            for each in lists:
+                each.offload = offload
+
+    def hold(self, count: int) -> None:
+        """Let experts of the last `count` layers be in host memory; not after `remove`."""
+        names = list(self._groups)
+        if not names or count == len(self._blocks):
+            return
+        self._drop_slots()
+        while len(self._blocks) > count:
+            self._blocks[0].leave()
+            self._blocks.pop(0)
+        while len(self._blocks) < count:
+            place = len(names) - len(self._blocks) - 1
+            self._blocks.insert(0, _Layer(self._groups[names[place]], self, place))
+
+    def slot_memory(self) -> list[Tensor]:
+        """Fill the slots on the device, and return their memory, uint8 each."""
+        with self._lock:
+            for block in self._blocks:
+                block.write(self._slots)
+        return [self.fetch(block, True)[0].memory for block in self._blocks[: self.slots]]
+
+    def __str__(self) -> str:
+        nbytes = human_bytes(self.host_nbytes)
+        return (
+            f"experts of {len(self._blocks)} layers in {nbytes} of host memory, {self.slots} slots"
+        )
+
+    def __enter__(self) -> Offload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def fetch(self, block: _Layer, training: bool) -> tuple[Slot, object]:
+        """Return the slot with a layer's experts, and what reserves it."""
+        with self._lock:
+            block.write(self._slots)
+            if self._slots is None:
+                most = max(each.memory.nbytes for each in self._blocks)
+                self._slots = Slots(self.slots, most, Copier(self.device))
+            slots = self._slots
+            following = self._following(block, training)
+        return slots.fetch(block, following)
+
+    def move(self, device: torch.device) -> None:
+        """Compute on another device from now on."""
+        if device == self.device:
+            return
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"the model was moved to {device}, and experts in host memory are computed on CUDA "
+                "or the CPU: call remove() on what offload_experts returned first."
+            )
+        self._drop_slots()
+        self.device = device
+        for block in self._blocks:
+            block.store.lock(device)
+        kernels_run(device)
+
+    def _following(self, block: _Layer, training: bool) -> _Layer | None:
+        """Return the layer that is read next: forwards, in training then backwards."""
+        at, last = self._blocks.index(block), len(self._blocks) - 1
+        if last == 0:
+            return None
+        if in_backward():
+            return self._blocks[at - 1 if at else 1]
+        if at < last:
+            return self._blocks[at + 1]
+        return self._blocks[last - 1 if training else 0]
+
+    def _drop_slots(self) -> None:
+        with self._lock:
+            if self._slots is not None:
+                self._slots.forget()
+                self._copies += self._slots.copies
+                self._slots = None
+
+
+class _Layer(Block):
+    """One decoder layer's packed experts in host memory."""
+
+    def __init__(self, lists: Sequence[PackedList], offload: Offload, place: int) -> None:
+        self.offload, self._records, end = offload, list[_Hosted](), 0
+        for same in tied_lists(lists):
+            record = _Hosted(self, same, end)
+            self._records.append(record)
+            end = record.end
+        self.store = HostMemory(end, offload.device)
+        super().__init__(self.store.tensor(0, end), place)
+        self.write()
+        for record in self._records:
+            record.settle(record)
+
+    def write(self, slots: Slots | None = None) -> None:
+        """Write weights here, at first, and again where load_state_dict has changed them."""
+        outdated = [record for record in self._records if record.is_outdated()]
+        if outdated and slots is not None:
+            slots.forget(self)
+        # All of them first: after an error, a layer stays whole where it is.
+        copies = [record.written(self.store) for record in outdated]
+        for record, packed in zip(outdated, copies, strict=True):
+            record.hold(packed)
+
+    def leave(self) -> None:
+        copies = [record.on_device(self.offload.device) for record in self._records]
+        for record, packed in zip(self._records, copies, strict=True):
+            record.hold(packed)
+            record.settle(None)
+        self._records.clear()
+        del self.store, self.memory
+
+
+class _Hosted:
+    """One packed weight in host memory: the `host` of the lists that have it."""
+
+    def __init__(self, layer: _Layer, lists: Sequence[PackedList], first: int) -> None:
+        self.layer, self.lists = layer, lists
+        self._first: Any = lists[0]
+        self._parts: list[tuple[int, int]] = []  # Of each tensor: its first byte, and bytes
+        self.end = first
+        for tensor in held_tensors(lists[0]):
+            self._parts.append((self.end, tensor.nbytes))
+            self.end += cdiv(tensor.nbytes, ALIGNMENT) * ALIGNMENT
+        # In each slot; a slot that is gone is not kept by its memory
+        self._views: WeakKeyDictionary[Slot, PackedWeight] = WeakKeyDictionary()
+        self._seen: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.offload.device
+
+    def fetch(self, packed_list: PackedList) -> PackedWeight:
+        """Return the weight on the device, valid while the returned object is referenced."""
+        if packed_list.host is not self:  # a backward after `remove`, or after another move
+            return fetched(packed_list)
+        slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
+        packed = self._views.get(slot)
+        if packed is None:
+            packed = self._views[slot] = self._in_slot(slot.memory)
+        return replace(packed, again=partial(self.fetch, packed_list), lease=lease)
+
+    def reserve(self, packed_list: PackedList) -> tuple[Hashable | None, object]:
+        """Return its place on the device, if it stays there, and what keeps it there."""
+        slot, lease = self.layer.offload.fetch(self.layer, packed_list.training)
+        return (ref(slot) if slot.stays else None), lease
+
+    def move(self, device: torch.device) -> None:
+        self.layer.offload.move(device)
+
+    def settle(self, host: _Hosted | None) -> None:
+        for each in self.lists:
+            each.settle(host)
+
+    @torch.no_grad()
+    def written(self, store: HostMemory) -> list[Tensor]:
+        """Return copies in host memory, of tensors that are not there."""
+        copies = []
+        with torch.inference_mode(False):
+            for (first, nbytes), held in zip(self._parts, held_tensors(self._first), strict=True):
+                if nbytes != held.nbytes:
+                    shape = tuple(self._first[0].weight_shape)
+                    raise ConfigError(
+                        f"a packed weight of shape {shape} in host memory was replaced by one in "
+                        "another format: call remove() on what offload_experts returned before "
+                        "loading it."
+                    )
+                copies.append(store.tensor(first, nbytes).view(held.dtype).view(held.shape))
+                if copies[-1].data_ptr() != held.data_ptr():
+                    copies[-1].copy_(held.detach())
+        return copies
+
+    @torch.no_grad()
+    def on_device(self, device: torch.device) -> list[Tensor]:
+        with torch.inference_mode(False):
+            held = held_tensors(self._first)
+            return [tensor.detach().to(device, copy=True) for tensor in held]
+
+    def is_outdated(self) -> bool:
+        return self._state() != self._seen
+
+    @torch.no_grad()
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        with torch.inference_mode(False):
+            for old, new in zip(held_tensors(self._first), tensors, strict=True):
+                old.data = new
+        self._seen = self._state()
+        self._views.clear()
+
+    def _in_slot(self, memory: Tensor) -> PackedWeight:
+        codes, *statistics = (
+            memory[first : first + nbytes].view(like.dtype).view(like.shape)
+            for (first, nbytes), like in zip(self._parts, held_tensors(self._first), strict=True)
+        )
+        decoder = self._first[0]
+        names = *decoder._parameters, *decoder._buffers
+        return read(codes, decoder.replaced(dict(zip(names, statistics, strict=True))))
+
+    def _state(self) -> Any:
+        held = held_tensors(self._first)
+        return [(tensor.data_ptr(), tensor._version) for tensor in held]
+
+
+def offload_of(groups: Mapping[str, Sequence[PackedList]]) -> Offload | None:
+    """Return what has moved some of these weights to host memory, wherever they are now."""
+    owners = (each.offload for lists in groups.values() for each in lists)
+    return next((owner for owner in owners if isinstance(owner, Offload)), None)
+
+
+def held_tensors(chain: PackedList) -> list[Tensor]:
+    """Return the tensors of a packed weight as its modules have them: codes, then statistics."""
+    return [chain.original, *chain[0].parameters(), *chain[0].buffers()]
+
+
+def expert_groups(model: nn.Module) -> dict[str, list[PackedList]]:
+    """Return packed weights by the name of their decoder layer, in the layers' order.
+
+    Experts outside of any decoder layer are a layer of their own; tied ones are the first layer's.
+    """
+    names = decoder_layers(model)
+    groups: dict[str, list[PackedList]] = {}
+    homes: dict[int, str] = {}
+    for owner, module, name in iter_packed(model):
+        packed_list, full = parametrization_list(module, name), unwrapped_name(f"{owner}.{name}")
+        if not isinstance(packed_list, PackedList) or is_foreign(module, name):
+            raise ConfigError(f"offload_experts: {full} was not packed by this package.")
+        if is_share(packed_list.original):
+            raise ConfigError(
+                f"offload_experts: {full} is sharded over ranks, by an engine with offloading of "
+                "its own (FSDP2's CPUOffloadPolicy, ZeRO's zero_optimization.offload_param)."
+            )
+        if packed_list.original.is_meta:
+            raise ConfigError(f"offload_experts: {full} is on meta, without values: load it first.")
+        around = [each for each in names if owner == each or owner.startswith(f"{each}.")]
+        home = homes.setdefault(id(packed_list.original), max(around, key=len, default=owner))
+        groups.setdefault(home, []).append(packed_list)
+    return groups
+
+
+def _device_of(model: nn.Module, chosen: Mapping[str, Sequence[PackedList]]) -> torch.device:
+    """Return the one device that computes these layers."""
+    devices = set()
+    for name, lists in chosen.items():
+        packed = {id(each.original) for each in lists}
+        own = model.get_submodule(name).parameters()
+        plain = {p.device for p in own if id(p) not in packed and not p.is_meta}
+        devices |= plain or {lists[0].original.device}
+    device: torch.device = next(iter(devices))
+    if len(devices) > 1 or device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"offload_experts: the layers lie on {' and '.join(sorted(map(str, devices)))}; "
+            "experts in host memory are for one device, CUDA or a CPU."
+        )
+    return device
+
+
+def tied_lists(lists: Iterable[PackedList]) -> list[list[PackedList]]:
+    """Return the lists of each weight."""
+    tied: dict[int, list[PackedList]] = {}
+    for each in lists:
+        tied.setdefault(id(each.original), []).append(each)
+    return list(tied.values())
+
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+_AROUND = ("", "base_model.model.", "_orig_mod.", "_orig_mod.base_model.model.")
+"""What PEFT and torch.compile put before the names of the model, whose attribute they forward."""
+
+
+def keep_from_ddp(model: nn.Module) -> None:
+    """Make DDP ignore what lies in host memory of a model, or of one that wraps it later.
+
+    Else it would broadcast these codes, and refuse parameters on two kinds of devices. It asks by
+    the attribute that its own `_set_params_and_buffers_to_ignore_for_model` sets.
+    """
+    host: Any = model
+    if not isinstance(model.__dict__.get(_IGNORED), _Names):
+        setattr(host, _IGNORED, _Names(model, model.__dict__.get(_IGNORED, ())))
+
+
+class _Names:
+    """Names of parameters and buffers in host memory, looked up at each iteration."""
+
+    def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
+        self.model, self.others = model, others
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.others
+        for prefix, module in self.model.named_modules():
+            if isinstance(module, PackedList) and module.host is not None:
+                for name, _ in (*module.named_parameters(), *module.named_buffers()):
+                    for around in _AROUND:
+                        yield f"{around}{prefix}.{name}"

@@ -1,0 +1,263 @@
+"""`prepare_training`: everything that makes a step quicker, set in one call and taken off in one.
+
+    1. Liger         its loss in chunks, or TRL's; norms and rotary embedding of eager layers
+    2. join_lora     LoRA layers with the same input as one product (train/joined_lora.py)
+    3. LayerGraphs   decoder layers compiled and recorded as CUDA graphs (train/graphs.py)
+    4. fit_memory    what each decoder layer keeps for its backward (train/fit.py)
+
+The order is that of what each one finds: `fit_memory` measures a step of the model as it will run,
+with Liger's loss and compiled layers. Under FSDP, whose weights are gathered anew for each layer,
+layers are compiled, and neither joined nor recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..errors import ConfigError, check_numbers, first_line
+from ..experts.backend import has_triton
+from ..lora.targets import base_model
+from ..planning.measure import Loss
+from ..progress import reporting
+from ..world import runs_distributed, world
+from .early_loss import copy_losses_early
+from .flat_rows import flatten_rows, has_flat_rows
+from .layers import decoder_layers, runner_of
+from .liger import apply_liger, has_trls_loss, loss_obstacle
+from .module_walks import quicken_walks
+
+if TYPE_CHECKING:
+    from .fit import Fit
+    from .graphs import LayerGraphs
+
+_log = logging.getLogger(__name__)
+
+_PREPARED = "_moe_qlora_prepared"
+"""Entry of a model's `__dict__`: its `PreparedTraining`."""
+_YOURS = (
+    'Trainer\'s arguments are yours: optim="adamw_torch_fused", dataloader_num_workers=2, '
+    "dataloader_prefetch_factor=2 and dataloader_pin_memory=True are the quick ones."
+)
+_MEASURES = "prepare_training compiles decoder layers and measures a step, up to a minute"
+_COMPILED = "_compiled_call_impl"
+"""Attribute of a module that `compile()` sets."""
+
+
+def prepare_training(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    seq_len: int,
+    memory: int | str | None = None,
+    loss: Loss | None = None,
+) -> PreparedTraining:
+    """Make training steps of a model as fast as its device and memory allow.
+
+    On CUDA this sets Liger's loss, joins LoRA layers with the same input, compiles the decoder
+    layers, records them as CUDA graphs and keeps as many activations as fit; a part that is left
+    out is a sentence in the result. On a CPU it calls `fit_memory` if `memory` is given. Losses and
+    gradients stay the same up to rounding.
+
+    Call it after `get_peft_model`, before the training loop, before or after a trainer is made. A
+    second call replaces the first.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+        batch_size: Sequences in a micro-batch of one device. Longer or larger batches than promised
+            compute layers again.
+        seq_len: Tokens of the longest sequence; padding is not computed.
+        memory: Bytes that the step may take on this device, or a string such as "24GiB"; None for
+            what the device has free.
+        loss: Computes the loss that `fit_memory` measures, where that is not the model's own.
+
+    Returns:
+        The settings: `str()` says them in at most seven lines, also logged at INFO. `remove()`, or
+        the end of a `with` block, undoes them.
+
+    Raises:
+        ConfigError: The step does not fit into this memory, or an argument makes no sense; the
+            model is as it was.
+    """
+    base = base_model(model)
+    if (earlier := vars(base).get(_PREPARED)) is not None:
+        earlier.remove()
+    with ExitStack() as undo:
+        sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "memory": memory}
+        sizes |= {"loss": loss} if loss is not None else {}
+        check_numbers(batch_size=batch_size, seq_len=seq_len)
+        on_cuda = _is_on_cuda(model)
+        flat = flatten_rows(model, batch_size, seq_len, fixed=on_cuda)
+        for rows in flat:
+            undo.callback(rows.remove)
+        prepared = (_on_cuda if on_cuda else _on_cpu)(model, sizes, undo)
+        kept = [f"{type(rows.stack).__name__}: {rows.obstacle}" for rows in flat if rows.obstacle]
+        if kept or not flat:
+            kept = kept or ["this model has no decoder stack that takes input_ids and position_ids"]
+            prepared._lines.insert(1, f"Rows: each in its own shape; {'; '.join(kept)}.")
+        vars(base)[_PREPARED] = prepared
+        undo.callback(vars(base).pop, _PREPARED, None)
+        undo.callback(quicken_walks(model))
+        prepared._undo = undo.pop_all()
+    _log.info("%s", prepared)
+    return prepared
+
+
+class PreparedTraining:
+    """The settings of `prepare_training` on a model."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self.fit: Fit | None = None
+        self.graphs: LayerGraphs | None = None  # None: no layer can be recorded
+        self._lines = lines
+        self._undo = ExitStack()
+
+    def remove(self) -> None:
+        """Undo all of it, the last first."""
+        self._undo.close()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+    def __enter__(self) -> PreparedTraining:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedTraining:
+        """Return a result that undoes nothing: a copied model has no graphs."""
+        return PreparedTraining(list(self._lines))
+
+
+def _on_cpu(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> PreparedTraining:
+    where = "prepare_training: this model is not on a CUDA device"
+    flat = "; batches run as flat rows" if has_flat_rows(model) else ""
+    prepared = PreparedTraining([f"{where}{flat}."])
+    if sizes["memory"] is not None:
+        _fit(prepared, model, sizes, undo)
+    return prepared
+
+
+def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> PreparedTraining:
+    layers = [layer for layer in decoder_layers(model).values() if _is_on_cuda(layer)]
+    obstacle = _obstacle(layers)
+    compiles = obstacle is None and has_triton()
+    batch = f"{sizes['batch_size']} x {sizes['seq_len']} tokens"
+    prepared = PreparedTraining([f"Prepared for batches of {batch}."])
+    undo.callback(copy_losses_early(model).remove)
+    if compiles:  # Torch's compile workers start while other code runs
+        from torch._inductor.async_compile import maybe_warm_pool
+
+        maybe_warm_pool()
+    prepared._lines.append(_loss(base_model(model), compiles, undo))
+    if obstacle is None:
+        prepared._lines += _quicken(prepared, model, layers, compiles, undo)
+    else:
+        prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
+    if not sys.stderr.isatty() and world().first:  # Where a bar would not be seen
+        sys.stderr.write(f"{_MEASURES}.\n")
+    with reporting(sys.stderr.isatty(), _MEASURES, "Prepared", stderr=True, transient=True):
+        _fit(prepared, model, sizes, undo)
+    prepared._lines.append(_YOURS)
+    return prepared
+
+
+def _loss(base: nn.Module, compiles: bool, undo: ExitStack) -> str:
+    """Put on a loss in chunks, and norms where layers are not compiled; return what was done."""
+    trls = has_trls_loss(base)
+    try:
+        undo.enter_context(apply_liger(base, in_layers=not compiles))
+    except ConfigError as error:
+        not_used = f"Liger: not used; {error}; the loss stays the model's."
+        return "Loss: TRL's, in chunks." if trls else not_used
+    reason = loss_obstacle(base)
+    parts = ["loss"] if reason is None else []
+    parts += [] if compiles else ["norms", "rotary embedding"]
+    stays = "is TRL's, in chunks" if trls else f"stays the model's, since {reason}"
+    return f"Liger: {', '.join(parts)}{'' if reason is None else f'; the loss {stays}'}."
+
+
+def _quicken(
+    prepared: PreparedTraining,
+    model: nn.Module,
+    layers: list[Any],
+    compiles: bool,
+    undo: ExitStack,
+) -> list[str]:
+    """Compile layers and record them, and return what was done; only compile those of FSDP."""
+    of_all = f"{len(layers)} layers"
+    compiled = f"torch.compile: {of_all if compiles else 'not used; Triton is not installed'}."
+    obstacle = _sharding(model)
+    if obstacle is None:
+        prepared._lines += _join(model, undo)
+        obstacle = None if has_flat_rows(model) else "batches keep their own shapes"
+    if obstacle is None:
+        from .graphs import LayerGraphs
+
+        try:
+            prepared.graphs = LayerGraphs(model, compiled=compiles)
+        except Exception as error:  # noqa: BLE001 - training works without
+            obstacle = f"{type(error).__name__}: {first_line(error)}"
+        else:
+            undo.callback(prepared.graphs.remove)
+            return [compiled, f"CUDA graphs: {of_all}, recorded in the second step."]
+    for layer in layers if compiles else ():
+        undo.callback(setattr, layer, _COMPILED, getattr(layer, _COMPILED, None))
+        layer.compile()
+    return [compiled, f"CUDA graphs: not used; {obstacle.rstrip('.')}."]
+
+
+def _join(model: nn.Module, undo: ExitStack) -> list[str]:
+    """Join LoRA layers with the same input, and return what was done; no line without any."""
+    from .joined_lora import join_lora
+
+    try:
+        joined = join_lora(model)
+    except Exception as error:  # noqa: BLE001 - training works without
+        return [f"LoRA: each layer by itself; {type(error).__name__}: {first_line(error)}."]
+    if not joined.products:
+        joined.remove()
+        return []
+    undo.callback(joined.remove)
+    return [f"LoRA: {joined.layers} layers with the same inputs in {joined.products} products."]
+
+
+def _fit(
+    prepared: PreparedTraining, model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack
+) -> None:
+    from .fit import fit_memory
+
+    prepared.fit = fit_memory(model, **sizes)
+    undo.callback(prepared.fit.remove)
+    prepared._lines.append(f"Memory: {prepared.fit}.")
+
+
+def _is_on_cuda(module: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())
+
+
+def _obstacle(layers: list[Any]) -> str | None:
+    """Return why layers can be neither compiled nor recorded; None if they can be."""
+    if not layers:
+        return "this model has no decoder layers of transformers' class for checkpointing"
+    for layer in layers:
+        if "forward" in vars(layer) and runner_of(layer) is None:
+            return "other code has replaced the layers' forward, as a device map or offloading does"
+    return None
+
+
+def _sharding(model: nn.Module) -> str | None:
+    """Return why weights are, or will be, sharded over ranks; None if they are not."""
+    from transformers.integrations.fsdp import is_fsdp_enabled
+
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return "weights are sharded over ranks"
+    if runs_distributed() and is_fsdp_enabled():
+        return "FSDP will shard the weights"
+    return None

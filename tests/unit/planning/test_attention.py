@@ -1,0 +1,241 @@
+"""Attention that is eager and need not be is named, and each kind is counted as it is computed."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import moe_qlora
+from moe_qlora.errors import ConfigError
+from moe_qlora.models import named
+from moe_qlora.planning import attention, meta_step
+from moe_qlora.testing import model_class, registry_families, tiny_config, tiny_model
+from tests.helpers.plans import plan
+
+EAGERS = {"gpt_oss", "granitemoe_swa", "flint", "openai_privacy_filter"} & {*registry_families()}
+KERNEL = "kernels-community/vllm-flash-attn3"
+SEQ = 512
+SIZES = {"search": False, "seq": SEQ}
+
+
+def config(model_type: str, name: str | None = None) -> Any:
+    made = tiny_config(model_type)
+    made._attn_implementation = name
+    return made
+
+
+def eager_notes(made: moe_qlora.MemoryPlan) -> list[str]:
+    return [note for note in made.notes if "computed eagerly" in note]
+
+
+@pytest.mark.parametrize("model_type", sorted(EAGERS))
+def test_plan_names_flex_attention_where_the_class_supports_it(model_type):
+    (note,) = eager_notes(plan(config(model_type), **SIZES))
+    assert note.startswith(f"{model_class(model_type).__name__} supports no sdpa")
+    assert 'Pass attn_implementation="flex_attention" to from_pretrained' in note
+    assert KERNEL in note
+    assert "model.csv" in note
+
+
+def test_plan_names_the_kernels_of_a_class_without_flex_attention():
+    (note,) = eager_notes(plan(config("mimo_v2_flash"), **SIZES))
+    assert "from_pretrained (flash_attention_4)" in note
+    assert "flex" not in note
+
+
+@pytest.mark.parametrize("name", [None, "eager"])
+def test_nothing_is_said_where_nothing_can_be_done_or_eager_was_asked_for(name):
+    for model_type in ("qwen3_moe", "deepseek_v4"):  # supports sdpa, supports nothing
+        assert not eager_notes(plan(config(model_type, name), **SIZES))
+    assert not eager_notes(plan(config("gpt_oss"), attention="eager", **SIZES))
+
+
+def test_these_are_all_of_the_registry():
+    """A type that joins them in a later transformers is to be looked at."""
+    found = set()
+    for model_type in registry_families():
+        model = named.build(named.Source(model_type, tiny_config(model_type)))
+        seen = attention.eager_attention(model)
+        if seen is not None and seen.flex:
+            found.add(model_type)
+    assert found == EAGERS
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "flash_attention_2", KERNEL])
+def test_other_attention_is_counted_without_scores(name):
+    made = plan(config("gpt_oss", name), **SIZES)
+    asked = plan(config("gpt_oss"), attention=name, **SIZES)
+    eager = plan(config("gpt_oss"), **SIZES)
+    assert made.peak.nbytes == asked.peak.nbytes < eager.peak.nbytes
+    for each in (made, asked):
+        assert any(f"Attention by {name} does not run on the meta device" in n for n in each.notes)
+        assert not eager_notes(each)
+    heads = tiny_config("gpt_oss").num_attention_heads
+    scores = heads * SEQ * SEQ * 2  # bytes of one layer in bf16, of which backward holds several
+    assert eager.peak.nbytes - made.peak.nbytes > scores
+
+
+def test_flex_attention_is_counted_as_sdpa_where_there_are_both():
+    for checkpointing in (True, False):
+        flex, sdpa = (
+            plan(config("qwen3_moe", name), checkpointing=checkpointing, **SIZES)
+            for name in ("flex_attention", "sdpa")
+        )
+        assert flex.peak == sdpa.peak
+
+
+def test_no_mask_is_counted_where_layers_have_a_window():
+    """A mask in sdpa's way would grow with the square of the length."""
+    short, long = (
+        plan(config("gpt_oss", "flex_attention"), search=False, seq=seq).peak
+        for seq in (2048, 4096)
+    )
+    grown = long.parts["layer at work"] / short.parts["layer at work"]
+    assert grown == pytest.approx(2, rel=0.05)
+
+
+def test_a_loaded_model_keeps_its_attention():
+    model: Any = tiny_model("gpt_oss", dtype=torch.bfloat16)
+    model.config._attn_implementation = "flex_attention"
+    plan(model, **SIZES)
+    assert model.config._attn_implementation == "flex_attention"
+    model.config._attn_implementation = "eager"
+    assert eager_notes(plan(model, **SIZES))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("gpt_oss", "sdpa"), ("olmoe", "flex_attention"), ("deepseek_v4", "flash_attention_2")],
+)
+def test_what_a_class_does_not_support_is_refused(model_type, name):
+    with pytest.raises(ConfigError, match=f"attention is '{name}', which .* give one of eager"):
+        plan(config(model_type), attention=name, **SIZES)
+    with pytest.raises(ConfigError, match="attention is 3"):
+        plan(config(model_type), attention=3, **SIZES)  # type: ignore[arg-type]
+
+
+def test_the_command_line(cli, tmp_path):
+    config("gpt_oss").save_pretrained(tmp_path)
+    code, out, _ = cli("plan", tmp_path, "--seq", 4096, "--gpus", "1GiB")
+    assert code == 4
+    assert "supports no sdpa" in out
+    assert "--attention flex_attention" in " ".join(out.split())
+    code, out, _ = cli("plan", tmp_path, "--attention", "flex_attention")
+    assert code == 0
+    assert "is counted as a fused kernel" in " ".join(out.split())
+
+
+def test_the_figures_are_those_that_were_measured():
+    said = attention.MEASURED
+    commit = re.search("commit ([0-9a-f]+)", said)[1]
+    with (Path(__file__).parents[3] / "tools/bench/results/model.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["commit"] == commit]
+    rows = [row for row in rows if row["name"] == "gpt-oss-20b" and "layers=24" in row["setting"]]
+    if not rows:
+        pytest.skip(f"model.csv has no rows of {commit} yet")
+
+    def measured(metric: str) -> list[float]:
+        """With flex attention, and as transformers chooses."""
+        found = [row for row in rows if row["metric"] == metric and "peer=ours" in row["setting"]]
+        flex = next(row for row in found if "attention=flex_attention" in row["setting"])
+        other = next(row for row in found if " attention=" not in row["setting"])
+        return [float(row["p50"]) for row in (flex, other)]
+
+    fast, slow = measured("throughput")
+    assert f"{fast / slow:.1f} times" in said
+    assert f"({fast:,.0f} beside {slow:,.0f} tokens/s)" in said
+    low, high = (nbytes / 1e9 for nbytes in measured("peak in training"))
+    assert f"a peak of {low:.1f} GB beside {high:.1f}" in said
+
+
+def test_a_softmaxs_backward_holds_what_cuda_holds():
+    """The gradient that arrives, its product with the output, and the gradient that is made."""
+    x = torch.zeros(64, 1024, device="meta", requires_grad=True)
+    grad = torch.zeros(64, 1024, device="meta")
+    tracker = meta_step.MemoryTracker([x, grad])
+    with tracker:
+        out = nn.functional.softmax(x, dim=-1)
+        tracker.mark()
+        out.backward(grad)
+    assert tracker.peak == 3 * x.nbytes  # the output, the product, the gradient for x
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe", "qwen3_vl_moe"])
+def test_what_is_no_attention_is_refused(model_type):
+    """These classes support flash kernels, of which any name of the hub may be one."""
+    with pytest.raises(ConfigError, match=r"'nonsense', which .* give one of eager.*flash"):
+        plan(config(model_type), attention="nonsense", **SIZES)
+
+
+def test_a_kernel_that_the_class_names_is_taken():
+    """MiniMax M3 supports no other flash kernel than the one it names."""
+    made = plan(config("minimax_m3_vl"), attention="MiniMaxAI/msa", **SIZES)
+    assert any("Attention by MiniMaxAI/msa does not run" in note for note in made.notes)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", KERNEL])
+def test_a_kernel_of_the_language_model_alone(name):
+    """As `attn_implementation={"text_config": ...}` gives it; the vision tower keeps its own."""
+    nested = config("qwen3_vl_moe")
+    nested._attn_implementation = {"text_config": name}
+    made = plan(nested, **SIZES)
+    assert any(f"Attention by {name} does not run" in note for note in made.notes)
+    assert nested.text_config._attn_implementation == name
+    assert nested._attn_implementation is nested.vision_config._attn_implementation is None
+
+
+def nested_model(outer: dict[str, bool], inner: dict[str, bool]) -> nn.Module:
+    """Classes of these attributes, as those of a model and of the language model in it."""
+    whole = config("qwen3_vl_moe", "eager")
+    model, text = (type(name, (nn.Module,), of)() for name, of in (("Outer", outer), ("In", inner)))
+    model.config, text.config, model.text = whole, whole.text_config, text
+    return model
+
+
+def test_the_language_model_decides_and_both_must_support_flex_attention():
+    none, flex = {"_supports_sdpa": False}, {"_supports_sdpa": False, "_supports_flex_attn": True}
+    for outer in (flex, {**flex, "_supports_sdpa": True}):
+        seen = attention.eager_attention(nested_model(outer, flex))
+        assert seen is not None and seen.class_name == "In" and seen.flex
+    for outer, inner in [(none, flex), (flex, none), (flex, {**flex, "_supports_sdpa": True})]:
+        assert attention.eager_attention(nested_model(outer, inner)) is None
+
+
+def test_sinks_rescale_the_output_of_flex_attention():
+    """Which takes an output more than without sinks."""
+    query, key, value = torch.zeros(3, 1, 4, 1024, 64, device="meta", dtype=torch.bfloat16)
+    sinks = torch.zeros(4, device="meta", dtype=torch.bfloat16)
+    peaks = []
+    for extra in ({}, {"s_aux": sinks}):
+        tracker = meta_step.MemoryTracker([query, key, value, sinks])
+        with tracker, torch.no_grad():
+            attention._counted(nn.Module(), query, key, value, None, **extra)
+        peaks.append(tracker.peak)
+    assert peaks[1] - peaks[0] > 0.9 * query.nbytes
+
+
+def test_tokens_that_one_attends_to() -> None:
+    long = 32_768
+    assert attention.attended(tiny_config("qwen3_moe"), long) == long / 2
+    half = tiny_config("gpt_oss", sliding_window=128, num_hidden_layers=2)
+    half.layer_types = ["sliding_attention", "full_attention"]
+    window = 128 - 128**2 / (2 * long)
+    assert attention.attended(half, long) == (window + long / 2) / 2
+    assert attention.attended(half, 100) == 50
+    every = tiny_config("mixtral", sliding_window=128)
+    assert attention.attended(every, long) == window
+    assert window == pytest.approx(sum(min(i + 0.5, 128) for i in range(long)) / long)
+    chunks = tiny_config("llama4_text", attention_chunk_size=1024, num_hidden_layers=2)
+    chunks.layer_types = ["chunked_attention"] * 2
+    assert attention.attended(chunks, long) == 512
+    linear = tiny_config("qwen3_next", num_hidden_layers=2)
+    linear.layer_types = ["linear_attention", "full_attention"]
+    assert attention.attended(linear, long) == long / 2
+    vision = tiny_config("qwen3_vl_moe")
+    assert attention.attended(vision, long) == long / 2

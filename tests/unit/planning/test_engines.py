@@ -1,0 +1,260 @@
+"""Plans of many GPUs against sums done by hand: shares, gathered layers, buckets, errors."""
+
+from __future__ import annotations
+
+import copy
+import json
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import BitsAndBytesConfig, Qwen3MoeConfig
+
+import moe_qlora
+from moe_qlora.planning.budget import (
+    ENGINES,
+    Activity,
+    Block,
+    BlockTensor,
+    Engine,
+    Settings,
+    Sharding,
+)
+from moe_qlora.planning.meta_model import source_of
+from moe_qlora.planning.planner import Planner
+from moe_qlora.testing import tiny_model
+from tests.helpers.plans import plan
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+PACKINGS = {
+    "nf4 double": {**NF4, "bnb_4bit_use_double_quant": True},
+    "fp4 in bfloat16": {**NF4, "bnb_4bit_quant_type": "fp4",
+                        "bnb_4bit_quant_storage": torch.bfloat16},
+    "int8": {"load_in_8bit": True},
+}  # fmt: skip
+ODD = {"hidden_size": 72, "moe_intermediate_size": 40, "num_experts": 6, "num_hidden_layers": 2}
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def small(**changes) -> Qwen3MoeConfig:
+    sizes = {"num_hidden_layers": 3, "vocab_size": 512, "hidden_size": 64, "head_dim": 16}
+    sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    return Qwen3MoeConfig(**(sizes | {"dtype": "bfloat16"} | changes))
+
+
+def packed_model(packing: str, **sizes) -> nn.Module:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, **(ODD | sizes))
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**PACKINGS[packing]))
+    return model
+
+
+def pieces(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The parameters and buffers that a distributed run has of a model."""
+    shardable = moe_qlora.prepare_sharding(copy.deepcopy(model))
+    return list(shardable.parameters()), list(shardable.buffers())
+
+
+def planner(model, engine: Engine | None = None, quantization=None, **settings) -> Planner:
+    source = source_of(model, quantization)
+    return Planner(source, Settings(**({"seq": 16, "engine": engine} | settings)))
+
+
+def nbytes(tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+# Shares
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+def test_fsdp_holds_the_first_chunk_of_every_parameter(packing, ranks):
+    """torch.chunk's first chunk is the largest, and FSDP2 pads the others to its size."""
+    model = packed_model(packing)
+    cut, whole = pieces(model)
+    by_hand = nbytes(torch.chunk(tensor, ranks)[0] for tensor in cut) + nbytes(whole)
+    made = planner(model, Engine("fsdp", ranks))
+    assert made.resident == by_hand
+    one = made.with_engine(None)
+    assert one.resident == planner(model).resident
+    assert made.load_peak - made.resident == one.load_peak - one.resident
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("engine", [None, Engine("fsdp", 3)])
+def test_models_of_distributed_runs_are_planned_alike(packing, engine):
+    """Statistics that are parameters count once."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 8}
+    model = packed_model(packing, **sizes)
+    prepared = moe_qlora.prepare_sharding(copy.deepcopy(model))
+    assert planner(prepared, engine).resident == planner(model, engine).resident
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_fsdp_cuts_adapters_gradients_and_moments(ranks):
+    model = packed_model("nf4 double")
+    made = plan(model, fsdp=ranks, seq=16, rank=5, targets="attention,experts", accumulation=2)
+    config = LoraConfig(r=5, target_modules=MODULES)
+    peft_model = moe_qlora.get_peft_model(model, config, experts=True)
+    trained = [p for p in peft_model.parameters() if p.requires_grad]
+    share = sum(torch.chunk(p, ranks)[0].numel() for p in trained)
+    assert made.peak.parts["adapters"] == 4 * share
+    assert made.peak.parts["optimizer states"] == 2 * 4 * share
+    assert made.peak.largest["gradients"] == 4 * share
+    assert made.peak.largest["optimizer step"] == 4 * share
+    assert made.trained_weights == sum(p.numel() for p in trained)
+
+
+def test_ddp_has_all_and_its_buckets():
+    asked = {"seq": 16, "targets": "attention,experts", "accumulation": 2}
+    one, made = (plan(small(), **asked, **more) for more in ({}, {"ddp": 4}))
+    # In distributed runs the offset of double quantization, 4 bytes, is padded to 16.
+    padding = 12 * 3 * (2 + 4)  # experts and attention of three layers
+    assert made.whole == one.resident
+    assert made.resident == one.resident + padding
+    assert made.load_peak == one.load_peak + padding
+    buckets = 4 * one.trained_weights
+    assert made.peak.nbytes == one.peak.nbytes + buckets + padding
+    changed = {"gradient buckets": buckets, "gathered weights": 0}
+    changed["quantization statistics"] = one.peak.parts["quantization statistics"] + padding
+    assert made.peak.parts == one.peak.parts | changed
+
+
+# What is gathered
+
+
+def layers_by_hand() -> tuple[dict[str, Block], list[Activity]]:
+    def tensors(*rows: int, trained: int = 0) -> tuple[BlockTensor, ...]:
+        own = tuple(BlockTensor("other", count, 10, 2) for count in rows)
+        return (*own, BlockTensor("trained", trained, 1, 4)) if trained else own
+
+    blocks = [
+        Block("embed", tensors=tensors(100)),
+        *(Block(f"layers.{i}", layer=True, tensors=tensors(7 + i, trained=9)) for i in range(3)),
+        Block("norm", tensors=tensors(1)),
+        Block("head", tensors=tensors(50)),
+    ]
+    activities = [Activity(block.name, 0, 0, 0) for block in blocks]
+    return {block.name: block for block in blocks}, activities
+
+
+def test_fsdp_gathers_the_root_and_two_layers():
+    blocks, activities = layers_by_hand()
+    counted = Sharding(Engine("fsdp", 4)).with_gathered(activities, blocks)
+    # Padded to multiples of 4 rows: 100 + 4 + 52 of the root, 8, 8 and 12 of the layers, and of
+    # their 9 trained ones 12.
+    root, trained = (100 + 4 + 52) * 20, 12 * 4
+    layers = [8 * 20 + trained, 8 * 20 + trained, 12 * 20 + trained]
+    assert [activity.gathered for activity in counted] == [
+        2 * root,
+        root + layers[0] + layers[1],
+        root + layers[1] + layers[2],
+        root + layers[2] + layers[2],
+        root + layers[2],
+        root + layers[2],
+    ]
+    assert [activity.reduced for activity in counted] == [trained] * 4 + [0, 0]
+
+
+# The whole plan
+
+
+def test_measured_on_two_h200s():
+    """Qwen3-30B-A3B under FSDP2, float32 adapters: 10.3 GB of shares, 22.9 GB at the peak."""
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128}
+    sizes |= {"moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32}
+    config = small(**sizes, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)
+    skips = [r"model.layers.\d+.self_attn", "lm_head"]
+    quantization = BitsAndBytesConfig(**PACKINGS["nf4 double"], llm_int8_skip_modules=skips)
+    made = plan(config, quantization, engine="fsdp:2", targets="attention,experts")
+    assert made.resident + made.peak.parts["adapters"] == pytest.approx(10.3e9, rel=0.01)
+    assert made.peak.nbytes == pytest.approx(22.9e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_parts_of_a_rank_make_its_peak(name):
+    asked = {"seq": 64, "targets": "attention,experts", "search": False}
+    made = plan(small(num_hidden_layers=1), **{name: 4}, gpus="4x2GiB", **asked)
+    assert sum(made.peak.parts.values()) == made.peak.nbytes
+    assert len(made.devices) == 4
+    assert {use.peak.nbytes for use in made.devices} == {made.peak.nbytes}
+    assert made.fits and made.device_map is None
+    said = made.as_dict()
+    assert said["engine"] == {"name": name, "ranks": 4, "whole": made.whole}
+    json.dumps(said)
+
+
+def test_one_process_says_nothing_of_engines_and_how_several_gpus_are_used():
+    made = plan(small(), gpus="2GiB", seq=64, search=False)
+    said = made.as_dict()
+    assert not {"engine", "whole"} & (said.keys() | said["training"].keys())
+    assert not {"gathered weights", "gradient buckets"} & said["peak"]["at_peak"].keys()
+    assert not any("device_map" in note for note in made.notes)
+    (note,) = plan(small(), gpus="8x1GiB", seq=64, search=False).notes
+    assert "spread over the 8 GPUs in one process (device_map)" in note
+    assert note.endswith("compute one after the other.")
+
+
+def test_groups_of_ranks():
+    made = plan(small(), gpus="8x1GiB", engine="fsdp:4", seq=64, search=False)
+    assert made.notes[0] == "2 groups of 4 ranks; each group holds the whole model."
+    assert len(made.devices) == 8
+    same = plan(small(), gpus="4x1GiB", engine="fsdp:4", seq=64, search=False)
+    assert same.peak == made.peak
+
+
+def test_what_accelerates_plugin_loads():
+    made = plan(small(), engine="fsdp:2", seq=64)
+    one = plan(small(), seq=64)
+    (note,) = made.notes
+    assert f"loads the whole packed model, {moe_qlora.layout.human_bytes(one.load_peak)}." in note
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"engine": "zero"}, "engine is 'zero'; give ddp or fsdp, or with ranks, as in fsdp:4."),
+        ({"engine": "ddp"}, "ddp takes the number of ranks from gpus: give gpus, or ddp:2."),
+        ({"engine": "ddp", "gpus": "1x80GiB"}, "ddp is 1; give the number of ranks, 2 or more."),
+        ({"fsdp": 1}, "fsdp is 1; give the number of ranks, 2 or more."),
+        ({"engine": "fsdp:two"}, "fsdp is two; give the number of ranks, 2 or more."),
+        ({"fsdp": 4, "gpus": "2x80GiB"}, "fsdp is 4, and gpus names 2: a rank has a GPU to itself"),
+        ({"fsdp": 2, "gpus": "24GiB"}, "at least 2 GPUs, or leave fsdp out."),
+        (
+            {"ddp": 4, "gpus": "8x80GiB"},
+            "layers are not spread over several; give 8 ranks, or 4",
+        ),
+        ({"fsdp": 3, "gpus": "8x80GiB"}, "fsdp is 3, which does not divide the 8 GPUs of gpus"),
+    ],
+)
+def test_engines_that_make_no_sense(asked, message):
+    with pytest.raises(moe_qlora.ConfigError) as caught:
+        plan(small(), **asked)
+    assert message in str(caught.value)
+
+
+# The command line
+
+
+@pytest.fixture
+def cli(cli, tmp_path, monkeypatch):
+    """Run `moe-qlora plan FOLDER ARGUMENTS` without a search: exit code, stdout, stderr."""
+    small(num_hidden_layers=1).save_pretrained(tmp_path)
+    monkeypatch.setattr("moe_qlora.planning.plan._largest", lambda *args: 64)
+    return partial(cli, "plan", tmp_path, "--seq", 64)
+
+
+def test_cli_plans_a_rank(cli, tmp_path):
+    code, out, err = cli("--gpus", "2x1GiB", "--fsdp", 2)
+    assert (code, err) == (0, "")
+    out = " ".join(out.split())
+    for words in ("on each of 2 ranks (FSDP2)", "; on each rank", "gathered weights", "It fits: "):
+        assert words in out
+    assert "0-1 " in out  # both devices in one row
+    code, out, err = cli("--fsdp", 4, "--json")
+    assert (code, err) == (0, "")
+    made = plan(str(tmp_path), seq=64, engine="fsdp:4")
+    assert json.loads(out) == json.loads(json.dumps(made.as_dict()))

@@ -1,0 +1,170 @@
+"""What layers save on each level of a step on meta, and what a plan's devices let them keep."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import torch
+
+from moe_qlora.kernels.limits import cdiv
+from moe_qlora.kernels.routing import ints_size
+from moe_qlora.planning import levels
+from moe_qlora.planning.budget import Settings
+from moe_qlora.planning.choice import LEVELS
+from moe_qlora.planning.devices import CONTEXT_BYTES
+from moe_qlora.planning.meta_model import source_of
+from moe_qlora.planning.planner import Planner
+from moe_qlora.testing import tiny_model
+from tests.helpers.plans import plan
+
+pytestmark = pytest.mark.usefixtures("steps_run_once")
+
+SEQ = 512
+ASKED = {"targets": "attention,experts", "seq": SEQ, "search": False}
+
+
+def config_of(family="qwen3_moe", layers=4):
+    return tiny_model(
+        family, device="meta", dtype=torch.bfloat16, num_hidden_layers=layers, layer_types=None
+    ).config
+
+
+def planner_of(family, **settings):
+    settings = {"seq": SEQ, "targets": "attention,experts"} | settings
+    return Planner(source_of(config_of(family), None), Settings(**settings))
+
+
+def step(planner, level=None):
+    return {a.name: a for a in planner.activities(1, SEQ, level=level)[0]}
+
+
+def allocated(*nbytes):
+    """Bytes of tensors of these sizes on a GPU."""
+    return sum(cdiv(each, 512) * 512 for each in nbytes)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_the_outer_levels_are_a_step_with_checkpointing_and_without(family, steps_run_once):
+    checkpointed, plain = planner_of(family), planner_of(family, checkpointing=False)
+    expected = step(planner_of(family))
+    for level in reversed(LEVELS):  # which leave no trace
+        found = step(checkpointed, level)
+    steps_run_once.clear()
+    assert step(checkpointed) == found == expected
+    assert step(plain, "keep") == step(plain)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        ("qwen3_moe", None),
+        ("deepseek_v3", None),
+        ("gpt_oss", "flex_attention"),
+        ("gpt_oss", "eager"),
+    ],
+)
+def test_the_inner_levels_keep_what_experts_and_attention_save(family, attention):
+    planner = planner_of(family, attention=attention)
+    saved = {level: step(planner, level)["model.layers.3"].saved for level in levels.EVERY}
+    config, gate_up = planner.meta.base.config, planner.meta.layout.modules[-1].parameters[0]
+    rows = SEQ * config.num_experts_per_tok
+    of_experts = allocated(
+        4 * ints_size(rows, gate_up.num_experts),  # routing
+        2 * rows * gate_up.out_features,  # what the gate takes
+        2 * rows * 2 * 16,  # x a^T of the adapters of both projections, of rank 16
+    )
+    assert saved["experts"] - saved["recompute"] == of_experts
+    heads = config.num_attention_heads
+    own = config.hidden_size // heads
+    size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", own)
+    of_attention = allocated(2 * SEQ * heads * size, 4 * SEQ * heads)  # output, log-sum-exp
+    # Eager attention has no operator to keep.
+    assert saved["attention"] - saved["experts"] == (attention != "eager") * of_attention
+    assert saved["attention"] - saved["attention alone"] == of_experts
+    assert saved["keep"] > saved["attention"]
+
+
+@cache
+def fit_at(gpus, **changes):
+    return plan(config_of(), gpus=gpus, **ASKED | changes)
+
+
+def needs(made):
+    """Bytes that a plan's fit takes on the fullest device."""
+    return made.fit.peak + CONTEXT_BYTES + int(0.04 * made.fit.peak)
+
+
+def test_a_plan_keeps_all_that_its_device_holds_and_never_more():
+    every, least = (fit_at("1TiB", checkpointing=on) for on in (False, True))
+    most, reserve = every.devices[0].needed, least.devices[0].needed
+    # With checkpointing the embeddings' output has a gradient too.
+    assert every.fit.peak == pytest.approx(least.fit.peak, rel=0.005)
+    assert needs(every) == every.fit.needed
+    assert every.fit.counts == {"keep": 4, "part": 0, "recompute": 0, "host": 0}
+    peak = every.devices[0].peak.nbytes
+    # By the embeddings' output at most, which a layer that is computed again keeps.
+    assert peak <= every.fit.peak <= peak + 2 * 2 * SEQ * config_of().hidden_size
+    before = None
+    for part in range(3):
+        size = reserve + (most - reserve) * part // 2
+        made = fit_at(f"{size}B")
+        levels = [LEVELS.index(layer.level) for layer in made.fit.layers]
+        assert made.fits and needs(made) == made.fit.needed <= made.fit.memory == size
+        assert before is None or all(now >= old for now, old in zip(levels, before, strict=True))
+        before = levels
+        assert levels == sorted(levels)  # from the last layer on
+    assert min(before) == 3 or made.fit.counts["keep"] >= 3
+    assert 1.0 <= made.fit.gain <= 1.36
+
+
+def test_where_nothing_fits_all_is_recomputed_and_without_devices_nothing_is_said():
+    made = fit_at("700MiB", seq=1 << 16)
+    assert made.fits is made.fit.fits is False
+    assert made.as_dict()["fit"] == {"keep": 0, "part": 0, "recompute": 4, "host": 0}
+    assert fit_at(None).as_dict()["fit"] is None
+    assert json.loads(json.dumps(fit_at("1TiB").as_dict()))["fit"]["keep"] == 4
+
+
+def test_a_plan_without_checkpointing_that_does_not_fit_says_what_would():
+    plain = fit_at("1TiB", checkpointing=False)
+    size = plain.devices[0].needed - (2 << 20)
+    made = fit_at(f"{size}B", checkpointing=False)
+    assert made.fits is False and made.fit.fits
+    assert made.fit.layers == fit_at(f"{size}B").fit.layers
+    assert 0 < made.fit.counts["keep"] < 4
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_ranks_of_an_engine_fit_as_one_device_of_each(engine):
+    every = fit_at("2x1TiB", **{engine: 2})
+    assert every.fit.counts["keep"] == 4 and every.fit.memory == 1 << 40
+    size = every.fit.needed - (1 << 20)
+    less = fit_at(f"1TiB,{size}B", **{engine: 2})
+    assert less.fit.memory == size >= less.fit.needed
+    assert 0 < less.fit.counts["keep"] < 4
+
+
+def test_layers_over_devices_keep_what_the_fullest_holds():
+    alone = fit_at("2x1TiB", checkpointing=True)
+    assert alone.fit.counts["keep"] == 4
+    # The first device holds the embeddings, the second the loss.
+    sizes = tuple(use.needed + (1 << 20) for use in alone.devices)
+    made = fit_at(sizes)
+    kept = made.fit.counts
+    assert kept["keep"] < 4 and sum(kept.values()) == 4
+    assert [use.blocks for use in made.devices] == [use.blocks for use in alone.devices]
+    assert made.fit.needed <= made.fit.memory in sizes
+
+
+def test_layers_that_do_not_run_on_a_level_are_a_note(monkeypatch, steps_run_once):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no level")
+
+    expected = fit_at("1TiB")
+    steps_run_once.clear()
+    monkeypatch.setattr(levels, "compute", fails)
+    made = fit_at.__wrapped__("1TiB")
+    assert made.fit is None and made.peak == expected.peak
+    assert "RuntimeError: no level" in made.notes[-1]

@@ -1,0 +1,620 @@
+"""Plans against what really is: footprints, adapters, optimizers, kept tensors, H200 peaks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import BitsAndBytesConfig, Qwen3MoeConfig
+
+import moe_qlora
+from moe_qlora.kernels import limits
+from moe_qlora.kernels.cards import PORTABLE, of_capability
+from moe_qlora.models import named
+from moe_qlora.planning import budget, devices, meta_ops, meta_step
+from moe_qlora.planning import plan as planning
+from moe_qlora.planning.budget import Activity, Block, Settings, StepBudget, optimizer_nbytes
+from moe_qlora.planning.meta_model import source_of
+from moe_qlora.planning.planner import Planner
+from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
+from tests.helpers.plans import plan
+from tests.helpers.representatives import cases
+
+# transformers leaves the file of a checkpoint open, and says what it will drop in v6.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore:llm_int8_skip_modules names 'q_proj'",
+)
+
+FAMILIES = (
+    *("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v3", "granitemoe", "llama4_text"),
+    *("phimoe", "glm4_moe", "dbrx", "qwen2_moe", "nemotron_h"),
+)
+PACKINGS = {
+    "nf4 double": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+    "skips": {"load_in_4bit": True, "llm_int8_skip_modules": ["q_proj", "lm_head"]},
+}
+GIB = 1 << 30
+
+
+def qwen3_30b(**changes) -> Qwen3MoeConfig:
+    sizes = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    return Qwen3MoeConfig(**(sizes | changes))
+
+
+def small(**changes) -> Qwen3MoeConfig:
+    sizes = {"num_hidden_layers": 6, "vocab_size": 512, "hidden_size": 64, "head_dim": 16}
+    sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}
+    return qwen3_30b(**(sizes | {"num_experts": 8, "num_experts_per_tok": 2} | changes))
+
+
+def planner(model, settings: Settings, quantization=None) -> Planner:
+    return Planner(source_of(model, quantization), settings)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A tiny checkpoint of each family, in bfloat16."""
+    made = {}
+
+    def folder(family: str):
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            tiny_model(family, dtype=torch.bfloat16).save_pretrained(made[family])
+        return made[family]
+
+    return folder
+
+
+def loaded(family: str, folder, packing: str) -> nn.Module:
+    config = BitsAndBytesConfig(**PACKINGS[packing])
+    with moe_qlora.enabled():
+        return model_class(family).from_pretrained(
+            folder, quantization_config=config, dtype=torch.bfloat16
+        )
+
+
+# Each family in one packing, by turns.
+PAIRS = [(family, list(PACKINGS)[turn % len(PACKINGS)]) for turn, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("family", "packing"), cases(PAIRS))
+def test_weights_are_those_of_the_loaded_model(folders, family, packing):
+    folder = folders(family)
+    model = loaded(family, folder, packing)
+    real = model.get_memory_footprint()
+    from_folder = planner(str(folder), Settings(), BitsAndBytesConfig(**PACKINGS[packing]))
+    from_model = planner(model, Settings())
+    for made in (from_folder, from_model):
+        assert sum(block.weights for block in made.meta.blocks) == real
+
+
+@pytest.mark.filterwarnings("ignore:stock PEFT rewrites the target_modules")
+@pytest.mark.parametrize("family", cases(FAMILIES))
+def test_adapters_are_those_that_peft_creates(folders, family):
+    folder = folders(family)
+    packed = loaded(family, folder, "nf4 double")
+    for targets in ("all-linear", "experts"):
+        model = copy.deepcopy(packed)
+        lora = LoraConfig(r=4, target_modules=[] if targets == "experts" else targets)
+        real = moe_qlora.get_peft_model(model, lora, experts=targets == "experts")
+        wanted = sorted(p.numel() for p in real.parameters() if p.requires_grad)
+        meta = planner(str(folder), Settings(rank=4, targets=targets)).meta
+        assert sorted(n for block in meta.blocks for n in block.trained) == wanted
+
+
+STATISTICS = 128 * 2048 * 1536 // 64 * 4
+DEQUANTIZED = 128 * 2048 * (1536 + 768) * 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "seq", "targets", "adapters", "peak", "workspace"),
+    [
+        # results/plan.csv
+        (16, 4096, "attention", "bfloat16", 1.47346e10, STATISTICS),
+        (16, 4096, "attention,experts", "float32", 1.728e10, STATISTICS),
+        (8, 8192, "attention", "bfloat16", 5.6483e9, DEQUANTIZED),
+        (8, 8192, "attention,experts", "float32", 7.47728e9,
+         128 * 2 * (1552 * 2064 + 2064 * 784)),
+    ],
+)  # fmt: skip
+def test_peaks_of_fused_layers_measured_on_an_h200(layers, seq, targets, adapters, peak, workspace):
+    vocabulary = {"vocab_size": 4096} if layers == 8 else {}
+    config = qwen3_30b(num_hidden_layers=layers, **vocabulary)
+    skips = [r"model.layers.\d+.self_attn", "lm_head"]
+    quantization = BitsAndBytesConfig(**PACKINGS["nf4 double"], llm_int8_skip_modules=skips)
+    made = plan(
+        config, quantization, seq=seq, targets=targets, adapter_dtype=adapters, search=False
+    )
+    assert made.peak.nbytes == pytest.approx(peak, rel=0.01)
+    assert made.peak.parts["decode scratch"] == workspace
+
+
+HOPPER = of_capability((9, 0))
+
+
+@pytest.mark.parametrize(
+    ("card", "rows", "dequantizes", "kind"),
+    [
+        (PORTABLE, limits.ROWS_ON_QUANTIZED, False, "nf4 double"),
+        (PORTABLE, limits.ROWS_ON_QUANTIZED + 1, True, "nf4 double"),
+        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER, False, "nf4 double"),
+        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER + 1, True, "nf4 double"),
+        (PORTABLE, limits.ROWS_ON_QUANTIZED, False, "int8"),
+        (PORTABLE, limits.ROWS_ON_QUANTIZED + 1, True, "int8"),
+        (HOPPER, limits.ROWS_ON_QUANTIZED_HOPPER, True, "int8"),
+    ],
+)
+def test_rows_up_to_which_nothing_is_dequantized(card, rows, dequantizes, kind):
+    """Of each card its own limit; Hopper's kernels read 4-bit codes alone."""
+    checkpointing = kind != "int8"
+    config = qwen3_30b(num_hidden_layers=2, vocab_size=4096)
+    source = source_of(config, BitsAndBytesConfig(**PACKINGS[kind]))
+    made = Planner(source, Settings(checkpointing=checkpointing), card=card)
+    _, workspace = made._step(1, rows * 128 // 8, meta_step.NO_CAP)
+    first, second = 128 * 2048 * 1536 * 2, 128 * 2048 * 768 * 2
+    if kind == "int8":
+        assert workspace == (first if dequantizes else 0)
+    elif not dequantizes:
+        assert workspace == STATISTICS
+    elif card == PORTABLE:  # a recomputation's two weights stay for backward
+        assert workspace == first + second * checkpointing
+    else:  # forward is on the codes, and backward's two weights take turns
+        assert workspace == first + STATISTICS
+
+
+@pytest.fixture
+def no_levels(monkeypatch):
+    """Plans say nothing of what layers could keep, which takes a step on each level."""
+    monkeypatch.setattr(planning, "fit_of", lambda planner, uses: None)
+
+
+def test_a_card_that_is_named_computes_as_it_does(no_levels):
+    """At 512 rows an expert Hopper dequantizes nothing; a size alone may be of any card."""
+    sizes = {"num_hidden_layers": 2, "vocab_size": 4096}
+    asked = partial(plan, qwen3_30b(**sizes), seq=8192, search=False)
+    scratch = {gpus: asked(gpus=gpus).peak.parts["decode scratch"] for gpus in ("H100", "79GiB")}
+    assert scratch == {"H100": STATISTICS, "79GiB": DEQUANTIZED}
+    assert asked(gpus="H100,A100-40GB").peak == asked(gpus="79GiB,39GiB").peak
+    # An eighth of the device's memory bounds a buffer, and weights then go in slices.
+    small = asked(gpus="4GiB").peak.parts["decode scratch"]
+    assert 0 < small <= 2 * (4 * GIB // limits.WORKSPACE_PART) and small < DEQUANTIZED
+
+
+LIGER = (  # layers=48 or 32, lora=experts,attention, with=liger,graphs,adamw_fused: model.csv
+    ("qwen3-30b-a3b", {"seq": 32768}, 34.7135e9, 0.01),
+    ("mixtral-8x7b", {"seq": 4096}, 32.5749e9, 0.03),
+)
+
+
+@pytest.mark.parametrize(("name", "sizes", "peak", "tolerance"), LIGER)
+def test_peaks_under_liger_that_were_measured_on_an_h200(name, sizes, peak, tolerance):
+    """What Liger's other kernels save is not counted, so that short sequences are over by some."""
+    config = named.resolve(name).config
+    skips = [r"model.layers.\d+.self_attn", "lm_head"]
+    quantization = BitsAndBytesConfig(**PACKINGS["nf4 double"], llm_int8_skip_modules=skips)
+    settings = {"targets": "attention,experts", "adapter_dtype": "bfloat16", **sizes}
+    made = plan(config, quantization, prepared=True, **settings)
+    assert made.peak.nbytes == pytest.approx(peak, rel=tolerance)
+    assert plan(config, quantization, **settings).peak.nbytes > 1.02 * peak
+
+
+def test_the_tracker_counts_like_saved_tensors():
+    """Between forward and backward, exactly the distinct tensors that autograd saved are alive."""
+    # two layers: of more, those between the first and the last stay empty
+    made = planner(
+        small(num_hidden_layers=2), Settings(seq=80, checkpointing=False, adapter_dtype="bfloat16")
+    )
+    model = made.meta.model
+    ids = torch.zeros(1, 80, dtype=torch.long, device="meta")
+    statistics = [tensor for part in made.meta.parts for tensor in part.weight.statistics]
+    held = [*model.parameters(), *model.buffers(), *statistics, ids]
+    weights = {tensor.untyped_storage()._cdata for tensor in held}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage
+        return tensor
+
+    tracker = meta_step.MemoryTracker(held, 8)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with tracker, meta_ops.FusedAttention(), hooks:
+        loss = model(input_ids=ids, labels=ids).loss
+    total = sum(-(-storage.nbytes() // 512) * 512 for storage in saved.values())
+    assert loss.requires_grad
+    assert 0 <= tracker.live - total <= 4096  # the loss itself, and numbers that autograd holds
+    saved.clear()
+    with tracker:
+        loss.backward()
+    del loss
+    gc.collect()
+    # Nothing is left but the adapters' gradients.
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    left = tracker.live - sum(-(-grad.nbytes // 512) * 512 for grad in gradients)
+    assert len(gradients) == 2 * 4 * 2
+    assert 0 <= left <= 4096
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_states_are_torchs(dtype):
+    sizes = [(7,), (64, 80), (300, 512)]
+    parameters = [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+    optimizer = torch.optim.AdamW(parameters)
+    sum(p.float().sum() for p in parameters).backward()
+    optimizer.step()
+    real = sum(
+        tensor.nbytes
+        for state in optimizer.state.values()
+        for key, tensor in state.items()
+        if key != "step"
+    )
+    counts = [p.numel() for p in parameters]
+    assert optimizer_nbytes("adamw", counts, dtype.itemsize).resident == real
+
+
+def test_bitsandbytes_states():
+    """On the CPU nothing is paged, so the two paged optimizers hold there what they page."""
+    from bitsandbytes import optim
+
+    parameters = [nn.Parameter(torch.randn(size)) for size in (100, 4095, 4096, 5000, 120_001)]
+    makers = {"adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.AdamW32bit}
+    for name, maker in makers.items():
+        optimizer = maker(parameters)
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                optimizer.init_state(group, parameter, 0, place)
+        real = sum(
+            tensor.nbytes
+            for state in optimizer.state.values()
+            for key, tensor in state.items()
+            if isinstance(tensor, torch.Tensor) and not key.startswith("qmap")
+        )
+        said = optimizer_nbytes(name, [p.numel() for p in parameters], 4)
+        assert said.resident + said.paged == real, name
+    paged = optimizer_nbytes("paged_adamw", [99_999, 100_000], 4)
+    assert (paged.resident, paged.paged) == (8 * 99_999, 8 * 100_000)
+
+
+# Devices
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("24GiB", [24 * GIB]),
+        ("2x24GiB", [24 * GIB] * 2),
+        ("24GB, 2 x 1.5TiB", [24 * 10**9, 1536 * GIB, 1536 * GIB]),
+        ("80g", [80 * GIB]),
+        ("1024B", [1024]),
+        ("2xH100", [79 * GIB] * 2),
+        ("4090, 2*rtx-4090, NVIDIA GeForce RTX 4090", [23 * GIB] * 4),
+        ("A100 80GB,A100-40GB", [79 * GIB, 39 * GIB]),
+        ("rtx 6000 ada,RTX A6000,a10", [47 * GIB, 47 * GIB, 21 * GIB]),
+    ],
+)
+def test_devices(text, sizes):
+    assert [size for size, _ in devices.parse_gpus(text)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("2xH10", "neither a size .* nor a card that is known \\(did you mean H100"),
+        ("A100", "write A100-80GB or A100-40GB"),
+        ("rtx4091", "did you mean RTX4090"),
+        ("3060", "write the memory, as in 24GiB"),
+        ("24", "write 24GiB"),
+    ],
+)
+def test_cards_that_are_not_known(text, message):
+    with pytest.raises(moe_qlora.errors.ConfigError, match=message) as caught:
+        plan(small(), gpus=text)
+    assert str(caught.value).startswith("gpus: ")
+
+
+@pytest.mark.parametrize("text", ["", "x", "2x", "24GX", "-1GiB", "0x24GiB", "2*3*4GiB", "0"])
+def test_bad_devices(text):
+    with pytest.raises(moe_qlora.errors.ConfigError, match="gpus: ") as caught:
+        plan(small(), gpus=text)
+    assert str(caught.value).count("\n") == 0
+
+
+def brute_force(loads, capacities):
+    """The least that the fullest device can be, over every way to cut."""
+    if len(capacities) == 1 or not loads:
+        return sum(loads) / capacities[0] if loads else 0.0
+    return min(
+        max(sum(loads[:cut]) / capacities[0], brute_force(loads[cut:], capacities[1:]))
+        for cut in range(1, len(loads) - min(len(loads), len(capacities)) + 2)
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_partition_is_the_evenest(seed):
+    generator = torch.Generator().manual_seed(seed)
+    loads = torch.randint(0, 50, (int(torch.randint(1, 10, (1,), generator=generator)),))
+    loads = [int(value) for value in loads]
+    capacities = [
+        int(value) for value in torch.randint(20, 90, (1 + seed % 4,), generator=generator)
+    ]
+    spans = devices.partition(len(loads), capacities, lambda first, last: sum(loads[first:last]))
+    assert [place for span in spans for place in range(*span)] == list(range(len(loads)))
+    full = max(
+        sum(loads[first:last]) / capacity
+        for (first, last), capacity in zip(spans, capacities, strict=False)
+    )
+    assert full == pytest.approx(brute_force(loads, capacities[: len(loads)]))
+
+
+def blocks_by_hand() -> tuple[list[Block], list[Activity]]:
+    blocks = [Block("embed", other=100)]
+    blocks += [Block(f"layers.{i}", experts=50, statistics=5, trained=(10,)) for i in range(4)]
+    blocks += [Block("head", other=30)]
+    activities = [Activity("embed", 8, 8, 0)]
+    activities += [Activity(f"layers.{i}", 20, 40, 60) for i in range(4)]
+    activities += [Activity("head", 5, 25, 45)]
+    return blocks, activities
+
+
+def test_peak_by_hand():
+    blocks, activities = blocks_by_hand()
+    settings = Settings(optimizer="adamw_8bit")
+    fixed = 100 + 30 + 4 * 55 + 4 * 10 * 4 + 4 * 10 * 8 + budget.LIBRARY_BYTES
+    # the last layer's backward: what the embedding and three layers keep, and no gradient yet
+    groups = [[block] for block in blocks]
+    peak = StepBudget(groups, activities, settings, 4).peak()
+    late = 8 + 3 * 20 + 60
+    first = 8 + 60 + 3 * 40  # the first layer's, where three layers' gradients are there
+    assert first > late
+    assert (peak.nbytes, peak.moment) == (fixed + first, "backward of layers.0")
+    assert sum(peak.parts.values()) == peak.nbytes
+    assert peak.largest["kept activations"] == 88
+    more = StepBudget(groups, activities, replace(settings, accumulation=2), 4).peak()
+    assert more.nbytes == fixed + 160 + 88 + 45
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "paged_adamw_8bit"])
+def test_loads_are_peaks(accumulation, optimizer):
+    """What the spreading weighs by is what each device's peak is then said to be."""
+    blocks, activities = blocks_by_hand()
+    settings = Settings(accumulation=accumulation, optimizer=optimizer)
+    groups = [blocks[:2], *([block] for block in blocks[2:])]
+    step = StepBudget(groups, activities, settings, 4)
+    for first in range(len(groups)):
+        for last in range(first + 1, len(groups) + 1):
+            here = [[block] for group in groups[first:last] for block in group]
+            peak = StepBudget(here, activities, settings, 4).peak()
+            assert step.nbytes(first, last) == peak.nbytes == sum(peak.parts.values())
+
+
+def test_device_map_is_whole_even_and_usable(no_levels):
+    from accelerate.utils.modeling import check_device_map
+
+    config = small(num_hidden_layers=8)
+    made = plan(config, gpus=[GIB, GIB], seq=512, search=False)
+    model = tiny_model("qwen3_moe", device="meta", num_hidden_layers=8)
+    check_device_map(model, made.device_map)
+    assert set(made.device_map.values()) == {0, 1}
+    places = [made.device_map[f"model.layers.{i}"] for i in range(8)]
+    assert places == sorted(places)
+    assert (made.device_map["model.embed_tokens"], made.device_map["lm_head"]) == (0, 1)
+    assert made.device_map["model.rotary_emb"] == 0
+    assert not any(name.startswith("model.layers.0.") for name in made.device_map)
+    peaks = [use.peak.nbytes for use in made.devices]
+    assert max(peaks) < 0.75 * made.peak.nbytes + budget.LIBRARY_BYTES
+    assert sum(use.weights for use in made.devices) == made.resident
+
+
+def test_tied_head_stays_with_the_embedding(no_levels):
+    made = plan(small(tie_word_embeddings=True), gpus="2x1GiB", seq=64, search=False)
+    assert made.device_map["lm_head"] == made.device_map["model.embed_tokens"]
+    assert set(made.device_map.values()) == {0, 1}
+
+
+def test_device_map_of_a_packed_model_dispatches(no_levels):
+    from accelerate import dispatch_model
+
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**PACKINGS["nf4 double"]))
+    inputs = tiny_inputs(model)
+    before = model(**inputs).logits
+    made = plan(model, gpus="2x1GiB", seq=16, search=False)
+    assert made.devices[0].weights + made.devices[1].weights == model.get_memory_footprint()
+    placed = dispatch_model(model, dict.fromkeys(made.device_map, "cpu"), force_hooks=True)
+    assert torch.equal(placed(**inputs).logits, before)
+
+
+# The whole plan
+
+
+def test_nothing_of_the_callers_is_changed():
+    config = small()
+    said = config.to_json_string()
+    model = tiny_model("olmoe", dtype=torch.bfloat16)
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**PACKINGS["nf4 double"]))
+    inputs, keys = tiny_inputs(model), list(model.state_dict())
+    before = model(**inputs).logits
+    quantization = BitsAndBytesConfig(**PACKINGS["fp4"])
+    asked = quantization.to_json_string()
+    plan(config, quantization, gpus="1GiB", seq=32, search=False)
+    plan(model, seq=32, targets="attention,experts")
+    assert config.to_json_string() == said
+    assert quantization.to_json_string() == asked
+    assert list(model.state_dict()) == keys
+    assert model.config._experts_implementation == "moe_qlora"
+    assert torch.equal(model(**inputs).logits, before)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_largest_sequence_and_batch_are_the_largest(no_levels):
+    config = qwen3_30b(num_hidden_layers=2)
+    made = plan(config, gpus="6GiB", seq=1024)
+    assert made.fits
+    asked = planner(config, Settings(seq=1024))
+    sizes = (6 * GIB,)
+    assert asked.fullness(1, made.largest_seq, sizes) <= 1
+    assert asked.fullness(1, int(made.largest_seq * 1.02) + 64, sizes) > 1
+    assert asked.fullness(made.largest_batch, 1024, sizes) <= 1
+    assert asked.fullness(made.largest_batch + 1, 1024, sizes) > 1
+
+
+@pytest.mark.parametrize("square", [0.0, 1e-9, 1e-6])
+@pytest.mark.parametrize("base", [0.0, 0.97, 1.2])
+@pytest.mark.parametrize(("start", "step"), [(4096, 32), (7, 1)])
+def test_the_largest_size_is_found_in_few_steps(start, step, base, square):
+    def fullness(size: int) -> float:
+        asked.append(size)
+        rounded = -(-size // 3) * 3
+        return base + rounded / 30_000 + square * rounded**2
+
+    asked: list[int] = []
+    largest = planning._largest(fullness, start, 1 << 20, step)
+    assert len(asked) <= 24
+    fits = [size for size in range(step, 1 << 17, step) if fullness(size) <= 1]
+    wanted = fits[-1] if fits else 0
+    assert wanted - max(step, wanted // 64) < largest <= wanted
+
+
+def test_moments():
+    """Where a vocabulary is large the loss is the peak; with large adapters it is the step."""
+    loss = plan(small(vocab_size=200_000), seq=512)
+    assert loss.peak.moment == "backward of lm_head"
+    logits = 512 * 200_000
+    assert loss.peak.parts["logits and loss"] == pytest.approx(12 * logits, rel=1e-3)
+    step = plan(small(), seq=8, targets="experts", rank=256)
+    assert step.peak.moment == "the optimizer's step"
+    assert step.peak.parts["gradients"] == 4 * step.trained_weights
+    assert step.peak.parts["optimizer states"] == 8 * step.trained_weights
+
+
+def test_a_model_that_cannot_run_is_refused(monkeypatch):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    def needs_data(*args, **kwargs):
+        raise NotImplementedError("data")
+
+    monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeAttention, "forward", needs_data)
+    with pytest.raises(moe_qlora.ConfigError, match=r"cannot run on the meta device \(NotImpl"):
+        plan(small(), seq=64)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "glm5_next_text", "jamba", "llama4_text"])
+def test_layers_that_do_more_than_call_their_linears_run(family):
+    """A grouped projection, masks as indices, a weight that is read if unquantized, or always."""
+    targets = "attention,experts" if family == "llama4_text" else "all-linear"
+    config, settings = tiny_config(family), Settings(seq=64, targets=targets)
+    made = planner(config, settings, BitsAndBytesConfig(load_in_4bit=True))
+    made.activities(1, 64)
+    assert not hasattr(config, "_is_quantized")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"seq": 0}, "seq is 0; give a whole number of 1 or more."),
+        ({"batch": 1.5}, "batch is 1.5; give a whole number of 1 or more."),
+        ({"rank": -1}, "rank is -1; give a whole number of 1 or more."),
+        ({"optimizer": "lion"}, "optimizer is 'lion'; give one of adamw, "),
+        ({"adapter_dtype": "int8"}, "adapter_dtype is 'int8'; give one of float32, "),
+        ({"targets": ""}, "targets='' names nothing in this model"),
+        ({"targets": "attention,banana"}, "names 'banana', which is no target and no module of "),
+        (
+            {"targets": "banana"},
+            "give attention, experts, all-linear, or names of modules, such as q",
+        ),
+        ({"targets": "attention,expert"}, "names 'expert', which is no target and no module of "),
+        ({"targets": "all-linear, expert"}, "(did you mean experts"),
+        ({"targets": "attention,q_prj"}, "(did you mean q_proj"),
+        ({"targets": "self_attn.q_proj,layers.99.self_attn.q_proj"}, "names 'layers.99.self_attn."),
+        ({"targets": "input_layernorm"}, "PEFT cannot put LoRA on 'input_layernorm': "),
+        ({"gpus": 0}, "gpus: 0 is no size of a device"),
+        ({"gpus": "24"}, "gpus: 24 is a number of bytes; write 24GiB."),
+        ({"gpus": "80GiB,2x48"}, "gpus: 48 is a number of bytes; write 48GiB."),
+    ],
+)
+def test_settings_that_make_no_sense(asked, message):
+    with pytest.raises(moe_qlora.ConfigError) as caught:
+        plan(small(), **asked)
+    assert message in str(caught.value)
+
+
+def test_models_that_are_none():
+    with pytest.raises(moe_qlora.ConfigError, match="model is a int; give a model"):
+        plan(3)
+    with pytest.raises(moe_qlora.CheckpointError, match="does not exist"):
+        plan("./nothing")
+    model = tiny_model("mixtral", dtype=torch.bfloat16)
+    wrapped = moe_qlora.get_peft_model(
+        model, LoraConfig(target_modules=["q_proj"]), unpacked_ok=True
+    )
+    with pytest.raises(moe_qlora.ConfigError, match="has adapters already"):
+        plan(wrapped)
+
+
+# The command line
+
+
+@pytest.fixture
+def cli(cli, tmp_path):
+    """Run `moe-qlora plan FOLDER ARGUMENTS`: exit code, stdout, stderr."""
+    small(num_hidden_layers=2).save_pretrained(tmp_path)
+    return partial(cli, "plan", tmp_path)
+
+
+def test_cli_json_is_the_plan(cli, tmp_path):
+    code, out, err = cli("--json", "--seq", 128, "--rank", 8, "--quant", "fp4", "--no-double-quant")
+    assert (code, err) == (0, "")
+    made = plan(
+        str(tmp_path),
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_compute_dtype": "bfloat16"},
+        seq=128,
+        rank=8,
+    )
+    said = json.loads(out)
+    assert said == json.loads(json.dumps(made.as_dict()))
+    assert (said["quantization"], said["fits"]) == ({"kind": "fp4", "double_quant": False}, None)
+
+
+def test_cli_errors_are_one_line(cli):
+    for arguments in (("--gpus", "many"), ("--seq", 0), ("--ddp",), ("--ddp", 2, "--fsdp", 2)):
+        code, out, err = cli(*arguments)
+        assert (code, out) == (2, ""), arguments
+        assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_cli_table(cli):
+    code, out, err = cli("--gpus", "2x1GiB", "--seq", 32768)
+    assert (code, err) == (0, "")
+    words_of_all = ("packed experts", "quantization statistics", "logits and loss", "It fits: ")
+    for words in (*words_of_all, " as nf4, double quantization;"):
+        assert words in out
+    assert "model.layers.* (" in out
+
+
+@pytest.mark.parametrize("name", ["batch_size", "seq_len"])
+def test_a_size_that_makes_no_sense_is_named_as_it_was_given(name):
+    with pytest.raises(moe_qlora.ConfigError, match=f"{name} is 0; give a whole number"):
+        moe_qlora.plan(qwen3_30b(), **{name: 0})

@@ -1,0 +1,146 @@
+"""Plans with packed experts in host memory."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.cli import app
+from moe_qlora.planning.blocks import packed_parts
+from moe_qlora.planning.choice import LEVELS
+from moe_qlora.planning.devices import CONTEXT_BYTES
+from moe_qlora.testing import tiny_model
+from tests.helpers.plans import plan
+
+pytestmark = pytest.mark.usefixtures("steps_run_once")
+
+ASKED = {"targets": "attention,experts", "seq": 512, "search": False}
+
+
+def config_of(family="qwen3_moe", layers=6, **overrides):
+    overrides = {"num_hidden_layers": layers, "layer_types": None} | overrides
+    return tiny_model(family, device="meta", dtype=torch.bfloat16, **overrides).config
+
+
+LARGE = config_of(hidden_size=256, moe_intermediate_size=512, num_experts=128)
+"""Its experts are most of what a step takes."""
+
+
+@cache
+def plan_of(gpus="1TiB", **changes):
+    return plan(LARGE, gpus=gpus, **ASKED | changes)
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.nightly)]
+)
+def test_a_plan_has_what_offload_experts_moves(family):
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    config = config_of(family, 4)
+    made = plan(config, quantization, gpus="1TiB", offload=True, **ASKED)
+    plain = plan(config, quantization, gpus="1TiB", **ASKED)
+    model = tiny_model(family, num_hidden_layers=4, layer_types=None)
+    moe_qlora.quantize_experts(model, quantization)
+    with moe_qlora.offload_experts(model) as off:
+        moved = sum(part.weight.nbytes for part in packed_parts(model))
+        layer = off.host_nbytes // len(off.layers)
+        assert made.hosting.most == len(off.layers) == made.fit.hosting.most
+        assert made.as_dict()["offload"]["host"] == off.host_nbytes
+        assert made.as_dict()["offload"]["slots"] == 2 * layer
+    assert plain.resident - made.resident == moved
+    assert plain.peak.nbytes - made.peak.nbytes == moved - 2 * layer
+    assert made.peak.parts["packed experts"] == 2 * layer
+    assert made.peak.moment == plain.peak.moment and made.load_peak < plain.load_peak
+    (use,) = made.devices
+    assert use.peak == made.peak and use.weights == made.resident + 2 * layer
+
+
+def test_what_fits_is_nested_and_without_memory_to_spare_lies_on_the_host():
+    plain, least = plan_of(), plan_of(offload=True)
+    assert least.fit.counts == {"keep": 6, "part": 0, "recompute": 0, "host": 0}
+    assert least.fit.layers == plain.fit.layers and least.fit.needed == plain.fit.needed
+    low, high = least.devices[0].needed, plain.fit.needed
+    seen = []
+    for part in range(3):
+        size = low + (high - low) * part // 2
+        made = plan_of(f"{size}B", offload=True)
+        assert made.fits and made.fit.fits
+        assert made.fit.peak + CONTEXT_BYTES + int(0.04 * made.fit.peak) == made.fit.needed <= size
+        hosts = [layer.experts == "host" for layer in made.fit.layers]
+        assert hosts == sorted(hosts)  # The last ones
+        seen.append((hosts, [LEVELS.index(layer.level) for layer in made.fit.layers]))
+    for (hosts, levels), (fewer, more) in pairwise(seen):
+        assert all(a >= b for a, b in zip(hosts, fewer, strict=True))
+        assert all(a <= b for a, b in zip(levels, more, strict=True))
+    assert all(seen[0][0]) and not any(seen[-1][0])
+
+
+def test_each_rank_of_ddp_has_experts_of_its_own_in_host_memory():
+    made, plain = (plan_of("2x1TiB", engine="ddp:2", offload=on) for on in (True, False))
+    alone, whole = plan_of(offload=True), plan_of()
+    assert plain.peak.nbytes - made.peak.nbytes == whole.peak.nbytes - alone.peak.nbytes
+    assert plain.resident - made.resident == whole.resident - alone.resident
+
+
+def test_without_offload_a_plan_says_only_that_nothing_is_on_the_host():
+    made = plan_of().as_dict()
+    assert made["fit"]["host"] == 0 and "offload" not in made and "hosting" not in made
+    made = json.loads(json.dumps(plan_of(offload=True).as_dict()))
+    assert made["offload"]["host"] and made["training"]["offload"] is True
+
+
+@pytest.mark.parametrize("where", [{"gpus": "2x1TiB"}, {"gpus": "2x1TiB", "fsdp": 2}])
+def test_what_offload_experts_refuses_is_not_planned(where):
+    with pytest.raises(moe_qlora.ConfigError, match=r"^offload is True, and .* one GPU"):
+        plan_of(offload=True, **where)
+
+
+def test_a_model_without_packed_experts_has_none_to_offload():
+    skipping = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["experts"])
+    with pytest.raises(moe_qlora.ConfigError, match="no packed experts that could lie in host"):
+        plan(LARGE, skipping, offload=True)
+
+
+REAL = {
+    "qwen3-30b-a3b": ("8GiB", {"prepared": True}),
+    "gpt-oss-120b": ("16GiB", {"prepared": True, "attention": "flex_attention"}),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_models_that_are_larger_than_the_card_fit_with_experts_in_host_memory(name):
+    gpus, settings = REAL[name]
+    made = plan(name, gpus=gpus, offload=True, search=False, **settings)
+    assert made.fits and made.fit.fits and made.fit.needed <= made.fit.memory
+    assert 0 < made.fit.counts["host"] < made.hosting.most
+    said = made.as_dict()["offload"]
+    assert said["fitted_host"] < said["host"] and said["fitted_copies_s"] > 0
+    assert f"experts of {made.fit.counts['host']} lie in" in str(made.fit)
+
+
+def command(*words):
+    with pytest.raises(SystemExit) as end:
+        app.run(args=list(words))
+    return end.value.code
+
+
+def test_the_command_says_what_lies_where(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("moe_qlora.planning.plan._largest", lambda *args: 64)
+    LARGE.save_pretrained(tmp_path)
+    folder = str(tmp_path / "config.json")
+    size = plan_of(offload=True).devices[0].needed
+    options = ["--seq", "512", "--targets", "attention,experts", "--gpus", f"{size}B"]
+    options += ["--rank", "16", "--optimizer", "adamw", "--adapter-dtype", "float32"]  # no others
+    assert command("plan", folder, *options) == 4
+    printed = capsys.readouterr().out
+    assert "--offload" in printed and "Packed experts" not in printed
+    assert command("plan", folder, *options, "--offload") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "in host memory, " in printed and "of slots on the device; copies " in printed
+    assert "experts of 6 lie in" in printed

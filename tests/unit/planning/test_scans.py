@@ -1,0 +1,58 @@
+"""The tracker of bytes on meta, and loops over a sequence, which take fewer turns there."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import pytest
+import torch
+
+from moe_qlora.planning import meta_step, tracker
+from moe_qlora.planning.budget import Settings
+from moe_qlora.planning.meta_model import source_of
+from moe_qlora.planning.planner import Planner
+from moe_qlora.testing import tiny_model
+
+
+@pytest.mark.parametrize(("seq", "checkpointing"), [(2048, True), (2399, False)])
+def test_shorter_sequences_take_the_bytes_of_a_long_one(seq, checkpointing, monkeypatch):
+    def peak():
+        model = tiny_model("qwen3_next", device="meta", dtype=torch.bfloat16)
+        settings = Settings(seq=seq, checkpointing=checkpointing)
+        return Planner(source_of(model, None), settings).peak(1, seq).nbytes
+
+    short = peak()
+    monkeypatch.setattr(meta_step, "_TURNS", seq)
+    assert short == pytest.approx(peak(), rel=0.01)
+
+
+def test_what_an_operator_made_before_is_what_it_makes(monkeypatch):
+    """Of each layout and type; what is a view of its input stays one, and is not counted."""
+    monkeypatch.setattr(tracker, "_made", {})
+    x = torch.empty(4, 6, 8, device="meta")
+    other = torch.empty(4, 8, 6, device="meta").transpose(1, 2)  # of the same shape
+    inputs = [x, other, x[:, :3], x.bfloat16(), x.int()]
+    functions = [lambda t: t * 2, lambda t: t * 2.0, lambda t: t + x.sum(), torch.empty_like]
+    functions += [lambda t: t.sum(1), lambda t: torch.cat([t, t], 1), lambda t: t.view(t.dtype)]
+    functions.append(lambda t: torch.ops.aten._unsafe_view(t, t.shape))
+
+    def kinds():
+        made = [(t.untyped_storage(), function(t)) for t in inputs for function in functions]
+        views = [own._cdata == out.untyped_storage()._cdata for own, out in made]
+        return views, [(out.shape, out.stride(), out.dtype) for _, out in made]
+
+    plain = kinds()
+    for mode in (tracker.MemoryTracker(inputs), tracker.MemoryTracker(inputs)):
+        with mode:
+            assert kinds() == plain
+    assert len(tracker._made) > 4 * len(inputs)
+
+
+def test_tensors_in_nested_containers_are_found_in_order():
+    a, b, c, d, e = torch.ones(5).unbind()
+    pair = namedtuple("pair", "first second")
+    tree = [a, (1, [b, None], "text"), {"key": c, "other": (2.0, d)}, pair(torch.int8, e)]
+    found = tracker.tensors_of(tree)
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d, e)]
+    assert tracker.tensors_of(a) == [a] and tracker.tensors_of(None) == []
+    assert len(tracker.tensors_of(torch.ones(2).sort())) == 2

@@ -1,0 +1,233 @@
+"""`fit_memory` on a CPU: what layers keep, what that takes and computes, and how it is undone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_qlora.errors import ConfigError
+from moe_qlora.experts import projection
+from moe_qlora.planning.choice import LEVELS, Ladder
+from moe_qlora.train import fit as fit_module
+from moe_qlora.train.layers import runner_of
+from tests.helpers.fitting import (
+    SEQ,
+    adapted,
+    equal,
+    fitted,
+    least_memory,
+    measured_peak,
+    token_ids,
+    train,
+)
+
+
+def nested(seen: list[list[int]]) -> bool:
+    """Whether no layer keeps less in a later choice."""
+    steps = pairwise(seen)
+    return all(a <= b for few, more in steps for a, b in zip(few, more, strict=True))
+
+
+TYPES = {
+    "qwen3_moe": {"num_hidden_layers": 3},
+    "gpt_oss": {},  # eager attention, with masks of two kinds
+    "deepseek_v3": {},  # a dense layer first
+    "qwen3_next": {},  # gated delta nets
+    "afmoe": {},  # a norm behind the experts
+    "gemma4_text": {},
+}
+
+
+def attends_to(monkeypatch: pytest.MonkeyPatch, tokens: float) -> Ladder:
+    """Let `fit_memory` choose as for sequences in which tokens attend to so many others."""
+    monkeypatch.setattr(fit_module, "attended", lambda config, seq: tokens)
+    return Ladder.of(tokens)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attended"),
+    [
+        ("qwen3_moe", SEQ / 2),
+        *(pytest.param(each, SEQ / 2, marks=pytest.mark.nightly) for each in [*TYPES][1:]),
+        ("gpt_oss", 1e5),
+    ],
+)
+def test_no_memory_is_exceeded_and_nothing_else_changes(
+    model_type: str, attended: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = attends_to(monkeypatch, attended).levels.index
+    model = adapted(model_type, **TYPES[model_type])
+    ids = token_ids(model)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = train(model, ids)
+    least = least_memory(model)
+    with fitted(model) as fit:
+        most = fit.peak
+    seen = []
+    for memory in (least, (least + most) // 2, most):
+        model.load_state_dict(weights)
+        with fitted(model, memory) as fit:
+            assert fit.memory == memory
+            # Which experts tokens choose is not known before: at worst all the same.
+            measured = measured_peak(model, torch.zeros_like(ids))
+            assert measured <= fit.peak <= min(1.03 * measured, memory)
+            assert equal(train(model, ids), before)
+            seen.append([rank(layer.level) for layer in fit.layers])
+    assert nested(seen)
+    assert seen[-1] == [len(LEVELS) - 1] * len(seen[0])
+
+
+def policy_loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A policy's, beside a reference, with entropies of all tokens in fp32."""
+    ids = batch["input_ids"]
+
+    def log_probabilities() -> torch.Tensor:
+        return model(input_ids=ids).logits[:, :-1].float().log_softmax(-1)
+
+    def of_ids(several: torch.Tensor) -> torch.Tensor:
+        return several.gather(-1, ids[:, 1:, None])
+
+    with torch.no_grad(), model.disable_adapter():
+        reference = of_ids(log_probabilities())
+    now = log_probabilities()
+    return (now.exp() * now).sum(-1).mean() - (of_ids(now) - reference).exp().mean()
+
+
+def cheap_beside_its_reference(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A reference whose logits take most, and a policy without any."""
+    ids = batch["input_ids"]
+    with torch.no_grad(), model.disable_adapter():
+        reference = model(input_ids=ids).logits.float().log_softmax(-1).mean()
+    hidden = model.get_base_model().model(input_ids=ids).last_hidden_state
+    return hidden.square().mean() + reference
+
+
+def from_embeddings(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """A forward with gradients that begins behind the embedding, which one without has run."""
+    ids = batch["input_ids"]
+    with torch.no_grad():
+        reference = model(input_ids=ids).logits.mean()
+        embedded = model.get_input_embeddings()(ids)
+    return model(inputs_embeds=embedded).logits.float().log_softmax(-1).mean() - reference
+
+
+@pytest.mark.parametrize("loss", [cheap_beside_its_reference, from_embeddings])
+def test_forwards_without_gradients_come_first(loss: Any) -> None:
+    model = adapted(num_hidden_layers=3, vocab_size=2048)
+    ids = token_ids(model, batch=2)
+    least = least_memory(model, 2, loss=loss)
+    with fitted(model, batch_size=2, loss=loss) as fit:
+        most = fit.peak
+    for memory in {least, (least + most) // 2}:
+        with fitted(model, memory, batch_size=2, loss=loss) as fit:
+            measured = measured_peak(model, ids, loss_of=loss) - ids.nbytes
+            assert measured <= fit.peak <= min(memory, 1.03 * measured)
+
+
+def test_a_loss_that_is_not_the_models() -> None:
+    model = adapted("deepseek_v3", num_hidden_layers=3, vocab_size=2048)
+    ids = token_ids(model, batch=2)
+    with fitted(model, batch_size=2) as fit:
+        missed = fit.peak
+    with fitted(model, batch_size=2, loss=policy_loss) as fit:
+        measured = max(
+            measured_peak(model, each, loss_of=policy_loss) for each in (ids, torch.zeros_like(ids))
+        )
+        measured -= ids.nbytes  # Which are counted as soon as an operator returns a view of them
+        assert 1.1 * missed < measured <= fit.peak <= 1.03 * measured
+        assert {layer.activations for layer in fit.layers} == {"keep"}
+    smaller = (least_memory(model, 2, loss=policy_loss) + fit.peak) // 2
+    with fitted(model, smaller, batch_size=2, loss=policy_loss) as fit:
+        assert measured_peak(model, ids, loss_of=policy_loss) - ids.nbytes <= fit.peak <= smaller
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_of_two_forwards_with_gradients_is_refused(frozen: bool) -> None:
+    """Also where the first block runs without gradients."""
+
+    def forward(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        if not frozen:
+            return model(**batch).loss
+        with torch.no_grad():
+            embedded = model.get_input_embeddings()(batch["input_ids"])
+        return model(inputs_embeds=embedded, labels=batch["labels"]).loss
+
+    def loss(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        return forward(model, batch) + forward(model, batch)
+
+    with pytest.raises(ConfigError, match=r"more than once with gradients.*concatenate"):
+        fitted(adapted(), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (lambda model, batch: 1.0, "float"),
+        (lambda model, batch: model(**batch).logits, "shape"),
+        (lambda model, batch: model(**batch).loss.detach(), "requires_grad=False"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(loss: Any, what: str) -> None:
+    model = adapted()
+    with pytest.raises(ConfigError, match=f"loss returned .*{what}.*give a function"):
+        fitted(model, loss=loss)
+    with pytest.raises(ConfigError, match="loss is 'dpo'; give a function"):
+        fitted(model, loss="dpo")
+    with fitted(model) as fit:
+        assert fit.layers
+
+
+class _Attentions(TorchDispatchMode):
+    """Counts how often attention is computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        self.count += "scaled_dot_product" in name and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def runs(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """How often layers computed norms, attention, and the experts' two projections in a step."""
+    counted = Counter[Any]()
+    multiply = projection.multiply_codes
+
+    def count(x: torch.Tensor, offsets: Any, weight: Any, transposed: bool) -> Any:
+        if not transposed:  # as backward has them
+            counted["first" if x.shape[-1] == model.config.hidden_size else "second"] += 1
+        return multiply(x, offsets, weight, transposed)
+
+    layers = model.get_base_model().model.layers
+    hooks = [
+        layer.input_layernorm.register_forward_pre_hook(lambda *_: counted.update(["norm"]))
+        for layer in layers
+    ]
+    with monkeypatch.context() as patched, _Attentions() as attentions:
+        patched.setattr(projection, "multiply_codes", count)
+        model(input_ids=ids, labels=ids).loss.backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    return counted["norm"], attentions.count, counted["first"], counted["second"]
+
+
+def test_layers_that_text_does_not_reach_are_computed_again() -> None:
+    """Those of a vision tower: how much they allocate for images is not measured."""
+    model = adapted("qwen3_vl_moe")
+    ids = token_ids(model)
+    before = train(model, ids)
+    vision = [m for m in model.modules() if type(m).__name__ == "Qwen3VLMoeVisionBlock"]
+    with fitted(model) as fit:
+        assert vision and {layer.level for layer in map(runner_of, vision)} == {"recompute"}
+        assert {layer.activations for layer in fit.layers} == {"keep"}
+        assert all("language_model" in layer.name for layer in fit.layers)
+        assert measured_peak(model, ids) <= fit.peak
+    again = adapted("qwen3_vl_moe")
+    with fitted(again):
+        assert equal(train(again, ids), before)

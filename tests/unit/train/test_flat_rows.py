@@ -1,0 +1,439 @@
+"""Flat rows: losses and gradients of any batch are those of its sequences, each run alone."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_qlora.errors import ConfigError
+from moe_qlora.lora.packed_rows import watch_packed_rows
+from moe_qlora.testing import tiny_model
+from moe_qlora.train import flat_rows, segments
+from tests.helpers import flat_reference
+from tests.helpers.fitting import adapted
+
+LENGTHS = (33, 1, 2, 48, 7)  # The longest is T
+FAMILIES = {
+    "qwen3_moe": {},
+    "mixtral": {"sliding_window": 8},
+    "gpt_oss": {"sliding_window": 8},
+    "deepseek_v3": {},
+    "glm4_moe": {},
+    "olmoe": {},
+    "llama4_text": {"attention_chunk_size": 16},
+    "gemma4_text": {"sliding_window": 8},
+    "afmoe": {},
+    "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+}
+
+Batch = dict[str, Tensor]
+
+
+def sequences(model: Any) -> list[Tensor]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    vocabulary = base.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(5, vocabulary - 8, (n,), generator=generator) for n in LENGTHS]
+
+
+def padded(rows: list[Tensor], *, left: bool) -> Batch:
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for i, row in enumerate(rows):
+        where = slice(ids.shape[1] - len(row), None) if left else slice(0, len(row))
+        ids[i, where], mask[i, where], labels[i, where] = row, 1, _targets(row)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _targets(row: Tensor) -> Tensor:
+    """Return a sequence's labels, of which the token before must not predict the first."""
+    return torch.cat([torch.tensor([-100]), row[1:]])
+
+
+def packed(rows: list[Tensor]) -> Batch:
+    labels = [_targets(row) for row in rows]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    return {
+        "input_ids": torch.cat(rows)[None],
+        "position_ids": positions[None],
+        "labels": torch.cat(labels)[None],
+    }
+
+
+def packed_in_two(rows: list[Tensor]) -> Batch:
+    """Two packed rows, of which the second is padded."""
+    first, second = packed(rows[:3]), packed(rows[3:])
+    longest = max(first["input_ids"].shape[1], second["input_ids"].shape[1])
+    both = {}
+    for name in first:
+        fillers = {"labels": -100}
+        pads = [
+            functional.pad(x[name], (0, longest - x[name].shape[1]), value=fillers.get(name, 0))
+            for x in (first, second)
+        ]
+        both[name] = torch.cat(pads)
+    lengths = torch.tensor([[x["input_ids"].shape[1]] for x in (first, second)])
+    both["attention_mask"] = (torch.arange(longest)[None] < lengths).long()
+    return both
+
+
+def numbered(rows: list[Tensor]) -> Batch:
+    """A packed row whose mask counts its sequences, without positions."""
+    mask = torch.cat([torch.full_like(row, i) for i, row in enumerate(rows, 1)])[None]
+    return {"attention_mask": mask} | {n: x for n, x in packed(rows).items() if "pos" not in n}
+
+
+def left_with_positions(rows: list[Tensor]) -> Batch:
+    """As `generate` makes them: those of padding are 1, which is no new sequence."""
+    batch = padded(rows, left=True)
+    mask = batch["attention_mask"]
+    return batch | {"position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)}
+
+
+BATCHES: dict[str, Callable[[list[Tensor]], Batch]] = {
+    "right": lambda rows: padded(rows, left=False),
+    "left": lambda rows: padded(rows, left=True),
+    "packed": packed,
+    "two packed": packed_in_two,
+    "numbered": numbered,
+    "left with positions": left_with_positions,
+}
+
+
+def step(model: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Return the summed loss of a batch, and the gradients by name."""
+    labels = batch["labels"]
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    logits = model(**inputs).logits
+    assert logits.shape[:2] == labels.shape
+    loss = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss.item(), found
+
+
+def alone(model: Any) -> tuple[float, dict[str, Tensor]]:
+    total, sums = 0.0, {}
+    for row in sequences(model):
+        loss, gradients = step(model, {"input_ids": row[None], "labels": row[None]})
+        total += loss
+        for name, gradient in gradients.items():
+            sums[name] = sums.get(name, 0) + gradient
+    return total, sums
+
+
+def check(model: Any, expected: tuple[float, dict[str, Tensor]], batch: Batch) -> None:
+    (loss, gradients), (sure, theirs) = step(model, batch), expected
+    assert abs(loss - sure) <= 2e-4 * abs(sure)
+    largest = max(float(x.abs().max()) for x in theirs.values())
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        assert float((gradient - theirs[name]).abs().max()) <= 5e-3 * largest, name
+
+
+@contextmanager
+def flat(model: Any, batch_size: int = len(LENGTHS), seq_len: int = max(LENGTHS)) -> Iterator[None]:
+    rows = flat_rows.flatten_rows(model, batch_size, seq_len, fixed=True)
+    try:
+        yield
+    finally:
+        for each in rows:
+            each.remove()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_are_those_of_each_sequence_alone(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By masks and by offsets."""
+    model = tiny_model(family, seed=0, **FAMILIES[family])
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    model.train()
+    expected, rows = alone(model), sequences(model)
+    for offsets in (False, True):
+        if offsets:
+            flat_reference.use(monkeypatch)
+        with flat(model):
+            for make in BATCHES.values():
+                check(model, expected, make(rows))
+    assert segments.PREFIX not in model.config._attn_implementation
+
+
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [("qwen3_moe", 1), ("qwen3_moe", 3), ("mixtral", 1), ("deepseek_v3", 3), ("llama4_text", 3)],
+)
+def test_plain_rows_are_computed_as_rows(
+    family: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one length, and one sequence that a row holds with filling behind it."""
+    model = tiny_model(family, seed=0, **FAMILIES.get(family, {})).train()
+    ids = torch.randint(5, 60, (rows, 33), generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": ids, "labels": ids}
+    expected = step(model, batch)
+    flat_reference.use(monkeypatch)
+    seen = []
+    for name in ("rows_forward", "rows_backward"):
+        own = getattr(segments, name)
+        count = lambda *args, own=own: (seen.append(args[-2]), own(*args))[1]  # noqa: E731
+        monkeypatch.setattr(segments, name, count)
+    with flat(model, rows, 33 if rows > 1 else 64):
+        check(model, expected, batch)
+        check(model, expected, batch | {"attention_mask": torch.ones_like(ids)})
+    # A window shorter than the rows goes by offsets, chunks by masks.
+    assert set(seen) == ({rows} if family in ("qwen3_moe", "deepseek_v3") else set())
+
+
+def test_outputs_have_the_shape_of_the_batch() -> None:
+    model = tiny_model("qwen3_moe", seed=0).train()
+    batch = padded(sequences(model), left=False)
+    asked = {"output_router_logits": True, "output_hidden_states": True, "use_cache": False}
+    before = model(**batch, **asked)
+    with flat(model):
+        after = model(**batch, **asked)
+    real = batch["attention_mask"].bool()
+    for name in ("loss", "aux_loss"):
+        torch.testing.assert_close(after[name], before[name], rtol=1e-5, atol=1e-6)
+    assert after.logits.shape == before.logits.shape
+    for ours, theirs in zip(after.hidden_states, before.hidden_states, strict=True):
+        torch.testing.assert_close(ours[real], theirs[real], rtol=1e-4, atol=1e-5)
+        assert not ours[~real].any()
+    for ours, theirs in zip(after.router_logits, before.router_logits, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours[real.flatten()], theirs[real.flatten()])
+
+
+def test_embeddings_are_gathered_with_their_gradients() -> None:
+    model = tiny_model("qwen3_moe", seed=0).train()
+    batch = padded(sequences(model), left=True)
+    embeds = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    found = []
+    for within in (False, True):
+        inputs = embeds.clone().requires_grad_()
+        with flat(model) if within else nullcontext():
+            model(inputs_embeds=inputs, **batch).loss.backward()
+        found.append(inputs.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+def test_recorded_lengths_come_from_the_batches_that_come() -> None:
+    assert [flat_rows.rounded(n) for n in (1, 64, 65, 530, 600, 4096, 4097, 9000)] == [
+        64, 64, 128, 640, 640, 4096, 5120, 10240,
+    ]  # fmt: skip
+    lengths = flat_rows.RowLengths(32768)
+    came = [4300, 5200, 3900, 4450, 2800, 6100, 4350, 7900, *range(2900, 7900, 250)]
+    found = [lengths.pick(n, 9) for n in came * 9]
+    assert all(recorded for _, _, recorded in found)
+    assert sum(came) > 0.6 * sum(length for length, *_ in found[: len(came)])
+    assert sum(came) > 0.85 * sum(length for length, *_ in found[8 * len(came) :])
+    assert lengths.pick(32000, 9)[0] == 32768 and lengths.pick(40000, 9)[2] is False
+    assert len(lengths.recorded) <= 8
+
+
+def test_a_recorded_length_serves_shorter_rows_that_come_seldom() -> None:
+    lengths = flat_rows.RowLengths(4096)
+    picked = [lengths.pick(n, 3)[0] for n in (1300, 500, 900, 3000, 1100, 4096)]
+    assert picked == [2048, 2048, 2048, 4096, 2048, 4096]
+    assert [lengths.pick(1100, 3)[0] for _ in range(7)] == [2048] * 6 + [1280]
+    assert [lengths.pick(30, 3)[0] for _ in range(6)] == [1280] * 5 + [1024]
+    for n in range(1024, 4097, 64):  # Nothing is recorded for ever more lengths
+        for count in (3, 40, 200):
+            for _ in range(9):
+                lengths.pick(n, count)
+    assert len(lengths.recorded) == 8
+
+
+def test_no_more_lengths_are_recorded_than_memory_holds() -> None:
+    memory = flat_rows.RowMemory(room=2, kept=0.5)  # With 4, 8 take 8 + 2, of 2 * 5 or 2 * 4
+    assert memory.holds([4], 8, 5) and not memory.holds([4], 8, 4) and memory.holds([], 9, 4)
+    lengths = flat_rows.RowLengths(4096)
+    lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
+    assert [lengths.pick(*row) for row in ((4000, 9), (700, 9), (4000, 17), (700, 9))] == [
+        (4096, 16, True), (4096, 16, True), (4096, 64, True), (4096, 64, True),
+    ]  # fmt: skip
+    assert lengths.recorded == [(4096, 64)]  # It needs 1.4 rows with the first one, of 1.1
+    lengths = flat_rows.RowLengths(4096)
+    lengths.memory = flat_rows.RowMemory(room=1.1, kept=0.4)
+    picked = [(*lengths.pick(tokens, 9), lengths.alone) for tokens in (1500, 700, 4000, 1500)]
+    assert picked == [
+        (2048, 16, True, False), (2048, 16, True, False), (4096, 16, False, True),
+        (2048, 16, True, False),
+    ]  # fmt: skip
+    assert [lengths.pick(700, 9)[0] for _ in range(7)] == [2048] * 6 + [1024]
+
+
+def test_the_table_of_segments_holds_those_of_a_row() -> None:
+    lengths = flat_rows.RowLengths(512)
+    assert [lengths.pick(500, count)[1] for count in (5, 16, 17, 5, 40)] == [16, 16, 64, 16, 64]
+    model, seen = tiny_model("qwen3_moe", seed=0).train(), []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda *_: seen.append(
+            (segments.running.get().recorded, len(segments.running.get().offsets) - 1)
+        )
+    )
+    ids = torch.full((1, 256), 7)
+    with flat(model, 1, 256):
+        for length in (256, 20, 16, 4, 1):
+            model(input_ids=ids, position_ids=torch.arange(256)[None] % length)
+    assert seen == [(True, 16), (True, 16), (True, 64), (True, 256), (True, 1024)]
+
+
+def test_rows_are_filled_up_in_training() -> None:
+    model, seen = tiny_model("qwen3_moe", seed=0).train(), []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: seen.append((args[0].shape[1], segments.running.get().recorded))
+    )
+    with flat(model, 1, 4096):
+        for tokens in (1, 33, 65, 2100, 4200):
+            model(input_ids=torch.full((1, tokens), 7))
+        with torch.no_grad():
+            model(input_ids=torch.full((1, 33), 7), use_cache=False)
+    assert seen == [(1024, True)] * 3 + [(4096, True), (5120, False), (33, False)]
+
+
+def test_calls_with_a_cache_run_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("qwen3_moe", seed=0).train()
+    ids = sequences(model)[0][None]
+    expected = model(input_ids=ids, use_cache=True)
+    with flat(model), caplog.at_level(logging.WARNING, "moe_qlora"):
+        for _ in range(2):
+            found = model(input_ids=ids, use_cache=True)
+            assert found.past_key_values is not None
+            assert torch.equal(found.logits, expected.logits)
+        mask = torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+        model(input_ids=ids, attention_mask=mask)
+        model.set_attn_implementation("eager")
+        assert model(input_ids=ids, output_attentions=True).attentions
+    said = [one.getMessage() for one in caplog.records if one.name.startswith("moe_qlora")]
+    assert len(said) == 3 and "use_cache" in said[0]
+
+
+def test_generation_and_evaluation_are_those_without() -> None:
+    model = tiny_model("qwen3_moe", seed=0)
+    rows = sequences(model)
+    batch = padded(rows, left=True)
+    del batch["labels"]
+    made = model.generate(**batch, max_new_tokens=4, do_sample=False)
+    with flat(model):
+        assert torch.equal(model.generate(**batch, max_new_tokens=4, do_sample=False), made)
+        with torch.no_grad():
+            found = model(**packed(rows), use_cache=False).logits[0].split(LENGTHS)
+    with torch.no_grad():
+        for ours, row in zip(found, rows, strict=True):
+            torch.testing.assert_close(ours, model(row[None]).logits[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_next"])
+def test_layers_with_a_state_refuse_packed_rows(family: str) -> None:
+    model = tiny_model(family, seed=0).train()
+    rows = sequences(model)
+    expected = step(model, padded(rows, left=False))
+    with flat(model):
+        check(model, expected, padded(rows, left=False))
+        with pytest.raises(ConfigError, match="position_ids begin again"):
+            model(**packed(rows))
+
+
+def test_the_forward_says_which_arguments_it_takes() -> None:
+    """Others may look at the forward's arguments, as Trainer and PEFT do."""
+    model = adapted()
+    stack = model.get_base_model().model
+    before = list(inspect.signature(stack.forward).parameters)
+    with flat(model):
+        assert list(inspect.signature(stack.forward).parameters) == before
+    assert "forward" not in vars(stack)
+
+
+def test_a_mask_with_holes_runs_as_before() -> None:
+    """Positions go on behind a hole, and windows count it."""
+    model = tiny_model("mixtral", seed=0, sliding_window=8).train()
+    batch = padded(sequences(model), left=False)
+    batch["attention_mask"][0, 5:9] = 0
+    batch["labels"][batch["attention_mask"] == 0] = -100
+    expected = step(model, batch)
+    with flat(model):
+        check(model, expected, batch)
+
+
+def test_evaluation_keeps_packed_rows_apart_without_being_told() -> None:
+    model = tiny_model("gpt_oss", seed=0, sliding_window=8)
+    rows = sequences(model)
+    with torch.no_grad():
+        alone = torch.cat([model(row[None]).logits[0] for row in rows])
+        watch_packed_rows(model)
+        with flat(model):
+            torch.testing.assert_close(model(**packed(rows)).logits[0], alone)
+        with pytest.raises(ConfigError, match="position_ids begin again"):
+            model(**packed(rows))
+
+
+MIXING = (
+    "gpt_oss", "afmoe", "granitemoehybrid", "lfm2_moe", "jamba", "zaya", "diffusion_gemma_text",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*MIXING, "qwen3_moe", "mixtral", "olmoe", "deepseek_v4"])
+def test_without_flat_rows_packed_rows_are_refused_where_they_would_be_mixed(family: str) -> None:
+    """Also with a mask, which stock transformers takes for one of padding alone."""
+    model = tiny_model(family, seed=0).train()
+    if family == "diffusion_gemma_text":  # Without a head, and with a cache always
+        table = model.embed_tokens.weight
+        model.register_forward_hook(lambda _, args, out: setattr(out, "logits", out[0] @ table.T))
+    watch_packed_rows(model)
+    rows = sequences(model)
+    ones = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+    packs = [packed(rows), packed(rows) | {"attention_mask": ones}, packed_in_two(rows)]
+    packs += [numbered(rows), packed(rows) | {"seq_idx": numbered(rows)["attention_mask"].int()}]
+    for batch in (packed(rows[:1]), padded(rows, left=False), left_with_positions(rows)):
+        step(model, batch)
+    if family not in MIXING:
+        expected = alone(model)
+        for batch in packs:
+            check(model, expected, batch)
+        with pytest.raises(ConfigError, match="use_cache=True"):
+            model(**packed(rows), use_cache=True)
+        return
+    for batch in packs:  # Where a state can be told of segments, transformers wants kernels for it
+        with pytest.raises((ConfigError, ValueError), match=r"begin again|keep packed"):
+            model(**batch)
+    assert all(module.training for module in model.modules())
+
+
+def test_models_that_see_keep_packed_rows_apart_or_refuse_them() -> None:
+    """Their outer part makes the masks, and positions have an axis for time."""
+    model = tiny_model("gemma4", seed=0).train()
+    watch_packed_rows(model)
+    rows = sequences(model)
+    step(model, padded(rows, left=False))
+    check(model, alone(model), packed(rows))
+    with pytest.raises(ConfigError, match="does not keep them apart"):
+        model(**packed_in_two(rows))
+    seeing = tiny_model("qwen3_vl_moe_text", seed=0).train()
+    batch = packed([row % 99 for row in rows])
+    positions, ids = batch["position_ids"].expand(3, 1, -1), batch["input_ids"]
+    watch_packed_rows(seeing)
+    for within in (nullcontext(), flat(seeing)):
+        with within, pytest.raises(ConfigError, match="none of the text"):
+            seeing(input_ids=ids, position_ids=positions)
+
+
+def test_adapters_watch_packed_rows() -> None:
+    model = adapted("gpt_oss")
+    with pytest.raises(ConfigError, match="they would see each other"):
+        model(**packed(sequences(model)))
+    with flat(model):
+        assert model(**packed(sequences(model))).loss > 0
+    with pytest.raises(ConfigError, match="they would see each other"):
+        model(**packed(sequences(model)))

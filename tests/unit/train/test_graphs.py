@@ -1,0 +1,446 @@
+"""Decoder layers as CUDA graphs: the same losses and gradients as without them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from emulated_graphs import emulate
+from graphed import COMPILED, assert_near, batch, gradients, packed, recorded
+from torch import Tensor
+from transformers import DynamicCache
+
+from moe_qlora.planning import levels
+from moe_qlora.testing import tiny_model
+from moe_qlora.train import flat_rows, graphs, recording
+from moe_qlora.train.graphs import LayerGraphs
+from moe_qlora.train.layers import LayerRunner, used_arguments
+from moe_qlora.train.passes import Passes
+from tests.helpers.fitting import ENOUGH, adapted, equal, fill, fitted, token_ids, train
+
+gpu = pytest.mark.gpu
+emulated = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+compiles = pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+each_level = pytest.mark.parametrize("level", [levels.RECOMPUTE, levels.KEEP])
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "olmoe")
+LAYERS = 2
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The levels of layers that ran without graphs, which are emulated."""
+    emulate(monkeypatch)
+    seen: list[str] = []
+    compute = LayerRunner.compute
+
+    def noting(self: Any, level: str, *args: Any, preserve_rng_state: bool = True) -> Any:
+        if preserve_rng_state and self.graphs is not None and not self.measured:
+            seen.append(level)
+        return compute(self, level, *args, preserve_rng_state=preserve_rng_state)
+
+    monkeypatch.setattr(LayerRunner, "compute", noting)
+    return seen
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls that were recorded, by emulated graphs."""
+    emulate(monkeypatch)
+    calls: list[Any] = []
+    init = recording.RecordedCall.__init__
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        calls.append(self.layer)
+
+    monkeypatch.setattr(recording.RecordedCall, "__init__", noting)
+    return calls
+
+
+def small(**overrides: Any) -> Any:
+    model = adapted("qwen3_moe", **{"num_hidden_layers": LAYERS, "num_experts": 2, **overrides})
+    model.get_base_model().config.use_cache = False
+    return model
+
+
+def step(model: Any, ids: Tensor) -> Any:
+    model.zero_grad()
+    return train(model, ids, 1)
+
+
+def reset(model: Any, weights: dict[str, Tensor]) -> None:
+    model.load_state_dict(weights, strict=False)
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_what_only_passes_through_a_layer_tells_no_calls_apart() -> None:
+    layer, ids = tiny_model("qwen3_moe").model.layers[0], torch.ones(1, 4)
+    given = {
+        "num_items_in_batch": 7, "output_router_logits": True, "chunk_mem_const": 8, "seq_idx": ids,
+        "is_causal": False, "past_key_values": DynamicCache(), "use_cache": False, "absent": None,
+    }  # fmt: skip
+    assert used_arguments(layer, (), given) == {
+        "seq_idx": ids, "is_causal": False, "past_key_values": None, "use_cache": False,
+    }  # fmt: skip
+
+
+@emulated
+def test_flat_rows_are_recorded_for_few_lengths(ran: list[str]) -> None:
+    """Of those that come often, and of the last few where these change; gradients stay the same."""
+    model = tiny_model("qwen3_moe", num_hidden_layers=LAYERS, seed=0).train()
+    counts = [500, 120, 120, 190, 60, 120, 190, 120, 120, 190, 500, 60, 120, 190, 500, 60]
+    batches = [token_ids(model, 1, count, seed=place) for place, count in enumerate(counts)]
+
+    def step(ids: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    wanted = [step(ids) for ids in batches]
+    (rows,) = flat_rows.flatten_rows(model, 1, 512, fixed=True)
+    rows.lengths.pick = lambda n, _: (flat_rows.rounded(n), 16, n != 60)
+    made = LayerGraphs(model)
+    for ids, want in zip(batches, wanted, strict=True):
+        torch.testing.assert_close(step(ids), want, rtol=1e-4, atol=1e-6)
+    assert made.recorded == 3 * LAYERS
+    assert len(ran) == (1 + counts.count(60)) * LAYERS  # The first step, and those of 60
+    model.eval()(input_ids=batches[0])  # is not recorded
+    model.train()
+    for length in range(576, 576 + 64 * 9, 64):
+        rows.longest = length
+        step(token_ids(model, 1, length))
+    assert made.recorded == graphs._MOST * LAYERS
+    made.remove()
+    rows.remove()
+    assert made.recorded == 0 and "forward" not in vars(model.model.layers[0])
+
+
+@emulated
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_flat_row_that_memory_holds_alone_gets_that_of_the_graphs(
+    enough: bool, ran: list[str]
+) -> None:
+    model = small()
+    rows, *_ = flat_rows.flatten_rows(model, 1, 2048, fixed=True)
+    ids = [token_ids(model, 1, count) for count in (2000, 1000)]
+    with fitted(model, ENOUGH) as fit:
+        memory = ENOUGH if enough else int(fit.peak) + 4096
+    made = LayerGraphs(model)
+    with fitted(model, memory):
+        found = []
+        for each in (ids[1], ids[1], ids[0], ids[1], ids[0], ids[1]):
+            step(model, each)
+            found.append(made.recorded // LAYERS)
+    assert found == ([0, 1, 2, 2, 2, 2] if enough else [0, 1, 0, 1, 0, 1])
+    made.remove()
+    rows.remove()
+
+
+@emulated
+@pytest.mark.parametrize("through", ["another", "none"])
+def test_an_adapter_made_again_under_its_name_is_trained(
+    through: str, recordings: list[Any]
+) -> None:
+    model = small()
+    ids, config = token_ids(model), copy.deepcopy(model.peft_config["default"])
+
+    def made_again() -> None:
+        if through == "another":
+            model.add_adapter("other", copy.deepcopy(config))
+            model.set_adapter("other")
+        model.delete_adapter("default")
+        model.add_adapter("default", copy.deepcopy(config))
+        model.set_adapter("default")
+        if through == "another":
+            model.delete_adapter("other")
+        fill(model)
+
+    with recorded(model, levels.KEEP):
+        for _ in range(2):
+            for _ in range(3):
+                got = step(model, ids)
+            assert all(grad is not None for grad in got[1].values())
+            made_again()
+        weights, got = trained(model), []
+        for _ in range(3):
+            reset(model, weights)
+            got.append(step(model, ids))
+    assert len(recordings) == 3 * LAYERS
+    reset(model, weights)
+    wanted = step(model, ids)
+    assert all(equal(each, wanted) for each in got)
+
+
+@emulated
+def test_weights_put_in_the_place_of_others_are_read(recordings: list[Any]) -> None:
+    model = small()
+    ids = token_ids(model)
+    norm = "base_model.model.model.layers.0.input_layernorm.weight"
+    with recorded(model):
+        for _ in range(2):
+            step(model, ids)
+        weights = trained(model)
+        state = {norm: model.state_dict()[norm] * 2}
+        model.load_state_dict(state, strict=False, assign=True)
+        model.get_parameter(norm).requires_grad_(False)
+        got = []
+        for _ in range(3):
+            reset(model, weights)
+            got.append(step(model, ids))
+    assert len(recordings) == LAYERS + 1
+    reset(model, weights)
+    assert all(equal(one, step(model, ids)) for one in got[:1]) and equal(got[0], got[2])
+
+
+def balanced(model: Any, ids: Tensor, asked: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The loss and router logits of one batch, and each trained weight's gradient."""
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids, output_router_logits=asked)
+    out.loss.backward()
+    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return [out.loss.detach(), *(each.detach() for each in out.router_logits or ())], named
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("model_type", "level"),
+    [("qwen3_moe", levels.RECOMPUTE), ("qwen3_moe", levels.KEEP), ("gpt_oss", levels.KEEP)],
+)
+def test_router_logits_of_replays_have_gradients(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, level: str
+) -> None:
+    emulate(monkeypatch)
+    model: Any = tiny_model(model_type).train()
+    model.config.use_cache = False
+    model.router_aux_loss_coef = 0.5  # Such that the loss is most of the routers' gradient
+    steps = [(token_ids(model, 2, 12, seed), asked) for asked in (True, False) for seed in range(3)]
+    wanted = [balanced(model, *each) for each in steps]
+    with recorded(model, level) as made:
+        for each, want in zip(steps, wanted, strict=True):
+            got = balanced(model, *each)
+            assert len(got[0]) == 1 + model.config.num_hidden_layers * each[1]
+            torch.testing.assert_close(got, want)
+        assert made.recorded == 2 * model.config.num_hidden_layers
+
+
+def test_a_copy_of_a_recorded_model_runs_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    model = small()
+    ids = token_ids(model)
+    wanted = step(copy.deepcopy(model), ids)
+    with recorded(model, levels.KEEP):
+        assert equal(step(copy.deepcopy(model), ids), wanted)
+
+
+@gpu
+@each_level
+@pytest.mark.parametrize("length", [64, 640])  # With 1,024 tokens and more, on two streams
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_replays_give_the_gradients_of_the_layer(model_type: str, length: int, level: str) -> None:
+    model = packed(model_type)
+    batches = [batch(step, length) for step in range(5)]
+    wanted = [gradients(model, ids) for ids in batches]
+    with recorded(model, level) as made:
+        for ids, want in zip(batches, wanted, strict=True):
+            assert_near(gradients(model, ids), want)
+        assert made.recorded == model.config.num_hidden_layers
+    assert_near(gradients(model, batches[4]), wanted[4])
+    assert made.recorded == 0
+
+
+@gpu
+@compiles
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("level", levels.EVERY)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_layers_on_every_level_are_recorded(model_type: str, level: str, compiled: bool) -> None:
+    # Routers that choose all experts: compiled in another way, they may choose other ones
+    model = packed(model_type, {"num_experts_per_tok": 4} if compiled else None)
+    wanted = [gradients(model, batch(step)) for step in range(4)]
+    with recorded(model, level, compiled=compiled) as made:
+        for step in range(4):
+            within = COMPILED if compiled else 0.02
+            assert_near(gradients(model, batch(step)), wanted[step], within)
+        assert made.recorded == model.config.num_hidden_layers
+    assert "forward" not in vars(model.get_base_model().model.layers[0])
+
+
+@gpu
+@pytest.mark.parametrize("changed", [[0], [2], [0, 2], [3], [0, 1, 2, 3]])
+def test_layers_whose_level_changes_are_recorded_anew(changed: Sequence[int]) -> None:
+    """And so are those whose graphs write where the others keep tensors now."""
+    model = packed(config={"num_hidden_layers": 4})
+    wanted = [gradients(model, batch(step)) for step in range(9)]
+    with recorded(model, levels.KEEP) as made:
+        for step in range(9):
+            if step == 4:
+                for place in changed:
+                    made._runners[place].level = levels.EXPERTS
+            assert_near(gradients(model, batch(step)), wanted[step])
+        assert made.recorded == 4
+
+
+@gpu
+def test_what_layers_keep_is_recorded_in_one_order_with_what_they_compute_again() -> None:
+    """Layers of all levels, two lengths in turns, and a layer that is recorded late."""
+    model = packed(config={"num_hidden_layers": 6})
+    steps = [(0, 64), (1, 64), (2, 32), (3, 32), (4, 64), (5, 32), (6, 64)]
+    wanted = [gradients(model, batch(*step)) for step in steps]
+    order = [levels.KEEP, levels.RECOMPUTE, levels.EXPERTS, levels.KEEP, levels.ATTENTION]
+    with recorded(model, [*order, levels.KEEP]) as made:
+        for place, step in enumerate(steps):
+            if place == 4:
+                made._calls[4].known.clear()
+            assert_near(gradients(model, batch(*step)), wanted[place])
+        for place, step in enumerate(steps):
+            assert_near(gradients(model, batch(*step)), wanted[place])
+        assert made.recorded == 12
+        # A forward whose loss is given up leaves nothing that a later step waits for.
+        model(input_ids=batch(0), labels=batch(0))
+        before = made.recorded
+        assert_near(gradients(model, batch(0)), wanted[0])
+        assert made.recorded == before
+
+
+@gpu
+@each_level
+def test_several_forwards_may_come_before_their_backwards(level: str) -> None:
+    model = packed()
+    wanted = [gradients(model, batch(step)) for step in (7, 8)]
+    both = {n: wanted[0][1][n] + g for n, g in wanted[1][1].items()}
+    with recorded(model, level):
+        for step in range(3):
+            gradients(model, batch(step))
+        model.zero_grad()
+        losses = [model(input_ids=batch(step), labels=batch(step)).loss for step in (7, 8)]
+        sum(losses).backward()
+        got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
+        # Accumulated, one backward after the other.
+        model.zero_grad()
+        for step in (7, 8):
+            model(input_ids=batch(step), labels=batch(step)).loss.backward()
+        got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert_near((sum(losses).item(), got), (wanted[0][0] + wanted[1][0], both))
+
+
+@gpu
+@each_level
+def test_dropout_is_drawn_again_in_backward(level: str) -> None:
+    model = packed(lora_dropout=0.5)
+    ids = batch(0)
+
+    def seeded() -> tuple[float, dict[str, Tensor]]:
+        torch.manual_seed(11)
+        return gradients(model, ids)
+
+    wanted = seeded()
+    with recorded(model, level) as made:
+        for _ in range(3):
+            assert_near(seeded(), wanted)
+        assert made.recorded == model.config.num_hidden_layers
+        torch.manual_seed(12)
+        other = gradients(model, ids)
+    assert other[0] != wanted[0]
+
+
+@gpu
+@each_level
+def test_a_failed_recording_leaves_everything_as_before(
+    caplog: pytest.LogCaptureFixture, level: str
+) -> None:
+    model = packed()
+    ids = batch(0)
+    want = gradients(model, ids)
+    norm = next(m for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
+    norm.forward = lambda x, own=norm.forward: own(x) + 0 * x.sum().item()  # waits for the GPU
+    stream = torch.cuda.current_stream()
+    with recorded(model, level) as made, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert_near(gradients(model, ids), want)
+        assert made.recorded == 0
+    assert "recording it failed" in caplog.text
+    assert torch.cuda.current_stream() == stream
+    torch.rand(3, device="cuda")
+    del norm.forward
+    with recorded(model, level) as made:
+        for _ in range(3):
+            assert_near(gradients(model, ids), want)
+        assert made.recorded == model.config.num_hidden_layers
+
+
+@gpu
+def test_a_hook_that_a_graph_would_skip_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = packed()
+    seen: list[int] = []
+    router = next(m for m in model.modules() if "Router" in type(m).__name__)
+    router.register_forward_hook(lambda *_: seen.append(1))
+    want = gradients(model, batch(0))
+    seen.clear()
+    with recorded(model, levels.KEEP) as made, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert_near(gradients(model, batch(0)), want)
+        assert made.recorded == model.config.num_hidden_layers - 1
+        assert len(seen) == 3
+    assert "has a hook of" in caplog.text
+
+
+class Call:
+    """Stands for a recorded call."""
+
+    def __init__(self, pool: int = 0, keeps: bool = True) -> None:
+        self.pool, self.keeps = pool, keeps
+
+
+def test_a_second_pass_waits_for_the_backward_of_the_first() -> None:
+    passes = Passes()
+    held = [passes.pending(Call()) for place in range(2) if passes.enters(place, keeps=True)]
+    assert not passes.enters(0, keeps=True)
+    assert not passes.enters(1, keeps=True)
+    held.pop()
+    # The pass that began before stays without graphs: layers before may have run eagerly.
+    assert not passes.enters(2, keeps=True)
+    held.clear()
+    assert passes.enters(0, keeps=True)
+    assert not passes.is_kept
+
+
+@pytest.mark.parametrize(
+    ("pool", "keeps", "outdated"), [(0, True, True), (1, True, False), (0, False, False)]
+)
+def test_calls_of_earlier_passes_may_not_write_where_calls_recorded_now_keep_tensors(
+    pool: int, keeps: bool, outdated: bool
+) -> None:
+    passes, earlier = Passes(), Call(0)
+    passes.enters(0, keeps=True)
+    passes.records(earlier)
+    assert not passes.is_outdated(earlier)
+    passes.enters(0, keeps=True)
+    assert not passes.is_outdated(earlier)
+    now = Call(pool, keeps)
+    passes.records(now)
+    assert passes.is_outdated(earlier) is outdated
+    assert not passes.is_outdated(now)
+    passes.enters(0, keeps=True)  # the next pass: all are replayed
+    assert not passes.is_outdated(earlier)
+
+
+def test_a_call_that_keeps_nothing_admits_its_like_alone() -> None:
+    passes = Passes()
+    assert passes.enters(0, keeps=False)
+    held = passes.pending(Call(keeps=False))
+    assert passes.is_waiting and not passes.is_kept and not passes.is_replaying
+    assert passes.enters(1, keeps=True)  # of the same pass: recorded in this order
+    assert passes.enters(0, keeps=False)
+    assert not passes.enters(1, keeps=True)  # whose tensors the first's backward would overwrite
+    del held
+    assert passes.enters(0, keeps=True)
+    other = passes.pending(Call())
+    assert other and not passes.enters(0, keeps=False)

@@ -1,0 +1,413 @@
+"""Experts in host memory: losses, gradients and files are those of the resident model.
+
+All runs are on a device whose copies come as late as they may (tests/helpers/delayed.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora import ConfigError
+from moe_qlora.packing import parametrize
+from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.train import offload as host_memory
+from moe_qlora.train.offload import _Hosted
+from tests.helpers.delayed import Delayed, Reads, delayed
+from tests.helpers.fitting import (
+    equal,
+    fill,
+    fitted,
+    hosted_tensors,
+    least_memory,
+    token_ids,
+    train,
+    with_lora,
+)
+
+CODECS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4 twice": {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": torch.bfloat16,
+    },
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+CHECKPOINTS: dict[str, bool | None] = {"kept": None, "recomputed": False, "reentrant": True}
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
+    with delayed(monkeypatch) as made:
+        yield made
+
+
+def packed(codec: str = "nf4 twice", layers: int = 4, **overrides: Any) -> Any:
+    model = tiny_model("qwen3_moe", num_hidden_layers=layers, **{"num_experts": 2, **overrides})
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CODECS[codec]))
+    return model
+
+
+def checkpointed(model: Any, way: str) -> Any:
+    reentrant = CHECKPOINTS[way]
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    return model
+
+
+def lists_of(model: Any) -> list[Any]:
+    return [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
+
+
+def bits(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Whether all bytes are the same; codes may look like numbers that are none."""
+    return first.keys() == second.keys() and all(
+        a.dtype == second[name].dtype
+        and a.shape == second[name].shape
+        and torch.equal(raw(a), raw(second[name]))
+        for name, a in first.items()
+    )
+
+
+def raw(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("codec", "way"),
+    [*((codec, "kept") for codec in CODECS), ("fp4", "recomputed"), ("nf4 twice", "reentrant")],
+)
+def test_steps_are_those_of_the_resident_model(
+    codec: str, way: str, devices: list[Delayed]
+) -> None:
+    model = checkpointed(with_lora(packed(codec)), way)
+    ids, weights = token_ids(model), bits(model)
+    resident = train(model, ids, 2)
+    model.load_state_dict(weights)
+    with moe_qlora.offload_experts(model) as off, Reads(devices) as reads:
+        assert equal(train(model, ids, 2), resident)
+        # 2 at first; in each pass forward and backward all but the two that are there
+        assert off.copies == 2 + 2 * 2 * (4 - off.slots)
+        assert reads.count > 2 * 4 * 2 * 2
+        assert len(devices[0].made) == off.slots
+        assert devices[0].missed == 1  # The very first
+    again = bits(model)
+    model.load_state_dict(weights)
+    assert equal(train(model, ids, 2), resident)
+    assert same(bits(model), again)
+
+
+def test_evaluation_generation_and_switched_adapters() -> None:
+    model = with_lora(packed())
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
+    fill(model)
+    ids = token_ids(model)
+
+    def results() -> list[Tensor]:
+        found: list[Any] = []
+        for name in ("default", "second"):
+            model.set_adapter(name)
+            model.train()
+            loss = model(input_ids=ids, labels=ids).loss
+            with torch.no_grad():  # Between a forward and its backward
+                found.append(model(input_ids=ids).logits)
+                with model.disable_adapter():
+                    found.append(model(input_ids=ids).logits)
+            loss.backward()
+            found += [
+                loss.detach(),
+                *(
+                    p.grad.clone()
+                    for p in model.parameters()
+                    if p.requires_grad and p.grad is not None
+                ),
+            ]
+            model.zero_grad()
+            model.eval()
+            with torch.inference_mode():
+                found.append(model(input_ids=ids).logits.clone())
+            found.append(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False))
+        return found
+
+    resident = results()
+    with moe_qlora.offload_experts(model):
+        for _ in range(2):
+            assert all(map(torch.equal, results(), resident))
+    assert all(map(torch.equal, results(), resident))
+
+
+def test_a_failure_in_the_middle_leaves_nothing(devices: list[Delayed]) -> None:
+    model = with_lora(packed())
+    ids = token_ids(model)
+    resident = train(copy.deepcopy(model), ids, 1)
+    threads = threading.active_count()
+    off = moe_qlora.offload_experts(model)
+    layer = model.get_base_model().model.layers[2]
+    for stage in ("forward", "backward"):
+        hook = (
+            layer.mlp.register_forward_hook(failing)
+            if stage == "forward"
+            else layer.mlp.register_full_backward_hook(failing)
+        )
+        held = None
+        try:
+            model(input_ids=ids, labels=ids).loss.backward()
+        except ArithmeticError as error:
+            held = error  # With all frames
+        hook.remove()
+        model.zero_grad()
+        assert held is not None
+        assert equal(train(copy.deepcopy(model), ids, 1), resident)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert [loss.item()] == resident[0]
+        model.zero_grad()
+    del held
+    gc.collect()
+    (device,) = devices
+    assert all(slot.leases == 0 for slot in off._slots._slots)  # type: ignore[union-attr]
+    assert len(device.made) <= 6
+    assert threading.active_count() == threads
+    off.remove()
+    assert equal(train(model, ids, 1), resident)
+
+
+def failing(*_: Any) -> None:
+    raise ArithmeticError("in the middle")
+
+
+@pytest.mark.parametrize("codec", ["nf4 twice", "int8"])
+def test_remove_gives_back_the_same_model(codec: str) -> None:
+    model = packed(codec)
+    before, text = bits(model), repr(model)
+    parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+    nbytes = model.get_memory_footprint()
+    weights = [parametrize.read_packed(m, n) for _, m, n in parametrize.iter_packed(model)]
+    off = moe_qlora.offload_experts(model)
+    assert repr(model) != text and "on host" in repr(model)
+    assert model.get_memory_footprint() == nbytes
+    assert off.host_nbytes >= sum(weight.nbytes for weight in weights)
+    assert str(off.slots) in str(off) and off.copies == 0
+    off.remove()
+    off.remove()
+    assert same(bits(model), before) and repr(model) == text
+    assert parameters == {name: id(parameter) for name, parameter in model.named_parameters()}
+    assert off.host_nbytes == off.slots == 0
+    hosts = [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
+    assert all("host" not in each.__dict__ for each in hosts)
+
+
+def test_state_dicts_and_folders_are_those_of_the_resident_model(tmp_path: Path) -> None:
+    model = packed()
+    before = bits(model)
+    model.save_pretrained(tmp_path / "resident")
+    with moe_qlora.offload_experts(model):
+        model(**tiny_inputs(model))
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        model.save_pretrained(tmp_path / "offloaded")
+    sizes = sum(tensor.nbytes for tensor in before.values())
+    assert (tmp_path / "weights.pt").stat().st_size < 1.5 * sizes
+    assert same(torch.load(tmp_path / "weights.pt"), before)
+    files = sorted(path.name for path in (tmp_path / "resident").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "offloaded").iterdir())
+    for name in files:
+        first, second = (tmp_path / folder / name for folder in ("resident", "offloaded"))
+        assert first.read_bytes() == second.read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("codec", "assign"), [("nf4", False), ("nf4 twice", True), ("int8", False), ("int8", True)]
+)
+def test_weights_that_are_loaded_meanwhile_count(codec: str, assign: bool) -> None:
+    model = packed(codec)
+    other: Any = tiny_model("qwen3_moe", seed=5, num_hidden_layers=4, num_experts=2)
+    moe_qlora.quantize_experts(other, BitsAndBytesConfig(**CODECS[codec]))
+    inputs = tiny_inputs(model)
+    expected = other(**inputs).logits
+    before = model(**inputs).logits
+    assert not torch.equal(before, expected)
+    first = copy.deepcopy(model.state_dict())
+    for layers in (None, 2):  # In which the slots have all layers
+        model.load_state_dict(first)
+        with moe_qlora.offload_experts(model, layers=layers):
+            for _ in range(2):
+                assert torch.equal(model(**inputs).logits, before)
+            model.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+            for _ in range(2):
+                assert torch.equal(model(**inputs).logits, expected)
+    assert torch.equal(model(**inputs).logits, expected)
+    assert same(bits(model), bits(other))
+
+
+def test_to_leaves_experts_in_host_memory() -> None:
+    model = packed()
+    inputs = tiny_inputs(model)
+    expected = model(**inputs).logits
+    with moe_qlora.offload_experts(model) as off:
+        moved = model.to("cpu").cpu()
+        assert torch.equal(moved(**inputs).logits, expected) and "on host" in repr(moved)
+        model.model.layers.to(torch.float64).to(torch.float32)
+        assert torch.equal(moved(**inputs).logits, expected)
+        with pytest.raises(ConfigError, match=r"moved to meta.*call remove"):
+            model.to("meta")
+        assert off.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("layers", [0, -1, 5, True, 2.0, "2"])
+def test_wrong_numbers_of_layers(layers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"layers is .*from 1 to 4"):
+        moe_qlora.offload_experts(packed(), layers=layers)
+
+
+def test_what_cannot_be_had_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no packed experts"):
+        moe_qlora.offload_experts(tiny_model("qwen3_moe"))
+    model = packed()
+    with (
+        moe_qlora.offload_experts(model, layers=2),
+        pytest.raises(ConfigError, match=r"layers\.2 are in host memory already"),
+    ):
+        moe_qlora.offload_experts(model)
+
+
+class Cuda:
+    """What CUDA has page-locked, by address."""
+
+    def __init__(self, most: int = 1 << 60) -> None:
+        self.locked: dict[int, int] = {}
+        self.most = most
+
+    def cudart(self) -> Cuda:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if len(self.locked) == self.most:
+            return 2
+        assert address % 4096 == 0 and address not in self.locked and flags == 1
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Cuda:
+        cuda = host_memory.torch.cuda
+        monkeypatch.setattr(cuda, "cudart", self.cudart)
+        monkeypatch.setattr(cuda, "device", lambda _: torch.no_grad())
+        monkeypatch.setattr(cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(host_memory.torch, "zeros", lambda *_, **__: None)
+        return self
+
+
+def test_a_limit_of_locked_memory_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed()
+    before = bits(model)
+    with monkeypatch.context() as patched:
+        cuda = Cuda(most=2).install(patched)
+        lock = host_memory.HostMemory.lock
+        patched.setattr(
+            host_memory.HostMemory, "lock", lambda self, _: lock(self, torch.device("cuda", 0))
+        )
+        with pytest.raises(ConfigError, match=r"could not be page-locked \(CUDA error 2\)"):
+            moe_qlora.offload_experts(model)
+        assert not cuda.locked
+    assert same(bits(model), before) and "on host" not in repr(model)
+    with moe_qlora.offload_experts(model):
+        model(**tiny_inputs(model))
+
+
+def test_a_layer_that_does_not_fit_on_the_device_stays_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = with_lora(packed())
+    ids = token_ids(model)
+    resident = train(copy.deepcopy(model), ids, 1)
+    off = moe_qlora.offload_experts(model)
+    copied, calls = _Hosted.on_device, 0
+
+    def on_device(self: _Hosted, device: torch.device) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # the second weight of the second layer that leaves
+            raise torch.OutOfMemoryError("no room")
+        return copied(self, device)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Hosted, "on_device", on_device)
+        with pytest.raises(torch.OutOfMemoryError):
+            off.remove()
+    assert [each.host is None for each in lists_of(model)] == [False] * 6 + [True] * 2
+    assert len(off.layers) == 3
+    assert equal(train(copy.deepcopy(model), ids, 1), resident)
+    off.remove()
+    assert not hosted_tensors(model) and off.host_nbytes == 0
+    assert equal(train(model, ids, 1), resident)
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_an_interrupted_move_leaves_all_on_the_device(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = with_lora(packed())
+    ids = token_ids(model)
+    resident = train(copy.deepcopy(model), ids, 1)
+    write, calls, stores = _Hosted.written, 0, []
+
+    def interrupted(self: _Hosted, store: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        stores.append(store)
+        if calls == fails_at:
+            raise KeyboardInterrupt
+        return write(self, store)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Hosted, "written", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            moe_qlora.offload_experts(model)
+    spans = [(s.tensor(0, 1).data_ptr(), s.nbytes) for s in stores]
+    for each in lists_of(model):
+        at = each.original.data_ptr()
+        assert each.host is None and not any(a <= at < a + n for a, n in spans)
+    with moe_qlora.offload_experts(model) as off:
+        assert len(off.layers) == 4
+        assert equal(train(model, ids, 1), resident)
+
+
+@pytest.mark.parametrize("room", ["least", "all"])
+def test_what_fit_memory_has_brought_is_still_the_same_offload(room: str) -> None:
+    model = tiny_model("qwen3_moe", num_hidden_layers=5)
+    with moe_qlora.enabled(offload=True):
+        moe_qlora.quantize_experts(model, BitsAndBytesConfig(**CODECS["nf4"]))
+    model = with_lora(model)
+    memory = least_memory(model) if room == "least" else 1 << 40
+    with fitted(model, memory) as fit:
+        host = [layer.experts for layer in fit.layers].count("host")
+        off = moe_qlora.offload_experts(model)
+        assert len(off.layers) == host and (host == 5) == (room == "least")
+        with pytest.raises(ConfigError, match=r"offload_experts\(model\) returns"):
+            moe_qlora.offload_experts(model, layers=2)
+    assert moe_qlora.offload_experts(model) is off and len(off.layers) == 5
+    off.remove()
+    assert not hosted_tensors(model)
+    assert moe_qlora.offload_experts(model) is not off

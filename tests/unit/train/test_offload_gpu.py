@@ -1,0 +1,270 @@
+"""Experts in host memory on CUDA: copies beside kernels change nothing, however slow either is."""
+
+from __future__ import annotations
+
+import gc
+import re
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphed import COMPILED, assert_near, batch, gradients, packed, recorded
+from peft import LoraConfig
+from torch import Tensor
+from torch._dynamo.utils import counters
+from training import NF4
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+import moe_qlora
+from moe_qlora.experts import fused
+from moe_qlora.packing import parametrize
+from moe_qlora.planning import levels
+from moe_qlora.testing import tiny_model
+from moe_qlora.train.offload import Offload
+from moe_qlora.train.slots import Copier
+
+pytestmark = pytest.mark.gpu
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+SLOW = 5_000_000  # Cycles, some milliseconds
+LAYERS = {"num_hidden_layers": 5}
+
+Steps = list[tuple[float, dict[str, Tensor]]]
+
+
+def steps(model: Any, count: int = 4) -> Steps:
+    return [gradients(model, batch(step)) for step in range(count)]
+
+
+def assert_alike(found: Steps, resident: Steps, again: Steps) -> None:
+    """Equal, bit by bit, where the resident model's own steps are; else as near as these."""
+    for one, other, repeated in zip(found, resident, again, strict=True):
+        pairs = zip(other[1].values(), repeated[1].values(), strict=True)
+        exact = other[0] == repeated[0] and all(torch.equal(a, b) for a, b in pairs)
+        if exact:
+            assert one[0] == other[0]
+            assert all(torch.equal(grad, other[1][name]) for name, grad in one[1].items())
+        else:
+            assert_near(one, other)
+
+
+@pytest.mark.parametrize("way", ["kept", "recomputed", "reentrant"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_steps_are_those_of_the_resident_model(model_type: str, way: str) -> None:
+    model = packed(model_type, LAYERS)
+    if way != "kept":
+        model.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
+        model.enable_input_require_grads()
+    resident, again = steps(model), steps(model)
+    with moe_qlora.offload_experts(model) as off:
+        assert_alike(steps(model), resident, again)
+        assert off.copies == 2 + 4 * 2 * (len(off.layers) - 2)
+    assert_alike(steps(model), resident, again)
+
+
+@pytest.fixture
+def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes copies, or what reads experts, take milliseconds more."""
+
+    def late(run: Any) -> Any:
+        def slowly(*args: Any) -> Any:
+            torch.cuda._sleep(SLOW)
+            return run(*args)
+
+        return slowly
+
+    def copied(self: Copier, *args: Any, own: Any = Copier.copy) -> Any:
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(SLOW)
+        return own(self, *args)
+
+    if request.param == "copies":
+        monkeypatch.setattr(Copier, "copy", copied)
+    if request.param == "kernels":
+        for name in ("make_layer", "layer_backward"):
+            monkeypatch.setattr(fused, name, late(getattr(fused, name)))
+
+
+slowed = pytest.mark.parametrize("slow", ["nothing", "copies", "kernels"], indirect=True)
+
+
+@slowed
+@pytest.mark.usefixtures("slow")
+def test_nobody_overtakes() -> None:
+    model = packed("qwen3_moe", LAYERS)
+    resident, again = steps(model), steps(model)
+    with moe_qlora.offload_experts(model):
+        assert_alike(steps(model), resident, again)
+
+
+def pinned(model: Any) -> list[bool]:
+    return [
+        parametrize.read_packed(module, name).codes.is_pinned()
+        for _, module, name in parametrize.iter_packed(model)
+    ]
+
+
+def test_memory_of_the_device_and_of_the_host() -> None:
+    model = packed("qwen3_moe", {**LAYERS, "moe_intermediate_size": 512})
+    ids = batch(0)
+    gradients(model, ids)
+    model.zero_grad()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    off = moe_qlora.offload_experts(model)
+    gc.collect()
+    held, all_bytes = torch.cuda.memory_allocated(), off.host_nbytes
+    assert before - held > 0.9 * all_bytes and all(pinned(model))
+    gradients(model, ids)
+    model.zero_grad()
+    gc.collect()
+    slots = off.slots * all_bytes / len(off.layers)
+    assert torch.cuda.memory_allocated() - held < 1.1 * slots + 2**20
+    off.remove()
+    gc.collect()
+    assert abs(torch.cuda.memory_allocated() - before) < 2**20 and not any(pinned(model))
+
+
+def test_a_model_that_is_forgotten_unlocks_its_memory() -> None:
+    model = packed("qwen3_moe", LAYERS)
+    moe_qlora.offload_experts(model)
+    gradients(model, batch(0))
+    del model
+    gc.collect()
+    again = packed("qwen3_moe", LAYERS)
+    with moe_qlora.offload_experts(again):
+        gradients(again, batch(0))
+
+
+@slowed
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_recorded_layers(count: int, keep: bool) -> None:
+    model = packed("qwen3_moe", {"num_hidden_layers": count})
+    with recorded(model, levels.KEEP if keep else None):
+        resident, again = steps(model), steps(model)
+    with (
+        moe_qlora.offload_experts(model) as off,
+        recorded(model, levels.KEEP if keep else None) as graphs,
+    ):
+        assert_alike(steps(model), resident, again)
+        assert graphs.recorded == count
+        copies = off.copies
+        assert_alike(steps(model), resident, again)
+        assert off.copies - copies == 4 * 2 * max(0, count - 2)
+        evaluated = model.eval()(input_ids=batch(0)).logits
+        assert_alike(steps(model.train()), resident, again)
+    assert torch.equal(model.eval()(input_ids=batch(0)).logits, evaluated)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_experts_that_move_under_graphs(keep: bool) -> None:
+    """Once between a forward and its backward, where what graphs read is then given to others."""
+    model = packed("qwen3_moe", LAYERS)
+    ids = batch(0)
+    with recorded(model, levels.KEEP if keep else None) as graphs:
+        wanted = [gradients(model, ids) for _ in range(4)][-1]
+        for layers in (None, 2):
+            off = moe_qlora.offload_experts(model, layers=layers)
+            for _ in range(4):
+                assert_near(gradients(model, ids), wanted)
+            assert graphs.recorded == 5
+            model.zero_grad()
+            loss = model(input_ids=ids, labels=ids).loss
+            off.remove()
+            spoiled = [torch.full((1 << 20,), 255, dtype=torch.uint8, device="cuda")] * 4
+            loss.backward()
+            found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            assert_near((loss.item(), found), wanted)
+            del spoiled
+            for _ in range(4):
+                assert_near(gradients(model, ids), wanted)
+            assert graphs.recorded == 5
+
+
+@slowed
+@pytest.mark.usefixtures("slow")
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own choices
+@pytest.mark.parametrize("records", [False, True])
+def test_compiled_layers(records: bool) -> None:
+    # Routers that choose all experts: compiled in another way, they may choose other ones
+    model = packed("qwen3_moe", {**LAYERS, "num_experts_per_tok": 4})
+    resident = steps(model)
+    torch.compiler.reset()
+    counters.clear()
+    for layer in model.get_base_model().model.layers:
+        layer.compile(fullgraph=True)
+    off = moe_qlora.offload_experts(model)
+    with off, recorded(model) if records else nullcontext():
+        for _ in range(2):
+            copies = off.copies
+            for one, other in zip(steps(model), resident, strict=True):
+                assert_near(one, other, COMPILED)
+        assert off.copies - copies == 4 * 2 * 3
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+def test_loading_holds_one_weight_on_the_device(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "moe_intermediate_size": 512}
+    model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes)
+    model.save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(**NF4, bnb_4bit_compute_dtype=torch.bfloat16)
+
+    def load(**block: bool) -> tuple[Any, int]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        with moe_qlora.enabled(**block):
+            loaded = AutoModelForCausalLM.from_pretrained(
+                tmp_path, quantization_config=config, device_map={"": 0}, dtype=torch.bfloat16
+            )
+        return loaded, torch.cuda.memory_allocated() - before
+
+    resident, taken = load()
+    offloaded, less = load(offload=True)
+    off: Offload = moe_qlora.offload_experts(offloaded)
+    assert off.device.type == "cuda" and all(pinned(offloaded)) and off.copies == 0
+    assert taken - less > 0.9 * off.host_nbytes
+    ids = batch(0) % 60
+    assert torch.equal(offloaded(input_ids=ids).logits, resident(input_ids=ids).logits)
+    trained = []
+    for each in (resident, offloaded):
+        torch.manual_seed(0)
+        lora = LoraConfig(target_modules=["q_proj"])
+        trained.append(moe_qlora.get_peft_model(each, lora, experts=True).train())
+    host, device = steps(trained[1]), steps(trained[0])
+    assert_alike(host, device, steps(trained[0]))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_fit_memory_brings_experts_to_the_device_and_back(graphs: bool) -> None:
+    sizes = {"num_hidden_layers": 8, "hidden_size": 512, "moe_intermediate_size": 512}
+    model = packed("qwen3_moe", {**sizes, "num_experts": 64})
+    resident, again = steps(model), steps(model)
+    ids, off = batch(0, 256), moe_qlora.offload_experts(model)
+    sizes = {"batch_size": 2, "seq_len": 256}
+    with pytest.raises(moe_qlora.ConfigError, match="experts of 8 in host memory") as error:
+        moe_qlora.fit_memory(model, memory=1, **sizes)
+    found = re.search(r"(\d+) bytes are missing", str(error.value))
+    assert found is not None
+    least, host_nbytes = int(found[1]) + (1 << 16), off.host_nbytes
+    hosts = []
+    for memory in (least, least + host_nbytes // 4, least + host_nbytes // 2, least + (8 << 30)):
+        with moe_qlora.fit_memory(model, memory=memory, **sizes) as fit, ExitStack() as undo:
+            if graphs:
+                undo.enter_context(recorded(model))
+            hosts.append([layer.experts for layer in fit.layers].count("host"))
+            assert len(off.layers) == hosts[-1]
+            gradients(model, ids)
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            gradients(model, ids)
+            assert graphs or torch.cuda.max_memory_allocated() <= 1.03 * fit.peak
+            assert_alike(steps(model), resident, again)
+        assert off.host_nbytes == host_nbytes and len(off.layers) == 8
+    assert hosts == sorted(hosts, reverse=True) and hosts[0] == 8 and hosts[-1] == 0
+    off.remove()
+    assert_alike(steps(model), resident, again)

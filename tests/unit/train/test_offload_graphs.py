@@ -1,0 +1,198 @@
+"""Recorded layers whose experts lie in host memory: the same losses and gradients, bit by bit.
+
+Graphs are emulated, on a device whose copies come as late as they may: within a recording or a
+replay nothing is copied or waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from emulated_graphs import emulate, hold_addresses, in_graph
+from graphed import recorded
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+from upstream import TRANSFORMERS
+
+import moe_qlora
+from moe_qlora.planning import levels
+from moe_qlora.testing import tiny_model
+from tests.helpers.delayed import Delayed, Reads, delayed
+from tests.helpers.fitting import equal, fitted, least_memory, token_ids, train, with_lora
+
+pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+STEPS = 2  # The first step runs plainly, the second records, and all of the next two replay
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
+    monkeypatch.setattr(Delayed, "records", lambda _: in_graph())
+    with delayed(monkeypatch) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def training(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    hold_addresses(monkeypatch)
+
+
+def packed(layers: int = 4, **settings: Any) -> Any:
+    model: Any = tiny_model("qwen3_moe", num_hidden_layers=layers, num_experts=2)
+    model.config.use_cache = False
+    moe_qlora.quantize_experts(model, BitsAndBytesConfig(load_in_4bit=True, **settings))
+    return with_lora(model)
+
+
+def trained(model: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def steps(model: Any, ids: Tensor, weights: Any, count: int = STEPS) -> Any:
+    model.load_state_dict(weights, strict=False)
+    return train(model, ids, count)
+
+
+@pytest.mark.parametrize(
+    ("count", "order", "checkpointing", "keep"),
+    [
+        (1, "graphs first", False, False),
+        (2, "offload first", True, True),
+        (3, "graphs first", True, False),
+        (4, "offload first", False, True),
+    ],
+)
+def test_replays_train_as_the_resident_model(
+    count: int, order: str, checkpointing: bool, keep: bool, devices: list[Delayed]
+) -> None:
+    if checkpointing and TRANSFORMERS < (5, 23):
+        pytest.skip("its checkpoint is around `forward` of an instance: graphs give up within it")
+    model = packed(count)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    with ExitStack() as stack:
+        if order == "graphs first":
+            graphs = stack.enter_context(recorded(model, levels.KEEP if keep else None))
+            assert equal(steps(model, ids, weights), resident)
+            off = stack.enter_context(moe_qlora.offload_experts(model))
+        else:
+            off = stack.enter_context(moe_qlora.offload_experts(model))
+            graphs = stack.enter_context(recorded(model, levels.KEEP if keep else None))
+        with Reads(devices) as reads:
+            assert equal(steps(model, ids, weights), resident)  # Recording fetches now and then
+            assert graphs.recorded == count and reads.count > STEPS * count * 2
+            copies, missed = off.copies, devices[0].missed
+            assert equal(steps(model, ids, weights), resident)
+        assert off.copies - copies == STEPS * 2 * max(0, count - 2)
+        assert devices[0].missed == missed and len(devices[0].made) == off.slots
+    assert equal(steps(model, ids, weights), resident)
+
+
+@pytest.mark.parametrize(
+    ("moved", "keep"),
+    [("there", False), ("back", True), ("there and back", True), ("to other slots", False)],
+)
+def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: bool) -> None:
+    model = packed()
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights, 1)
+    model.load_state_dict(weights, strict=False)
+    with recorded(model, levels.KEEP if keep else None) as graphs:
+        off = None if moved.startswith("there") else moe_qlora.offload_experts(model)
+        for _ in range(3):
+            assert equal(steps(model, ids, weights, 1), resident)
+        model.load_state_dict(weights, strict=False)
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        if off is not None:
+            off.remove() if moved == "back" else off._drop_slots()
+        if moved.startswith("there"):
+            off = moe_qlora.offload_experts(model)
+        if moved == "there and back":
+            off.remove()  # type: ignore[union-attr]
+        loss.backward()
+        assert [loss.item()] == resident[0]
+        assert graphs.recorded == 4
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is None or torch.equal(parameter.grad, resident[1][name]), name
+        for _ in range(3):
+            assert equal(steps(model, ids, weights, 1), resident)
+        assert graphs.recorded == 4
+        off.remove()  # type: ignore[union-attr]
+
+
+def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
+    count = len(levels.LEVELS)
+    model = packed(count, bnb_4bit_use_double_quant=True)
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    with (
+        recorded(model, levels.LEVELS) as graphs,
+        moe_qlora.offload_experts(model) as off,
+        Reads(devices),
+    ):
+        assert equal(steps(model, ids, weights), resident)
+        assert graphs.recorded == count
+        copies = off.copies
+        assert equal(steps(model, ids, weights), resident)
+        assert off.copies - copies == STEPS * 2 * (count - 2)
+
+
+def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[Delayed]) -> None:
+    model = packed()
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights)
+    with recorded(model) as graphs, moe_qlora.offload_experts(model) as off:
+        assert equal(steps(model, ids, weights), resident)
+        _, lease = off.fetch(off._blocks[1], True)  # As the traceback of an exception would
+        model.load_state_dict(weights, strict=False)
+        with Reads(devices):
+            assert equal(train(model, ids, STEPS), resident)
+            assert len(devices[0].made) > 2 and graphs.recorded == 4
+            del lease
+            made = len(devices[0].made)
+            assert equal(steps(model, ids, weights), resident)
+            assert len(devices[0].made) == made and graphs.recorded == 4
+
+
+def test_weights_that_are_loaded_reach_the_graphs(devices: list[Delayed]) -> None:
+    model, other = packed(), packed()
+    weights = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    noise = {n: t.flip(0) if n.endswith("down_proj") else t for n, t in weights.items()}
+    other.load_state_dict(noise)
+    ids = token_ids(model)
+    resident = train(other, ids, 3)
+    with recorded(model) as graphs, moe_qlora.offload_experts(model), Reads(devices):
+        assert not equal(train(model, ids, 3), resident)
+        model.load_state_dict(noise)
+        assert equal(train(model, ids, 3), resident) and graphs.recorded == 4
+
+
+@pytest.mark.parametrize("order", ["graphs first", "fit first"])
+def test_fit_memory_moves_experts_of_recorded_layers(order: str) -> None:
+    model = packed(4)
+    ids, weights = token_ids(model), trained(model)
+    resident = steps(model, ids, weights, 3)
+    with moe_qlora.offload_experts(model) as off, ExitStack() as stack:
+        if order == "graphs first":
+            stack.enter_context(recorded(model))
+            assert equal(steps(model, ids, weights, 3), resident)
+        least = least_memory(model)
+        choices = ((least, 4), (least + off.host_nbytes // 3, 3), (1 << 40, 0))
+        for memory, hosted in choices if order == "graphs first" else choices[1:2]:
+            with fitted(model, memory) as fit:
+                if order == "fit first":
+                    graphs = stack.enter_context(recorded(model))
+                assert [layer.experts for layer in fit.layers].count("host") == hosted
+                assert equal(steps(model, ids, weights, 3), resident)
+                if order == "fit first":
+                    assert graphs.recorded == 4
+                    graphs.remove()
+            assert len(off.layers) == 4
+        assert equal(steps(model, ids, weights, 3), resident)

@@ -1,0 +1,130 @@
+"""Slots that are filled ahead of use, on a device whose copies come as late as they may."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from moe_qlora.train.slots import Slots
+from tests.helpers.delayed import Delayed, blocks
+
+
+def value(slot: Any) -> int:
+    """The byte that a whole slot holds."""
+    first = int(slot.memory[0])
+    assert bool((slot.memory == first).all())
+    return first
+
+
+def test_the_next_block_is_copied_while_one_is_read() -> None:
+    device, every = Delayed(), blocks(3)
+    made = Slots(2, 8, device)
+    slot, lease = made.fetch(every[0], every[1])
+    assert value(slot) == 0 and made.copies == 2 and len(device.queue) == 1
+    second, other = made.fetch(every[1], every[2])
+    assert value(second) == 1 and value(slot) == 0
+    assert made.copies == 2  # The first slot is still read
+    del lease
+    assert made.copies == 3  # It is filled again as soon as it is not
+    assert value(second) == 1
+    del other
+    third, _ = made.fetch(every[2], None)
+    assert value(third) == 2 and made.copies == 3 and not device.faults
+
+
+def test_without_a_free_slot_a_block_gets_memory_of_its_own() -> None:
+    device, every = Delayed(), blocks(4)
+    made = Slots(2, 8, device)
+    held = [made.fetch(block, None) for block in every]
+    assert [value(slot) for slot, _ in held] == [0, 1, 2, 3] and len(device.made) == 4
+    del held[:]
+    for _ in range(3):
+        for number, block in enumerate(every):
+            slot, _ = made.fetch(block, None)
+            assert value(slot) == number
+            del _
+    assert len(device.made) == 4 and not device.faults
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_fetches_read_what_they_ask_for(seed: int) -> None:
+    draw, device, every = random.Random(seed), Delayed(), blocks(6)
+    made, held = Slots(draw.choice([1, 2, 3]), 8, device), list[Any]()
+    for _ in range(400):
+        number = draw.randrange(6)
+        slot, lease = made.fetch(every[number], draw.choice([None, *every]))
+        held.append((number, slot, lease))
+        del slot, lease
+        while held and draw.random() < 0.6:
+            held.pop(draw.randrange(len(held)))
+        if draw.random() < 0.05:
+            made.forget(every[number])
+        assert all(value(slot) == number for number, slot, _ in held)
+    assert not device.faults
+
+
+@pytest.mark.parametrize("count", [3, 4, 7])
+def test_a_block_has_one_address_and_is_there_in_time(count: int) -> None:
+    """Forwards and backwards: only the very first copy is waited for as it is ordered."""
+    device, every = Delayed(), blocks(count)
+    made, places = Slots(2, 8, device), dict[int, set[int]]()
+    order = [*range(count), *reversed(range(count))]
+    for number, following in zip(3 * order, [*(3 * order)[1:], 0], strict=True):
+        slot, lease = made.fetch(every[number], every[following])
+        assert value(slot) == number
+        places.setdefault(number, set()).add(slot.memory.data_ptr())
+        del slot, lease
+    assert all(len(addresses) == 1 for addresses in places.values())
+    assert device.missed == 1 and made.copies == 2 + 3 * 2 * (count - 2) and not device.faults
+
+
+def test_a_recording_reads_a_reserved_slot_and_orders_nothing() -> None:
+    device, every = Delayed(), blocks(3)
+    made = Slots(2, 8, device)
+    slot, lease = made.fetch(every[0], every[1])
+    before = device.time, made.copies
+    device.recording = True
+    again, nothing = made.fetch(every[0], every[2])
+    assert again is slot and nothing is None and (device.time, made.copies) == before
+    for number in (1, 2):  # One that nobody reserved, one that is not there
+        with pytest.raises(RuntimeError, match="does not record"):
+            made.fetch(every[number], None)
+    device.recording = False
+    del lease
+    device.recording = True
+    with pytest.raises(RuntimeError, match="does not record"):
+        made.fetch(every[0], None)
+    assert made.copies == before[1]
+
+
+def test_a_lease_may_end_in_the_middle_of_a_fetch() -> None:
+    """The garbage collector may run anywhere: it finds the lock taken, by this same thread."""
+    every = blocks(3)
+    held: list[Any] = []
+
+    class Collects(Delayed):
+        def copy(self, *args: Any) -> int:
+            held.clear()
+            return super().copy(*args)
+
+    device = Collects()
+    made = Slots(2, 8, device)
+    for number in [0, 1, 2, 1, 0, 2]:
+        slot, lease = made.fetch(every[number], every[(number + 1) % 3])
+        assert value(slot) == number
+        held.append(lease)
+        del lease
+    held.clear()
+    assert not made._ended and not device.faults
+
+
+def test_a_block_stays_for_its_backward_where_no_other_slot_is_free() -> None:
+    device, every = Delayed(), blocks(2)
+    made = Slots(1, 8, device)
+    for _ in range(3):
+        slot, lease = made.fetch(every[0], every[1])
+        assert value(slot) == 0
+        del lease
+    assert made.copies == 1
