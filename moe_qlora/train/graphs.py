@@ -35,7 +35,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.utils import output_capturing
 
 from ..errors import first_line
@@ -158,7 +158,7 @@ class LayerGraphs:
         if calls.places != reserved[0]:
             calls.places = reserved[0]
             calls.known.clear()
-        leaves, structure, kind = calls.describe(args, kwargs)
+        leaves, role, kind = calls.describe(args, kwargs)
         call = calls.known.pop(kind, None)
         fits = call is not None and call.level == level
         if self._pass is None:
@@ -167,7 +167,7 @@ class LayerGraphs:
             if self._pass == _RECORDS:
                 torch.cuda.empty_cache()  # While it records, torch does not give back what it holds
         if self._pass == _RECORDS:
-            call = self._record(runner, level, args, kwargs, leaves, structure)
+            call = self._record(runner, level, args, kwargs, leaves, role)
             if len(calls.known) == _MOST:
                 del calls.known[next(iter(calls.known))]
         if call is not None:
@@ -181,11 +181,12 @@ class LayerGraphs:
         self, runner: LayerRunner, level: str, args: Any, kwargs: Any, leaves: Any, role: Hashable
     ) -> RecordedCall:
         """Record a call of a layer; after a failure, all layers run without graphs."""
-        gathers, (_, structure) = _gathers_logits(), tree_flatten((args, kwargs))
+        gathers = output_capturing._active_collector.get()
+        _, structure = tree_flatten((args, kwargs))
 
         def compute(arguments: Sequence[Any]) -> tuple[Any, ...]:
             args, kwargs = tree_unflatten(arguments, structure)
-            with _gathering(gathers) as logits:
+            with _gathering(bool(gathers)) as logits:
                 out = _compute(runner, level, args, kwargs, preserve_rng_state=False)
             return out, *logits
 
@@ -262,12 +263,11 @@ class LayerCalls:
         return (tuple(found), leases) if places in (None, tuple(found)) else None
 
     def describe(self, args: Any, kwargs: Any) -> tuple[list[Any], Hashable, Hashable]:
-        """Return a call's arguments, their structure, and its kind.
+        """Return a call's arguments, their names, and its kind.
 
         That is all that a graph depends on, but the layer's level and the places of its experts.
         """
-        leaves: list[Any] = []
-        structure = _flatten((args, kwargs), leaves)
+        leaves, role = tree_leaves((args, kwargs)), (len(args), *kwargs)
         if not leaves or not isinstance(leaves[0], Tensor):
             raise ObstacleError("it is not called with its hidden states first")
         shapes: list[Hashable] = []
@@ -293,31 +293,11 @@ class LayerCalls:
                 weights += [bool(module.disable_adapters), *module.merged_adapters]
                 weights += [(name, scaling.get(name)) for name in module.active_adapters]
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-        return leaves, structure, (structure, *shapes, autocast, _gathers_logits(), *weights)
-
-
-def _flatten(value: Any, leaves: list[Any]) -> Hashable:
-    """Append the tensors and constants of a call's arguments to `leaves`; return their structure.
-
-    torch's pytrees do so as well, and compare structures in Python: 0.3 ms for a layer's call.
-    """
-    if isinstance(value, tuple | list):
-        return (type(value), *[_flatten(each, leaves) for each in value])
-    if isinstance(value, dict):
-        return (dict, tuple(value), *[_flatten(each, leaves) for each in value.values()])
-    leaves.append(value)
-    return None
-
-
-def _gathers_logits() -> bool:
-    """Return whether router logits are gathered now; other outputs cannot be recorded."""
-    gathered = output_capturing._active_collector.get() or {}
-    if others := sorted(set(gathered) - {_LOGITS}):
-        raise ObstacleError(
-            f"outputs of layers are gathered ({', '.join(others)}), of which router logits alone "
-            "can be recorded"
-        )
-    return bool(gathered)
+        gathered = output_capturing._active_collector.get() or {}
+        if others := sorted(set(gathered) - {_LOGITS}):
+            said = f"outputs of layers are gathered ({', '.join(others)})"
+            raise ObstacleError(f"{said}, of which router logits alone can be recorded")
+        return leaves, role, (role, *shapes, autocast, bool(gathered), *weights)
 
 
 @contextmanager

@@ -13,13 +13,13 @@ import yaml
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 from moe_qlora import detect, layout
 from moe_qlora.errors import AdapterError, ConfigError, DetectionError, QuantizationError
+from moe_qlora.integrations import settings
 from moe_qlora.integrations.host import ExpertsHost
-from moe_qlora.integrations.settings import ExpertsSettings, Role
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 
@@ -104,21 +104,6 @@ def test_the_whole_way(folder: Path, tmp_path: Path) -> None:
     assert (logits(base) - logits(trained)).abs().max() > 1e-2
 
 
-def test_hooks_instead_of_blocks(folder: Path) -> None:
-    host = ExpertsHost()
-    host.before_build(NF4)
-    assert is_enabled()
-    model = load(folder)
-    host.after_build(model)
-    assert not is_enabled()
-    assert len(packed(model)) == 4
-    host.before_build()
-    host.before_build()
-    host.close()
-    host.close()
-    assert not is_enabled()
-
-
 def test_off_after_a_build_that_fails(folder: Path) -> None:
     host = ExpertsHost()
     with pytest.raises(OSError), host.loading():
@@ -128,14 +113,6 @@ def test_off_after_a_build_that_fails(folder: Path) -> None:
     inner.before_build()
     with pytest.raises(ZeroDivisionError), inner:
         raise ZeroDivisionError
-    assert not is_enabled()
-
-
-def test_off_where_the_check_fails(folder: Path) -> None:
-    host = ExpertsHost()
-    host.before_build()
-    with pytest.raises(DetectionError):
-        host.after_build(nn.Linear(2, 2))
     assert not is_enabled()
 
 
@@ -197,23 +174,6 @@ def test_nothing_is_packed_where_the_settings_say_so(folder: Path) -> None:
     assert host.after_peft(peft.get_peft_model(model, config)) is not None
 
 
-def test_a_dense_model_is_refused() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
-    with pytest.raises(DetectionError, match="llama model holds no fused expert weights"):
-        ExpertsHost().after_build(model)
-    assert ExpertsHost({"pack_experts": False}).after_build(model) is None
-
-
-def test_a_model_without_quantization_is_refused() -> None:
-    with pytest.raises(ConfigError, match="loaded without a BitsAndBytesConfig"):
-        ExpertsHost().after_build(tiny_model("qwen3_moe"))
-    with pytest.raises(ConfigError, match="neither 4 nor 8 bit"):
-        ExpertsHost().before_build(BitsAndBytesConfig())
-
-
 def test_lists_for_a_loader_that_makes_the_config_itself(folder: Path) -> None:
     """Stock PEFT over packed experts, from the lists alone, computes what ours does."""
     host = ExpertsHost({"lora_experts": ["down"]})
@@ -236,35 +196,6 @@ def test_lists_for_a_loader_that_makes_the_config_itself(folder: Path) -> None:
 
 def lora() -> LoraConfig:
     return LoraConfig(r=4, target_modules=list(ATTENTION))
-
-
-def test_lora_on_experts_that_got_lost_is_told(folder: Path) -> None:
-    host = ExpertsHost({"lora_experts": True})
-    model = build(folder, host)
-    with pytest.raises(AdapterError, match=r"LoRA on model\.layers\.0\.mlp\.experts\.gate_up_proj"):
-        host.after_peft(peft.get_peft_model(model, lora()))
-
-
-def test_lora_on_experts_of_a_model_without_adapters_is_told(folder: Path) -> None:
-    host = ExpertsHost({"lora_experts": True})
-    with pytest.raises(AdapterError, match=r"lora_experts is True and the .* has no adapter"):
-        host.after_peft(build(folder, host))
-    host = ExpertsHost()
-    model = build(folder, host)
-    assert host.after_peft(model) is model
-
-
-def test_a_role_that_the_model_does_not_have(folder: Path) -> None:
-    host = ExpertsHost({"lora_experts": ["up"]})
-    with pytest.raises(ConfigError, match=r"'up'; this model has \['down', 'gate_up'\]"):
-        host.before_peft(build(folder, host), lora())
-
-
-def test_what_hosts_leave_unset(folder: Path) -> None:
-    """axolotl hands None for fields that it was told nothing of."""
-    host = ExpertsHost({"lora_experts": True})
-    asked = LoraConfig(target_modules=ATTENTION, fan_in_fan_out=None)
-    assert host.before_peft(build(folder, host), asked).target_parameters
 
 
 def test_dropout_is_for_training_and_not_in_files(folder: Path, tmp_path: Path) -> None:
@@ -298,8 +229,6 @@ def test_dropout_that_cannot_be_is_refused_before_adapters_are_made() -> None:
 
 
 def test_a_model_is_looked_at_before_it_is_loaded(folder: Path) -> None:
-    from transformers import LlamaConfig
-
     ExpertsHost({"lora_experts": ["down"]}).check_model(folder)
     with pytest.raises(DetectionError, match="llama model holds no fused expert"):
         ExpertsHost().check_model(LlamaConfig())
@@ -346,22 +275,66 @@ def test_bad_yaml_is_one_sentence(block: str, message: str) -> None:
     assert str(error.value).count(". ") == 0
 
 
-def test_good_yaml() -> None:
-    block = yaml.safe_load("lora_experts: [gate_up, down]\nskip_modules: [lm_head]\n")
-    settings = ExpertsSettings.read(block)
-    assert settings.lora_experts == ("gate_up", "down")
-    assert settings.skip_modules == ("lm_head",)
-    assert settings.pack_experts
-    assert ExpertsSettings.read(None) == ExpertsSettings.read({}) == ExpertsSettings()
-    assert block == {"lora_experts": ["gate_up", "down"], "skip_modules": ["lm_head"]}
+def test_hooks_in_place_of_blocks_and_ways_out(folder: Path) -> None:
+    host = ExpertsHost()
+    host.before_build(NF4)
+    assert is_enabled()
+    host.after_build(load(folder))
+    assert not is_enabled()
+    host.before_build()
+    host.close()
+    host.close()
+    assert not is_enabled()
+    host.before_build()
+    with pytest.raises(DetectionError):
+        host.after_build(nn.Linear(2, 2))
+    assert not is_enabled()
 
 
-def test_the_roles_are_those_of_the_layout() -> None:
-    parts = (layout.GATE_UP, layout.GATE, layout.UP, layout.DOWN)
-    assert get_args(Role) == parts
+def dense() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, **sizes))
+
+
+REFUSALS: list[tuple[Any, Any, Any, str]] = [
+    ({}, lambda host, _: host.after_build(dense()), DetectionError, "llama model holds no fused"),
+    (
+        {}, lambda host, _: host.after_build(tiny_model("qwen3_moe")),
+        ConfigError, "loaded without a BitsAndBytesConfig",
+    ),
+    (
+        {}, lambda host, _: host.before_build(BitsAndBytesConfig()),
+        ConfigError, "neither 4 nor 8 bit",
+    ),
+    (
+        {"lora_experts": True},
+        lambda host, model: host.after_peft(peft.get_peft_model(model, lora())),
+        AdapterError, r"LoRA on model\.layers\.0\.mlp\.experts\.gate_up_proj",
+    ),
+    (
+        {"lora_experts": True}, lambda host, model: host.after_peft(model),
+        AdapterError, r"lora_experts is True and the .* has no adapter",
+    ),
+    (
+        {"lora_experts": ["up"]}, lambda host, model: host.before_peft(model, lora()),
+        ConfigError, r"'up'; this model has \['down', 'gate_up'\]",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("block", "call", "error", "words"), REFUSALS)
+def test_refusals(block: Any, call: Any, error: Any, words: str, folder: Path) -> None:
+    host = ExpertsHost(block)
+    with host.loading(NF4):
+        model = load(folder)
+    with pytest.raises(error, match=words):
+        call(host, model)
 
 
 def test_every_setting_has_its_allowed_values() -> None:
-    from moe_qlora.integrations import settings as checks
-
-    assert list(ExpertsSettings.model_fields) == list(checks._ALLOWED)
+    parts = (layout.GATE_UP, layout.GATE, layout.UP, layout.DOWN)
+    assert get_args(settings.Role) == parts
+    assert list(settings.ExpertsSettings.model_fields) == list(settings._ALLOWED)
+    block = {"lora_experts": ["gate_up", "down"], "skip_modules": ["lm_head"]}
+    read = ExpertsHost(block).settings
+    assert read.lora_experts == ("gate_up", "down") and read.pack_experts
