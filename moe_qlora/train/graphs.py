@@ -164,16 +164,14 @@ class LayerGraphs:
         if self._pass is None:
             self._pass = _REPLAYS if fits else _RECORDS if self._ran else _RUNS
             self._ran = True
-            if self._pass == _RECORDS:
-                torch.cuda.empty_cache()  # While it records, torch does not give back what it holds
         if self._pass == _RECORDS:
-            call = self._record(runner, level, args, kwargs, leaves, role)
+            call, fits = self._record(runner, level, args, kwargs, leaves, role), True
             if len(calls.known) == _MOST:
                 del calls.known[next(iter(calls.known))]
         if call is not None:
             calls.known[kind] = call  # The last of all
-        if self._pass == _RECORDS or (self._pass == _REPLAYS and fits):
-            return call.run(leaves)
+            if fits and self._pass != _RUNS:
+                return call.run(leaves)
         self._outdated |= self._pass == _REPLAYS
         return None
 
@@ -225,7 +223,6 @@ class LayerGraphs:
         return f"recording it failed ({type(error).__name__}: {first_line(error)})"
 
     def _warn(self, reason: str) -> None:
-        """Warn that layers run eagerly, once for each reason."""
         if reason not in self._warned:
             self._warned.add(reason)
             _log.warning("prepare_training: a decoder layer runs without CUDA graphs: %s.", reason)
@@ -346,7 +343,7 @@ class RecordedCall:
         x = leaves[0]
         self.generator = torch.cuda.default_generators[x.get_device()]
         # Hidden states that are kept lie where no other layer writes.
-        roles = [("kept", object()) if self.keeps else "hidden states"]
+        roles: list[Hashable] = [("kept", object()) if self.keeps else "hidden states"]
         roles += [("argument", i, role) for i in range(1, len(leaves))]
         self.arguments = [
             graphs.buffer(each, leaf) if isinstance(leaf, Tensor) else leaf

@@ -376,6 +376,18 @@ def test_several_forwards_may_come_before_their_backwards(level: str) -> None:
 
 @gpu
 @each_level
+def test_gradients_that_are_kept_stay_as_they_are(level: str) -> None:
+    model = packed()
+    kept: list[tuple[Tensor, Tensor]] = []
+    with recorded(model, level):
+        for step in range(5):
+            gradients(model, batch(step))
+            kept += [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(*each) for each in kept)
+
+
+@gpu
+@each_level
 def test_dropout_is_drawn_again_in_backward(level: str) -> None:
     model = packed(lora_dropout=0.5)
     ids = batch(0)
