@@ -282,7 +282,8 @@ def loss_of(objective: str) -> Loss | None:
             return mean
         # While the policy's activations are alive, as in TRL 1.9.
         with torch.no_grad(), getattr(model, "disable_adapter", nullcontext)():
-            return mean - log_probabilities(model, batch).mean()
+            reference = log_probabilities(model, batch).mean()
+        return mean - reference
 
     return loss
 
