@@ -140,28 +140,6 @@ def test_half_of_the_experts_unpacked(folder: Path) -> None:
         ExpertsHost().after_build(model)
 
 
-def test_more_skips_keep_those_of_the_config(folder: Path) -> None:
-    import bitsandbytes as bnb
-
-    def whole(model: nn.Module) -> set[str]:
-        return {name for name, module in model.named_modules() if type(module) is nn.Linear}
-
-    stock = whole(load(folder))
-    assert stock == {"lm_head"}  # what transformers leaves when nobody names anything
-    host = ExpertsHost({"skip_modules": ["v_proj"]})
-    model = build(folder, host)
-    values = {f"model.layers.{layer}.self_attn.v_proj" for layer in range(2)}
-    assert whole(model) == {"lm_head", *values}
-    own = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["lm_head", "q_proj"])
-    with host.loading(own):
-        model = load(folder, own)
-    queries = {name.replace("v_proj", "q_proj") for name in values}
-    assert whole(model) == {"lm_head", *values, *queries}
-    assert own.llm_int8_skip_modules == ["lm_head", "q_proj"]
-    assert isinstance(model.model.layers[0].self_attn.o_proj, bnb.nn.Linear4bit)
-    assert model.config.quantization_config.llm_int8_skip_modules == ["lm_head", "q_proj", "v_proj"]
-
-
 def test_nothing_is_packed_where_the_settings_say_so(folder: Path) -> None:
     host = ExpertsHost({"pack_experts": False})
     with host.loading(NF4):
@@ -216,16 +194,6 @@ def test_dropout_is_for_training_and_not_in_files(folder: Path, tmp_path: Path) 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     stock = peft.PeftModel.from_pretrained(plain, tmp_path)
     assert sum("lora_A" in name for name, _ in stock.named_parameters()) == 8
-
-
-def test_dropout_that_cannot_be_is_refused_before_adapters_are_made() -> None:
-    import moe_qlora
-
-    model = tiny_model("llama4_text")
-    moe_qlora.quantize_experts(model, NF4)
-    asked = LoraConfig(target_modules=ATTENTION, lora_dropout=0.2)
-    with pytest.raises(ConfigError, match=r"lora_dropout=0\.2 does not work for .*gate_up_proj of"):
-        ExpertsHost({"lora_experts": True}).before_peft(model, asked)
 
 
 def test_a_model_is_looked_at_before_it_is_loaded(folder: Path) -> None:

@@ -70,6 +70,8 @@ def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
         model = load(folder)
         if way == "packed":
             more["peft_config"] = moe_qlora.adapt_lora_config(model, lora, experts=True)
+        elif way == "plain":
+            more["peft_config"] = lora
         elif way == "peft":
             model = moe_qlora.get_peft_model(model, lora, experts=True)
         elif way == "stock peft":
@@ -80,6 +82,7 @@ def trainer(kind, way, folder, out, *, evaluate=False, lora=None, **options):
     maker, config = {
         "sft": (trl.SFTTrainer, trl.SFTConfig),
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
+        "reward": (trl.RewardTrainer, trl.RewardConfig),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
     }[kind]
     with moe_qlora.enabled():
@@ -260,51 +263,20 @@ def test_each_adapter_that_a_run_saves_names_its_base(kind, way, model_folder, t
 
 def test_reward_trainer(model_folder, tmp_path):
     """The model of a reward trainer has another head than the checkpoint's own class."""
-    config = LoraConfig(
-        r=4, target_modules="all-linear", target_parameters=EXPERTS, task_type="SEQ_CLS"
-    )
-    with moe_qlora.enabled():
-        trained = trl.RewardTrainer(
-            model=str(model_folder),
-            quantization_config=BNB,
-            peft_config=config,
-            args=trl.RewardConfig(
-                output_dir=str(tmp_path),
-                max_steps=2,
-                per_device_train_batch_size=2,
-                save_strategy="no",
-                report_to=[],
-                use_cpu=True,
-                disable_tqdm=True,
-            ),
-            train_dataset=rows("dpo"),
-        )
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_CLS")
+    trained = trainer("reward", "folder", model_folder, tmp_path, lora=lora, max_steps=2)
     before = adapter(trained.model)
     assert len([name for name in before if ".experts." in name]) == 8
     trained.train()
-    assert not any(
-        torch.equal(value, before[name]) for name, value in adapter(trained.model).items()
-    )
+    assert not any(torch.equal(x, before[name]) for name, x in adapter(trained.model).items())
 
 
 def test_a_plain_lora_config_is_enough_for_a_packed_model(model_folder, tmp_path):
     """TRL hands it to stock PEFT, which on a packed model gets it adapted."""
     lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=EXPERTS)
-    out = tmp_path / "adapter"
-    packed = trl.SFTTrainer(
-        model=load(model_folder),
-        args=trl.SFTConfig(
-            output_dir=str(out),
-            max_steps=2,
-            report_to=[],
-            use_cpu=True,
-            learning_rate=5e-3,
-        ),
-        train_dataset=rows("sft"),
-        peft_config=lora,
-    )
+    packed = trainer("sft", "plain", model_folder, tmp_path, lora=lora, max_steps=2)
     packed.train()
-    packed.save_model()
+    packed.save_model(str(out := tmp_path / "adapter"))
     tensors = load_file(out / "adapter_model.safetensors")
     assert sum(".experts." in key for key in tensors) == 2 * 2 * 2
     assert all(bool(value.any()) for key, value in tensors.items() if "lora_B" in key)
