@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import logging
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
 import peft
@@ -22,6 +26,7 @@ from moe_qlora.integrations import settings
 from moe_qlora.integrations.host import ExpertsHost
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
+from moe_qlora.train.flat_rows import has_flat_rows
 
 NF4 = BitsAndBytesConfig(
     load_in_4bit=True,
@@ -306,3 +311,48 @@ def test_every_setting_has_its_allowed_values() -> None:
     block = {"lora_experts": ["gate_up", "down"], "skip_modules": ["lm_head"]}
     read = ExpertsHost(block).settings
     assert read.lora_experts == ("gate_up", "down") and read.pack_experts
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """axolotl's plugin, on stand-ins of the two names that its file takes from axolotl."""
+    base, log = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.utils.logging")
+    base.BasePlugin, log.get_logger = object, logging.getLogger  # type: ignore[attr-defined]
+    for name in ("axolotl", "axolotl.integrations", "axolotl.utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for module in (base, log):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.delitem(sys.modules, "moe_qlora.integrations.axolotl", raising=False)
+    ours = importlib.import_module("moe_qlora.integrations.axolotl")
+    monkeypatch.delitem(sys.modules, ours.__name__)
+    return ours.MoeQloraPlugin()
+
+
+def test_the_plugins_hooks_on_a_saved_adapter(plugin: Any, folder: Path, tmp_path: Path) -> None:
+    host = ExpertsHost({"lora_experts": True})
+    trained = build(folder, host)
+    trained = stir(host.after_peft(peft.get_peft_model(trained, host.before_peft(trained, lora()))))
+    trained.save_pretrained(tmp_path)
+    cfg = {
+        "plugins": [settings.PLUGIN], "adapter": "qlora", "load_in_4bit": True,
+        "base_model": str(folder), "lora_model_dir": str(tmp_path), "lora_dropout": 0.2,
+        "micro_batch_size": 3, "sequence_len": 64,
+        "moe_qlora": {"lora_experts": True, "prepare_training": "1GiB"},
+    }  # fmt: skip
+    plugin.pre_model_load(cfg)
+    model = load(folder)
+    plugin.post_model_build(cfg, model)
+    assert not is_enabled() and len(packed(model)) == 4
+    plugin.pre_lora_load(cfg, model)
+    again: Any = peft.PeftModel.from_pretrained(model, tmp_path, is_trainable=True)
+    plugin.post_lora_load(cfg, again)
+    drops = [m.lora_dropout["default"] for m in again.modules() if isinstance(m, LoraLayer)]
+    assert [drop.p for drop in drops] == [0.2] * 8
+    torch.testing.assert_close(logits(again.eval()), logits(trained.eval()))
+    plugin.post_trainer_create(cfg, SimpleNamespace(model=again))
+    assert has_flat_rows(again)
+    plugin.post_train_unload(cfg)
+    assert not has_flat_rows(again) and plugin.host is None
+    plugin.pre_model_load(cfg)  # A build that fails
+    plugin.register({**cfg, "plugins": []})
+    assert not is_enabled()
