@@ -4,9 +4,7 @@
     python tools/bench/graphed_callables.py --tiny --device cpu    whether it runs, without graphs
 
 Options are those of model.py, with `--prepare`. One random model is prepared twice; the second time
-graphs are torch's, of each layer behind a module of tensors without hooks. An error is a row
-`fails: ...`, and is printed whole. Over torch's graphs no gradients can be accumulated: they are
-returned in the graphs' own memory.
+graphs are torch's, of each layer behind a module of tensors without hooks; an error is printed.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def main() -> None:
     """Run both, one after the other."""
     options = _options()
     options.prepare = options.fit = options.prepare or DEVICE
-    options.checkpointing, options.chunk_mem_const = False, None
+    options.checkpointing, options.liger_loss, options.compile = False, True, True
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -45,13 +43,14 @@ def main() -> None:
     setting = _setting("ours", options, config.get_text_config().num_hidden_layers)
     for graphs in ("ours", "make_graphed_callables"):
         print(f"\n{options.model} {setting} graphs={graphs}", flush=True)
-        where = environment(device, options.commit)
-        rows = Rows(options.out, where, options.model, f"{setting} recorder={graphs}")
+        named = options.model, f"{setting} recorder={graphs}"
+        rows = Rows(options.out, environment(device, options.commit), *named)
         release(device)
-        # On a CPU, layers have runners where memory is given.
-        free = "64GiB" if device.type == "cpu" else None
-        sizes = {"batch_size": options.micro_batch, "seq_len": options.seq}
-        sizes["memory"] = free if options.fit == DEVICE else options.fit
+        free = (
+            "64GiB" if device.type == "cpu" else None
+        )  # There, layers have runners if it is given
+        memory = free if options.fit == DEVICE else options.fit
+        sizes = {"batch_size": options.micro_batch, "seq_len": options.seq, "memory": memory}
         with ExitStack() as stack:
             prepared = stack.enter_context(moe_qlora.prepare_training(peft_model, **sizes))
             print(prepared, flush=True)
@@ -62,7 +61,6 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 - which is a result
                 traceback.print_exc()
                 rows.fail(error)
-        peft_model.zero_grad()
 
 
 class Layer(nn.Module):
@@ -106,15 +104,13 @@ def record(prepared: Any, model: Any, options: Any, device: torch.device) -> Exi
     for runner in filter(None, map(runner_of, decoder_layers(model).values())):
         runner.compute = computing(runner)  # type: ignore[method-assign]
         undo.callback(vars(runner).pop, "compute")
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (options.micro_batch, options.seq), device=device)
+    ids = torch.zeros((options.micro_batch, options.seq), dtype=torch.long, device=device)
     model(input_ids=ids, labels=ids).loss.backward()
     model.zero_grad()
     gc.collect()  # Nodes of this step would let the recording wait for the default stream
     if device.type == "cuda":
-        every = tuple(layers.values())
+        every, samples = tuple(layers.values()), tuple(each.inputs for each in layers.values())
         with workspace.recorded(device):
-            samples = tuple(layer.inputs for layer in every)
             torch.cuda.make_graphed_callables(every, samples, allow_unused_input=True)
             undo.callback(list, workspace.buffers(device))  # Referenced: graphs write to them
     return undo
