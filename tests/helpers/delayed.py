@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_qlora.train import offload, slots
+from moe_qlora.train import offload
 
 GARBAGE = 0xFF  # NaN as fp32 statistics
 
@@ -115,6 +116,7 @@ def delayed(monkeypatch: Any) -> Any:
     assert not [fault for each in made for fault in each.faults]
 
 
-def blocks(count: int, nbytes: int = 8) -> list[slots.Block]:
+def blocks(count: int, nbytes: int = 8) -> list[Any]:
     """Blocks whose bytes are their number."""
-    return [slots.Block(torch.full((nbytes,), i, dtype=torch.uint8), i) for i in range(count)]
+    memories = [torch.full((nbytes,), i, dtype=torch.uint8) for i in range(count)]
+    return [SimpleNamespace(memory=memory, place=i) for i, memory in enumerate(memories)]
