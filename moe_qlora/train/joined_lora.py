@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import islice
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -133,8 +132,8 @@ def _products(layers: tuple[Any, ...], x: Tensor) -> list[list[tuple[Tensor, Any
     if type(layers[0]) is Linear or not torch.is_autocast_enabled():
         given = layers[0]._cast_input_dtype(x, factors[0].dtype)
     parts = linear(given, torch.cat(factors)).split([len(factor) for factor in factors], -1)
-    pairs = zip(parts, flat, strict=True)
-    return [[(z * s, b) for z, (_, b, s) in islice(pairs, len(found or ()))] for found in adapters]
+    rest = iter([z * s for z, (_, _, s) in zip(parts, flat, strict=True)])
+    return [[(next(rest), b) for _, b, _ in found or ()] for found in adapters]
 
 
 def _version(x: Tensor) -> int:

@@ -18,7 +18,7 @@ from moe_qlora.kernels.weights import PackedWeight
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_model
 from moe_qlora.train import offload as host_memory
-from tests.helpers.delayed import Delayed, delayed
+from tests.helpers.delayed import delayed
 from tests.helpers.fitting import equal, token_ids, train, with_lora
 from tests.helpers.folders import bits
 from tests.helpers.mxfp4 import write_gpt_oss
@@ -28,9 +28,9 @@ INT8 = {"load_in_8bit": True}
 
 
 @pytest.fixture(autouse=True)
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Delayed]]:
-    with delayed(monkeypatch) as made:
-        yield made
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with delayed(monkeypatch):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +51,11 @@ def load(folder: Path, config: dict[str, Any] | None, **block: bool) -> Any:
         return loaded(folder, config, device_map={"": "cpu"}, dtype="auto")
 
 
-CASES: dict[str, Any] = {
-    "int8": ("plain", INT8, False),
-    "packed": ("packed", None, False),
-    "kept": ("maker", NF4, True),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_load_into_host_memory(case, folders, devices, monkeypatch):
-    folder, config, keeps = CASES[case]
+@pytest.mark.parametrize(
+    ("folder", "config", "keeps"),
+    [("plain", INT8, False), ("packed", None, False), ("maker", NF4, True)],
+)
+def test_a_load_into_host_memory(folder, config, keeps, folders, monkeypatch):
     expected = load(folders / folder, config, keep_codes=keeps)
     on_device: list[int] = []
     finish = Fill.finish

@@ -13,7 +13,6 @@ from emulated_graphs import emulate
 from graphed import recorded
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
@@ -39,19 +38,15 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module], checkpoints: bool | None = None) -> None:
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(32, SIZE)
         self.blocks = nn.ModuleList(Block(make) for _ in range(4))
-        self.checkpoints = checkpoints  # None: no; else whether by reentrant ones
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
         for block in self.blocks:
-            if self.checkpoints is None or not torch.is_grad_enabled():
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.checkpoints)
+            x = block(x)
         return x
 
 
@@ -63,17 +58,11 @@ def linear_4bit() -> nn.Module:
     return bnb.nn.Linear4bit(SIZE, SIZE, compute_dtype=torch.float32)
 
 
-def linear_8bit() -> nn.Module:
-    return bnb.nn.Linear8bitLt(SIZE, SIZE, has_fp16_weights=False)
-
-
-def adapted(
-    make: Callable[[], nn.Module] = linear, checkpoints: bool | None = None, **lora: Any
-) -> Any:
+def adapted(make: Callable[[], nn.Module] = linear, **lora: Any) -> Any:
     torch.manual_seed(0)
-    model: Any = Model(make, checkpoints)
-    if make is not linear:
-        model.is_loaded_in_4bit, model.is_loaded_in_8bit = make is linear_4bit, make is linear_8bit
+    model: Any = Model(make)
+    if make is linear_4bit:
+        model.is_loaded_in_4bit = True
         model = model.to("cpu")
     config = LoraConfig(**({"r": 3, "lora_alpha": 5, "target_modules": list(NAMES)} | lora))
     return with_effect(get_peft_model(model, config).train())
@@ -125,10 +114,6 @@ def member(model: Any) -> Any:
     return model.get_base_model().blocks[0].q
 
 
-def held(model: Any) -> Any:
-    return vars(member(model))["_moe_qlora_joined"].shared.held
-
-
 def test_layers_are_grouped_by_the_input_that_they_are_given(
     products: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,21 +127,26 @@ def test_layers_are_grouped_by_the_input_that_they_are_given(
         assert not join_lora(model).layers  # what is joined stays
         products.clear(), alone.clear()
         results(model)
-        assert products == [9] * 4 and held(model) is None
+        assert products == [9] * 4
+        assert vars(member(model))["_moe_qlora_joined"].shared.held is None
         assert len(alone) == 4  # of each block, o
         assert list(model.state_dict()) == keys and torch.equal(torch.get_rng_state(), random)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
 
 
-@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("adapters", "base", "autocast"),
+    [
+        (torch.float32, torch.bfloat16, True),
+        (torch.float32, torch.bfloat16, False),
+        (torch.bfloat16, torch.float32, False),
+        (torch.bfloat16, torch.bfloat16, True),
+    ],
+)
 @pytest.mark.parametrize("make", [linear, linear_4bit])
 def test_as_near_to_exact_results_as_peft(
     make: Any, base: torch.dtype, adapters: torch.dtype, autocast: bool, products: list[int]
 ) -> None:
-    if autocast and adapters == torch.float64:
-        pytest.skip("autocast leaves float64 alone, and PEFT's own products fail")
     model = adapted(make)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
@@ -258,9 +248,6 @@ def test_what_is_not_known_runs_as_it_did(lora: Any, change: Any, products: list
     assert distance(got, wanted) < 1e-6
 
 
-BEFORE, AFTER = "register_forward_pre_hook", "register_forward_hook"
-
-
 def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tensor]]]]:
     """A packed model, and what gives the loss and the gradients of one batch."""
     model: Any = tiny_model("qwen3_moe", **sizes)
@@ -283,8 +270,8 @@ def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tens
     return model, step
 
 
-@pytest.mark.parametrize("level", levels.EVERY)
-def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
+@pytest.mark.parametrize("level", [levels.KEEP, levels.RECOMPUTE])
+def test_layers_that_are_computed_again(level: str, products: list[int]) -> None:
     model, step = packed(hidden_size=256)  # whose products are kept
     wanted = step()
     join_lora(model)
@@ -298,16 +285,13 @@ def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-@pytest.mark.parametrize("keep", [False, True])
-def test_joined_layers_are_recorded(
-    monkeypatch: pytest.MonkeyPatch, keep: bool, products: list[int]
-) -> None:
+def test_joined_layers_are_recorded(monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
     emulate(monkeypatch)
     model, step = packed()
     wanted = step()
     with join_lora(model) as joined:
         assert (joined.layers, joined.products) == (6, 2)
-        with recorded(model.get_base_model(), levels.KEEP if keep else None) as graphs:
+        with recorded(model.get_base_model(), levels.KEEP) as graphs:
             for _ in range(4):
                 assert distance(step(), wanted) < 1e-4
             assert graphs.recorded == 2 and set(products) == {9}

@@ -26,10 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'"),
 ]
-KINDS: dict[str, dict[str, Any]] = {
-    "4bit twice": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
-    "8bit": {"load_in_8bit": True},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +54,12 @@ def reads(devices: list[Delayed], monkeypatch: pytest.MonkeyPatch) -> Reads:
     return noted
 
 
-def packed(kind: str = "4bit twice", layers: int = 4) -> Any:
+def packed(layers: int) -> Any:
     model: Any = tiny_model("qwen3_moe", num_hidden_layers=layers)
     model.config.use_cache = False
-    moe_qlora.quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    moe_qlora.quantize_experts(model, settings)
     return with_lora(model)
-
-
-def bits(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 def layers_of(model: Any) -> Any:
@@ -76,8 +69,9 @@ def layers_of(model: Any) -> Any:
 def test_layers_are_one_graph_each_and_fetch_within_it(
     devices: list[Delayed], reads: Reads
 ) -> None:
-    model = packed()
-    ids, weights = token_ids(model, seq=12), bits(model)
+    model = packed(4)
+    ids = token_ids(model, seq=12)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     made = CompileCounterWithBackend("aot_eager")
     for layer in layers_of(model):
         layer.compile(backend=made, fullgraph=True)
@@ -126,7 +120,7 @@ def test_compiled_layers_are_recorded(
     emulate(monkeypatch)
     hold_addresses(monkeypatch)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    model = packed(layers=3)
+    model = packed(3)
     trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     ids = token_ids(model, seq=12)
     resident = train(model, ids)

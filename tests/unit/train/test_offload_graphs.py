@@ -7,7 +7,6 @@ replay nothing is copied or waited for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -58,16 +57,10 @@ def steps(model: Any, ids: Tensor, weights: Any, count: int = STEPS) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("count", "order", "checkpointing", "keep"),
-    [
-        (1, "graphs first", False, False),
-        (2, "offload first", True, True),
-        (3, "graphs first", True, False),
-        (4, "offload first", False, True),
-    ],
+    ("count", "checkpointing", "level"), [(1, False, None), (3, True, None), (4, False, "keep")]
 )
 def test_replays_train_as_the_resident_model(
-    count: int, order: str, checkpointing: bool, keep: bool, devices: list[Delayed]
+    count: int, checkpointing: bool, level: str | None, devices: list[Delayed]
 ) -> None:
     if checkpointing and TRANSFORMERS < (5, 23):
         pytest.skip("its checkpoint is around `forward` of an instance: graphs give up within it")
@@ -76,27 +69,21 @@ def test_replays_train_as_the_resident_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights)
-    with ExitStack() as stack:
-        if order == "graphs first":
-            graphs = stack.enter_context(recorded(model, levels.KEEP if keep else None))
-            assert equal(steps(model, ids, weights), resident)
-            off = stack.enter_context(moe_qlora.offload_experts(model))
-        else:
-            off = stack.enter_context(moe_qlora.offload_experts(model))
-            graphs = stack.enter_context(recorded(model, levels.KEEP if keep else None))
-        with Reads(devices) as reads:
+    with recorded(model, level) as graphs:
+        assert equal(steps(model, ids, weights), resident)
+        with moe_qlora.offload_experts(model) as off, Reads(devices) as reads:
             assert equal(steps(model, ids, weights), resident)  # Recording fetches now and then
             assert graphs.recorded == count and reads.count > STEPS * count * 2
             copies, missed = off.copies, devices[0].missed
             assert equal(steps(model, ids, weights), resident)
-        assert off.copies - copies == STEPS * 2 * max(0, count - 2)
-        assert devices[0].missed == missed and len(devices[0].made) == off.slots
+            assert off.copies - copies == STEPS * 2 * max(0, count - 2)
+            assert devices[0].missed == missed and len(devices[0].made) == off.slots
     assert equal(steps(model, ids, weights), resident)
 
 
 @pytest.mark.parametrize(
     ("moved", "keep"),
-    [("there", False), ("back", True), ("there and back", True), ("to other slots", False)],
+    [("back", True), ("there and back", True), ("to other slots", False)],
 )
 def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: bool) -> None:
     model = packed()
@@ -125,23 +112,6 @@ def test_experts_that_move_between_a_forward_and_its_backward(moved: str, keep: 
             assert equal(steps(model, ids, weights, 1), resident)
         assert graphs.recorded == 4
         off.remove()  # type: ignore[union-attr]
-
-
-def test_layers_that_keep_parts(devices: list[Delayed]) -> None:
-    count = len(levels.LEVELS)
-    model = packed(count, bnb_4bit_use_double_quant=True)
-    ids, weights = token_ids(model), trained(model)
-    resident = steps(model, ids, weights)
-    with (
-        recorded(model, levels.LEVELS) as graphs,
-        moe_qlora.offload_experts(model) as off,
-        Reads(devices),
-    ):
-        assert equal(steps(model, ids, weights), resident)
-        assert graphs.recorded == count
-        copies = off.copies
-        assert equal(steps(model, ids, weights), resident)
-        assert off.copies - copies == STEPS * 2 * (count - 2)
 
 
 def test_a_slot_that_another_layer_holds_is_not_read_by_a_graph(devices: list[Delayed]) -> None:
@@ -174,25 +144,16 @@ def test_weights_that_are_loaded_reach_the_graphs(devices: list[Delayed]) -> Non
         assert equal(train(model, ids, 3), resident) and graphs.recorded == 4
 
 
-@pytest.mark.parametrize("order", ["graphs first", "fit first"])
-def test_fit_memory_moves_experts_of_recorded_layers(order: str) -> None:
+def test_fit_memory_moves_experts_of_recorded_layers() -> None:
     model = packed(4)
     ids, weights = token_ids(model), trained(model)
     resident = steps(model, ids, weights, 3)
-    with moe_qlora.offload_experts(model) as off, ExitStack() as stack:
-        if order == "graphs first":
-            stack.enter_context(recorded(model))
-            assert equal(steps(model, ids, weights, 3), resident)
+    with moe_qlora.offload_experts(model) as off, recorded(model):
+        assert equal(steps(model, ids, weights, 3), resident)
         least = least_memory(model)
-        choices = ((least, 4), (least + off.host_nbytes // 3, 3), (1 << 40, 0))
-        for memory, hosted in choices if order == "graphs first" else choices[1:2]:
+        for memory, hosted in ((least, 4), (least + off.host_nbytes // 3, 3), (1 << 40, 0)):
             with fitted(model, memory) as fit:
-                if order == "fit first":
-                    graphs = stack.enter_context(recorded(model))
                 assert [layer.experts for layer in fit.layers].count("host") == hosted
                 assert equal(steps(model, ids, weights, 3), resident)
-                if order == "fit first":
-                    assert graphs.recorded == 4
-                    graphs.remove()
             assert len(off.layers) == 4
         assert equal(steps(model, ids, weights, 3), resident)
