@@ -20,90 +20,81 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Copier:
-    """Copies from host memory to one device, on a stream of its own; on a CPU at once.
+class _AtOnce:
+    """A CPU as a stream, and as any event of it: what it is given is done."""
 
-    Events say that a stream has done all that it was given until then; on a CPU they are None.
-    """
+    def record_event(self) -> _AtOnce:
+        return self
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Copier:
+    """Copies from host memory to one device, on a stream of its own; on a CPU at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.device, self.on_cuda = device, device.type == "cuda"
+        self.stream: Any = torch.cuda.Stream(device) if self.on_cuda else _AtOnce()
+
+    def here(self) -> Any:
+        """Return the stream that the caller computes on."""
+        return torch.cuda.current_stream(self.device) if self.on_cuda else self.stream
+
+    def records(self) -> bool:
+        """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
+        return self.on_cuda and torch.cuda.is_current_stream_capturing()
 
     def empty(self, nbytes: int) -> Tensor:
         """Return memory of the device, uint8 `(nbytes,)`, to copy to."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        if self.stream is not None:
+        if self.on_cuda:
             # When it is freed, torch gives it to nobody before the copies to it are done.
             memory.record_stream(self.stream)
         return memory
 
-    def records(self) -> bool:
-        """Whether what the caller computes is recorded as a CUDA graph, and does not run."""
-        return self.stream is not None and torch.cuda.is_current_stream_capturing()
-
-    def here(self) -> Any:
-        """Return the stream that the caller computes on."""
-        return None if self.stream is None else torch.cuda.current_stream(self.device)
-
-    def mark(self, stream: Any) -> Any:
-        """Return an event of a stream."""
-        return None if stream is None else stream.record_event()
-
     def copy(self, to: Tensor, source: Tensor, after: Iterable[Any]) -> Any:
         """Copy once all events of `after` have come; return the event that it is done."""
-        if self.stream is None:
-            to.copy_(source)
-            return None
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream) if self.on_cuda else nullcontext():
             for event in after:
                 self.stream.wait_event(event)
             to.copy_(source, non_blocking=True)
             return self.stream.record_event()
 
-    def wait(self, stream: Any, event: Any) -> None:
-        """Let all that a stream is given from now on wait for an event."""
-        if stream is not None:
-            stream.wait_event(event)
-
-    def finish(self, event: Any) -> None:
-        """Wait for an event here and now."""
-        if event is not None:
-            event.synchronize()
-
 
 class Slot:
     """Memory on the device, and whose copy it holds."""
 
-    def __init__(self, memory: Tensor, stream: Any, mark: Any) -> None:
+    def __init__(self, memory: Tensor, stream: Any) -> None:
         self.memory = memory
         self.block: Any = None
         self.ready: Any = None  # The event that the last copy to it is done
         # What a copy to it waits for, by stream: the ends of its leases; at first that of what the
         # allocator gave the memory to before
-        self.marks: dict[Any, Any] = {stream: mark}
+        self.marks: dict[Any, Any] = {stream: stream.record_event()}
         self.leases: set[int] = set()  # Their ids: a set is changed without a lock
 
 
 class Lease:
     """Keeps a slot as it is, as long as this object is referenced."""
 
-    def __init__(self, slot: Slot, copier: Copier, stream: Any) -> None:
-        self.slot, self.copier, self.stream = slot, copier, stream
+    def __init__(self, slot: Slot, stream: Any) -> None:
+        self.slot, self.stream = slot, stream
         slot.leases.add(id(self))
 
     def __del__(self) -> None:
         # In any thread, also in the middle of a fetch, where the garbage collector runs. Nothing
         # is copied to the slot before its lease is discarded.
         if not sys.is_finalizing():
-            self.slot.marks[self.stream] = self.copier.mark(self.stream)
+            self.slot.marks[self.stream] = self.stream.record_event()
             self.slot.leases.discard(id(self))
 
 
@@ -142,8 +133,8 @@ class Slots:
                     slot = self._new(block.memory.nbytes)
                 self._copy(block, slot)
             stream = self.copier.here()
-            self.copier.wait(stream, slot.ready)
-            lease = Lease(slot, self.copier, stream)
+            stream.wait_event(slot.ready)
+            lease = Lease(slot, stream)
             ahead = home if following is None else self.slot(following)
             # A backward may read this block once more.
             if ahead is not home and ahead.block is not following and not ahead.leases:
@@ -162,13 +153,12 @@ class Slots:
             for slot in self._slots:
                 if slot.block is not None and (block is None or block is slot.block):
                     with suppress(Exception):  # Of a copy that was not made: nobody needs it now
-                        self.copier.finish(slot.ready)
+                        slot.ready.synchronize()
                     slot.block = None
 
     def _new(self, nbytes: int) -> Slot:
         with torch.inference_mode(False):  # Else nothing outside could be copied to it
-            stream = self.copier.here()
-            return Slot(self.copier.empty(nbytes), stream, self.copier.mark(stream))
+            return Slot(self.copier.empty(nbytes), self.copier.here())
 
     def _copy(self, block: Any, slot: Slot) -> None:
         slot.block = None  # While it is not known whether the copy is under way

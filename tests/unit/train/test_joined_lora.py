@@ -173,44 +173,32 @@ def test_as_near_to_exact_results_as_peft(
 
 @pytest.mark.filterwarnings("ignore:Already unmerged")  # of layers without this adapter
 def test_adapters_that_come_and_go(products: list[int]) -> None:
-    model = adapted()
-    plain = copy.deepcopy(model)
-    join_lora(model)
+    joined = adapted()
+    both = joined, copy.deepcopy(joined)
+    join_lora(joined)
 
-    def equal(rows: list[int]) -> None:
+    def check(rows: list[int], change: Callable[[Any], Any]) -> None:
+        for each in both:
+            change(each)
         products.clear()
-        assert distance(results(model), results(plain)) < 1e-5
+        assert distance(*map(results, both)) < 1e-5
         assert products == rows * 4
 
-    equal([9])
-    for each in (model, plain):
-        config = LoraConfig(
-            r=2, lora_alpha=7, target_modules=["q", "v"], use_rslora=True, rank_pattern={"v": 4}
-        )
-        torch.manual_seed(2)
-        each.add_adapter("other", config)
-        with_effect(each)
-    equal([9])
-    for each in (model, plain):
-        each.base_model.set_adapter(["other", "default"])
-    equal([2 + 3 + 3 + 4 + 3])
-    for each in (model, plain):
-        each.set_adapter("other")
-    equal([6])
-    for each in (model, plain):
-        each.delete_adapter("default")
-    equal([6])
+    config = LoraConfig(
+        r=2, lora_alpha=7, target_modules=["q", "v"], use_rslora=True, rank_pattern={"v": 4}
+    )
+    check([9], lambda model: None)
+    check([9], lambda model: (model.add_adapter("other", config), with_effect(model)))
+    check([2 + 3 + 3 + 4 + 3], lambda model: model.base_model.set_adapter(["other", "default"]))
+    check([6], lambda model: model.set_adapter("other"))
+    check([6], lambda model: model.delete_adapter("default"))
     products.clear()
-    with model.disable_adapter(), plain.disable_adapter():
-        assert torch.equal(results(model)[0], results(plain)[0])
+    with both[0].disable_adapter(), both[1].disable_adapter():
+        assert torch.equal(*(results(model)[0] for model in both))
     assert not products
-    equal([6])
-    for each in (model, plain):
-        each.merge_adapter()
-    equal([])
-    for each in (model, plain):
-        each.unmerge_adapter()
-    equal([6])
+    check([6], lambda model: None)
+    check([], lambda model: model.merge_adapter())
+    check([6], lambda model: model.unmerge_adapter())
 
 
 def hooked(model: Any) -> None:
@@ -248,50 +236,44 @@ def test_what_is_not_known_runs_as_it_did(lora: Any, change: Any, products: list
     assert distance(got, wanted) < 1e-6
 
 
-def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tensor]]]]:
-    """A packed model, and what gives the loss and the gradients of one batch."""
-    model: Any = tiny_model("qwen3_moe", **sizes)
-    model.config.use_cache = False
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
-    moe_qlora.quantize_experts(model, quantization)
+@pytest.fixture
+def model() -> Any:
+    made: Any = tiny_model("qwen3_moe", hidden_size=256)  # whose products are kept
+    made.config.use_cache = False
+    moe_qlora.quantize_experts(made, BitsAndBytesConfig(load_in_4bit=True))
     config = LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    model = with_effect(moe_qlora.get_peft_model(model, config, experts=True).train())
+    return with_effect(moe_qlora.get_peft_model(made, config, experts=True).train())
 
-    def step() -> tuple[Tensor, dict[str, Tensor]]:
-        model.zero_grad()
-        ids = torch.arange(24).view(2, 12)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        return loss.detach(), named
 
-    return model, step
+def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    ids = torch.arange(24).view(2, 12)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    named = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), named
 
 
 @pytest.mark.parametrize("level", [levels.KEEP, levels.RECOMPUTE])
-def test_layers_that_are_computed_again(level: str, products: list[int]) -> None:
-    model, step = packed(hidden_size=256)  # whose products are kept
-    wanted = step()
+def test_layers_that_are_computed_again(model: Any, level: str, products: list[int]) -> None:
+    wanted = step(model)
     join_lora(model)
     for layer in model.get_base_model().model.layers:
         on_level(layer, level)
     products.clear()
-    assert distance(step(), wanted) < 1e-4
+    assert distance(step(model), wanted) < 1e-4
     assert products == [9] * (2 if level == levels.KEEP else 4)
-    first = vars(model.get_base_model().model.layers[0].self_attn.q_proj)["_moe_qlora_joined"]
-    assert first.shared.held is None
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
-def test_joined_layers_are_recorded(monkeypatch: pytest.MonkeyPatch, products: list[int]) -> None:
+def test_joined_layers_are_recorded(
+    model: Any, monkeypatch: pytest.MonkeyPatch, products: list[int]
+) -> None:
     emulate(monkeypatch)
-    model, step = packed()
-    wanted = step()
+    wanted = step(model)
     with join_lora(model) as joined:
         assert (joined.layers, joined.products) == (6, 2)
         with recorded(model.get_base_model(), levels.KEEP) as graphs:
             for _ in range(4):
-                assert distance(step(), wanted) < 1e-4
+                assert distance(step(model), wanted) < 1e-4
             assert graphs.recorded == 2 and set(products) == {9}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,7 +45,6 @@ CODECS: dict[str, dict[str, Any]] = {
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_quant_storage": torch.bfloat16,
     },
-    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
 }
 
@@ -82,7 +80,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("codec", "reentrant"), [("nf4", None), ("int8", None), ("fp4", False), ("nf4 twice", True)]
+    ("codec", "reentrant"), [("nf4", None), ("int8", False), ("nf4 twice", True)]
 )
 def test_steps_are_those_of_the_resident_model(
     codec: str, reentrant: bool | None, devices: list[Delayed]
@@ -117,25 +115,16 @@ def test_evaluation_generation_and_switched_adapters() -> None:
         found: list[Any] = []
         for name in ("default", "second"):
             model.set_adapter(name)
-            model.train()
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = model.train()(input_ids=ids, labels=ids).loss
             with torch.no_grad():  # Between a forward and its backward
                 found.append(model(input_ids=ids).logits)
                 with model.disable_adapter():
                     found.append(model(input_ids=ids).logits)
             loss.backward()
-            found += [
-                loss.detach(),
-                *(
-                    p.grad.clone()
-                    for p in model.parameters()
-                    if p.requires_grad and p.grad is not None
-                ),
-            ]
+            found += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
             model.zero_grad()
-            model.eval()
             with torch.inference_mode():
-                found.append(model(input_ids=ids).logits.clone())
+                found.append(model.eval()(input_ids=ids).logits.clone())
             found.append(model.generate(input_ids=ids, max_new_tokens=4, do_sample=False))
         return found
 
@@ -146,44 +135,34 @@ def test_evaluation_generation_and_switched_adapters() -> None:
     assert all(map(torch.equal, results(), resident))
 
 
-def test_a_failure_in_the_middle_leaves_nothing(devices: list[Delayed]) -> None:
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
+def test_a_failure_in_the_middle_leaves_nothing(hook: str, devices: list[Delayed]) -> None:
     model = with_lora(packed())
     ids = token_ids(model)
     resident = train(copy.deepcopy(model), ids, 1)
-    threads = threading.active_count()
     off = moe_qlora.offload_experts(model)
-    layer = model.get_base_model().model.layers[2]
-    for stage in ("forward", "backward"):
-        hook = (
-            layer.mlp.register_forward_hook(failing)
-            if stage == "forward"
-            else layer.mlp.register_full_backward_hook(failing)
-        )
-        held = None
-        try:
-            model(input_ids=ids, labels=ids).loss.backward()
-        except ArithmeticError as error:
-            held = error  # With all frames
-        hook.remove()
-        model.zero_grad()
-        assert held is not None
-        assert equal(train(copy.deepcopy(model), ids, 1), resident)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        assert [loss.item()] == resident[0]
-        model.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    handle, held = getattr(model.get_base_model().model.layers[2].mlp, hook)(fail), None
+    try:
+        model(input_ids=ids, labels=ids).loss.backward()
+    except ArithmeticError as error:
+        held = error  # With all frames
+    handle.remove()
+    model.zero_grad()
+    assert held is not None
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert [loss.item()] == resident[0]
+    model.zero_grad()
     del held
     gc.collect()
-    (device,) = devices
     assert not any(slot.leases for slot in off._slots._slots)  # type: ignore[union-attr]
-    assert len(device.made) <= 6
-    assert threading.active_count() == threads
+    assert len(devices[0].made) <= 4
     off.remove()
     assert equal(train(model, ids, 1), resident)
-
-
-def failing(*_: Any) -> None:
-    raise ArithmeticError("in the middle")
 
 
 def test_remove_gives_back_the_same_model() -> None:

@@ -89,7 +89,7 @@ def test_a_lease_may_end_in_the_middle_of_a_fetch() -> None:
     held: list[Any] = []
 
     class Collects(Delayed):
-        def copy(self, *args: Any) -> int:
+        def copy(self, *args: Any) -> Any:
             held.clear()
             return super().copy(*args)
 
