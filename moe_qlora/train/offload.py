@@ -14,7 +14,7 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -450,12 +450,20 @@ def _keep_from_ddp(model: nn.Module) -> None:
     Else it would broadcast these codes, and refuse parameters on two kinds of devices. It asks by
     the attribute that its own `_set_params_and_buffers_to_ignore_for_model` sets.
     """
-    host: Any = model
-    names = [
-        f"{around}{prefix}.{name}"
-        for prefix, module in model.named_modules()
-        if isinstance(module, PackedList) and module.host is not None
-        for name in (*dict(module.named_parameters()), *dict(module.named_buffers()))
-        for around in _AROUND
-    ]
-    setattr(host, _IGNORED, list({*model.__dict__.get(_IGNORED, ()), *names}))
+    host, known = cast(Any, model), model.__dict__.get(_IGNORED, ())
+    if not isinstance(known, _Names):
+        setattr(host, _IGNORED, _Names(model, known))
+
+
+class _Names:
+    """Names in host memory, looked up at each iteration: adapters rename what they wrap."""
+
+    def __init__(self, model: nn.Module, others: Iterable[str]) -> None:
+        self.model, self.others = model, others
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.others
+        for prefix, module in self.model.named_modules():
+            if isinstance(module, PackedList) and module.host is not None:
+                for name in (*dict(module.named_parameters()), *dict(module.named_buffers())):
+                    yield from (f"{around}{prefix}.{name}" for around in _AROUND)
