@@ -24,7 +24,7 @@ def copy_losses_early(model: nn.Module) -> RemovableHandle:
     """Let the loss in a model's output be an `EarlyLoss`; return how to undo it."""
 
     def replace(_: nn.Module, __: Any, output: Any) -> None:
-        loss = output.get("loss") if isinstance(output, dict) else None
+        loss: Any = output.get("loss") if isinstance(output, dict) else None
         plain = type(loss) is Tensor and loss.dim() == 0 and loss.requires_grad
         if plain and not torch.compiler.is_compiling():
             output["loss"] = EarlyLoss.of(loss)
@@ -53,7 +53,7 @@ class EarlyLoss(Tensor):
             args, kwargs = tree_map_only(cls, _plain, (args, kwargs))
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            copy = args[0]._copy if args and isinstance(args[0], cls) else None
+            copy: Any = args[0]._copy if args and isinstance(args[0], cls) else None
             known = copy is not None and args[0]._version == copy[2]
             if known and func in _LOOKS:
                 if copy[1] is not None:

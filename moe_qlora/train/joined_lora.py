@@ -157,7 +157,7 @@ def _active(layer: Any) -> list[tuple[Any, Any, float]] | None:
     for name in layer.active_adapters:
         if name in layer.lora_A:
             a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-            plain = type(a) is nn.Linear and a.bias is None and type(dropout) is nn.Identity
+            plain = type(dropout) is nn.Identity and type(a) is nn.Linear and a.bias is None
             plain = plain and b.bias is None and name not in layer.lora_variant
             # Neither A nor its dropout is called, and B is given s A x, where PEFT gives it A x.
             if not plain or any(map(_is_changed, (a, b, dropout))):

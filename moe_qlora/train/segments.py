@@ -20,6 +20,7 @@ own implementation. In other calls `segmented(name)` delegates to the implementa
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,10 @@ PREFIX = "moe_qlora_segments_"
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)  # of flash attention
 _WIDEST_HEAD = 256  # likewise
 _DENSE = ("sdpa", "eager")
+_BACKWARD = (
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor offsets, "
+    "Tensor sizes, int window, float scale) -> (Tensor, Tensor, Tensor)"
+)
 _CAPS = ("softcap", "logit_cap", "position_bias", "attention_bias")
 
 
@@ -206,7 +211,7 @@ def _register() -> None:
     forward.register_fake(
         lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32))
     )
-    backward = define("moe_qlora::segment_attention_backward", _backward)
+    backward = define("moe_qlora::segment_attention_backward", _backward, schema=_BACKWARD)
     backward.register_fake(lambda grad, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))))
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -238,7 +243,7 @@ def _forward(
     window: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    out, lse = kernel_forward(q, k, v, offsets, *sizes.tolist(), window, scale)
+    out, lse = kernel_forward(q, k, v, offsets, sizes, window, scale)
     if sinks is not None:
         with_sinks = torch.logaddexp(lse, sinks.float()[:, None])
         out = (out * torch.exp(lse - with_sinks).t()[..., None]).to(out.dtype)
@@ -246,19 +251,9 @@ def _forward(
     return out, lse
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    offsets: Tensor,
-    sizes: Tensor,
-    window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return kernel_backward(grad, (q, k, v, out, lse), offsets, *sizes.tolist(), window, scale)
+def _backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *saved, offsets, sizes, window, scale = args
+    return kernel_backward(grad, saved, offsets, sizes, window, scale)
 
 
 def suits_cudnn(q: Tensor, rows: int, window: int) -> bool:
@@ -282,10 +277,10 @@ def _windowed(window: int) -> dict[str, int]:
 
 
 def kernel_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, rows: int, window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sizes: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return attention `(L, heads, D)` and its log-sum-exp `(heads, L)`."""
+    longest, rows = sizes.tolist()
     if not suits_cudnn(q, rows, window):
         longest = min(longest, len(q))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -301,11 +296,11 @@ def kernel_forward(
 
 
 def kernel_backward(
-    grad: Tensor, saved: tuple[Tensor, ...], offsets: Tensor, longest: int, rows: int, window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, saved: Sequence[Tensor], offsets: Tensor, sizes: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; saved are q, k, v, out, lse."""
     q, k, v, out, lse = saved
+    longest, rows = sizes.tolist()
     if not suits_cudnn(q, rows, window):
         longest = min(longest, len(q))
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # Of no dropout

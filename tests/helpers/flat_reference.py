@@ -25,10 +25,10 @@ def _scores(q: Tensor, k: Tensor, offsets: Tensor, window: int, scale: float) ->
 
 
 def kernel_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, rows: int, window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, sizes: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Return attention `(L, heads, D)` and its log-sum-exp `(heads, L)`."""
+    longest, rows = sizes.tolist()
     assert int((offsets[1:] - offsets[:-1]).max()) <= longest
     SEEN.append(rows)
     scores = _scores(q, k, offsets, window, scale)
@@ -39,9 +39,8 @@ def kernel_forward(
 
 
 def kernel_backward(
-    grad: Tensor, saved: Sequence[Tensor], offsets: Tensor, longest: int, rows: int, window: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, saved: Sequence[Tensor], offsets: Tensor, sizes: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients, from the given log-sum-exp, as the kernel computes them."""
     q, k, v, out, lse = saved
     share = q.shape[1] // k.shape[1]
