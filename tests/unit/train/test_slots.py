@@ -18,20 +18,6 @@ def value(slot: Any) -> int:
     return first
 
 
-def test_without_a_free_slot_a_block_gets_memory_of_its_own() -> None:
-    device, every = Delayed(), blocks(4)
-    made = Slots(2, 8, device)
-    held = [made.fetch(block, None) for block in every]
-    assert [value(slot) for slot, _ in held] == [0, 1, 2, 3] and len(device.made) == 4
-    del held[:]
-    for _ in range(3):
-        for number, block in enumerate(every):
-            slot, _ = made.fetch(block, None)
-            assert value(slot) == number
-            del _
-    assert len(device.made) == 4 and not device.faults
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_random_fetches_read_what_they_ask_for(seed: int) -> None:
     draw, device, every = random.Random(seed), Delayed(), blocks(6)
@@ -47,21 +33,6 @@ def test_random_fetches_read_what_they_ask_for(seed: int) -> None:
             made.forget(every[number])
         assert all(value(slot) == number for number, slot, _ in held)
     assert not device.faults
-
-
-@pytest.mark.parametrize("count", [3, 4, 7])
-def test_a_block_has_one_address_and_is_there_in_time(count: int) -> None:
-    """Forwards and backwards: only the very first copy is waited for as it is ordered."""
-    device, every = Delayed(), blocks(count)
-    made, places = Slots(2, 8, device), dict[int, set[int]]()
-    order = [*range(count), *reversed(range(count))]
-    for number, following in zip(3 * order, [*(3 * order)[1:], 0], strict=True):
-        slot, lease = made.fetch(every[number], every[following])
-        assert value(slot) == number
-        places.setdefault(number, set()).add(slot.memory.data_ptr())
-        del slot, lease
-    assert all(len(addresses) == 1 for addresses in places.values())
-    assert device.missed == 1 and made.copies == 2 + 3 * 2 * (count - 2) and not device.faults
 
 
 def test_a_recording_reads_a_reserved_slot_and_orders_nothing() -> None:
