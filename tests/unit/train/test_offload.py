@@ -36,6 +36,7 @@ from tests.helpers.fitting import (
     train,
     with_lora,
 )
+from tests.helpers.folders import bits
 
 CODECS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -65,20 +66,6 @@ def lists_of(model: Any) -> list[Any]:
     return [parametrize.parametrization_list(m, n) for _, m, n in parametrize.iter_packed(model)]
 
 
-def bits(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    """Whether all bytes are the same; codes may look like numbers that are none."""
-
-    def raw(found: dict[str, Tensor]) -> dict[str, Any]:
-        numbers = {name: t.contiguous().view(-1).view(torch.uint8) for name, t in found.items()}
-        return {n: (found[n].dtype, found[n].shape, t.tolist()) for n, t in numbers.items()}
-
-    return raw(first) == raw(second)
-
-
 @pytest.mark.parametrize(
     ("codec", "reentrant"), [("nf4", None), ("int8", False), ("nf4 twice", True)]
 )
@@ -89,7 +76,7 @@ def test_steps_are_those_of_the_resident_model(
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    ids, weights = token_ids(model), bits(model)
+    ids, weights = token_ids(model), copy.deepcopy(model.state_dict())
     resident = train(model, ids, 2)
     model.load_state_dict(weights)
     with moe_qlora.offload_experts(model) as off, Reads(devices) as reads:
@@ -102,7 +89,7 @@ def test_steps_are_those_of_the_resident_model(
     again = bits(model)
     model.load_state_dict(weights)
     assert equal(train(model, ids, 2), resident)
-    assert same(bits(model), again)
+    assert bits(model) == again
 
 
 def test_evaluation_generation_and_switched_adapters() -> None:
@@ -178,7 +165,7 @@ def test_remove_gives_back_the_same_model() -> None:
     assert str(off.slots) in str(off) and off.copies == 0
     off.remove()
     off.remove()
-    assert same(bits(model), before) and repr(model) == text
+    assert bits(model) == before and repr(model) == text
     assert parameters == {name: id(parameter) for name, parameter in model.named_parameters()}
     assert off.host_nbytes == off.slots == 0
     assert all("host" not in each.__dict__ for each in lists_of(model))
@@ -186,15 +173,16 @@ def test_remove_gives_back_the_same_model() -> None:
 
 def test_state_dicts_and_folders_are_those_of_the_resident_model(tmp_path: Path) -> None:
     model = packed()
+    sizes = sum(tensor.nbytes for tensor in model.state_dict().values())
     before = bits(model)
     model.save_pretrained(tmp_path / "resident")
     with moe_qlora.offload_experts(model):
         model(**tiny_inputs(model))
         torch.save(model.state_dict(), tmp_path / "weights.pt")
         model.save_pretrained(tmp_path / "offloaded")
-    sizes = sum(tensor.nbytes for tensor in before.values())
     assert (tmp_path / "weights.pt").stat().st_size < 1.5 * sizes
-    assert same(torch.load(tmp_path / "weights.pt"), before)
+    model.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert bits(model) == before
     files = sorted(path.name for path in (tmp_path / "resident").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "offloaded").iterdir())
     for name in files:
@@ -221,7 +209,7 @@ def test_weights_that_are_loaded_meanwhile_count(codec: str, assign: bool) -> No
             for _ in range(2):
                 assert torch.equal(model(**inputs).logits, expected)
     assert torch.equal(model(**inputs).logits, expected)
-    assert same(bits(model), bits(other))
+    assert bits(model) == bits(other)
 
 
 def test_to_leaves_experts_in_host_memory() -> None:
