@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import QuantizationError
-from ..kernels import cards
-from ..kernels.limits import GROUP, WIDE_TILE, wide_tile
+from ..kernels.limits import GROUP
 from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from ..packing.parametrize import is_autocast_on
@@ -202,15 +201,7 @@ def _grouped(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
         return _by_expert(x, lambda expert: matrices[expert].to(x.dtype), features, offsets)
     matrices = _padded(_padded(matrices.to(x.dtype), 1), 2)
     matrices = matrices if 1 in matrices.stride()[1:] else matrices.contiguous()
-    x = _padded(x, 1).contiguous()
-    if (kernels := _kernels(x)) is None:
-        return _by_torch(x, matrices, offsets)[:, :features].contiguous()
-    grouped_mm, routing, aligned = kernels
-    tile = wide_tile(len(x), len(matrices), WIDE_TILE)
-    tiles = routing.tabulate(offsets, len(matrices), len(x), tile).tiles
-    cut = grouped_mm.default(tile, x.device)
-    y: Tensor = grouped_mm.launch(aligned(x), matrices, offsets, tiles, tile, cut)
-    return y[:, :features].contiguous()
+    return _by_torch(_padded(x, 1).contiguous(), matrices, offsets)[:, :features].contiguous()
 
 
 def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -220,13 +211,8 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         for expert, low, high in _spans(a, offsets):
             out[expert] = a[low:high].T @ b[low:high]
         return out
-    p, q = a.shape[1], b.shape[1]
-    a, b = _padded(a, 1).contiguous(), _padded(b, 1).contiguous()
-    if (kernels := _kernels(a)) is None:
-        return _by_torch(a.T, b, offsets)[:, :p, :q].contiguous()
-    grouped_mm, _, aligned = kernels
-    found: Tensor = grouped_mm.outer(aligned(a), aligned(b), offsets)
-    return found[:, :p, :q].contiguous()
+    found = _by_torch(_padded(a, 1).contiguous().T, _padded(b, 1).contiguous(), offsets)
+    return found[:, : a.shape[1], : b.shape[1]].contiguous()
 
 
 def _padded(tensor: Tensor, dim: int) -> Tensor:
@@ -240,16 +226,6 @@ def _by_torch(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if a.is_meta and a.dtype != torch.bfloat16:  # which torch 2.13 computes, but not on meta
         return a.new_empty(*([len(ends)] if b.ndim == 2 else []), a.shape[0], b.shape[-1])
     return F.grouped_mm(a, b, offs=ends)
-
-
-def _kernels(x: Tensor) -> tuple[Any, Any, Any] | None:
-    """Return what multiplies by our own kernels, which import Triton; None where torch does."""
-    if cards.multiplies_by_torch(x.device, x.dtype):
-        return None
-    from ..kernels import grouped_mm, routing
-    from ..kernels.lang import HAS_TRITON, aligned
-
-    return (grouped_mm, routing, aligned) if HAS_TRITON or x.is_meta else None
 
 
 def register_products() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import cards, workspace
 from .factors import Factors
-from .routing import Routing, Tiled, route
+from .routing import Routing, route
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES, PackedWeight, WeightSpec
 
 
@@ -140,7 +140,7 @@ def with_kernel(matmul: Matmul, kernel: Kernel) -> Matmul:
     return matmul._replace(kernel=kernel, tile=tile, cut=kernel.cut(matmul, tile))
 
 
-def multiply(x: Tensor, matmul: Matmul, routing: Routing | Tiled, products: Any = None) -> Tensor:
+def multiply(x: Tensor, matmul: Matmul, routing: Routing, products: Any = None) -> Tensor:
     """Return `(R, N)`: a product of all features by itself, outside of a layer."""
     whole = 0, matmul.features
     operand = matmul.kernel.prepare(matmul, routing, whole, "first")

@@ -13,6 +13,7 @@ from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.testing import tiny_config
 from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
+from tests.helpers.tiles import tiled
 
 pytestmark = pytest.mark.gpu
 
@@ -66,7 +67,7 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
         matrix = decoded[e].cuda().double()
         base = some[:, :inner] @ (matrix if back else matrix.t())
         right[offsets[e] : offsets[e + 1]] = base + some[:, inner:] @ factor[e].double().t()
-    tiled = routing_.tabulate(routing.expert_offsets, count, len(x), tile)
+    sorted_rows = tiled(routing.expert_offsets[: count + 1], len(x), tile)
     portable, factors = quantized_mm.KERNEL, Factors(factor[..., :0].transpose(1, 2), factor, 1.0)
     asked = Matmul(packed, x.dtype, len(x), not back, factors=factors, kernel=portable, tile=tile)
     assert portable.supports(asked._replace(rows=1))
@@ -76,8 +77,8 @@ def test_the_quantized_matmul_in_every_configuration(shape, back, tile):
     for config in cuts:
         matmul = asked._replace(cut=config)
         for span in ((0, outer), (64, min(128, outer))):
-            absmax = portable.prepare(matmul, tiled, span, "first")
-            found = portable.launch(x, matmul, absmax, tiled, span)
+            absmax = portable.prepare(matmul, sorted_rows, span, "first")
+            found = portable.launch(x, matmul, absmax, sorted_rows, span)
             expected = right[:, slice(*span)]
             assert (found.double() - expected).norm() < 3e-3 * expected.norm(), config
 
@@ -110,10 +111,10 @@ def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile)
             for e in range(count)
         ]
     )
-    tiled = routing_.tabulate(routing.expert_offsets, count, len(x), tile)
+    sorted_rows = tiled(routing.expert_offsets[: count + 1], len(x), tile)
     matmul = Matmul(packed, dtype, len(x), not back, kernel=kernel, tile=tile)
     assert kernel.supports(matmul)
-    found = [table.multiply(x, matmul, tiled) for _ in range(3)]
+    found = [table.multiply(x, matmul, sorted_rows) for _ in range(3)]
     assert table.works(kernel, packed.spec)  # it has compiled
     limit = 2.0e-3 if dtype == torch.bfloat16 else 2.5e-4
     assert (found[0].double() - right).norm() < limit * right.norm()

@@ -467,6 +467,6 @@ def test_the_provider_is_copied_with_the_module():
     assert operands.lora_source(twin) is not provider
     x, index, weights = routing()
     assert torch.equal(twin(x, index, weights), module(x, index, weights))
-    operands.clear_lora_source(twin)
+    operands.set_lora_source(twin, None)
     assert not torch.equal(twin(x, index, weights), module(x, index, weights))
     assert operands.lora_source(twin) is None
