@@ -43,9 +43,6 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 <<
 technical specifications). sm_89 has the shared memory, registers and instructions of sm_86, but for
 FP8, of which nothing here is."""
 
-AMD_SHARED = 64 << 10
-"""The same of AMD's CDNA 3."""
-
 REGISTERS = 65536
 """Of a multiprocessor, on all of them."""
 
@@ -134,12 +131,6 @@ def test_matmuls_fit_their_card(target, tmp_path):
             assert 2 * report["registers"] * report["threads"] <= REGISTERS, report
 
 
-@pytest.mark.nightly
-def test_matmuls_compile_for_amd(tmp_path):
-    """Compile, and no more than that: nothing has run there."""
-    assert all(0 < report["shared"] <= AMD_SHARED for report in reports_of("gfx942", tmp_path))
-
-
 def overwritten(ttgir: str) -> list[str]:
     """Return the shared buffers that a copy fills while a product may still read them.
 
@@ -197,14 +188,12 @@ def without_device() -> Any:
     class Target:
         """A driver without a device: all that compiling asks for."""
 
-        capability: int | str = 80
+        capability = 80
 
         def get_current_target(self) -> Any:
-            if isinstance(self.capability, str):
-                return GPUTarget("hip", self.capability, 64)
             return GPUTarget("cuda", self.capability, 32)
 
-        def get_current_device(self) -> int | str:
+        def get_current_device(self) -> int:
             return self.capability  # under which Triton keeps what it has compiled
 
         def get_current_stream(self, device: int = 0) -> int:
@@ -233,22 +222,14 @@ def matmuls(goal: str) -> None:
 
     JITFunction.run = run
     CUDABackend.make_cubin = lambda self, ptx, *rest: b""  # `assembled` makes it
-    card = cards.Card("amd", (0, 0), AMD_SHARED)
-    target.capability = goal if goal.startswith("gfx") else int(goal)
-    if isinstance(target.capability, int):
-        capability = target.capability
-        card = cards.Card("nvidia", divmod(capability, 10), SHARED[capability])
-    else:  # what goes without PTX goes as far as AMD's machine code
-        cards.takes_ptx = lambda device: False
+    target.capability = int(goal)
+    card = cards.Card("nvidia", divmod(target.capability, 10), SHARED[target.capability])
     with cards.acting_as(card):
         for matmul in chain(matmul_launches(), hopper_launches() if goal == "90" else ()):
             kernel = compiled.pop()
             report = {"matmul": matmul, "shared": kernel.metadata.shared}
-            if isinstance(target.capability, int):
-                assert not compiled and not overwritten(kernel.asm["ttgir"]), matmul
-                report |= assembled(kernel, target.capability)
-            else:
-                assert kernel.asm["hsaco"]
+            assert not compiled and not overwritten(kernel.asm["ttgir"]), matmul
+            report |= assembled(kernel, target.capability)
             print(json.dumps(report), flush=True)
 
 

@@ -175,14 +175,6 @@ def test_few_tokens_in_every_configuration(name, config, monkeypatch):
     check_layer(CASES[name])
 
 
-def test_many_tokens_decode(monkeypatch):
-    """What `test_layer_equals_plain_loops` forbids of few tokens would be noticed there."""
-    forbid_decoding(monkeypatch)
-    dequantize_all(monkeypatch)
-    with pytest.raises(AssertionError, match="decoded"):
-        check_layer(CASES["few"])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_part_of_each_matrix_is_decoded(kind):
     stack = stack_of((3, 40, 72), *kind)

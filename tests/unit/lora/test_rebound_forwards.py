@@ -144,21 +144,6 @@ def test_on_the_class(when, monkeypatch):
     assert_close(expected, run(model), 1e-5)
 
 
-def test_one_projection_that_is_not_packed():
-    def halves() -> Any:
-        model = build()
-        for module in outermost(model):
-            parametrize.detach(module, "gate_up_proj")
-        return adapted(model)
-
-    expected = run(halves())
-    for rebind in (*READING, *CALLING):
-        model = halves()
-        for module in innermost(model):
-            rebind(module)
-        assert_close(expected, run(model), 1e-5)
-
-
 def test_dropout():
     expected = run(adapted(dropout=0.5))
     for rebind in CALLING:

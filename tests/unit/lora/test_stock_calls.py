@@ -202,27 +202,6 @@ def test_what_is_wrong_is_said_as_by_our_own_calls(tmp_path: Path) -> None:
         PeftModel.from_pretrained(other, folder)
 
 
-@pytest.mark.filterwarnings("ignore:stock PEFT rewrites")
-def test_an_adapter_that_is_trained_on_is_not_said_to_leave_experts_out(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="get no LoRA"):
-        model = moe_qlora.get_peft_model(packed(), lora(modules=["q_proj", "down_proj"]))
-    model.save_pretrained(tmp_path, save_embedding_layers=False)
-    PeftModel.from_pretrained(packed(), tmp_path, is_trainable=True)  # warnings are errors
-
-
-def test_merging_after_a_stock_call_is_ours(tmp_path: Path) -> None:
-    folder = adapter("both", "qwen3_moe", tmp_path)
-    model = PeftModel.from_pretrained(packed(), folder)
-    expected = step(model)[0]
-    codes = {n: p.clone() for n, p in model.named_parameters() if n.endswith(".original")}
-    model.merge_adapter(dtype=torch.float32)
-    assert close(step(model)[0], expected)
-    model.unmerge_adapter()
-    assert len(codes) == 4
-    assert all(torch.equal(model.get_parameter(name), value) for name, value in codes.items())
-    assert close(step(model)[0], expected)
-
-
 def test_other_models_and_tuners_are_left_to_peft() -> None:
     plain = copy.deepcopy(_plain("qwen3_moe"))
     assert type(peft.get_peft_model(plain, lora()).base_model) is StockLoraModel
