@@ -128,7 +128,7 @@ def _warn_of_float32(dtype: torch.dtype) -> None:
 
 
 def fused_obstacle(module: Any, call: Call) -> str | None:  # noqa: C901 - a list of reasons
-    """Return why the fused layer does not compute a call, None where it does."""
+    """Return the reason against the fused layer for a call, or None."""
     x, autocast = call.x, call.autocast
     dtype = autocast or x.dtype
     if not (kernels_run(x.device) if call.card is None else suits(call.card)):

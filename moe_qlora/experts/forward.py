@@ -38,7 +38,7 @@ from ..packing import parametrize
 from ..packing.codec import unpack
 from . import checks, forward_override, fused, projection
 from .backend import FUSED, UNPACKED, choose_backend, find_gate, kernels_run, read_call
-from .kept import in_experts, keep, take
+from .kept import in_experts, pop_saved, save
 from .operands import read_record, record_of
 from .projection import no_autocast
 
@@ -168,11 +168,11 @@ def experts_forward(
         layer, operands = fused.make_layer(inputs), fused.make_operands(x, weights, *others)
         kernels, state = fused.layer_kernels(), None
         with torch.no_grad(), no_autocast(x):
-            saved = take()
+            saved = pop_saved()
             if saved is None:
                 state = kernels.gate_up_forward(layer, index, operands)
                 saved = state.routing.ints, *state.saved
-                keep(saved)
+                save(saved)
         out = fused.save_for_backward(inputs, layer, saved)
         # A checkpoint's recomputation ends in the line before, unless the layer needs the output.
         with torch.no_grad(), no_autocast(x):
@@ -189,7 +189,7 @@ def _class_members(base: Any) -> Mapping[str, Any]:
 
 
 def _prepare(module: nn.Module, previous: str | None) -> None:
-    """Note what was selected before, and whatever a graph cannot find out."""
+    """Note the selection before, and decide beforehand: a graph cannot."""
     record = record_of(module)
     if record.activated:
         return

@@ -95,15 +95,13 @@ def save_for_backward(inputs: Inputs, layer: Any, saved: Sequence[Tensor]) -> Te
     Non-reentrant checkpointing stops recomputing at the last saved tensor: since the output is
     computed after it, the second projection is not recomputed.
     """
-    first, second = layer.first.again, layer.second.again
+    first, second = layer.first.refetch, layer.second.refetch
     if first is not None and second is not None:
         # Offloaded or ZeRO-3 weights are read again; `layer` would hold their memory
-        kind, constants = type(layer), layer[2:]
-        layer = lambda: kind(first().aligned(), second().aligned(), *constants)  # noqa: E731
-    constants = layer, inputs.scalings, len(inputs.biases), saved
-    out: Tensor = _FusedLayer.apply(
-        *constants, inputs.x, inputs.weights, *inputs.biases, *inputs.lora
-    )
+        kind, rest = type(layer), layer[2:]
+        layer = lambda: kind(first().aligned(), second().aligned(), *rest)  # noqa: E731
+    given = layer, inputs.scalings, len(inputs.biases), saved, inputs.x, inputs.weights
+    out: Tensor = _FusedLayer.apply(*given, *inputs.biases, *inputs.lora)
     return out
 
 

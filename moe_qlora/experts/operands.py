@@ -53,7 +53,7 @@ class PackedOperand(NamedTuple):
 
 
 def read_operand(module: Any, name: str) -> PackedWeight | PackedOperand | None:
-    """Return a packed expert parameter as an operand; None where it is not packed."""
+    """Return a packed expert parameter as an operand, or None for a plain one."""
     if not parametrize.is_packed(module, name):
         return None
     if not torch.compiler.is_compiling():

@@ -30,7 +30,7 @@ from ..kernels.weights import PackedWeight
 from ..packing.codec import unpack_range
 from ..packing.parametrize import is_autocast_on
 from .backend import Call, Operand, has_grouped, runs_grouped, stored_transposed
-from .kept import keep, take
+from .kept import pop_saved, save
 from .operands import packed_weight
 
 
@@ -143,13 +143,13 @@ class _PackedProduct(torch.autograd.Function):
         ctx: Any, weight: PackedWeight, transposed: bool, keeps: bool, offsets: Tensor, x: Tensor
     ) -> Tensor:
         # Codes in host memory, or gathered by ZeRO-3, are fetched again
-        ctx.weight, ctx.transposed = weight.again or weight, transposed
+        ctx.weight, ctx.transposed = weight.refetch or weight, transposed
         ctx.save_for_backward(offsets)
-        if keeps and (kept := take()) is not None:
+        if keeps and (kept := pop_saved()) is not None:
             return kept[0]
         out = multiply_codes(x, offsets, weight, transposed)
         if keeps:
-            keep([out])
+            save([out])
         return out
 
     @staticmethod
@@ -249,7 +249,7 @@ def register_products() -> None:
     form += "bool transposed, bool keeps) -> Tensor"
     projection = operator("moe_qlora::experts_projection", by_codes, schema=form)
 
-    def save(ctx: Any, inputs: Any, output: Tensor) -> None:
+    def setup(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @first_order
@@ -273,7 +273,7 @@ def register_products() -> None:
         return back, None, [None] * len(packed), None, None, None, None
 
     product.register_fake(lambda x, m, offsets: x.new_empty(x.shape[0], m.shape[2]))
-    product.register_autograd(product_backward, setup_context=save)
+    product.register_autograd(product_backward, setup_context=setup)
     outer.register_fake(lambda a, b, offsets: a.new_empty(len(offsets) - 1, a.shape[1], b.shape[1]))
     projection.register_fake(
         lambda x, _, __, numbers, ___, turned, ____: x.new_empty(

@@ -63,7 +63,7 @@ def pad_factors(
             a = F.pad(a, (0, 0, 0, wide - rank))
         b = torch.empty(experts, out, wide, dtype=dtype, device=a.device)
         stored = aligned(lora.b.contiguous())
-        with second.beside(stored):
+        with second.overlapped(stored):
             launcher(expert_major_kernel, (cdiv(out * wide, 64), cdiv(experts, 64)), stored)(
                 stored, b,
                 out * wide, RANK=rank, PADDED=wide, E=experts, BQ=64, BE=64,
@@ -90,7 +90,7 @@ def factor_grad(
     rank = rank or stride
     cut = _GRAD_HIGH_RANK if rank > 32 else _GRAD_GATHERED if gathers else _GRAD
     strides = (real, 1) if over else (1, size)
-    with second.beside(small, big, first):
+    with second.overlapped(small, big, first):
         launcher(factor_grad_kernel, (cdiv(size, cut["BN"]), routing.experts), small)(
             small, big, routing.order, routing.expert_offsets, first,
             SMALL=stride, BIG=big.stride(0), SE=real * size, SN=strides[0], SJ=strides[1],

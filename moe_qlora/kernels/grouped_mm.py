@@ -195,7 +195,7 @@ _MIDDLE_SHARED = 160 << 10
 
 
 def default(tile: int, device: torch.device) -> Cut:
-    """Return the cut for tiles of so many rows."""
+    """Return the cut for tiles of `tile` rows."""
     card = cards.card(device)
     if card.runs_on:
         return _LARGE[tile]
@@ -281,7 +281,7 @@ def prepare(matmul: Matmul, routing: Routing, span: tuple[int, int], name: str) 
     With all features at once both factors are appended, so that backward can reuse the buffer.
     """
     packed, rank, by_rows, dtype = matmul.packed, matmul.rank, matmul.by_rows, matmul.dtype
-    right, below = matmul.beside
+    right, below = matmul.stored_factors
     experts, n_rows, n_cols = packed.spec.shape
     offsets, (first, end) = routing.expert_offsets, span
     corner, held = (0, 0), False

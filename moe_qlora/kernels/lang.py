@@ -1,7 +1,7 @@
 """Triton and its language, and how a kernel is launched.
 
 Without Triton, names stand for both: kernels are then defined and never launched, and a plan on
-meta still runs what surrounds them.
+meta still runs the code around them.
 """
 
 from __future__ import annotations

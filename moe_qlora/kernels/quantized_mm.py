@@ -45,7 +45,7 @@ Qwen3-30B-A3B."""
 
 
 def default(matmul: Matmul, tile: int) -> Config:
-    """Return the cut for tiles of so many rows."""
+    """Return the cut for tiles of `tile` rows."""
     if tile >= TILE and not cards.of_index(matmul.packed.spec.device).runs_on:
         return _CUT._replace(warps=8)  # Operands lie in registers: four warps have too few of them
     return _OTHERS.get((not matmul.by_rows, tile), _CUT)
@@ -250,7 +250,7 @@ def prepare(matmul: Matmul, routing: Routing, span: tuple[int, int], name: str) 
 
 
 class Operands(NamedTuple):
-    """The arguments of kernels on codes besides codes and absmax.
+    """Arguments of kernels on codes, without codes and absmax.
 
     x stands in for absent tensors, and is not read as such.
     """

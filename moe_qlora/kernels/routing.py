@@ -138,7 +138,7 @@ class Routing:
         return self.expert_offsets[1 : self.experts + 1]
 
     def table(self, tile: int) -> Tensor:
-        """Return the table of tiles of so many rows: of `tile`, or of wide ones where there are."""
+        """Return the table of tiles of `tile` rows."""
         if tile == self.tile:
             return self.tiles
         return self.wide if tile == WIDE_TILE else self.widest

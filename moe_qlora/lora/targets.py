@@ -542,12 +542,12 @@ def _reload_note(
 def _full_names(model: nn.Module, named: list[str], packed: Collection[str]) -> list[str]:
     # With one packed parameter PEFT treats the whole module as parametrized, so that its plain
     # parameters need full names too.
-    beside = [
+    plain = [
         join(name, parameter)
         for name, module in packed_modules(model)
         for parameter, _ in module.named_parameters(recurse=False)
     ]
-    known = _merge(packed, beside)
+    known = _merge(packed, plain)
     full = [name for name in known if any(names_parameter(target, name) for target in named)]
     every = {
         unwrapped_name(n) for n, _ in model.named_parameters() if ".parametrizations." not in n

@@ -58,7 +58,7 @@ class LateStream:
             LateStream.used.append(self)
 
     @contextmanager
-    def beside(self, *read: Tensor) -> Iterator[None]:
+    def overlapped(self, *read: Tensor) -> Iterator[None]:
         self.read += read
         before, LateStream.current = LateStream.current, self
         try:

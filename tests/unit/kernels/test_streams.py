@@ -65,7 +65,7 @@ def test_a_branch_begins_after_the_first_stream_and_is_waited_for(
     monkeypatch.setattr(streams, "_stream", lambda device: second)
     stream = SecondStream(first.device, 4096)
     read = torch.zeros(3)
-    with stream.beside(read):
+    with stream.overlapped(read):
         notes.append("beside")
     assert stream._read == [read]
     stream.join()
@@ -74,6 +74,6 @@ def test_a_branch_begins_after_the_first_stream_and_is_waited_for(
     begins, ends = ("second", "waits for", "first"), ("first", "waits for", "second")
     assert notes == [begins, "beside", ends]
     for few in (SecondStream(first.device, 16), SecondStream(torch.device("cpu"), 4096)):
-        with few.beside(read):
+        with few.overlapped(read):
             few.join()
     assert len(notes) == 3

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import upstream
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraModel as StockLoraModel
 from peft.tuners.lora.layer import ParamWrapper as StockParamWrapper
 from small_models import fill
@@ -24,7 +24,6 @@ import moe_qlora
 from moe_qlora.errors import AdapterError, ConfigError
 from moe_qlora.lora.layer import ParamWrapper
 from moe_qlora.lora.model import LoraModel
-from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
 
 NF4 = BitsAndBytesConfig(
@@ -130,24 +129,6 @@ def test_from_pretrained_is_load_adapter(
     assert {k: sorted(v) if isinstance(v, list) else v for k, v in first.items()} == {
         k: sorted(v) if isinstance(v, list) else v for k, v in second.items()
     }
-
-
-def test_the_automatic_class_under_enabled(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    _plain("qwen3_moe").save_pretrained(base)
-
-    def load() -> Any:
-        with moe_qlora.enabled():
-            return type(_plain("qwen3_moe")).from_pretrained(base, quantization_config=NF4)
-
-    trained = fill(moe_qlora.get_peft_model(load(), lora(), experts=True))
-    trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    with moe_qlora.enabled():
-        model = AutoPeftModelForCausalLM.from_pretrained(
-            tmp_path / "adapter", quantization_config=NF4
-        )
-    assert len(list(parametrize.iter_packed(model))) == 4
-    assert_same(model, moe_qlora.load_adapter(load(), tmp_path / "adapter"))
 
 
 @pytest.mark.parametrize(
