@@ -12,6 +12,7 @@ from moe_qlora.experts import backend, operands
 from moe_qlora.experts import forward as experts
 from moe_qlora.packing import codec, parametrize
 from moe_qlora.testing import tiny_config
+from tests.helpers.lora_layer import Provider
 from tests.helpers.mxfp4 import keep, random_mxfp4, slow_decode
 from tests.helpers.tiles import tiled
 
@@ -121,26 +122,6 @@ def test_the_kernel_for_hopper_is_as_exact_as_decoding(shape, back, dtype, tile)
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-class Provider:
-    """LoRA of ranks 5 and 16."""
-
-    def __init__(self, count: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
-        def term(rank, out, into):
-            a = torch.randn(count * rank, into, device="cuda") * into**-0.5
-            b = torch.randn(out, rank * count, device="cuda") * 0.1
-            leaves = [t.to(dtype).requires_grad_() for t in (a, b)]
-            return operands.LoraFactors(*leaves, 0.5)
-
-        first, second = term(5, 2 * inner, hidden), term(16, hidden, inner)
-        self.all = {NAMES[0]: (first,), NAMES[1]: (second,)}
-
-    def active_lora(self, name):
-        return self.all[name]
-
-    def leaves(self):
-        return [leaf for terms in self.all.values() for term in terms for leaf in (term.a, term.b)]
-
-
 def layer(hidden: int, inner: int, count: int, dtype: torch.dtype):
     """gpt-oss's experts on kept codes, and the same with the dequantized weights in fp64."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -192,7 +173,9 @@ def test_a_layer_in_both_directions(hidden, inner, count, tokens, few, dtype, mo
     from moe_qlora.kernels import grouped_mm, quantized_mm, quantized_mm_hopper, table, workspace
 
     module, wide = layer(hidden, inner, count, dtype)
-    provider = Provider(count, hidden, inner, dtype)
+    with torch.device("cuda"):
+        sizes = {NAMES[0]: (2 * inner, hidden), NAMES[1]: (hidden, inner)}
+        provider = Provider(sizes, count, dtype)
     operands.set_lora_source(module, provider)
     x = (torch.randn(tokens, hidden, device="cuda") * 0.3).to(dtype).requires_grad_()
     index = torch.rand(tokens, count, device="cuda").topk(2, -1).indices
