@@ -249,7 +249,7 @@ def prepare(matmul: Matmul, routing: Routing, span: tuple[int, int], name: str) 
     return room
 
 
-class Operands(NamedTuple):
+class Arguments(NamedTuple):
     """Arguments of kernels on codes, without codes and absmax.
 
     x stands in for absent tensors, and is not read as such.
@@ -264,10 +264,10 @@ class Operands(NamedTuple):
     constants: dict[str, int]
 
     @staticmethod
-    def of(
+    def from_matmul(
         x: Tensor, matmul: Matmul, absmax: Tensor, routing: Routing,
         span: tuple[int, int], products: Tensor | None,
-    ) -> Operands:  # fmt: skip
+    ) -> Arguments:  # fmt: skip
         """Return those of a product; absmax is the one of `prepare`."""
         spec, factor = matmul.packed.spec, matmul.factor
         strides = 1 if spec.is_int8 else spec.shape[2] // spec.blocksize, 1
@@ -280,7 +280,7 @@ class Operands(NamedTuple):
             "ROWS": spec.shape[1], "COLS": spec.shape[2], "STRIDE": x.stride(0), "TOP_K": top_k,
             "RANK": 0 if factor is None else factor.shape[2], "BLOCKSIZE": spec.blocksize,
         }  # fmt: skip
-        return Operands(
+        return Arguments(
             order, x if products is None else products, x if factor is None else factor,
             routing.table(matmul.tile), y, (*strides, *span, *across), constants,
         )  # fmt: skip
@@ -292,7 +292,7 @@ def launch(
 ) -> Tensor:  # fmt: skip
     """Compute a product as `table.Kernel` says."""
     packed, spec, config = matmul.packed, matmul.packed.spec, matmul.cut
-    o = Operands.of(x, matmul, absmax, routing, span, products)
+    o = Arguments.from_matmul(x, matmul, absmax, routing, span, products)
     plain = spec.is_int8 or triton.knobs.runtime.interpret or not cards.takes_ptx(x.device)
     launcher(quantized_kernel, (cdiv(span[1] - span[0], config.features), len(o.tiles) // 2), x)(
         x, o.order, o.products, packed.flat_codes, absmax,

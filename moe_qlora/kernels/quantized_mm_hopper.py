@@ -34,7 +34,7 @@ from .limits import (
     tile_rows,
     wide_tile,
 )
-from .quantized_mm import Operands, prepare
+from .quantized_mm import Arguments, prepare
 from .routing import Routing
 from .table import Kernel, Matmul
 from .weights import MX_BLOCK, MXFP4, NF4, TABLES
@@ -379,7 +379,7 @@ def launch_on(
 ) -> Tensor:  # fmt: skip
     """Launch one of Hopper's two kernels."""
     codes = matmul.packed.flat_codes.view(torch.int32)
-    o = Operands.of(x, matmul, absmax, routing, span, products)
+    o = Arguments.from_matmul(x, matmul, absmax, routing, span, products)
     launcher(kernel, (cdiv(span[1] - span[0], FEATURES), len(o.tiles) // 2), x)(
         x, o.order, o.products, codes, absmax, o.factor, o.tiles, routing.expert_offsets, o.y,
         routing.count - 1, *o.numbers, **o.constants,
