@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +82,8 @@ def choose_backend(module: Any, call: Call) -> Backend:
     """
     if torch.compiler.is_compiling():  # once for a graph
         return _decide(module, call)
-    x = call.x
-    weights = tuple(w and (w.serial or w.spec, w.codes.device, type(w.codes)) for w in call.weights)
+    x, packed = call.x, cast(Any, call.weights)
+    weights = tuple(w and (w.serial or w.spec, w.codes.device, type(w.codes)) for w in packed)
     lora = tuple(tuple((f.scaling, f.a.dtype, len(f.a), f.drops) for f in fs) for fs in call.lora)
     biases = [getattr(module, f"{name}_bias") for name in call.names] if module.has_bias else []
     trained = tuple(bias.requires_grad for bias in biases)

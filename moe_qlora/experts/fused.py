@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
     x: Tensor  # `(T, H)`, in the layer's dtype
     weights: Tensor  # `(T, k)`: the routing weights
-    index: Tensor  # `(T, k)`
+    top_k_index: Tensor  # `(T, k)`
     biases: Sequence[Tensor]  # Of both projections, or none
     lora: Sequence[Tensor]  # a and b of each projection with LoRA
     scalings: Sequence[float | None]  # Of both projections; None without LoRA
@@ -73,7 +73,7 @@ def make_layer(inputs: Inputs) -> Any:
     """Return the `moe_layer.Layer` of a call, whose tensors must lie on one device."""
     kernels, x = layer_kernels(), inputs.x
     first, second = (weight.aligned() for weight in inputs.packed)
-    tensors = inputs.weights, inputs.index, *inputs.biases, *inputs.lora, first.codes, second.codes
+    tensors = *inputs[1:3], *inputs.biases, *inputs.lora, first.codes, second.codes
     device = x.get_device()
     if any(tensor.get_device() != device for tensor in tensors):  # a kernel gets addresses only
         devices = ", ".join(sorted({str(tensor.device) for tensor in (x, *tensors)}))
@@ -185,7 +185,7 @@ def _layer_forward(x: Tensor, *others: Any) -> list[Tensor]:
     layer = make_layer(inputs)
     with torch.no_grad(), no_autocast(x):
         operands = make_operands(x, inputs.weights, inputs.biases, inputs.lora, inputs.scalings)
-        state = kernels.gate_up_forward(layer, inputs.index, operands)
+        state = kernels.gate_up_forward(layer, inputs.top_k_index, operands)
         out = kernels.down_forward(layer, state)
     return [out, state.routing.ints, *state.saved]
 

@@ -549,16 +549,20 @@ def test_computes_in_the_dtype_that_linear4bit_computes_in(compute, autocast, mo
     """One expert equals two Linear4bit of the same weights; another dtype is 4e-3 off."""
     for name, size in {"E": 1, "H": 64, "I": 64, "K": 1}.items():
         monkeypatch.setitem(globals(), name, size)
-    module = pack(make(STYLES["non-gated"]), STYLES["non-gated"], compute=compute)
-    layers = []
-    for name in ("up_proj", "down_proj"):
-        layer = bitsandbytes.nn.Linear4bit(64, 64, False, compute, True, "nf4")
-        weight = codec.unpack(parametrize.read_packed(module, name))[0]
-        layer.weight = bitsandbytes.nn.Params4bit(weight, False, quant_type="nf4")
+    style, layers = STYLES["non-gated"], []
+    module = make(style)
+    module.act_fn = F.silu
+    for name in names(style):
+        packed = codec.pack(getattr(module, name).data, CodecSettings("nf4", compute_dtype=compute))
+        parametrize.attach(module, name, packed)
+        layer = bitsandbytes.nn.Linear4bit(64, 64, False, compute, False, "nf4")
+        weight = codec.unpack(packed)[0]
+        layer.weight = bitsandbytes.nn.Params4bit(weight, False, None, 64, False, "nf4")
         layers.append(layer.to("cpu"))
+    module = pack(module, style, ())
     x = torch.randn(40, 64).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         mine = module(x, torch.zeros(40, 1, dtype=torch.long), torch.ones(40, 1))
-        theirs = layers[1](module.act_fn(layers[0](x)))
+        theirs = layers[1](F.silu(layers[0](x)))
     assert mine.dtype == theirs.dtype == torch.float32
     close(mine, theirs, 5e-4)
