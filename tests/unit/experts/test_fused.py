@@ -297,6 +297,21 @@ def test_statistics_that_start_anywhere_are_copied(case, monkeypatch):
     assert all(s.absmax.data_ptr() % 16 == 0 for made in off for s in (made.first, made.second))
 
 
+def test_weights_in_other_memory_by_backward_are_fetched_again(case, monkeypatch):
+    module, provider, parts = case
+    right = layer_gradients(module, provider, parts)
+    real, fetched = backend.read_operand, []
+
+    def hosted(module, name):
+        packed = real(module, name)
+        return replace(packed, refetch=lambda: fetched.append(name) or packed)
+
+    monkeypatch.setattr(backend, "read_operand", hosted)
+    mine = layer_gradients(module, provider, parts)
+    assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+    assert fetched == ["gate_up_proj", "down_proj"]
+
+
 def test_factors_that_change_before_backward_are_an_error(case):
     module, provider, parts = case
     out = module(*parts)
