@@ -222,12 +222,10 @@ def test_the_compiler_is_told_the_right_shapes(tokens, transposed):
         nested = stack.nested
         inner = [nested.offset, nested.absmax, nested.table]
         packed += [stack.codes, stack.absmax, stack.table, *inner]
-        numbers.append([0, 64, nested.blocksize, *stack.shape])
+        numbers += [0, 64, nested.blocksize, *stack.shape]
     act, gated, interleaved, _, alpha, shift = made.gate
-    constants = (
-        *numbers, act, [gated, interleaved], [alpha, shift], [True, False], [0.5],
-        case.transposed,
-    )  # fmt: skip
+    flags = [gated, interleaved, False, case.transposed, True, False]  # no limit, LoRA on the first
+    constants = act, [*numbers, *map(int, flags)], [0.0, alpha, shift, 0.5, 0.0]
     arguments = x, weights, index, [], lora, packed, *constants
     real, promised = fused._layer_forward(*arguments), fused._layer_forward_fake(*arguments)
     assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in promised]
