@@ -6,7 +6,7 @@
 
 The modules' own tensors are views of the host memory, so that saving, copying and exporting read
 it. A forward, a recomputation and a backward each fetch the weight that they read, and nothing of a
-slot is saved between them: autograd keeps a function that fetches (`PackedWeight.again`).
+slot is saved between them: autograd keeps a function that fetches (`PackedWeight.refetch`).
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ class _Hosted:
         packed = self._views.get(slot)
         if packed is None:
             packed = self._views[slot] = self._in_slot(slot.memory)
-        return replace(packed, again=partial(self.fetch, packed_list), lease=lease)
+        return replace(packed, refetch=partial(self.fetch, packed_list), lease=lease)
 
     def reserve(self, packed_list: PackedList) -> tuple[object | None, object]:
         return self.layer.offload.reserve(self.layer, packed_list.training)
