@@ -16,14 +16,13 @@ from .detection.detect import detect
 from .errors import (
     ConfigError,
     DetectionError,
-    NonFiniteWeightError,
     QuantizationError,
     UnsupportedWeightError,
 )
+from .hf.fill import check_weight, pack_parameter
 from .hf.model import finish_packing
 from .hf.switch import asked
 from .layout import (
-    ExpertParam,
     LinearExperts,
     ModelLayout,
     Router,
@@ -33,7 +32,6 @@ from .layout import (
     unwrapped_name,
 )
 from .packing import parametrize
-from .packing.codec import LARGEST, first_nonfinite, pack
 from .packing.selection import (
     ALREADY_QUANTIZED,
     QUANTIZED,
@@ -41,7 +39,7 @@ from .packing.selection import (
     WeightSelection,
     select_weights,
 )
-from .packing.settings import CodecSettings, why_not
+from .packing.settings import CodecSettings
 from .progress import Progress, reporting
 from .world import offload
 
@@ -91,7 +89,10 @@ def quantize_experts(
     if not layout:
         return _nothing_found(layout, missing_ok)
     selections = select_weights(model, layout, config, settings)
-    _refuse(model, [s.param for s in selections if s.status == QUANTIZED], settings)
+    for selection in selections:
+        if selection.status == QUANTIZED:
+            name = selection.param.name
+            check_weight(name, _weight(model, name), settings)
     with reporting(progress, "Packing experts", "Packed experts") as report:
         rows = _pack_selected(model, selections, settings, report)
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
@@ -267,22 +268,6 @@ def _check_config(model: nn.Module, settings: CodecSettings) -> None:
             )
 
 
-def _refuse(model: nn.Module, params: list[ExpertParam], settings: CodecSettings) -> None:
-    for param in params:
-        reason = why_not(_weight(model, param.name), settings)
-        if reason is not None:
-            raise UnsupportedWeightError(f"{param.name} {reason}. Nothing was changed.")
-    for param in params:
-        weight = _weight(model, param.name)
-        index = first_nonfinite(weight, LARGEST)
-        if index is not None:
-            value = float(weight.detach()[index])
-            raise NonFiniteWeightError(
-                f"{param.name} holds {value} at index {list(index)}, and a block with it could not "
-                "be decoded: repair the checkpoint. Nothing was changed."
-            )
-
-
 def _pack_selected(
     model: nn.Module, selections: list[WeightSelection], settings: CodecSettings, report: Progress
 ) -> tuple[ReportRow, ...]:
@@ -298,7 +283,8 @@ def _pack_selected(
         if selection.status == QUANTIZED:
             report(len(done), total, name)
             try:
-                after = _pack_one(model, selection.param, weight, settings)
+                offloads = asked().offload
+                after = pack_parameter(model, selection.param, weight, settings, offloads=offloads)
             except Exception as error:
                 raise QuantizationError(
                     f"Packing stopped at {name} after {len(done)} of {total} weights ({error}). "
@@ -310,24 +296,6 @@ def _pack_selected(
         rows.append(ReportRow(name, selection.status, selection.reason, before, after))
     report(len(done), total, "")
     return tuple(rows)
-
-
-def _pack_one(model: nn.Module, param: ExpertParam, weight: Tensor, settings: CodecSettings) -> int:
-    packed = pack(weight, settings)
-    if asked().offload:  # So that the device holds one packed weight at a time
-        packed = packed.to("cpu")
-    owners = [parametrize.owner_of(model, name) for name in param.names]
-    # Others are packed already, as an alias through a shared module is by now.
-    owners = [owner for owner in dict.fromkeys(owners) if not parametrize.is_packed(*owner)]
-    try:
-        for module, leaf in owners:
-            parametrize.attach(module, leaf, packed)
-    except BaseException:
-        for module, leaf in owners:
-            if parametrize.is_packed(module, leaf):
-                parametrize.detach(module, leaf, weight)
-        raise
-    return packed.nbytes
 
 
 def _weight(model: nn.Module, name: str) -> Tensor:

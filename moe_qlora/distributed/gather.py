@@ -20,9 +20,9 @@ from ..errors import CheckpointError, ConfigError, MoeQloraError, first_line
 from ..packing.bnb4bit import RECORD
 from ..packing.codecs import CODES, codec_of
 from ..packing.decoders import read
+from ..packing.parametrize import Place, packed_places
 from ..packing.settings import CodecSettings, packed_tensors
 from ..world import NOT_GIVEN, WholeTensor
-from .sharding import Place, packed_places
 
 _Result = TypeVar("_Result")
 

@@ -160,7 +160,7 @@ def _on_cuda(model: nn.Module, sizes: Mapping[str, Any], undo: ExitStack) -> Pre
         prepared._lines += _quicken(prepared, model, layers, compiles, undo)
     else:
         prepared._lines.append(f"torch.compile, CUDA graphs: not used; {obstacle}.")
-    if not sys.stderr.isatty() and world().first:  # Where a bar would not be seen
+    if not sys.stderr.isatty() and world().is_first():  # Where a bar would not be seen
         sys.stderr.write(f"{_MEASURES}.\n")
     with reporting(sys.stderr.isatty(), _MEASURES, "Prepared", stderr=True, transient=True):
         _fit(prepared, model, sizes, undo)

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-from moe_qlora import quantize, quantize_experts
+from moe_qlora import quantize_experts
 from moe_qlora.errors import (
     ConfigError,
     DetectionError,
@@ -34,6 +34,7 @@ from moe_qlora.errors import (
     QuantizationError,
     UnsupportedWeightError,
 )
+from moe_qlora.hf import fill
 from moe_qlora.packing import parametrize
 from moe_qlora.packing.codec import pack, unpack
 from moe_qlora.packing.settings import CodecSettings
@@ -499,7 +500,7 @@ def test_a_failure_half_way_loses_nothing(where: str, monkeypatch: pytest.Monkey
     model = tiny()
     whole, expected = stacks(model), packed_by_hand(model, CodecSettings("nf4", True))
     calls = []
-    target, name = (quantize, "pack") if where == "pack" else (parametrize, "attach")
+    target, name = (fill, "pack") if where == "pack" else (parametrize, "attach")
     real = getattr(target, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:
