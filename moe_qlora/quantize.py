@@ -271,9 +271,8 @@ def _check_config(model: nn.Module, settings: CodecSettings) -> None:
 def _pack_selected(
     model: nn.Module, selections: list[WeightSelection], settings: CodecSettings, report: Progress
 ) -> tuple[ReportRow, ...]:
-    rows: list[ReportRow] = []
+    rows, done, offloads = list[ReportRow](), list[str](), asked().offload
     total = sum(selection.status == QUANTIZED for selection in selections)
-    done: list[str] = []
     for selection in selections:
         name = selection.param.name
         module, leaf = parametrize.owner_of(model, name)
@@ -283,7 +282,6 @@ def _pack_selected(
         if selection.status == QUANTIZED:
             report(len(done), total, name)
             try:
-                offloads = asked().offload
                 after = pack_parameter(model, selection.param, weight, settings, offloads=offloads)
             except Exception as error:
                 raise QuantizationError(

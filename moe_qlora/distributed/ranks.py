@@ -16,7 +16,7 @@ from ..packing.parametrize import iter_packed, read_packed
 from ..packing.settings import CodecSettings
 from ..world import CHECKED, runs_distributed
 from . import sharding
-from .gather import (
+from .gather import (  # noqa: F401
     check_agreement,
     from_first,
     gather_to_first,
@@ -25,26 +25,8 @@ from .gather import (
     state_dict_to_save,
     whole_tensors,
 )
-from .load_sharded import RankLoad
-from .sharding import shards_integers
-
-__all__ = (
-    "RankLoad",
-    "before_forward",
-    "check_unsharded",
-    "follow_adapters",
-    "gather_to_first",
-    "is_divided",
-    "is_first",
-    "lay_out",
-    "own_device",
-    "plain_tensor",
-    "prepare_adapters",
-    "shards_integers",
-    "state_dict_to_save",
-    "stock_class",
-    "whole_tensors",
-)
+from .load_sharded import RankLoad  # noqa: F401
+from .sharding import shards_integers  # noqa: F401
 
 # transformers' Trainer, which averages gradients too, marks a parameter by this attribute.
 _SEEN = "_replicated_grad_hook_registered"

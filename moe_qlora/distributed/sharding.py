@@ -222,8 +222,11 @@ def shards_integers() -> Iterator[None]:
     if _takes_integers():
         yield
         return
-    stock, sharded = module.nn, module.FSDPParam
-    build = sharded.__init__
+    stock, build = module.nn, module.FSDPParam.__init__
+
+    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        floating = data.is_floating_point()
+        return nn.Parameter(data, floating if requires_grad is None else requires_grad)
 
     def keep_dtype(self: Any, mp_policy: Any) -> None:
         self.orig_dtype = self.sharded_param.dtype
@@ -235,20 +238,16 @@ def shards_integers() -> Iterator[None]:
             self.init_dtype_attrs = MethodType(keep_dtype, self)
 
     # its module only calls nn.Parameter, and needs no class
-    module.nn, sharded.__init__ = SimpleNamespace(**{**vars(nn), "Parameter": _parameter}), init
+    module.nn = SimpleNamespace(**{**vars(nn), "Parameter": parameter})
+    module.FSDPParam.__init__ = init
     try:
         yield
     finally:
-        module.nn, sharded.__init__ = stock, build
+        module.nn, module.FSDPParam.__init__ = stock, build
 
 
 def _takes_integers() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-
-
-def _parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
-    floating = data.is_floating_point()
-    return nn.Parameter(data, floating if requires_grad is None else requires_grad)
 
 
 def shard_model(model: nn.Module, mesh: Any, wrap: Wrap | None = None, **options: Any) -> None:
