@@ -195,11 +195,21 @@ def _adapt(base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) 
         )
     state = [torch.get_rng_state()]
     from_first(mesh, distributed.broadcast_object_list, state)
-    move = "_move_adapter_to_device_of_base_layer"
+    move, cpu = "_move_adapter_to_device_of_base_layer", torch.device("cpu")
+
+    def cast(wrapper: Any, adapter: str, device: Any = None) -> None:
+        for factors in (wrapper.lora_A, wrapper.lora_B):
+            factors[adapter].to(wrapper.get_param().dtype)
+
+    # PEFT would move adapters to the base's device, meta.
+    changes: tuple[Any, ...] = (
+        (BaseTunerLayer, partialmethod(vars(BaseTunerLayer)[move], device=cpu)),
+        (ParamWrapper, cast),
+    )
     with torch.random.fork_rng(devices=[]), ExitStack() as stack:
-        for kind in (BaseTunerLayer, ParamWrapper):  # which would move adapters to the base's: meta
+        for kind, changed in changes:
             stack.callback(setattr, kind, move, vars(kind)[move])
-            setattr(kind, move, partialmethod(vars(kind)[move], device=torch.device("cpu")))
+            setattr(kind, move, changed)
         torch.set_rng_state(state[0])
         return get_peft_model(base, config, **options)
 
