@@ -124,7 +124,7 @@ def _entries(
         if end == CODES:
             return whole(codes).view(-1).view(decoder.storage_dtype).view(specs[end].shape or ())
         gathered = decoder.replaced({part: whole(tensor) for part, tensor in parameters.items()})
-        blank = torch.empty(plain_tensor(codes).shape, dtype=codes.dtype, device="meta")
+        blank = torch.empty(plain_tensor(codes).shape or (), dtype=codes.dtype, device="meta")
         return codec_of(packed.kind).entries(gathered.packed(blank))[end]
 
     divided = any(map(_is_sharded, (codes, *parameters.values())))
