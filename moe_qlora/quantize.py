@@ -23,6 +23,7 @@ from .hf.fill import check_weight, pack_parameter
 from .hf.model import finish_packing
 from .hf.switch import asked
 from .layout import (
+    ExpertParam,
     LinearExperts,
     ModelLayout,
     Router,
@@ -36,7 +37,6 @@ from .packing.selection import (
     ALREADY_QUANTIZED,
     QUANTIZED,
     SKIPPED,
-    WeightSelection,
     select_weights,
 )
 from .packing.settings import CodecSettings
@@ -89,10 +89,9 @@ def quantize_experts(
     if not layout:
         return _nothing_found(layout, missing_ok)
     selections = select_weights(model, layout, config, settings)
-    for selection in selections:
-        if selection.status == QUANTIZED:
-            name = selection.param.name
-            check_weight(name, _weight(model, name), settings)
+    for param, status, _ in selections:
+        if status == QUANTIZED:
+            check_weight(param.name, _weight(model, param.name), settings)
     with reporting(progress, "Packing experts", "Packed experts") as report:
         rows = _pack_selected(model, selections, settings, report)
     packed = {name for name, module, _ in parametrize.iter_packed(model)}
@@ -269,20 +268,21 @@ def _check_config(model: nn.Module, settings: CodecSettings) -> None:
 
 
 def _pack_selected(
-    model: nn.Module, selections: list[WeightSelection], settings: CodecSettings, report: Progress
-) -> tuple[ReportRow, ...]:
+    model: nn.Module, selections: list[tuple[ExpertParam, str, str]], settings: CodecSettings,
+    report: Progress,
+) -> tuple[ReportRow, ...]:  # fmt: skip
     rows, done, offloads = list[ReportRow](), list[str](), asked().offload
-    total = sum(selection.status == QUANTIZED for selection in selections)
-    for selection in selections:
-        name = selection.param.name
+    total = sum(status == QUANTIZED for _, status, _ in selections)
+    for param, status, reason in selections:
+        name = param.name
         module, leaf = parametrize.owner_of(model, name)
         packed = parametrize.is_packed(module, leaf)
         weight: Any = parametrize.read_packed(module, leaf) if packed else _weight(model, name)
         before = after = weight.nbytes
-        if selection.status == QUANTIZED:
+        if status == QUANTIZED:
             report(len(done), total, name)
             try:
-                after = pack_parameter(model, selection.param, weight, settings, offloads=offloads)
+                after = pack_parameter(model, param, weight, settings, offloads=offloads)
             except Exception as error:
                 raise QuantizationError(
                     f"Packing stopped at {name} after {len(done)} of {total} weights ({error}). "
@@ -291,7 +291,7 @@ def _pack_selected(
                 ) from error
             done.append(name)
         del weight  # before the next is packed
-        rows.append(ReportRow(name, selection.status, selection.reason, before, after))
+        rows.append(ReportRow(name, status, reason, before, after))
     report(len(done), total, "")
     return tuple(rows)
 
