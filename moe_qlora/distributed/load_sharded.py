@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import distributed, nn
@@ -195,21 +194,20 @@ def _adapt(base: nn.Module, config: Any, mesh: Any, options: Mapping[str, Any]) 
         )
     state = [torch.get_rng_state()]
     from_first(mesh, distributed.broadcast_object_list, state)
-    move, cpu = "_move_adapter_to_device_of_base_layer", torch.device("cpu")
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    to: Any = nn.Module.to
 
-    def cast(wrapper: Any, adapter: str, device: Any = None) -> None:
-        for factors in (wrapper.lora_A, wrapper.lora_B):
-            factors[adapter].to(wrapper.get_param().dtype)
+    def stay(module: nn.Module, *args: Any, **named: Any) -> Any:
+        return to(module, *(cpu if each == meta else each for each in args), **named)
 
-    # PEFT would move adapters to the base's device, meta.
-    changes: tuple[Any, ...] = (
-        (BaseTunerLayer, partialmethod(vars(BaseTunerLayer)[move], device=cpu)),
-        (ParamWrapper, cast),
-    )
+    # PEFT would move them to the base layers' device, meta.
+    move = "_move_adapter_to_device_of_base_layer"
+    moved = partialmethod(vars(BaseTunerLayer)[move], device=cpu)
     with torch.random.fork_rng(devices=[]), ExitStack() as stack:
-        for kind, changed in changes:
-            stack.callback(setattr, kind, move, vars(kind)[move])
-            setattr(kind, move, changed)
+        changes: tuple[Any, ...] = (BaseTunerLayer, move, moved), (nn.Module, "to", stay)
+        for owner, name, changed in changes:
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, changed)
         torch.set_rng_state(state[0])
         return get_peft_model(base, config, **options)
 
