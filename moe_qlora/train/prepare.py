@@ -202,7 +202,7 @@ def _fit(
     from .fit import fit_memory
 
     bar = loud and sys.stderr.isatty()
-    if loud and not bar and world().first:
+    if loud and not bar and world().is_first():
         sys.stderr.write(f"{_MEASURES}.\n")
     with reporting(bar, _MEASURES, "Prepared", stderr=True, transient=True):
         prepared.fit = fit_memory(model, **sizes)
