@@ -13,7 +13,6 @@ from . import render
 HAS_PROBLEMS = 1
 EXAMPLES = (
     "moe-qlora doctor",
-    "moe-qlora doctor ./model",
     "moe-qlora doctor gpt-oss-20b --gpu 4090",
     "moe-qlora doctor ./model --json",
 )
@@ -22,9 +21,7 @@ _COLORS = {"problem": "red", "warning": "yellow", "note": "yellow"}
 
 def doctor(
     model: opt.OptionalModel = None,
-    gpu: str | None = opt.option(
-        "A card to answer for, such as 4090; default: what is here.", autocompletion=opt.gpu_names
-    ),
+    gpu: str | None = opt.option("A card to answer for, such as 4090; default: what is here."),
     rank: int | None = opt.option("LoRA rank on the experts; default: 16."),
     quant: opt.ModelQuant = None,
     double_quant: opt.ModelDoubleQuant = None,
@@ -47,10 +44,8 @@ def doctor(
         from ..diagnosis.doctor import doctor as examine
         from ..models import named
 
-        source = settings = None
-        if model is not None:
-            source = named.resolve(model, trust_remote_code=trust_remote_code)
-            settings = opt.packed_as(source.settings, quant, double_quant)
+        source = model and named.resolve(model, trust_remote_code=trust_remote_code)
+        settings = opt.packed_as(source.settings, quant, double_quant) if source else None
         diagnosis = examine(
             source, settings, gpu=gpu, rank=rank, trust_remote_code=trust_remote_code
         )
@@ -61,6 +56,6 @@ def doctor(
         for line in str(diagnosis).splitlines():
             kind, colon, rest = line.partition(":")
             known = f"[{_COLORS[kind]}]{kind}:[/]" if kind in _COLORS else f"{escape(kind)}{colon}"
-            render.say(out, f"{known}{escape(rest)}")
+            out.print(f"{known}{escape(rest)}")
     if not diagnosis.good:
         raise typer.Exit(HAS_PROBLEMS)
