@@ -44,8 +44,10 @@ def doctor(
         from ..diagnosis.doctor import doctor as examine
         from ..models import named
 
-        source = model and named.resolve(model, trust_remote_code=trust_remote_code)
-        settings = opt.packed_as(source.settings, quant, double_quant) if source else None
+        source = settings = None
+        if model is not None:
+            source = named.resolve(model, trust_remote_code=trust_remote_code)
+            settings = opt.packed_as(source.settings, quant, double_quant)
         diagnosis = examine(
             source, settings, gpu=gpu, rank=rank, trust_remote_code=trust_remote_code
         )
