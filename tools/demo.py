@@ -105,13 +105,10 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     say("1. A model to start from")
-    say(
-        f"{sum(p.numel() for p in model.parameters()):,} weights, {len(tokens):,} tokens of the "
-        "standard library's sources"
-    )
-    run.curves["from scratch, on code"] = train(
-        model, tokens, scale, scale.pretrain_steps, 4e-3, "from scratch"
-    )
+    weights = sum(p.numel() for p in model.parameters())
+    say(f"{weights:,} weights, {len(tokens):,} tokens of the standard library's sources")
+    losses = train(model, tokens, scale, scale.pretrain_steps, 4e-3, "from scratch")
+    run.curves["from scratch, on code"] = losses
     model.config.output_router_logits = False
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -174,10 +171,8 @@ def weight_bytes(model: nn.Module) -> int:
     from moe_qlora.packing.decoders import state_tensors
 
     tensors: list[Tensor] = [*model.buffers(), *model.parameters()]
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        if state is not None:
-            tensors += state_tensors(state)
+    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
+    tensors += [one for state in states if state is not None for one in state_tensors(state)]
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -193,7 +188,6 @@ def train(
         optimizer, lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
     losses: list[float] = []
-    told = time.monotonic()
     for batch in batches(tokens, scale, steps, SEED):
         ids = batch.to(parameters[0].device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -203,8 +197,7 @@ def train(
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
+        if len(losses) % 60 == 0:
             say(f"{title}: step {len(losses)} of {steps}, loss {losses[-1]:.3f}")
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
     say(f"{title}: loss {first:.3f} in the first 10 steps, {last:.3f} in the last 10 of {steps}")
