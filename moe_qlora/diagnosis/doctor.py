@@ -47,7 +47,10 @@ _CURES = {  # by words in a backend's reason
     "no expert weight is packed": "Look at llm_int8_skip_modules.",
     "": "Nothing to change: this model type has no faster path here.",
 }
-_LIGER_FAILS = {(5, 23): ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"), (5, 24): ("glm4v_moe",)}
+_LIGER_FAILS: dict[tuple[int, ...], tuple[str, ...]] = {
+    (5, 23): ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe"),
+    (5, 24): ("glm4v_moe",),
+}
 
 
 @dataclass(frozen=True, slots=True)
