@@ -113,7 +113,7 @@ NOTHING = "Nothing to change: this model type has no faster path here."
 @pytest.mark.parametrize(
     ("model_type", "asked", "backend", "cure"),
     [
-        ("qwen3_moe", FP32, "projection by projection", "Set bnb_4bit_compute_dtype to the dtype"),
+        ("qwen3_moe", FP32, "reference loop", "Set bnb_4bit_compute_dtype to the dtype"),
         ("qwen3_moe", SKIPPING, "unpacked", "Look at llm_int8_skip_modules."),
         ("llama4_text", BF16, doctor.OWN_FORWARD, NOTHING),
     ],
