@@ -82,5 +82,8 @@ def test_a_crash_outside_of_python_is_tried_once_more(tmp_path, caplog):
 
 def test_gpu_marks():
     for count, name in ((2, "multi_gpu"), (1, "gpu")):
-        marked = requires_gpu(count)(lambda: None)
-        assert {mark.name for mark in marked.pytestmark} == {name, "skipif"}
+
+        def marked():
+            pass
+
+        assert {mark.name for mark in requires_gpu(count)(marked).pytestmark} == {name, "skipif"}
