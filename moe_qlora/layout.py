@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-GATE_UP = "gate_up"
-GATE = "gate"
-UP = "up"
-DOWN = "down"
+GATE_UP, GATE, UP, DOWN = "gate_up", "gate", "up", "down"  # roles
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(b|(?<=[kmgt])ib|)", re.IGNORECASE)

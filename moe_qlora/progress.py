@@ -67,9 +67,8 @@ def reporting(
             task = bar.add_task(escape(visible(doing)), total=None)  # of unknown length
 
             def update(count: int, total: int, name: str) -> None:
-                bar.update(
-                    task, completed=count, total=total, description=escape(visible(name)) or done
-                )
+                said = escape(visible(name)) or done
+                bar.update(task, completed=count, total=total, description=said)
 
             yield update
     else:

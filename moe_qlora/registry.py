@@ -18,8 +18,6 @@ from typing import Any
 
 from .errors import CheckpointError
 
-FORMAT_VERSION = 1
-
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry:
@@ -51,18 +49,13 @@ def _folder() -> Traversable:
             return folder
     except ModuleNotFoundError:
         pass
-    return Path(__file__).resolve().parent.parent / "model_registry"
+    return Path(__file__).resolve().parent.parent / "model_registry"  # a plain checkout
 
 
 @cache
 def model_types() -> tuple[str, ...]:
     """Return every model type that the registry describes, sorted."""
-    folder = _folder()
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"the model registry is missing: expected JSON files in {folder}; reinstall moe-qlora."
-        )
-    names = (item.name for item in folder.iterdir())
+    names = (item.name for item in _folder().iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
 
 
@@ -74,7 +67,16 @@ def load(model_type: str) -> RegistryEntry:
             f"model type {model_type!r} is not in the registry of {len(model_types())} types with "
             "fused experts; name one of moe_qlora.registry.model_types() or a checkpoint folder."
         )
-    return parse((_folder() / f"{model_type}.json").read_bytes(), f"{model_type}.json")
+    data = json.loads((_folder() / f"{model_type}.json").read_bytes())
+    return RegistryEntry(
+        model_type=model_type,
+        class_name=data["class"],
+        transformers=data["transformers"],
+        experts=tuple(data["experts"]),
+        tiny_config=data["tiny_config"],
+        published_config=data["published"]["config"],
+        checkpoints=data["checkpoints"],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,11 @@ class KnownCheckpoint:
     name: str  # Hub id
     model_type: str
     config: Mapping[str, Any] = field(hash=False)  # Keyword arguments of its configuration
+
+    @property
+    def short(self) -> str:
+        """The name without its owner, in lower case."""
+        return self.name.partition("/")[2].lower()
 
 
 @cache
@@ -105,11 +112,10 @@ def checkpoint_named(name: str) -> KnownCheckpoint | None:
     plain = _plain(name)
     exact, starts = [], []
     for known in checkpoints():
-        full = _plain(known.name)
-        short = full.partition("/")[2]
-        if plain in (full, short):
+        names = (_plain(known.name), _plain(known.short))
+        if plain in names:
             exact.append(known)
-        elif full.startswith(f"{plain}-") or short.startswith(f"{plain}-"):
+        elif any(one.startswith(f"{plain}-") for one in names):
             starts.append(known)
     found = exact or starts
     sizes = [(known.model_type, known.config) for known in found]
@@ -120,42 +126,8 @@ def checkpoint_named(name: str) -> KnownCheckpoint | None:
 
 def near_checkpoints(name: str) -> list[str]:
     """Return short names of checkpoints that begin with an ambiguous name."""
-    plain = _plain(name)
-    shorts = [known.name.partition("/")[2].lower() for known in checkpoints()]
-    return [short for short in shorts if short.startswith(f"{plain}-")]
+    return [known.short for known in checkpoints() if known.short.startswith(f"{_plain(name)}-")]
 
 
 def _plain(name: str) -> str:
     return name.strip().lower().replace("_", "-")
-
-
-def parse(content: bytes | str, source: str) -> RegistryEntry:
-    """Parse a registry file; `source` names it in a `CheckpointError`."""
-    try:
-        data = json.loads(content)
-    except ValueError as error:
-        raise CheckpointError(f"registry file {source} is damaged: {error}.") from error
-    if not isinstance(data, dict) or data.get("format_version") != FORMAT_VERSION:
-        seen = data.get("format_version") if isinstance(data, dict) else type(data).__name__
-        raise CheckpointError(
-            f"registry file {source} has format_version {seen!r}; this version of moe_qlora "
-            f"reads {FORMAT_VERSION}."
-        )
-    try:
-        for expert in data["experts"]:
-            if not (expert["pattern"] and expert["tiny"]["count"] and "published" in expert):
-                raise ValueError(f"{expert['pattern']!r} has no sizes")
-        return RegistryEntry(
-            model_type=data["model_type"],
-            class_name=data["class"],
-            transformers=data["transformers"],
-            experts=tuple(data["experts"]),
-            tiny_config=dict(data["tiny_config"]),
-            published_config=dict(data["published"]["config"]),
-            checkpoints={name: dict(sizes) for name, sizes in data["checkpoints"].items()},
-        )
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"registry file {source} is damaged ({type(error).__name__}: {error}); regenerate it "
-            "with tools/generate_registry.py."
-        ) from error

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -61,12 +61,11 @@ def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
 
 
 def _merged(kwargs: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    parts = {
-        name: _merged(kwargs[name], value)
-        for name, value in more.items()
-        if isinstance(kwargs.get(name), dict) and isinstance(value, dict)
-    }
-    return {**kwargs, **more, **parts}
+    merged = {**kwargs, **more}
+    for name, value in more.items():
+        if isinstance(value, dict) and isinstance(kwargs.get(name), dict):
+            merged[name] = _merged(kwargs[name], value)
+    return merged
 
 
 def model_class(model_type: str) -> Any:
@@ -98,10 +97,9 @@ def tiny_model(
 ) -> nn.Module:
     """Return a small model of this architecture with random weights, tied, in eval mode.
 
-    Weights that transformers leaves uninitialised or zero (experts and routers of some classes) are
-    normally distributed too. The same seed gives the same model; the caller's random state does not
-    change. Weights are float32 by default; on the device "meta" nothing is allocated. Overrides and
-    errors are those of `tiny_config`.
+    Weights that transformers leaves uninitialised or zero are normally distributed too. The same
+    seed gives the same model; the caller's random state does not change. Weights are float32 by
+    default; nothing is allocated on "meta". Overrides and errors are those of `tiny_config`.
     """
     import torch
     from transformers import initialization
@@ -194,11 +192,10 @@ def tiny_inputs(model: nn.Module, *, batch: int = 2, seed: int = 0) -> dict[str,
         raise ConfigError(f"{type(model).__name__} takes no text; pass it inputs of its own.")
     # Special tokens of tiny configurations are at the vocabulary's end.
     ids = torch.randint(5, vocabulary - 8, (batch, _SPAN), generator=generator)
-    try:
-        fed = type(model).__name__ in _FED_HIDDEN_STATES
-        table = None if fed else host.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        table = None
+    table = None
+    if type(model).__name__ not in _FED_HIDDEN_STATES:
+        with suppress(AttributeError, NotImplementedError):
+            table = host.get_input_embeddings()
     if table is None:
         states = torch.randn(batch, _SPAN, text.hidden_size, generator=generator)
         dtype = next(model.parameters()).dtype
@@ -229,47 +226,37 @@ def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any) -> list
     `multiprocessing.set_forkserver_preload` are imported once for all calls, and environment
     variables are those of the first call.
     """
-    try:
-        return _run_ranks(fn, world_size, args)
-    except _NativeCrashError as crash:
-        # A thread of torch 2.13's gloo did (pt_gloo_runloop, in malloc), once in hundreds of runs.
-        _log.warning("%s\nIt crashed outside of Python: all ranks are started again.", crash)
-        return _run_ranks(fn, world_size, args)
-
-
-class _NativeCrashError(RuntimeError):
-    """A rank crashed in a thread that ran no Python."""
-
-
-def _run_ranks(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...]) -> list[Any]:
     import torch
     from torch.multiprocessing.spawn import start_processes
 
     methods = multiprocessing.get_all_start_methods()
     method = "forkserver" if "forkserver" in methods else "spawn"
-    with tempfile.TemporaryDirectory() as folder:
-        target = (fn.__code__.co_filename, fn.__name__)
-        spec = (target, world_size, folder, args)
-        ended: Exception | None = None
-        try:
-            start_processes(_rank_main, spec, nprocs=world_size, start_method=method)
-        except Exception as error:  # noqa: BLE001 - raised below, unless a rank has reported
-            ended = error
-        # torch reports the rank that ended first, which may have only lost its peer, and no rank
-        # that was interrupted or exited with 0.
-        reports = [*Path(folder).glob("*.crash"), *Path(folder).glob("*.error")]
-        failed = [(file, text) for file in reports if (text := file.read_text(encoding="utf-8"))]
-        if failed:
+    started_again = False
+    while True:
+        with tempfile.TemporaryDirectory() as folder:
+            spec = ((fn.__code__.co_filename, fn.__name__), world_size, folder, args)
+            ended: Exception | None = None
+            try:
+                start_processes(_rank_main, spec, nprocs=world_size, start_method=method)
+            except Exception as error:  # noqa: BLE001 - raised below, unless a rank has reported
+                ended = error
+            # torch reports the rank that ended first, which may have only lost its peer, and no
+            # rank that was interrupted or exited with 0.
+            reports = [*Path(folder).glob("*.crash"), *Path(folder).glob("*.error")]
+            failed = [(one, text) for one in reports if (text := one.read_text(encoding="utf-8"))]
+            if not failed:
+                if ended is not None:
+                    raise ended
+                files = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
+                return [torch.load(file, weights_only=False) for file in files]
             file, text = min(failed, key=lambda report: report[0].stat().st_mtime_ns)
+            said = f"rank {file.stem} failed:\n{text}"
             native = file.suffix == ".crash" and "Current thread" not in text
-            kind = _NativeCrashError if native else RuntimeError
-            raise kind(f"rank {file.stem} failed:\n{text}") from ended
-        if ended is not None:
-            raise ended
-        return [
-            torch.load(Path(folder) / f"{rank}.pt", weights_only=False)
-            for rank in range(world_size)
-        ]
+            if started_again or not native:
+                raise RuntimeError(said) from ended
+            # A thread of torch 2.13's gloo (pt_gloo_runloop, in malloc), once in hundreds of runs.
+            _log.warning("%s\nIt crashed outside of Python: all ranks are started again.", said)
+            started_again = True
 
 
 def _rank_main(

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     # OpenMP reads it when torch is imported. By default its threads wait at each barrier in a loop,
@@ -47,40 +47,23 @@ PROMPT = "The value of the expression"
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the demo is.
-
-    Attributes:
-        hidden, intermediate, layers, experts: Sizes of the small model.
-        batch, length: Rows of tokens in a step, and tokens in a row.
-        pretrain_steps, steps: Steps of the two trainings.
-        characters: How much code the first one draws its rows from.
-    """
+    """How large the demo is."""
 
     hidden: int = 128
-    intermediate: int = 128
     layers: int = 2
     experts: int = 16
-    batch: int = 8
-    length: int = 64
+    batch: int = 8  # rows of a step
+    length: int = 64  # tokens of a row
     pretrain_steps: int = 360
     steps: int = 120
-    characters: int = 1_000_000
+    characters: int = 1_000_000  # of code, for the first training
 
 
-QUICK = Scale(
-    hidden=64, intermediate=64, experts=8, pretrain_steps=80, steps=25, characters=300_000
-)
+QUICK = Scale(hidden=64, experts=8, pretrain_steps=80, steps=25, characters=300_000)
 
 
-@dataclass
-class State:
-    """The model at one point of the job.
-
-    Attributes:
-        name: In a few words.
-        experts, rest, adapter: Bytes of the expert weights, of all others, of LoRA's.
-        loss: On held-out text.
-    """
+class State(NamedTuple):
+    """Bytes of the expert weights, of all others and of LoRA's; the loss on held-out text."""
 
     name: str
     experts: int
@@ -91,13 +74,7 @@ class State:
 
 @dataclass
 class Run:
-    """What is measured on the way.
-
-    Attributes:
-        states: In order.
-        curves: Losses of each training, step by step.
-        texts: What the model wrote after `PROMPT`, by state.
-    """
+    """Points of the job, each training's losses by step, texts written after `PROMPT`."""
 
     states: list[State] = field(default_factory=list)
     curves: dict[str, list[float]] = field(default_factory=dict)
@@ -121,20 +98,17 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
     # the loss was 4.1 with it, and 3.7 with this.
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=scale.hidden, intermediate_size=2 * scale.hidden,
-        moe_intermediate_size=scale.intermediate, num_hidden_layers=scale.layers,
+        moe_intermediate_size=scale.hidden, num_hidden_layers=scale.layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=scale.hidden // 4,
         num_experts=scale.experts, num_experts_per_tok=2, norm_topk_prob=True,
         tie_word_embeddings=True, output_router_logits=True, initializer_range=0.06,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     say("1. A model to start from")
-    say(
-        f"{sum(p.numel() for p in model.parameters()):,} weights, {len(tokens):,} tokens of the "
-        "standard library's sources"
-    )
-    run.curves["from scratch, on code"] = train(
-        model, tokens, scale, scale.pretrain_steps, 4e-3, "from scratch"
-    )
+    weights = sum(p.numel() for p in model.parameters())
+    say(f"{weights:,} weights, {len(tokens):,} tokens of the standard library's sources")
+    losses = train(model, tokens, scale, scale.pretrain_steps, 4e-3, "from scratch")
+    run.curves["from scratch, on code"] = losses
     model.config.output_router_logits = False
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -142,6 +116,7 @@ def pretrain(folder: Path, scale: Scale, run: Run) -> None:
 
 def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: bool) -> None:
     """Load, find, pack, adapt and train; `own` says that the model is the demo's own, small one."""
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
     cuda = torch.cuda.is_available()
@@ -152,17 +127,11 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     say(f"{len(tokens):,} tokens of Python's reference manual in English")
 
     bnb_config = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16 if cuda else torch.float32,
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.bfloat16,
-        quantization_config=bnb_config,
-        device_map={"": 0} if cuda else None,
-    )
+    )  # fmt: skip
+    place: dict[str, Any] = {"device_map": {"": 0} if cuda else None, "dtype": torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=bnb_config, **place)
     layout = moe_qlora.detect(model)
     say(f"detect: {len(layout)} expert parameters, such as {layout.experts[0].name}")
     say(layout.experts[0].evidence)
@@ -177,7 +146,16 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     packed = report.bytes_after
     run.states.append(State("experts packed", packed, weight_bytes(model) - packed, 0, loss))
 
-    peft_model = _adapted(model, save_memory=not own)
+    if not own:  # by its name from transformers 5.24 on, and before
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    lora_config = LoraConfig(
+        r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM",
+        target_parameters=moe_qlora.target_parameters(model),
+    )  # fmt: skip
+    peft_model: Any = moe_qlora.get_peft_model(model, lora_config)
+    trainable, total = peft_model.get_nb_trainable_parameters()
+    say(f"get_peft_model: {trainable:,} of {total:,} weights are trained")
     title = "LoRA on packed weights, on English"
     run.curves[title] = train(peft_model, tokens, scale, scale.steps, 1e-2 if own else 5e-3, "LoRA")
     loss = evaluate(peft_model, held_out, scale)
@@ -188,36 +166,13 @@ def fine_tune(folder: str | Path, scale: Scale, out: Path, run: Run, *, own: boo
     peft_model.save_pretrained(out / "adapter")
 
 
-def _adapted(model: Any, *, save_memory: bool) -> Any:
-    """Return the model with LoRA on attention and all experts."""
-    from peft import LoraConfig
-
-    if save_memory:
-        # Its name from transformers 5.24 on, and before.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    lora_config = LoraConfig(
-        r=8,
-        lora_alpha=16,
-        target_modules="all-linear",
-        target_parameters=moe_qlora.target_parameters(model),
-        task_type="CAUSAL_LM",
-    )
-    peft_model = moe_qlora.get_peft_model(model, lora_config)
-    trainable, total = peft_model.get_nb_trainable_parameters()
-    say(f"get_peft_model: {trainable:,} of {total:,} weights are trained")
-    return peft_model
-
-
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights, with the statistics of packed ones, and of all buffers."""
     from moe_qlora.packing.decoders import state_tensors
 
     tensors: list[Tensor] = [*model.buffers(), *model.parameters()]
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        if state is not None:
-            tensors += state_tensors(state)
+    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
+    tensors += [one for state in states if state is not None for one in state_tensors(state)]
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -228,18 +183,13 @@ def train(
     """Train whatever requires gradients; returns the loss of each step."""
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+    optimizer = torch.optim.AdamW(parameters, rate, (0.9, 0.95), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 10, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
-    device = parameters[0].device
-    losses = []
-    rows = batches(tokens, scale.batch, scale.length, SEED)
-    told = time.monotonic()
-    for _, batch in zip(range(steps), rows, strict=False):
-        ids = batch.to(device)
+    losses: list[float] = []
+    for batch in batches(tokens, scale, steps, SEED):
+        ids = batch.to(parameters[0].device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -247,15 +197,15 @@ def train(
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
+        if len(losses) % 60 == 0:
             say(f"{title}: step {len(losses)} of {steps}, loss {losses[-1]:.3f}")
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
     say(f"{title}: loss {first:.3f} in the first 10 steps, {last:.3f} in the last 10 of {steps}")
     return losses
 
 
-def _stop_training(model: Any) -> None:
+def stop_training(model: Any) -> torch.device:
+    """Turn the model to evaluation, and return its device."""
     from bitsandbytes.nn import Linear4bit
 
     model.eval()
@@ -264,52 +214,40 @@ def _stop_training(model: Any) -> None:
         # layers into another form in evaluation, and rounds their absmax.
         if isinstance(module, Linear4bit):
             module.train()
+    device: torch.device = next(model.parameters()).device
+    return device
 
 
 @torch.no_grad()
-def evaluate(model: Any, tokens: Tensor, scale: Scale, rounds: int = 8) -> float:
+def evaluate(model: Any, tokens: Tensor, scale: Scale) -> float:
     """Mean loss on the same random slices each time."""
-    _stop_training(model)
-    device = next(model.parameters()).device
-    losses = []
-    rows = batches(tokens, scale.batch, scale.length, SEED + 1)
-    for _, batch in zip(range(rounds), rows, strict=False):
-        ids = batch.to(device)
-        losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss.item())
+    device = stop_training(model)
+    rows = [batch.to(device) for batch in batches(tokens, scale, 8, SEED + 1)]
+    losses = [model(input_ids=ids, labels=ids, use_cache=False).loss.item() for ids in rows]
     return sum(losses) / len(losses)
 
 
 @torch.no_grad()
-def write(model: Any, tokenizer: Any, tokens: int = 48) -> str:
+def write(model: Any, tokenizer: Any) -> str:
     """Return what the model writes after `PROMPT`: drawn with the same seed each time."""
-    _stop_training(model)
-    device = next(model.parameters()).device
-    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]], device=device)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]], device=stop_training(model))
     torch.manual_seed(SEED)
     written = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        do_sample=True,
-        temperature=0.6,
-        pad_token_id=tokenizer.eos_token_id,
-    )
+        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=True,
+        temperature=0.6, pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
     return " ".join(tokenizer.decode(written[0, ids.shape[1] :]).split())
 
 
 def library_sources(limit: int) -> str:
     """Sources of the standard library's own modules, at most `limit` characters."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")])
     skipped = {"test", "tests", "site-packages", "dist-packages", "pydoc_data", "encodings"}
-    parts: list[str] = []
-    total = 0
-    for file in files:
-        if file.parent.name in skipped or total >= limit:
-            continue
-        parts.append(file.read_text(encoding="utf-8", errors="replace"))
-        total += len(parts[-1])
-    return "".join(parts)[:limit]
+    text = ""
+    for file in sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")]):
+        if file.parent.name not in skipped and len(text) < limit:
+            text += file.read_text(encoding="utf-8", errors="replace")
+    return text[:limit]
 
 
 def manual() -> str:
@@ -328,11 +266,9 @@ def train_tokenizer(text: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        special_tokens=["<|end|>"],
+        vocab_size=1024, special_tokens=["<|end|>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     tokenizer.train_from_iterator([text[:300_000], text[-300_000:]], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
@@ -344,46 +280,46 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor(ids)
 
 
-def batches(tokens: Tensor, batch: int, length: int, seed: int) -> Iterator[Tensor]:
-    """Endless random (batch, length) slices of `tokens`."""
+def batches(tokens: Tensor, scale: Scale, count: int, seed: int) -> Iterator[Tensor]:
+    """Yield so many batches of random slices of `tokens`, (batch, length)."""
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(len(tokens) - length, (batch,), generator=generator)
-        yield torch.stack([tokens[start : start + length] for start in starts])
+    for _ in range(count):
+        starts = torch.randint(len(tokens) - scale.length, (scale.batch,), generator=generator)
+        yield torch.stack([tokens[start : start + scale.length] for start in starts])
 
 
 def main() -> int:
     """Run the demo; raises where the loss did not fall or the experts were not packed."""
+    started = time.perf_counter()
     options = _options()
     if options.model is None and "OMP_NUM_THREADS" not in os.environ:
         # So small a model's threads would do little but wait for each other.
         torch.set_num_threads(1)
+    # Leave out what libraries say about optional parts, and transformers' loading bars.
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("bitsandbytes", "moe_qlora"):  # the demo's own lines fit 80 columns
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    scale = QUICK if options.quick else Scale()
+    scale = replace(scale, steps=options.steps or scale.steps)
+    run, folder = Run(), options.model
     try:
-        _run(options)
+        torch.manual_seed(SEED)
+        options.out.mkdir(parents=True, exist_ok=True)
+        if folder is None:
+            folder = options.out / "model"
+            pretrain(folder, scale, run)
+        fine_tune(folder, scale, options.out, run, own=options.model is None)
+        print(table(run))
+        draw(run, options.out / "loss.png")
+        conclude(run)
     except KeyboardInterrupt:
         print("Stopped.")
         return 130
-    return 0
-
-
-def _run(options: argparse.Namespace) -> None:
-    started = time.perf_counter()
-    _silence()
-    torch.manual_seed(SEED)
-    scale = QUICK if options.quick else Scale()
-    scale = replace(scale, steps=options.steps or scale.steps)
-    options.out.mkdir(parents=True, exist_ok=True)
-    run = Run()
-    folder = options.model
-    if folder is None:
-        folder = options.out / "model"
-        pretrain(folder, scale, run)
-    fine_tune(folder, scale, options.out, run, own=options.model is None)
-    print(_table(run))
-    _draw(run, options.out / "loss.png")
-    _conclude(run)
     seconds = time.perf_counter() - started
     say(f"Written to {options.out}: loss.png, adapter/. All in {seconds:.0f} seconds.")
+    return 0
 
 
 def _options() -> argparse.Namespace:
@@ -402,16 +338,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _silence() -> None:
-    """Leave out what libraries say about optional parts, and transformers' loading bars."""
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    for name in ("bitsandbytes", "moe_qlora"):  # the demo's own lines fit 80 columns
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def _table(run: Run) -> str:
+def table(run: Run) -> str:
     """The bytes and the loss of each state."""
     from moe_qlora.layout import human_bytes
 
@@ -424,7 +351,7 @@ def _table(run: Run) -> str:
     return "Bytes of weights, and loss on held-out text\n" + "\n".join(lines)
 
 
-def _draw(run: Run, file: Path) -> None:
+def draw(run: Run, file: Path) -> None:
     """Draw the losses of each training, and of the states on held-out text."""
     from matplotlib.figure import Figure
 
@@ -441,24 +368,19 @@ def _draw(run: Run, file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _conclude(run: Run) -> None:
+def conclude(run: Run) -> None:
     """Show what the model writes, and hold the results against what they must be."""
     say(f'After "{PROMPT}" the packed model writes:')
     for when, text in run.texts.items():
         say(f"{when + ':':<12} {text}")
     stock, packed, tuned = run.states
+    losses = f"{packed.loss:.3f} to {tuned.loss:.3f}"
     if not tuned.loss < packed.loss - 0.05:
-        raise RuntimeError(
-            f"The loss on held-out text did not fall: {packed.loss:.3f} -> {tuned.loss:.3f}."
-        )
+        raise RuntimeError(f"The loss on held-out text did not fall: {losses}.")
     if not packed.experts < 0.35 * stock.experts:
-        raise RuntimeError(
-            f"The experts were not packed: {stock.experts} -> {packed.experts} bytes."
-        )
-    say(
-        f"The experts take {stock.experts / packed.experts:.2f} times less memory, and the loss "
-        f"fell from {packed.loss:.3f} to {tuned.loss:.3f}."
-    )
+        raise RuntimeError(f"{stock.experts} bytes of experts are {packed.experts} packed.")
+    less = f"{stock.experts / packed.experts:.2f} times less memory"
+    say(f"The experts take {less}, and the loss fell from {losses}.")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python tools/generate_registry.py --only mixtral   write one (may be given more than once)
     python tools/generate_registry.py --check          print what has drifted; exit 1 on any
 
-Each file describes one `model_type` that can hold fused experts. What is an expert is read from
+What a file says of well-known checkpoints (`checkpoints`) is written by hand, and kept. Each file
+describes one `model_type` that can hold fused experts. What is an expert is read from
 transformers' own class definitions (see tools/registry/definitions.py), never from
 `moe_qlora.detect`, so that the tests can hold the two against each other. Models are built on the
 meta device; nothing is downloaded or allocated.

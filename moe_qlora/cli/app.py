@@ -22,7 +22,7 @@ from .dump import dump
 from .folders import export, merge, quantize, report, verify
 from .options import Subcommand
 from .plan import PlanCommand, plan
-from .render import streams
+from .render import Interrupted, streams
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # typer's code as well
@@ -97,8 +97,11 @@ def _exit_code(program: typer.Typer, **arguments: Any) -> int:
     try:
         code = program(standalone_mode=False, **arguments)
         if code == INTERRUPTED:
-            sys.stderr.write(one_line("interrupted", "nothing is left half written."))
+            raise Interrupted("nothing is left half written.")
         return code or 0
+    except Interrupted as error:
+        sys.stderr.write(one_line("interrupted", error))
+        return INTERRUPTED
     except MoeQloraError as error:
         sys.stderr.write(one_line("error", error))
         return BAD_INPUT

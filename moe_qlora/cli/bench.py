@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import __version__
 from ..errors import ConfigError
-from ..layout import human_bytes, parse_bytes
+from ..layout import human_bytes
 from ..versions import installed_version
 from . import options as opt
 from . import render
@@ -29,7 +29,6 @@ EXAMPLES = (
     "moe-qlora bench gpt-oss-20b --layers 8 --micro-batch 4",
     "moe-qlora bench qwen3-30b-a3b --memory 24GiB",
 )
-_MODEL = "qwen3-30b-a3b"
 _PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger-kernel")
 _WARMUP = 4  # steps: one that compiles, two that record, one more
 
@@ -54,12 +53,7 @@ def bench(
 
     The last two lines are a row of CSV and its heading, which can be published as they are.
     """
-    try:
-        parse_bytes(memory or "1GiB")
-    except ValueError:
-        said = f"--memory is {memory!r}; give a size with its unit, such as 24GiB."
-        raise ConfigError(said) from None
-    model = model or _MODEL
+    model = model or "qwen3-30b-a3b"
     with render.working(f"Building {model}"):
         import torch
 
@@ -81,23 +75,18 @@ def bench(
         **{name: installed_version(name) for name in _PACKAGES},
         "model": model.rstrip("/").rpartition("/")[2],  # a folder's path is nobody's business
         "layers": source.config.get_text_config().num_hidden_layers,
-        "seq": seq,
-        "micro_batch": micro_batch,
-        "steps": steps,
-        "memory": memory,
-        **measured,
-    }
+        "seq": seq, "micro_batch": micro_batch, "steps": steps, "memory": memory, **measured,
+    }  # fmt: skip
     if as_json:
         render.print_json({**row, "prepared": prepared})
         return
-    out = render.console(color.value)
     sizes = [f"{human_bytes(row[name])} {name}" for name in ("peak", "reserved") if row[name]]
     speed = f"{row['tokens_per_second']:,.0f} tokens/s on {row['gpu']}"
     for line in (*prepared, f"{', '.join([speed, *sizes])}; layers: {row['setting']}."):
-        render.say(out, line)
+        render.console(color.value).print(line)
     writer = csv.DictWriter(sys.stdout, row, lineterminator="\n")
     writer.writeheader()
-    writer.writerow({name: "" if value is None else value for name, value in row.items()})
+    writer.writerow(row)
 
 
 def shortened(source: Source, layers: int | None) -> Source:
@@ -162,7 +151,7 @@ def train(
         with prepare_training(adapted, **sizes) as prepared:
             kept = Counter(layer.activations for layer in getattr(prepared.fit, "layers", ()))
             levels = ", ".join(f"{kept[name]} {name}" for name in ("keep", "part", "recompute"))
-            seconds = _seconds_of_steps(adapted, device, shape, steps)
+            seconds = _steps(adapted, device, shape, steps)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"{source.label} ran out of memory with {batch_size} x {seq_len} tokens in a step: "
@@ -176,30 +165,28 @@ def train(
     }
 
 
-def _seconds_of_steps(
-    model: Any, device: torch.device, shape: tuple[int, int], steps: int
-) -> list[float]:
+def _steps(model: Any, device: torch.device, shape: tuple[int, int], steps: int) -> list[float]:
+    """Train on random ids, and return the seconds of each step after the warm-up."""
     import torch
 
     text = model.config.get_text_config()
     text.use_cache = False
-    cuda = device.type == "cuda"
     trained = [parameter for parameter in model.train().parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=cuda)
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
     generator = torch.Generator().manual_seed(0)
-    if cuda:
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     seconds: list[float] = []
     for _ in range(_WARMUP + steps):
         ids = torch.randint(text.vocab_size, shape, generator=generator).to(device)
         start = time.perf_counter()
-        out = model(input_ids=ids, labels=ids).loss
-        out.backward()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss = out.item()  # waits for the device
+        value = loss.item()  # waits for the device
         seconds.append(time.perf_counter() - start)
-        if not math.isfinite(loss):
-            raise ConfigError(f"the loss of random weights is {loss}, so that no time counts.")
+        if not math.isfinite(value):
+            raise ConfigError(f"the loss of random weights is {value}, so that no time counts.")
     return seconds[_WARMUP:]

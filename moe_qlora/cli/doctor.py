@@ -13,7 +13,6 @@ from . import render
 HAS_PROBLEMS = 1
 EXAMPLES = (
     "moe-qlora doctor",
-    "moe-qlora doctor ./model",
     "moe-qlora doctor gpt-oss-20b --gpu 4090",
     "moe-qlora doctor ./model --json",
 )
@@ -22,9 +21,7 @@ _COLORS = {"problem": "red", "warning": "yellow", "note": "yellow"}
 
 def doctor(
     model: opt.OptionalModel = None,
-    gpu: str | None = opt.option(
-        "A card to answer for, such as 4090; default: what is here.", autocompletion=opt.gpu_names
-    ),
+    gpu: str | None = opt.option("A card to answer for, such as 4090; default: what is here."),
     rank: int | None = opt.option("LoRA rank on the experts; default: 16."),
     quant: opt.ModelQuant = None,
     double_quant: opt.ModelDoubleQuant = None,
@@ -61,6 +58,6 @@ def doctor(
         for line in str(diagnosis).splitlines():
             kind, colon, rest = line.partition(":")
             known = f"[{_COLORS[kind]}]{kind}:[/]" if kind in _COLORS else f"{escape(kind)}{colon}"
-            render.say(out, f"{known}{escape(rest)}")
+            out.print(f"{known}{escape(rest)}")
     if not diagnosis.good:
         raise typer.Exit(HAS_PROBLEMS)

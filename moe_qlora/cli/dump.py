@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,6 @@ from ..errors import ConfigError
 from ..layout import human_bytes, name_pattern
 from . import options as opt
 from . import render
-from .render import say
 
 if TYPE_CHECKING:
     from ..layout import ExpertParam
@@ -29,6 +29,10 @@ EXAMPLES = (
     "moe-qlora dump ./model --peft > targets.py",
     "moe-qlora dump train.yaml --yaml >> train.yaml",
 )
+_FIELDS = (
+    *("pattern", "num_experts", "in_features", "out_features", "transposed", "role", "packed"),
+    *("evidence", "orientation_evidence"),
+)  # of --json, as an `ExpertParam` has them
 _LISTS = ("target_parameters", "exclude_modules")
 _LAYOUTS = {False: "(E, out, in)", True: "(E, in, out)", None: "unknown"}  # by `transposed`
 
@@ -39,8 +43,8 @@ def dump(
     double_quant: opt.ModelDoubleQuant = None,
     as_json: opt.Json = False,
     why: bool = opt.flag("--why", "Print the evidence, and what was rejected and why."),
-    peft: bool = opt.flag("--peft", "Print Python to paste into a LoraConfig, alone."),
-    yaml: bool = opt.flag("--yaml", "Print YAML to paste into a trainer's file, alone."),
+    peft: bool = opt.flag("--peft", "Print Python to paste into a LoraConfig, alone: full names."),
+    yaml: bool = opt.flag("--yaml", "Print YAML to paste into a trainer's file, alone: suffixes."),
     trust_remote_code: Annotated[bool, opt.trust_remote_code_of("MODEL")] = False,
     color: opt.Colored = opt.Color.auto,
 ) -> None:
@@ -95,21 +99,17 @@ def inspect_model(
     for (*_, skipped), params in alike.items():
         first, nbytes = params[0], sum(param.nbytes for param in params)
         packed = nbytes if skipped else sum(packed_nbytes(p.shape, settings) for p in params)
-        fields = ("pattern", "num_experts", "in_features", "out_features", "transposed", "role")
         experts.append(
             {
-                **{name: getattr(first, name) for name in fields},
+                **{name: getattr(first, name) for name in _FIELDS},
                 "count": len(params),
                 "shape": list(first.shape),
                 "dtype": first.dtype_name,
-                "packed": first.packed,
                 "skipped": skipped,
                 "nbytes": nbytes,
                 "packed_nbytes": packed,
                 "names": [param.name for param in params],
                 "aliases": [alias for param in params for alias in param.aliases],
-                "evidence": first.evidence,
-                "orientation_evidence": first.orientation_evidence,
             }
         )
     return {
@@ -138,32 +138,30 @@ def inspect_model(
 
 
 def _show(found: Mapping[str, Any], out: Console, why: bool) -> None:
-    for note in found["notes"]:
-        say(out, f"[yellow]note:[/] {escape(note)}")
-    label, experts, rejected = escape(found["model"]), found["experts"], len(found["rejected"])
+    experts, rejected = found["experts"], len(found["rejected"])
     others = f"{rejected} other parameter{'s' * (rejected != 1)} of three or more dimensions"
     if experts:
         _show_experts(found, out)
         if rejected:
-            say(out, f"No experts: {others}{'' if why else ' (--why says why)'}.")
+            out.print(f"No experts: {others}{'' if why else ' (--why says why)'}.")
     else:
-        say(out, f"{label}: no fused expert parameters ({others}).")
+        out.print(f"{escape(found['model'])}: no fused expert parameters ({others}).")
     if names := [item["name"] for item in found["linear_experts"]]:
         lists = "Experts that are lists of Linear layers, which bitsandbytes packs itself"
-        say(out, f"{lists}: {escape(_patterns(names))}")
-    if why:
-        for one in experts:
-            said = f"{one['evidence']}. {one['orientation_evidence']}".rstrip()
-            said += f" Skipped by {one['skipped']!r}." if one["skipped"] else ""
-            say(out, f"[green]{escape(one['pattern'])}[/]: {escape(said)}")
-        for one in found["rejected"]:
-            said = f" {'x'.join(map(str, one['shape']))}: {one['reason']}"
-            say(out, f"[red]{escape(one['name'])}[/]{escape(said)}")
+        out.print(f"{lists}: {escape(_patterns(names))}")
+    for one in experts if why else ():
+        said = f"{one['evidence']}. {one['orientation_evidence']}".rstrip()
+        said += f" Skipped by {one['skipped']!r}." if one["skipped"] else ""
+        out.print(f"[green]{escape(one['pattern'])}[/]: {escape(said)}")
+    for one in found["rejected"] if why else ():
+        said = f" {'x'.join(map(str, one['shape']))}: {one['reason']}"
+        out.print(f"[red]{escape(one['name'])}[/]{escape(said)}")
+    for note in found["notes"]:
+        out.print(f"[yellow]note:[/] {escape(note)}")
 
 
 def _show_experts(found: Mapping[str, Any], out: Console) -> None:
-    kind, nested = found["quantization"]["kind"], found["quantization"]["double_quant"]
-    title = f"{escape(found['model'])}: experts packed as {kind}{', double quantization' * nested}"
+    kind, nested = found["quantization"].values()
     rows = [
         (
             escape(one["pattern"]),
@@ -175,32 +173,43 @@ def _show_experts(found: Mapping[str, Any], out: Console) -> None:
         )
         for one in found["experts"]
     ]
+    title = f"{escape(found['model'])}: experts packed as {kind}{', double quantization' * nested}"
     headings = ("parameter", ">count", "shape, dtype", "role, layout", ">now", ">packed")
     render.show_table(out, title, headings, rows)
     count, now, packed = found["totals"].values()
     sizes = f"{human_bytes(now)} now, {human_bytes(packed)} packed"
-    say(out, f"{count} expert parameters: {sizes} ({now / max(packed, 1):.2f} times smaller).")
+    out.print(f"{count} expert parameters: {sizes} ({now / max(packed, 1):.2f} times smaller).")
     plain = [router["name"] for router in found["routers"] if router["plain_linear"]]
     if plain:
         said = "bitsandbytes packs these routers unless llm_int8_skip_modules names them"
-        say(out, f"[yellow]{said}[/]: {escape(_patterns(plain))}")
+        out.print(f"[yellow]{said}[/]: {escape(_patterns(plain))}")
     names = [name.rpartition(".")[0] for one in found["experts"] for name in one["names"]]
     targets, excluded = (len(found[name]) for name in _LISTS)
     below = f"in and below {escape(_patterns(dict.fromkeys(names)))}"
     lists = f"{targets} target_parameters; {excluded} exclude_modules, {below}"
-    say(out, f"PEFT: {lists} (--peft and --yaml print them).")
+    out.print(f"PEFT: {lists} (--peft and --yaml print them).")
 
 
 def _to_paste(found: Mapping[str, Any], yaml: bool) -> str:
-    """Return both lists as YAML, or as keyword arguments of a `LoraConfig`."""
+    """Return both lists as YAML by suffixes, or as keyword arguments of a `LoraConfig`."""
+    others = [item["name"] for item in found["rejected"]]
+    others += [name for one in found["experts"] if one["skipped"] for name in one["names"]]
     lines = ["# for experts packed by moe_qlora"]
     for name in _LISTS:
-        quoted = map(json.dumps, found[name])  # which both languages read
+        # json.dumps quotes for both languages
         if yaml:
-            lines += [f"lora_{name}:", *(f"  - {each}" for each in quoted)]
+            lines.append(f"lora_{name}:")
+            lines += [f"  - {json.dumps(each)}" for each in _suffixes(found[name], others)]
         else:
-            lines += [f"{name}=[", *(f"    {each}," for each in quoted), "],"]
+            lines += [f"{name}=[", *(f"    {json.dumps(each)}," for each in found[name]), "],"]
     return "\n".join(lines) + "\n"
+
+
+def _suffixes(names: list[str], others: list[str]) -> list[str]:
+    """Return names without their layer and all before it; full names if `others` end alike."""
+    short = list(dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in names))
+    unique = not any(f".{each}." in f".{other}." for each in short for other in others)
+    return short if unique else names
 
 
 def _patterns(names: Iterable[str]) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,7 +16,7 @@ from rich.markup import escape
 
 from ..errors import ConfigError, one_line
 from ..layout import human_bytes, name_pattern
-from ..progress import reporting
+from ..progress import Progress, reporting
 from . import options as opt
 from . import render
 
@@ -27,24 +29,30 @@ Server = StrEnum("Server", ["vllm", "sglang", "gguf", "peft"])  # as in serving/
 EXAMPLES = (
     "moe-qlora quantize ./model ./model-nf4",
     "moe-qlora quantize ./model ./packed --quant int8 --device cpu",
-    "moe-qlora quantize ./gpt-oss-20b ./packed --skip lm_head",
     "moe-qlora verify ./model-nf4",
     "moe-qlora verify ./model-nf4 --against ./model",
     "moe-qlora merge ./model ./adapter ./merged",
-    "moe-qlora merge ./model-nf4 ./adapter ./merged --dtype bfloat16",
     "moe-qlora merge ./model ./adapter ./merged --like-training",
     "moe-qlora export ./adapter --base ./model --for vllm -o ./served",
     "moe-qlora export ./served --base ./model --for peft -o ./again",
     "moe-qlora report ./model-nf4 --against ./model",
     "moe-qlora report ./my-run --text train.jsonl -o run.html",
-    "moe-qlora report qwen3_moe --quant nf4",
 )
 _NEW = "New folder; nothing is overwritten."
 
 
-def _bar(quiet: bool, doing: str, done: str) -> Any:
+@contextmanager
+def _bar(quiet: bool, source: object, done: str, out: str | None = None) -> Iterator[Progress]:
+    """Show a bar on a terminal; Ctrl-C says what stays of `out`, the folder that is written."""
     shown = not quiet and sys.stderr.isatty()
-    return reporting(shown, doing, done, stderr=True, transient=True)
+    try:
+        with reporting(shown, f"Reading {source}", done, stderr=True, transient=True) as tell:
+            yield tell
+    except KeyboardInterrupt:
+        if out is None:
+            raise
+        said = f"{out} was not written and no part of it stays; {source} is as it was."
+        raise render.Interrupted(said) from None
 
 
 def quantize(
@@ -65,7 +73,7 @@ def quantize(
 
     DST loads in seconds: `with moe_qlora.enabled(): AutoModelForCausalLM.from_pretrained(DST)`.
     """
-    with _bar(quiet, f"Reading {src}", "Packed") as tell:
+    with _bar(quiet, src, "Packed", dst) as tell:
         import torch
 
         from ..checkpoint.save import quantize_checkpoint
@@ -110,7 +118,7 @@ def merge(
         raise ConfigError("--quant goes with --like-training; give both, or neither.")
     if double_quant and quant is opt.Quant.int8:
         raise ConfigError("--double-quant is for nf4 and fp4; leave it out with int8.")
-    with _bar(quiet, f"Reading {base}", "Merged") as tell:
+    with _bar(quiet, base, "Merged", out) as tell:
         import torch
 
         from ..checkpoint.merge import merge_adapter
@@ -141,8 +149,10 @@ def export(
     with render.working("Exporting"):
         from ..serving.export import export_adapter
 
-        options = {"any_base": any_base, "trust_remote_code": trust_remote_code}
-        report = export_adapter(adapter, out, base=base, target=target.value, **options)
+        report = export_adapter(
+            adapter, out, base=base, target=target.value, any_base=any_base,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
     typer.echo(report)
 
 
@@ -150,7 +160,7 @@ def report(
     source: str = opt.argument("FOLDER_OR_RUN", "Checkpoint, adapter, Trainer's run, or MODEL."),
     out: Path = opt.option("HTML file to write.", "--out", "-o", default=Path("report.html")),
     against: Path | None = opt.option("Folder it was packed from, for the error of packing."),
-    text: Path | None = opt.option("JSONL, JSON or text file whose experts are counted."),
+    text: Path | None = opt.option("JSONL or text file whose experts are counted."),
     base: str | None = opt.option("Model of an adapter or run that names none that is here."),
     batch: int | None = opt.option("", hidden=True),
     seq: int | None = opt.option("", hidden=True),
@@ -190,7 +200,7 @@ def verify(
     Ends with 0 where all is well, with 1 where something is damaged (named on stderr, or in the
     JSON), and with 2 where FOLDER is no checkpoint or a setting cannot be followed.
     """
-    with _bar(quiet, f"Reading {folder}", "Checked") as tell:
+    with _bar(quiet, folder, "Checked") as tell:
         from ..checkpoint.verify import verify as check
 
         found = check(folder, against, trust_remote_code=trust_remote_code, progress=tell)
@@ -212,27 +222,29 @@ def _show(found: VerifyReport, out: Console) -> None:
     rows = []
     for pattern, errors in alike.items():
         worst = max(errors, key=lambda error: max(error.experts))
+        most, mean = max(worst.experts), sum(error.relative for error in errors) / len(errors)
         numbers = re.findall(r"(?<=\.)\d+(?=\.)", worst.name)  # that `*` stands for
         where = [f"* = {', '.join(numbers)}"] * bool(numbers)
-        where += [f"expert {worst.experts.index(max(worst.experts))}"] * worst.expert
-        mean = sum(error.relative for error in errors) / len(errors)
-        row = (str(len(errors)), f"{mean:.2%}", f"{max(worst.experts):.2%}", ", ".join(where))
-        rows.append((escape(pattern), *row))
+        where += [f"expert {worst.experts.index(most)}"] * worst.expert
+        cells = (str(len(errors)), f"{mean:.2%}", f"{most:.2%}", ", ".join(where))
+        rows.append((escape(pattern), *cells))
+    name = escape(str(found.folder))
     if rows:
-        title = f"{escape(str(found.folder))}: error of {found.kind}, relative (Frobenius)"
         headings = ("parameter", ">count", ">error", ">worst", "where")
-        render.show_table(out, title, headings, rows)
+        render.show_table(
+            out, f"{name}: error of {found.kind}, relative (Frobenius)", headings, rows
+        )
     if not found.good:
         return
-    what = "plain" if found.kind == "plain" else f"packed as {found.kind}"
-    what = f"quantized by its maker ({escape(found.method)})" if found.method else what
-    files = f"{found.files} file{'' if found.files == 1 else 's'}"
-    more = f"; {found.experts} expert weights, {found.linears} Linear layers packed"
-    if found.kind == "plain":
+    what, more = f"packed as {found.kind}", ""
+    if found.kind != "plain":
+        more = f"; {found.experts} expert weights, {found.linears} Linear layers packed"
+    elif found.dequantized:
         more = f"; {found.dequantized} weights are codes, and are read dequantized"
-        more *= bool(found.dequantized)
-    render.say(
-        out,
-        f"[green]{escape(str(found.folder))} is whole[/]: {what}, {found.tensors} tensors in "
-        f"{files}, {human_bytes(found.nbytes)}{more}.",
-    )
+    if found.method:
+        what = f"quantized by its maker ({escape(found.method)})"
+    elif found.kind == "plain":
+        what = "plain"
+    count = f"{found.tensors} tensors in {found.files} file{'s' * (found.files != 1)}"
+    size = human_bytes(found.nbytes)
+    out.print(f"[green]{name} is whole[/]: {what}, {count}, {size}{more}.")

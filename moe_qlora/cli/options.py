@@ -18,11 +18,23 @@ Color = StrEnum("Color", ["auto", "always", "never"])
 
 
 class Subcommand(TyperCommand):
-    """A subcommand with usage as in its help."""
+    """A subcommand with usage as in its help, and with its options under headings."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Remove typer's braces around required arguments."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write each panel of options under its name, which typer does in rich's markup alone."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if (shown := param.get_help_record(ctx)) is not None:
+                default = "Arguments" if param.param_type_name == "argument" else "Options"
+                panel = getattr(param, "rich_help_panel", None) or default
+                panels.setdefault(panel, []).append(shown)
+        for panel, rows in panels.items():
+            with formatter.section(panel):
+                formatter.write_dl(rows)
 
 
 def argument(metavar: str, text: str, **more: Any) -> Any:
@@ -30,9 +42,11 @@ def argument(metavar: str, text: str, **more: Any) -> Any:
     return typer.Argument(metavar=metavar, help=text, **more)
 
 
-def option(text: str, *names: str, default: Any = None, **more: Any) -> Any:
-    """Return an option with its help."""
-    return typer.Option(default, *names, help=text, **more)
+def option(
+    text: str, *names: str, default: Any = None, panel: str | None = None, **more: Any
+) -> Any:
+    """Return an option with its help, under the heading `panel`."""
+    return typer.Option(default, *names, help=text, rich_help_panel=panel, **more)
 
 
 def flag(name: str, text: str) -> Any:
@@ -72,16 +86,8 @@ def _model_names(incomplete: str) -> list[str]:
     """Complete a model name for the shell; without a match it completes paths."""
     from ..registry import checkpoints, model_types
 
-    shorts = [known.name.partition("/")[2].lower() for known in checkpoints()]
+    shorts = [known.short for known in checkpoints()]
     return [name for name in (*model_types(), *shorts) if name.startswith(incomplete)]
-
-
-def gpu_names(incomplete: str) -> list[str]:
-    """Complete the name of a card for the shell, after a count such as `2x`."""
-    from ..planning.devices import GPUS
-
-    count, x, start = incomplete.rpartition("x")
-    return [f"{count}{x}{name}" for name in GPUS if start.upper() in name.upper()]
 
 
 def existing(model: str | None) -> str | None:
@@ -100,15 +106,23 @@ _MODEL = argument(
     autocompletion=_model_names,
     callback=existing,
 )
+PACKING = "Packing"  # a panel
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-_NESTED = "Quantize the statistics too; default: what MODEL says, else yes."
-_ANY_BASE = "Take a BASE that is not the adapter's by its note."
-ModelQuant = Annotated[Quant | None, typer.Option(help="Packed type; default: MODEL's, else nf4.")]
-ModelDoubleQuant = Annotated[
-    bool | None, typer.Option("--double-quant/--no-double-quant", help=_NESTED)
+ModelQuant = Annotated[
+    Quant | None,
+    typer.Option(help="Packed type; default: MODEL's, else nf4.", rich_help_panel=PACKING),
 ]
-AnyBase = Annotated[bool, typer.Option("--any-base", help=_ANY_BASE)]
+ModelDoubleQuant = Annotated[
+    bool | None,
+    typer.Option(
+        help="Quantize the statistics too; default: what MODEL says, else yes.",
+        rich_help_panel=PACKING,
+    ),
+]
+AnyBase = Annotated[
+    bool, typer.Option("--any-base", help="Take a BASE that is not the adapter's by its note.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress bar.")]
 Colored = Annotated[Color, typer.Option("--color", help="When to colour.")]

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from rich import box
@@ -51,23 +50,13 @@ def console(color: str) -> Console:
     )
 
 
-def paste(out: Console, line: str) -> None:
-    """Print a command, or a line of Python, so that it can be pasted where it is wrapped too."""
-    end = " \\" if line.startswith("moe-qlora") else ""
-    room = max(out.width - 8 - len(end), 20)
-    parts = wrap(line, room, break_long_words=False, break_on_hyphens=False)
-    for part in f"{end}\n    ".join(parts).splitlines():  # the console escapes a line's own ends
-        out.print(f"    {part}", markup=False, highlight=False, soft_wrap=True)
-
-
-def say(out: Console, sentence: str, style: str = "") -> None:
-    """Print a sentence in rich's markup, wrapped at spaces."""
-    out.print(sentence, style=style)
-
-
 def print_json(content: object) -> None:
     """Print a document on stdout."""
     sys.stdout.write(json.dumps(content, indent=2) + "\n")
+
+
+class Interrupted(Exception):  # noqa: N818 - it is no error
+    """Ctrl-C, with a sentence about what stays."""
 
 
 @contextmanager
@@ -101,7 +90,7 @@ def show_table(
             table.add_section()
         else:
             table.add_row(*(cell if "[" in cell else _Words(cell) for cell in row))
-    say(out, title, "bold")
+    out.print(title, style="bold")
     out.print(table)
     out.line()
 

@@ -120,8 +120,7 @@ class Diagnosis:
         return {"good": self.good, **asdict(self)}
 
     def __str__(self) -> str:
-        lines = [self.fit] if self.fit else []
-        lines += [f"note: {note}" for note in self.notes]
+        lines = [self.fit] * bool(self.fit)
         for one in self.devices:
             size = f" ({human_bytes(one.nbytes)})" if one.nbytes is not None else ""
             lines.append(f"{one.name}{size}: {one.many_tokens}; few tokens: {one.few_tokens}.")
@@ -132,6 +131,7 @@ class Diagnosis:
             what = f"{kind.pattern} ({kind.count} {kind.class_name}) on {self.device.name}"
             lines.append(f"{what}: {kind.backend}; {kind.reason}. {kind.cost}".rstrip())
         lines += [f"{one.severity}: {one.what} {one.cure}" for one in self.findings]
+        lines += [f"note: {note}" for note in self.notes]
         problems = sum(one.severity == PROBLEM for one in self.findings)
         lines.append(f"{problems} problems, {len(self.findings) - problems} warnings.")
         return "\n".join(lines)
@@ -161,7 +161,8 @@ def doctor(
         CheckpointError: `model` cannot be read or built.
     """
     refuse_yaml(model, "doctor")
-    check_numbers(rank=16 if rank is None else rank)
+    rank = 16 if rank is None else rank
+    check_numbers(rank=rank)
     cards = _here() if gpu is None else [card_named(gpu)]
     device, card = cards[0]
     kinds: tuple[LayerKind, ...] = ()
@@ -181,7 +182,7 @@ def doctor(
         meta = meta_model.pack(
             source.build(), source.quantization, linears=source.linears, native=source.native
         )
-        kinds = _layer_kinds(meta.base, meta.layout, card, 16 if rank is None else rank)
+        kinds = _layer_kinds(meta.base, meta.layout, card, rank)
         if device.nbytes is not None:
             where = human_bytes(device.nbytes).replace(" ", "") if device.here else device.name
             fit = f"Training steps that fit {device.name}: moe-qlora plan {label} --gpus {where}"
@@ -232,12 +233,12 @@ def packages() -> tuple[Package, ...]:
     rows = []
     for name, tested in {"python": PYTHON, **REQUIRED, **OPTIONAL}.items():
         here = platform.python_version() if name == "python" else installed_version(name)
-        required, status = name not in OPTIONAL, "untested"
+        status = "untested"
         if here is None:
-            status = "missing" if required else "not installed"
+            status = "not installed" if name in OPTIONAL else "missing"
         elif tested.includes(here):
             status = "tested"
-        elif required and release_of(here) < release_of(tested.first):
+        elif name not in OPTIONAL and release_of(here) < release_of(tested.first):
             status = "too old"
         rows.append(Package(name, here, str(tested), status))
     return tuple(rows)
@@ -251,7 +252,7 @@ def known_problems(
     layers: tuple[LayerKind, ...] = (),
 ) -> tuple[Finding, ...]:
     """Return the known problems of this environment and model, and then the warnings."""
-    found = []
+    found: list[Finding] = []
 
     def add(severity: str, what: str, cure: str) -> None:
         found.append(Finding(severity, what, cure))
@@ -319,8 +320,14 @@ def _backend(module: Any, entry: ExpertsModule, card: Card, rank: int | None) ->
         return Backend(OWN_FORWARD, "the class does not use transformers' experts interface")
     call = backends.read_call(module, torch.empty(0))  # no autocast on meta
     if rank is not None:
-        first, second = (_factors(weight, rank) for weight in call.weights)
-        call = call._replace(lora=(first, second))
+        # in float32 like PEFT's; of weights `(E, ...)` that are packed
+        lora = [
+            (_factors(*weight.shape, rank),)
+            if weight is not None and len(weight.shape) == 3
+            else ()
+            for weight in call.weights
+        ]
+        call = call._replace(lora=(lora[0], lora[1]))
     # Hidden states (4096 tokens, hidden) in the experts' dtype before packing, without memory.
     dtype = getattr(torch, entry.parameters[0].dtype_name)
     x = torch.empty((), dtype=dtype, device=parametrize.device_of(module, packed))
@@ -328,10 +335,6 @@ def _backend(module: Any, entry: ExpertsModule, card: Card, rank: int | None) ->
     return backends.choose_backend(module, call._replace(x=x, card=card))
 
 
-def _factors(weight: Any, rank: int) -> tuple[LoraFactors, ...]:
-    """Return LoRA factors of a weight `(E, ...)` on meta, in float32 like PEFT's."""
-    if weight is None or len(weight.shape) != 3:  # not packed, or refused for its shape
-        return ()
-    experts, rows, columns = weight.shape
+def _factors(experts: int, rows: int, columns: int, rank: int) -> LoraFactors:
     a = torch.empty(experts * rank, columns, device="meta")
-    return (LoraFactors(a, torch.empty(rows, rank * experts, device="meta"), 1.0),)
+    return LoraFactors(a, torch.empty(rows, rank * experts, device="meta"), 1.0)

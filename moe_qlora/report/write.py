@@ -11,34 +11,34 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from ..checkpoint.manifest import is_packed
 from ..checkpoint.staging import replace_file
 from ..checkpoint.verify import verify
+from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers, first_line
 from ..hf.switch import enabled
-from ..layout import human_bytes, name_pattern
+from ..kernels.workspace import in_backward
+from ..layout import human_bytes, name_pattern, unwrapped_name
 from ..lora.model import load_adapter
 from ..models import named
 from ..models.files import MAX_JSON, read_json
 from ..planning import meta_model
 from ..versions import installed_version
-from .counts import ExpertCounts
 
 KINDS = ("experts", "Linear layers", "embeddings and head", "routers", "norms and others")
 """Kinds of weights, in the order of tables. Linear layers are the packed ones."""
 
 _LOG, _ADAPTER, _MODEL = "trainer_state.json", "adapter_config.json", "config.json"
-_PARTS = ("instruction", "prompt", "input", "completion", "output")  # of a row, without text
 _PLAIN = "{% for message in messages %}{{ message.content }}\n{% endfor %}"  # without a template
 _LONGEST = 2048  # tokens of a text; the rest is left out
 
@@ -49,7 +49,7 @@ class _Subject(NamedTuple):
     weights: Path | None = None  # folder of the model's weights
     adapter: Path | None = None
     log: Path | None = None
-    live: Any = None
+    live: nn.Module | None = None
 
 
 _Picture = tuple[str, str]  # PNG in base64, and words
@@ -78,8 +78,8 @@ def write_report(
             run; a configuration, path, model type or hub id as `plan` takes it; or a live model.
         out: The .html file to write; it is replaced at once when the page is complete.
         against: The checkpoint that a packed folder was packed from: shows the packing error.
-        text: A JSONL, JSON or text file, or strings: shows which experts these texts go to, which
-            loads and runs the model.
+        text: A JSONL or text file, or strings: shows which experts these texts go to, which loads
+            and runs the model.
         base: The model of an adapter or run, if its folder does not name one that exists here.
         tokenizer: Reads `text`; None takes that of the adapter's or the model's folder.
         quantization_config: As `plan` takes it.
@@ -205,15 +205,19 @@ def bytes_by_kind(source: meta_model.ModelSource) -> tuple[str | None, dict[str,
         source.build(), source.quantization, linears=source.linears, native=source.native
     )
     plain = {name: weight.nbytes for name, weight in source.build().named_parameters()}
-    found: list[tuple[str, int, int, int]] = []
+    kinds: dict[str, list[int]] = {kind: [0, 0, 0] for kind in KINDS}
     counted: set[int] = set()
+
+    def add(kind: str, *sizes: int) -> None:
+        kinds[kind] = [*map(sum, zip(kinds[kind], sizes, strict=True))]
+
     for part in {id(part.weight.owner): part for part in meta.parts}.values():
-        weight, kind = part.weight, KINDS[part.linear]
+        weight = part.weight
         tensors = (weight.codes, *weight.statistics)
         counted |= {id(weight.owner), *(tensor.untyped_storage()._cdata for tensor in tensors)}
         as_read = plain.get(f"{part.module}.{part.leaf}", 0)  # as packed, if that came packed
         loaded = max(as_read, weight.numel * weight.dtype.itemsize)
-        found.append((kind, weight.numel, loaded, weight.codes.nbytes + part.statistics))
+        add(KINDS[part.linear], weight.numel, loaded, weight.codes.nbytes + part.statistics)
     named_modules = meta.base.named_modules()
     tables = [m for n, m in named_modules if isinstance(m, nn.Embedding) or n.endswith("lm_head")]
     in_tables = {id(weight) for table in tables for weight in table.parameters(recurse=False)}
@@ -224,9 +228,8 @@ def bytes_by_kind(source: meta_model.ModelSource) -> tuple[str | None, dict[str,
             kind = "experts" if meta.layout.find(name) else "norms and others"
             kind = "routers" if f"{name}.".startswith(routers) else kind
             kind = "embeddings and head" if id(tensor) in in_tables else kind
-            found.append((kind, tensor.numel(), tensor.nbytes, tensor.nbytes))
-    kinds = {kind: [row[1:] for row in found if row[0] == kind] for kind in KINDS}
-    return meta.kind, {k: [*map(sum, zip(*rows, strict=True))] for k, rows in kinds.items() if rows}
+            add(kind, tensor.numel(), tensor.nbytes, tensor.nbytes)
+    return meta.kind, {kind: sizes for kind, sizes in kinds.items() if any(sizes)}
 
 
 def _bytes(subject: _Subject, quantization: Any, remote: bool) -> _Section:
@@ -269,20 +272,69 @@ def _error(subject: _Subject, against: str | Path | None, remote: bool) -> _Sect
     return (f"Against {against}.",), rows, _curves("packing error by layer", curves, **axes)
 
 
+@contextmanager
+def expert_counts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Count assignments to experts in a block.
+
+    Yields counts `(E + 1,)` int64 by the names that experts modules have without adapters; the last
+    one is of ids that are no expert's. A recomputed forward is not counted again.
+    """
+    unwrap = getattr(model, "get_base_model", None)
+    base: Any = unwrap() if callable(unwrap) and hasattr(model, "base_model") else model
+    counts: dict[str, Tensor] = {}
+    hooks = []
+
+    def hook_of(name: str) -> Any:
+        def add(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            for value in () if in_backward() else (*args, *kwargs.values()):
+                # the ids: the `(T, k)` integers among an experts module's arguments
+                if isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point():
+                    count = counts[name] = counts[name].to(value.device)
+                    ids, last = value.reshape(-1).long(), len(count) - 1
+                    ids = torch.where((ids < 0) | (ids > last), last, ids)
+                    count.scatter_add_(0, ids, torch.ones_like(ids))
+                    return
+
+        return add
+
+    for entry in detect(base).modules:
+        if entry.router is not None:
+            module, name = base.get_submodule(entry.name), unwrapped_name(entry.name)
+            counts[name] = torch.zeros(entry.num_experts + 1, dtype=torch.int64)
+            hooks.append(module.register_forward_pre_hook(hook_of(name), with_kwargs=True))
+    if not counts:
+        raise ConfigError(f"{type(base).__name__} has no fused experts behind a router.")
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _routing(
     subject: _Subject, text: Any, tokenizer: Any, quantization: Any, most: int, remote: bool
 ) -> _Section:
     if text is None or (subject.live is None and subject.weights is None):
         raise ConfigError("It needs weights, and a sample of your text as text (--text).")
     own = subject.adapter is not None and any(subject.adapter.glob("tokenizer*"))
-    where = str(subject.adapter if own else subject.weights)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(
-        where, trust_remote_code=remote, local_files_only=True
+        str(subject.adapter if own else subject.weights),
+        trust_remote_code=remote,
+        local_files_only=True,
     )
-    model = subject.live or _load(subject, quantization, remote)
+    model: Any = subject.live
+    if model is None:
+        device = "auto" if torch.cuda.is_available() else None
+        options: dict[str, Any] = {"trust_remote_code": remote, "device_map": device}
+        if quantization is not None and subject.weights and not is_packed(subject.weights):
+            options["quantization_config"] = meta_model.bnb_config(quantization)
+        with named.quiet(), enabled():
+            model = AutoModelForCausalLM.from_pretrained(subject.weights, dtype="auto", **options)
+        if subject.adapter is not None:
+            model = load_adapter(model, str(subject.adapter))
     training = [module for module in model.modules() if module.training]
     used = rows = 0
-    with torch.no_grad(), ExpertCounts(model.eval()) as counts:
+    with torch.no_grad(), expert_counts(model.eval()) as counts:
         for sample in _texts(text):
             shown = sample
             if not isinstance(sample, str):
@@ -295,9 +347,9 @@ def _routing(
                 used, rows = used + len(ids), rows + 1
             if used >= most:
                 break
-        by_layer = [*counts.read().values()]
     for module in training:
         module.training = True
+    by_layer = [count[:-1].cpu() for count in counts.values()]
     if not any(map(torch.any, by_layer)):
         raise ConfigError("The sample has no text, or no layer is told the experts' ids.")
     shares = [count / count.sum().clamp(min=1) for count in by_layer]
@@ -313,36 +365,25 @@ def _routing(
     return (said,), (), _picture("use of experts by layer", draw)
 
 
-def _load(subject: _Subject, quantization: Any, remote: bool) -> nn.Module:
-    device = "auto" if torch.cuda.is_available() else None
-    options: dict[str, Any] = {"trust_remote_code": remote, "dtype": "auto", "device_map": device}
-    if quantization is not None and subject.weights and not is_packed(subject.weights):
-        options["quantization_config"] = meta_model.bnb_config(quantization)
-    with named.quiet(), enabled():
-        model: Any = AutoModelForCausalLM.from_pretrained(subject.weights, **options)
-    return model if subject.adapter is None else load_adapter(model, str(subject.adapter))
-
-
 def _texts(text: str | Path | Iterable[str]) -> Iterator[Any]:
+    """Yield strings and conversations: paragraphs of a text file, or rows of JSONL."""
     if not isinstance(text, (str, Path)):
         yield from text
         return
     file = Path(text).expanduser()
     content = file.read_text(encoding="utf-8-sig")
-    if file.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
+    if file.suffix.lower() != ".jsonl":
         yield from filter(None, map(str.strip, content.split("\n\n")))
         return
     try:
-        lines = filter(str.strip, content.splitlines())
-        rows = json.loads(content) if content.lstrip()[:1] == "[" else map(json.loads, lines)
-        for row in rows:
-            whole = row if isinstance(row, str) else row.get("text") or row.get("messages")
-            parts = [whole] if whole else [row[name] for name in _PARTS if name in row]
-            yield "\n".join(parts) if isinstance(parts[0], str) else [*chain(*parts)]
+        for row in map(json.loads, filter(str.strip, content.splitlines())):
+            if not (whole := row.get("text") or row.get("messages")):
+                whole = row["prompt"] + row["completion"]
+            yield whole
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{file} is no sample of texts ({first_line(error)}): rows are strings, or have text, "
-            "messages, prompt and completion, or instruction and output."
+            f"{file} is no sample of texts ({first_line(error)}): each row of JSONL has text, "
+            "messages, or prompt and completion."
         ) from error
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moe_qlora.checkpoint.reader import INDEX
 from moe_qlora.kernels.weights import MX_BLOCK, PackedWeight
 from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.settings import CodecSettings
-from moe_qlora.testing import tiny_model
+
+from .prequantized import write_both
 
 
 def random_mxfp4(*shape: int, seed: int = 0, spread: int = 4) -> tuple[Tensor, Tensor]:
@@ -71,22 +69,9 @@ def expert_keys(keys: Iterable[str]) -> list[str]:
 
 def write_gpt_oss(root: Path, **sizes: int) -> None:
     """Write `maker`, a folder as gpt-oss is shipped, and `plain`, the bf16 one it stands for."""
-    model: Any = tiny_model("gpt_oss", dtype=torch.bfloat16, **sizes)
-    model.save_pretrained(root / "plain")
-    plain = load_file(root / "plain" / "model.safetensors")
-    stored = dict(plain)
-    for number, key in enumerate(sorted(expert_keys(plain))):
-        experts, inner, out = plain[key].shape
-        blocks, scales = random_mxfp4(experts, out, inner, seed=number)
-        stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        del stored[key]
-        plain[key] = slow_decode(blocks, scales).transpose(1, 2).contiguous().bfloat16()
-    save_file(plain, root / "plain" / "model.safetensors", {"format": "pt"})
-    shutil.copytree(root / "plain", root / "maker")
-    save_file(stored, root / "maker" / "model.safetensors", {"format": "pt"})
-    file = root / "maker" / "config.json"
-    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    file.write_text(json.dumps(config))
+    folder = write_both(root, "gpt_oss mxfp4", overrides=sizes, shards=1) / "maker"
+    (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+    (folder / INDEX).unlink()
 
 
 def mxfp4_blocks(packed: PackedWeight) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast
+from transformers.distributed import DistributedConfig
 
 import moe_qlora
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -49,10 +52,6 @@ def blocks(file: Path) -> list[tuple[str | None, str, int]]:
 
 def with_code(*, run: bool) -> list[Path]:
     return [file for file in FILES if any((why is None) == run for why, _, _ in blocks(file))]
-
-
-def named(file: Path) -> str:
-    return file.name
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def run(file: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the libraries that pages call
-@pytest.mark.parametrize("file", with_code(run=True), ids=named)
+@pytest.mark.parametrize("file", with_code(run=True), ids=lambda file: file.name)
 def test_pages_run(file, here):
     for package in NEEDS.get(file.name, ()):
         pytest.importorskip(package)
@@ -102,7 +101,7 @@ def test_pages_run(file, here):
         assert all(grad is not None and grad.any() for grad in factors.values())
 
 
-@pytest.mark.parametrize("file", with_code(run=False), ids=named)
+@pytest.mark.parametrize("file", with_code(run=False), ids=lambda file: file.name)
 def test_names_of_what_is_not_run(file):
     for why, code, line in blocks(file):
         if why is None:
@@ -114,7 +113,11 @@ def test_names_of_what_is_not_run(file):
 def unknown_names(code: str) -> list[str]:
     """What a block imports and is not there, and keyword arguments that its functions lack."""
     tree = ast.parse(code)
-    known: dict[str, Any] = {"moe_qlora": moe_qlora, "torch": torch, **of_the_libraries()}
+    # what pages use of other libraries without importing it in the same block
+    names = ("AutoModelForCausalLM", "TrainingArguments", "Trainer", "BitsAndBytesConfig")
+    known: dict[str, Any] = {name: getattr(transformers, name) for name in names}
+    known |= {"moe_qlora": moe_qlora, "torch": torch}
+    known |= {"fully_shard": fully_shard, "DistributedConfig": DistributedConfig}
     wrong = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and find_spec(str(node.module).split(".")[0]):
@@ -137,17 +140,6 @@ def unknown_names(code: str) -> list[str]:
     return wrong
 
 
-def of_the_libraries() -> dict[str, Any]:
-    """What the pages use of other libraries without importing it in the same block."""
-    import transformers
-    from torch.distributed.fsdp import fully_shard
-    from transformers.distributed import DistributedConfig
-
-    names = ["AutoModelForCausalLM", "TrainingArguments", "Trainer", "BitsAndBytesConfig"]
-    found = {name: getattr(transformers, name) for name in names}
-    return {**found, "fully_shard": fully_shard, "DistributedConfig": DistributedConfig}
-
-
 def resolved(function: ast.expr, known: dict[str, Any]) -> Any:
     """The object that a call names, or None where it is made by the page."""
     path = ast.unparse(function).split(".")
@@ -155,17 +147,3 @@ def resolved(function: ast.expr, known: dict[str, Any]) -> Any:
     for part in path[1:]:
         thing = getattr(thing, part, None)
     return thing if callable(thing) else None
-
-
-def test_unknown_names_are_found():
-    code = """
-from moe_qlora.integrations.trl import adapters_to_sglang
-from transformers import Trainer
-
-moe_qlora.grahp_layers(model)
-moe_qlora.plan("qwen3_moe", sequence=4)
-moe_qlora.plan("qwen3_moe", seq_len=4)
-TrainingArguments(output_dir="x", liger=True)
-"""
-    wrong = {"adapters_to_sglang", "moe_qlora.grahp_layers", "sequence=", "liger="}
-    assert set(unknown_names(code)) == wrong

@@ -7,8 +7,8 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import click
 import pytest
 import typer
 import yaml
@@ -22,8 +22,6 @@ README, PAGES = ROOT / "README.md", PACKAGE / "docs"
 DOCUMENTS = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", *PACKAGE.rglob("*.md"), *ROOT.glob("tools/**/*.md")]
 )
-MOST_WORDS = {README: 900}
-MOST_WORDS_OF_A_PAGE = 2800
 SITE = ROOT / "tools/docs/mkdocs.yml"
 
 documents = pytest.mark.parametrize("file", DOCUMENTS, ids=lambda f: str(f.relative_to(ROOT)))
@@ -41,8 +39,7 @@ def anchors_of(file: Path) -> set[str]:
 
 def first_cells(table: str) -> list[str]:
     """The first cell of each row of a table, without its two lines of heading."""
-    lines = [line for line in table.splitlines() if line.startswith("|")]
-    return [line.split("|")[1] for line in lines[2:]]
+    return [line.split("|")[1] for line in table.splitlines() if line.startswith("|")][2:]
 
 
 @documents
@@ -69,7 +66,7 @@ def test_files_that_are_named_exist(file):
 @documents
 def test_pages_are_short(file):
     if file == README or file.parent == PAGES:
-        assert len(text_of(file).split()) <= MOST_WORDS.get(file, MOST_WORDS_OF_A_PAGE)
+        assert len(text_of(file).split()) <= (900 if file == README else 2800)
 
 
 def test_every_page_is_in_the_index_and_on_the_site():
@@ -90,8 +87,7 @@ def commands_of(file: Path) -> Iterator[list[str]]:
 
 @documents
 def test_commands_and_options_exist(file):
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    group: Any = typer.main.get_command(app)
     bad = []
     for name, *words in commands_of(file):
         if name.startswith("-"):
@@ -175,58 +171,3 @@ def test_nobody_is_sent_to_a_registry_for_this_package():
     pages = [text_of(file) for file in DOCUMENTS if file.name != "RELEASING.md"]
     assert not [text for text in messages() + pages if sent.search(text)]
     assert sent.search("pip install -U moe-qlora")
-
-
-# Each is a question, the heading under which the answer stands, and words of the answer. From the
-# README it is one link to the page, or two by way of the index.
-QUESTIONS = {
-    "How much memory does Qwen3-30B-A3B take at 8,192 tokens?": (
-        "memory.md", "Does it fit?", ["8,192 tokens", "39.4 GiB", "#what-fits"],
-    ),
-    "Does it train on an RTX 4090?": (
-        "memory.md", "One card of 24 GB", ["4090", "qwen3_24gb.py"],
-    ),
-    "How do I train with FSDP2?": ("many-gpus.md", "FSDP2 and DDP", ["fully_shard(layer)"]),
-    "What does `down_proj` in target_modules reach?": (
-        "lora.md", "Names such as `down_proj`", ["modules only", "experts="],
-    ),
-    "How do I serve with vLLM?": (
-        "quickstart.md", "Serve with vLLM", ["vllm serve", "--lora-modules", "moe-qlora export"],
-    ),
-    "Which versions are tested?": (
-        "quickstart.md", "Versions", ["torch 2.11 to 2.15", "constraints.txt"],
-    ),
-    "My loss is NaN": ("troubleshooting.md", "My loss is NaN", ["bfloat16", "learning rate"]),
-    "How do I resume?": ("saving.md", "Resuming", ["resume_from_checkpoint=True"]),
-    "How do I use axolotl?": ("trainers.md", "axolotl", ["MoeQloraPlugin", "lora_experts"]),
-    "The experts do not learn": (
-        "troubleshooting.md", "Experts do not learn", ["experts=True", "moe_qlora.lora.inject"],
-    ),
-    "It is slow": ("speed.md", "Is it slow?", ["moe-qlora doctor", "compute_dtype"]),
-}  # fmt: skip
-
-
-def links_of(file: Path) -> set[tuple[Path, str]]:
-    """The pages, with headings' anchors, that a page links to."""
-    targets = (target.partition("#") for target in re.findall(r"\]\(([^)\s]+)\)", text_of(file)))
-    return {((file.parent / path).resolve(), anchor) for path, _, anchor in targets if path}
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_two_clicks_from_the_readme_answer(question):
-    name, heading, words = QUESTIONS[question]
-    index, page = PAGES / "index.md", PAGES / name
-    anchor = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-    assert index in {path for path, _ in links_of(README)}
-    first = text_of(page).startswith(f"# {heading}\n")
-    assert (page, "" if first else anchor) in links_of(index)
-    parts = re.split(r"^#+ (.+)\n", without_code(page), flags=re.MULTILINE)
-    answers = dict(zip(parts[1::2], parts[2::2], strict=True))
-    for word in words:
-        assert word in answers[heading], word
-
-
-def without_code(file: Path) -> str:
-    """A page whose code has no line that looks like a heading."""
-    fence = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-    return fence.sub(lambda code: code[0].replace("\n#", "\n ="), text_of(file))

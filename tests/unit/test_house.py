@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 import tomllib
-from fnmatch import fnmatch
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -114,28 +114,12 @@ def trespasses(module: str, imported: str) -> str | None:
     return f"{room} may not import {goal or 'the package itself'}, which is not below it"
 
 
-def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Every group of modules that reach each other by imports."""
-    reach = {module: set(targets) for module, targets in edges.items()}
-    for via in edges:
-        for module in edges:
-            if via in reach[module]:
-                reach[module] |= reach[via]
-    groups = {
-        tuple(sorted(m for m in edges if m in reach[module] and module in reach.get(m, ())))
-        for module in edges
-        if module in reach[module]
-    }
-    return [list(group) for group in sorted(groups)]
-
-
 def test_no_file_is_in_a_circle_of_imports():
-    modules = {module_of(file): file for file in FILES}
     edges = {
-        module: {t for name, _ in imports_of(file) if (t := target_of(name)) is not None}
-        for module, file in modules.items()
+        module_of(file): {t for name, _ in imports_of(file) if (t := target_of(name)) is not None}
+        for file in FILES
     }
-    assert not circles(edges)
+    TopologicalSorter(edges).prepare()  # raises a CycleError that names the files
 
 
 def test_unit_tests_mirror_the_package():
@@ -143,19 +127,6 @@ def test_unit_tests_mirror_the_package():
     folders = {p.name for p in (ROOT / "tests/unit").iterdir() if p.is_dir()} - {"__pycache__"}
     assert folders - {"tools"} <= rooms
     assert not rooms - folders - {"integrations"}  # tests/integrations
-
-
-def test_every_file_with_tests_is_collected(pytestconfig):
-    """pytest silently skips folders that match norecursedirs: by default "build" and "dist"."""
-    skipped = pytestconfig.getini("norecursedirs")
-    named = pytestconfig.getini("python_files")
-    tests = ROOT / "tests"
-    files = [f for f in tests.rglob("*.py") if re.search(r"^def test_", f.read_text(), re.M)]
-    assert tests / "unit/models/test_files.py" in files
-    for file in files:
-        assert any(file.match(pattern) for pattern in named), file
-        folders = file.relative_to(ROOT).parts[:-1]
-        assert not [f for f in folders if any(fnmatch(f, p) for p in skipped)], file
 
 
 def test_imports_go_one_way():

@@ -431,9 +431,9 @@ def test_names_of_folders_reach_no_terminal(cli, folder):
 def test_lists_to_paste_are_what_they_say():
     """A name that is no plain one is quoted in YAML and in Python."""
     names = ("model.layers.0.x", "model.layers.1.x", 'a.0."},\n# {x}', "- b: {c}", "a.1.{i}")
-    found = {"target_parameters": names, "exclude_modules": ()}
+    found = {"target_parameters": names, "exclude_modules": (), "rejected": (), "experts": ()}
     loaded = yaml.safe_load(dump_command._to_paste(found, True))
-    assert loaded["lora_target_parameters"] == list(names)
+    assert loaded["lora_target_parameters"] == ["x", '"},\n# {x}', "- b: {c}", "{i}"]
     pasted = eval(f"dict({dump_command._to_paste(found, False)})")
     assert sorted(pasted["target_parameters"]) == sorted(names)
 

@@ -46,27 +46,21 @@ def test_inputs():
     assert model(**inputs, labels=inputs["input_ids"]).loss.requires_grad
 
 
-def fail_on_one(rank, world_size):
+def fail_on_one(rank, world_size, crash):
+    if rank == 1 and crash:
+        os.kill(os.getpid(), signal.SIGSEGV)
     if rank == 1:
         raise KeyboardInterrupt("rank one is unwell")
-
-
-def test_a_failing_rank_is_an_error():
-    """Also by what is no Exception, like torch's CheckpointException and an interrupt."""
-    error = "^rank 1 failed:(.|\n)*KeyboardInterrupt: rank one is"
-    with pytest.raises(RuntimeError, match=error):
-        run_distributed(fail_on_one, 2)
-
-
-def crash_on_one(rank, world_size):
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
     torch.distributed.barrier()
 
 
-def test_a_crashing_rank_says_where():
-    with pytest.raises(RuntimeError, match=r"^rank 1 failed:(.|\n)*in crash_on_one"):
-        run_distributed(crash_on_one, 2)
+@pytest.mark.parametrize(
+    ("crash", "words"), [(False, "KeyboardInterrupt: rank one is"), (True, "in fail_on_one")]
+)
+def test_a_failing_rank_is_an_error(crash, words):
+    """Also by what is no Exception, like torch's CheckpointException and an interrupt."""
+    with pytest.raises(RuntimeError, match=rf"^rank 1 failed:(.|\n)*{words}"):
+        run_distributed(fail_on_one, 2, crash)
 
 
 def crash_outside_of_python(rank, world_size, folder):
@@ -87,13 +81,9 @@ def test_a_crash_outside_of_python_is_tried_once_more(tmp_path, caplog):
 
 
 def test_gpu_marks():
-    @requires_gpu(2)
-    def many():
-        pass
+    for count, name in ((2, "multi_gpu"), (1, "gpu")):
 
-    @requires_gpu()
-    def one():
-        pass
+        def marked():
+            pass
 
-    assert {mark.name for mark in many.pytestmark} == {"multi_gpu", "skipif"}
-    assert {mark.name for mark in one.pytestmark} == {"gpu", "skipif"}
+        assert {mark.name for mark in requires_gpu(count)(marked).pytestmark} == {name, "skipif"}

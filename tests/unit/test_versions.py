@@ -96,16 +96,6 @@ def test_constraints_leave_to_torch_what_its_builds_pin():
     assert all(OF_TORCH.fullmatch(name) for name in exact), exact
 
 
-def test_no_script_states_a_version_of_its_own():
-    """What a script installs beside the constraints is of another environment."""
-    for path in sorted((ROOT / "tools").iterdir()):
-        if path.is_file() and path.suffix in ("", ".sh"):
-            stated = re.findall(
-                r"\b(torch|triton|transformers|peft)[=<>]=\d", path.read_text("utf-8")
-            )
-            assert not stated, path
-
-
 @pytest.mark.parametrize("page", ["README.md", "moe_qlora"])
 def test_pages_say_the_versions(page):
     """README.md and one page of the guide have this sentence, and no page has another."""
@@ -120,11 +110,8 @@ def test_pages_say_the_versions(page):
     assert said == [sentence]
 
 
-def test_a_series_includes_its_patches():
+def test_texts_of_versions():
     versions = ("2.11.0", "2.13.1+cpu", "2.10.2", "2.14.0.dev1", "3")
     assert [*filter(Range("2.11", "2.13").includes, versions)] == ["2.11.0", "2.13.1+cpu"]
-
-
-def test_texts_of_versions():
     assert (str(Range("2.11", "2.13")), str(Range("0.8", "0.8"))) == ("2.11 to 2.13", "0.8")
     assert installed_version("torch") and installed_version("no-such-package") is None

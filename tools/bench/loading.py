@@ -45,9 +45,7 @@ from shapes import Encode, encode_bf16, meta_model, quantization, whole_config, 
 from transformers import AutoModelForCausalLM
 
 import moe_qlora
-
-sys.path.append(str(Path(__file__).parents[2]))
-from tools.registry.checkpoints import FP8, MXFP4
+from moe_qlora.registry import checkpoint_named
 
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b")
 WAYS = ("plain", "load-then-pack", "streaming", "reload")
@@ -55,9 +53,18 @@ MAKER_WAYS = ("maker", "maker-stock")
 GIB = 2**30
 SAMPLE_SECONDS = 0.002
 FP8_BLOCK = 128
+
+
+def published(name: str) -> dict[str, Any]:
+    """Return the quantization_config of a known checkpoint."""
+    known = checkpoint_named(name)
+    assert known is not None
+    return dict(known.config["quantization_config"])
+
+
 MAKERS: dict[str, dict[str, Any]] = {
-    "fp8": {**FP8, "modules_to_not_convert": ["lm_head", "model.embed_tokens"]},
-    "mxfp4": MXFP4,
+    "fp8": published("deepseek-v3") | {"modules_to_not_convert": ["lm_head", "model.embed_tokens"]},
+    "mxfp4": published("gpt-oss-20b"),
 }
 
 

@@ -28,27 +28,15 @@ def whole_config(model: str, *, layers: int | None = None, tiny: bool = False) -
         layers: Hidden layers to keep; None keeps all.
         tiny: The registry's tiny configuration of this model type, for a CPU.
     """
+    from moe_qlora.cli.bench import shortened
     from moe_qlora.models import named
     from moe_qlora.testing import tiny_config
 
-    config: Any = named.resolve(model).config
+    source = named.resolve(model)
     if tiny:
-        config = tiny_config(config.model_type)
-    sizes = config.to_dict()
-    sizes.pop("quantization_config", None)
-    return type(config).from_dict(sizes if layers is None else _cut(sizes, layers))
-
-
-def _cut(sizes: dict[str, Any], layers: int) -> dict[str, Any]:
-    """With fewer layers, lists of one entry a layer included, in a text model's part if any."""
-    if "text_config" in sizes:
-        return {**sizes, "text_config": _cut(sizes["text_config"], layers)}
-    had = sizes.get("num_hidden_layers")
-    cut = {
-        key: value[:layers] if isinstance(value, list) and len(value) == had else value
-        for key, value in sizes.items()
-    }
-    return {**cut, "num_hidden_layers": layers}
+        source = named.resolve(tiny_config(source.config.model_type))
+    had = source.config.get_text_config().num_hidden_layers
+    return shortened(source, min(layers or had, had)).config
 
 
 def quantization(**more: Any) -> Any:

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel, initialization
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from moe_qlora import registry
 from moe_qlora.layout import name_pattern
-from moe_qlora.registry import FORMAT_VERSION
 
-from .checkpoints import CHECKPOINTS, TOLERANCE
 from .classes import MODELS, model_class
 from .definitions import Definition, definition_of
 from .tiny import TINY_EXPERTS, default_of, published_kwargs, tiny_kwargs
@@ -338,31 +337,14 @@ def _transposed(weight: ExpertWeight) -> bool | None:
     return _role(weight) == "down"
 
 
-def checkpoints(model_type: str) -> dict[str, dict[str, Any]]:
-    """Return the configurations of well-known checkpoints of a type, by hub id.
-
-    Raises:
-        ValueError: One of them has another number of weights than its makers publish.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for sizes in CHECKPOINTS.get(model_type, ()):
-        plain = {key: value for key, value in sizes.config.items() if key != "quantization_config"}
-        billions = sum(weight.numel() for weight in build(model_type, plain).parameters()) / 1e9
-        if abs(billions / sizes.billions - 1) > TOLERANCE:
-            raise ValueError(
-                f"{sizes.names[0]} has {billions:.2f} billion weights on record, and "
-                f"{sizes.billions} as published"
-            )
-        found |= dict.fromkeys(sizes.names, sizes.config)
-    return found
-
-
 def describe(model_type: str) -> dict[str, Any] | None:
     """Return everything that a registry file says about a model type; None without experts.
 
+    `checkpoints` of a file are kept: by hub id what the config.json of a well-known checkpoint says
+    beyond the class's defaults, as far as memory and compute depend on it.
+
     Raises:
         Exception: Whatever transformers raises where the tiny model cannot be built.
-        ValueError: As of `checkpoints`.
     """
     config_class = CONFIG_MAPPING[model_type]
     maker = model_class(config_class)
@@ -383,14 +365,15 @@ def describe(model_type: str) -> dict[str, Any] | None:
     if full is not None and not published:
         reason = "the default configuration has no experts"
     everything = [weight for group in tiny.values() for weight in group]
+    known = model_type in registry.model_types()
     return {
         "class": maker.__name__,
-        "checkpoints": checkpoints(model_type),
+        "checkpoints": dict(registry.load(model_type).checkpoints) if known else {},
         "experts": [
             _entry(pattern, weights, published.get(pattern, []), (model, full), everything)
             for pattern, weights in tiny.items()
         ],
-        "format_version": FORMAT_VERSION,
+        "format_version": 1,
         "model_type": model_type,
         "published": {
             "config": full_kwargs,

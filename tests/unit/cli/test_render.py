@@ -24,7 +24,7 @@ def drawn(width: int, encoding: str = "utf-8") -> list[str]:
     return raw.getvalue().decode(encoding).splitlines()
 
 
-@pytest.mark.parametrize("width", [45, 60, 80, 120, 200])
+@pytest.mark.parametrize("width", [45, 80, 200])
 def test_a_table_fits_and_nothing_is_cut_off(width):
     lines = drawn(width)
     assert lines[0] == "The title" and max(map(len, lines)) <= width
@@ -39,15 +39,12 @@ def test_a_table_fits_and_nothing_is_cut_off(width):
     assert len(first) == 1 if width == 200 else len(first) > 1
 
 
-def test_names_are_wrapped_after_dots():
-    name = [line[:19].strip() for line in drawn(60)[3:8]]
-    assert name == ["model.", "language_model.", "layers.*.mlp.", "experts.", "gate_up_proj"]
-
-
-def test_a_terminal_without_unicode():
-    lines = drawn(60, "ascii")
-    assert max(map(len, lines)) <= 60
-    assert "gate_up_proj" in " ".join(lines) and "..." not in " ".join(lines)
+def test_names_are_wrapped_after_dots_on_any_terminal():
+    for encoding in ("utf-8", "ascii"):
+        lines = drawn(60, encoding)
+        name = [line[:19].strip(" |") for line in lines[3:8]]
+        assert name == ["model.", "language_model.", "layers.*.mlp.", "experts.", "gate_up_proj"]
+        assert max(map(len, lines)) <= 60 and "..." not in " ".join(lines)
 
 
 @pytest.mark.parametrize("columns", ["60", "200", None])

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, LlamaConfig
 
 import moe_qlora
 from moe_qlora.diagnosis import doctor
 from moe_qlora.diagnosis.doctor import Device, LayerKind, Package
-from moe_qlora.experts.backend import choose_backend, read_call
+from moe_qlora.experts.backend import choose_backend, kernels_run, read_call
 from moe_qlora.kernels.cards import Card, of_capability
 from moe_qlora.planning.devices import GPUS
 from moe_qlora.testing import tiny_model
@@ -36,8 +36,6 @@ def config(model_type: str = "qwen3_moe", **sizes: int) -> Any:
 
 
 CPU = Device("CPU", None, "", True, "", "")
-
-# Versions
 
 
 @pytest.mark.parametrize(
@@ -62,9 +60,6 @@ def test_statuses_and_findings(monkeypatch, installed, status):
     severity = {"tested": [], "untested": ["warning"]}.get(status, ["problem"])
     assert [finding.severity for finding in found] == severity
     assert all(finding.cure for finding in found)
-
-
-# Layers
 
 
 CASES = {
@@ -111,47 +106,28 @@ def test_backends_are_those_of_a_forward(monkeypatch, case):
         assert bool(layer.cost) != layer.fast
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_each_compute_dtype_that_is_slow_has_a_cure(dtype):
-    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype)
-    report = moe_qlora.doctor(config(**WIDE), asked, gpu="4090")
-    assert "Set bnb_4bit_compute_dtype to the dtype of the model." in [
-        finding.cure for finding in report.findings
-    ]
+SKIPPING = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["experts"])
+NOTHING = "Nothing to change: this model type has no faster path here."
 
 
-def test_classes_with_a_forward_of_their_own():
-    report = moe_qlora.doctor(config("llama4_text"), gpu="H200")
+@pytest.mark.parametrize(
+    ("model_type", "asked", "backend", "cure"),
+    [
+        ("qwen3_moe", FP32, "reference loop", "Set bnb_4bit_compute_dtype to the dtype"),
+        ("qwen3_moe", SKIPPING, "unpacked", "Look at llm_int8_skip_modules."),
+        ("llama4_text", BF16, doctor.OWN_FORWARD, NOTHING),
+    ],
+)
+def test_what_is_slow_has_a_cure(model_type, asked, backend, cure):
+    report = moe_qlora.doctor(config(model_type), asked, gpu="4090")
     (layer,) = report.layers
-    assert layer.backend == doctor.OWN_FORWARD
-    assert "experts interface" in layer.reason
     (finding,) = [finding for finding in report.findings if layer.reason in finding.what]
-    assert finding.cure == "Nothing to change: this model type has no faster path here."
+    assert (layer.backend, layer.fast) == (backend, False) and finding.cure.startswith(cure)
 
 
-def test_skipped_experts_and_models_without():
-    skipping = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["experts"])
-    report = moe_qlora.doctor(config(), skipping, gpu="H100")
-    assert [layer.backend for layer in report.layers] == ["unpacked"]
-    assert "Look at llm_int8_skip_modules." in [finding.cure for finding in report.findings]
-    from transformers import LlamaConfig
-
-    dense = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
-    report = moe_qlora.doctor(dense)
-    assert report.layers == ()
-    assert "The model has no experts." in report.notes
-
-
-def test_a_model_is_left_as_it_is():
-    model: Any = tiny_model("qwen3_moe", dtype=torch.bfloat16)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    moe_qlora.quantize_experts(model, BF16)
-    packed = {name: value.clone() for name, value in model.state_dict().items()}
-    (layer,) = moe_qlora.doctor(model).layers
-    assert layer.backend == "reference loop"
-    after = model.state_dict()
-    assert after.keys() == packed.keys() != before.keys()
-    assert all(torch.equal(after[name], value) for name, value in packed.items())
+def test_a_model_without_experts():
+    report = moe_qlora.doctor(LlamaConfig(hidden_size=64, num_hidden_layers=1))
+    assert report.layers == () and "The model has no experts." in report.notes
 
 
 @pytest.mark.parametrize(("ranks", "reason"), [((8,), "suit its kernels"), ((8, 200), "over 128")])
@@ -188,9 +164,6 @@ def test_the_cost_of_a_fallback_is_what_was_measured():
     assert f"{found['bnb', 'step'] / found['ours', 'step']:.1f} times" in cost
 
 
-# Devices
-
-
 @pytest.mark.parametrize("name", GPUS)
 def test_every_card_that_is_known(name):
     device, card = doctor.card_named(name)
@@ -203,27 +176,18 @@ def test_every_card_that_is_known(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
-    [("4091", "did you mean 4090"), ("A100", "A100-80GB"), ("24GiB", "no card")],
+    ("arguments", "message"),
+    [
+        ({"gpu": "4091"}, "^gpu: .*did you mean 4090"),
+        ({"gpu": "A100"}, "^gpu: .*A100-80GB"),
+        ({"gpu": "24GiB"}, "^gpu: .*no card"),
+        ({"rank": 0}, "rank is 0"),
+    ],
 )
-def test_no_card(name, message):
-    with pytest.raises(moe_qlora.ConfigError, match=message) as caught:
-        moe_qlora.doctor(gpu=name)
-    assert str(caught.value).startswith("gpu: ")
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(moe_qlora.ConfigError, match=message):
+        moe_qlora.doctor(**arguments)
 
-
-def test_a_card_is_planned_by_a_command():
-    said = moe_qlora.doctor(config(), BF16, gpu="H100").fit
-    assert said.endswith("moe-qlora plan qwen3_moe --gpus H100")
-    assert moe_qlora.doctor(gpu="H100").fit == ""
-
-
-def test_no_rank():
-    with pytest.raises(moe_qlora.ConfigError, match="rank is 0"):
-        moe_qlora.doctor(rank=0)
-
-
-# Combinations
 
 H100, HOPPER = doctor.card_named("H100")
 T4, TURING = doctor.card_named("T4")
@@ -294,21 +258,14 @@ def test_a_torch_that_does_not_see_the_gpu(monkeypatch, tmp_path):
     assert found({}, H100, HOPPER) == []
 
 
-# The command
-
-
-@pytest.fixture
-def steady(monkeypatch):
-    """Versions and devices that are the same on every machine."""
+def test_the_command(cli, tmp_path, monkeypatch):
     rows = (Package("torch", "2.13.0", "2.11 to 2.13", "tested"),)
     monkeypatch.setattr(doctor, "packages", lambda: rows)
-
-
-def test_the_command(cli, steady, tmp_path, monkeypatch):
     config(**WIDE).save_pretrained(tmp_path)
     code, out, err = cli("doctor", tmp_path, "--gpu", "H100")
     assert (code, err) == (0, "")
-    assert "fused layer" in out and "0 problems" in out
+    assert f"moe-qlora plan {tmp_path} --gpus H100" in out
+    assert "fused layer" in out and "0 problems" in out and "torch 2.13.0: tested" in out
     code, out, err = cli("doctor", tmp_path, "--gpu", "H100", "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
@@ -318,11 +275,32 @@ def test_the_command(cli, steady, tmp_path, monkeypatch):
     code, out, err = cli("doctor", "--gpu", "H100")
     assert (code, err) == (1, "")
     assert "problem: Triton, of the fused kernels, is not" in " ".join(out.split())
-    assert cli("doctor", "--gpu", "H101")[0] == 2
     assert cli("doctor", tmp_path / "gone")[0] == 2
 
 
-def test_the_text_of_a_diagnosis(steady):
-    text = str(moe_qlora.doctor(gpu="H100"))
-    assert "H100 (79.0 GiB): torch grouped matmul" in text
-    assert "torch 2.13.0: tested" in text
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "rank"),
+    [("fused", 16), ("fused", 256), ("float32", 16), ("odd sizes", 16), ("transposed", 16)],
+)
+@pytest.mark.filterwarnings("ignore:.*is computed in float32")
+def test_a_gpu_computes_as_it_says(case, rank):
+    model_type, asked, sizes = CASES[case]
+    model: Any = tiny_model(model_type, dtype=torch.bfloat16, **sizes)
+    report = moe_qlora.doctor(model.config, asked, rank=rank)
+    assert report.device.name == torch.cuda.get_device_name(0)
+    assert report.device.nbytes == torch.cuda.get_device_properties(0).total_memory
+    fast = kernels_run(torch.device("cuda", 0))
+    assert ("quantized matmul" in report.device.few_tokens) == fast
+    moe_qlora.quantize_experts(model.cuda(), asked)
+    lora = LoraConfig(r=rank, target_modules=["q_proj"])
+    adapted: Any = moe_qlora.get_peft_model(model, lora, experts=True)
+    base, seen = adapted.get_base_model(), set()
+    for entry in moe_qlora.detect(base).modules:
+        module = base.get_submodule(entry.name)
+        hidden = entry.parameters[0].in_features
+        call = read_call(module, torch.zeros(5, hidden, dtype=torch.bfloat16, device="cuda"))
+        assert all(len(factors) == 1 for factors in call.lora)
+        backend_chosen = choose_backend(module, call)
+        seen.add((backend_chosen.name, backend_chosen.reason))
+    assert {(layer.backend, layer.reason) for layer in report.layers} == seen

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from small_models import IDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 import moe_qlora
 from moe_qlora.errors import CheckpointError, ConfigError
 from moe_qlora.report import write
+from moe_qlora.report.write import expert_counts
 from moe_qlora.testing import tiny_model
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -92,10 +96,14 @@ def test_the_heat_map_has_the_counts_of_the_router(
     """A live model keeps its mode; its counts are those of its routers' own answers."""
     model = load(folders / "packed").train()
     read: list[dict[str, torch.Tensor]] = []
-    counts = write.ExpertCounts.read
-    monkeypatch.setattr(
-        write.ExpertCounts, "read", lambda self: read.append(counts(self)) or read[-1]
-    )
+
+    @contextmanager
+    def watched(counted: Any) -> Iterator[dict[str, torch.Tensor]]:
+        with expert_counts(counted) as counts:
+            yield counts
+            read.append(dict(counts))
+
+    monkeypatch.setattr(write, "expert_counts", watched)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folders / "plain")
     texts = ["one text", [{"role": "user", "content": "and another"}]]
     _, missing = page_of(model, tmp_path, text=texts, tokenizer=tokenizer)
@@ -109,7 +117,30 @@ def test_the_heat_map_has_the_counts_of_the_router(
             model.eval()(input_ids=torch.tensor([tokenizer(text)["input_ids"]]))
         hook.remove()
         count = read[0][f"model.layers.{layer}.mlp.experts"]
-        assert count.tolist() == [seen[expert] for expert in range(EXPERTS)]
+        assert count.tolist() == [*(seen[expert] for expert in range(EXPERTS)), 0]
+
+
+def test_recomputation_and_adapters_count_each_token_once() -> None:
+    model: Any = tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ConfigError, match="Embedding has no fused experts behind a router"):
+        expert_counts(model.model.embed_tokens).__enter__()
+    moe_qlora.quantize_experts(model, NF4)
+    peft_model = moe_qlora.get_peft_model(model, LoraConfig(r=2), experts=True).train()
+    peft_model.enable_input_require_grads()
+    peft_model.gradient_checkpointing_enable({"use_reentrant": False})
+    experts = model.get_submodule(moe_qlora.detect(model).modules[0].name)
+    with expert_counts(peft_model) as counts:
+        for _ in range(2):
+            peft_model(input_ids=IDS).logits.sum().backward()
+        found = [(name, int(count.sum())) for name, count in counts.items()]
+        (hook,) = experts._forward_pre_hooks.values()
+        ids = torch.tensor([[0, 3], [3, 4], [-1, 1]])  # two of them of no expert
+        before = counts[found[0][0]].clone()
+        hook(experts, (torch.randn(3, 64), ids, torch.rand(3, 2)), {})
+        assert (counts[found[0][0]] - before).tolist() == [1, 1, 0, 2, 2]
+    names = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    assert found == [(name, 2 * 2 * IDS.numel()) for name in names]
+    assert not experts._forward_pre_hooks
 
 
 def test_what_cannot_be_had_is_a_sentence(folders: Path, tmp_path: Path) -> None:
@@ -148,14 +179,26 @@ def test_without_matplotlib_there_are_tables_alone(
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        ({"prompt": "a", "completion": "b"}, "a\nb"),
-        ({"instruction": "a", "input": "", "output": "b"}, "a\n\nb"),
+        ({"prompt": "a", "completion": "b"}, "ab"),
         ({"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
         ({"prompt": [1], "completion": [2]}, [1, 2]),
-        ("a", "a"),
     ],
 )
 def test_rows_of_a_sample(tmp_path: Path, row: Any, text: Any) -> None:
-    for name, content in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row]))):
-        (tmp_path / name).write_text(content + "\n")
-        assert list(write._texts(tmp_path / name)) == [text]
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    assert list(write._texts(tmp_path / "a.jsonl")) == [text]
+
+
+def test_the_command(cli: Any, folders: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, said, err = cli("report", folders / "plain", "-o", "~/a.html", "--quant", "int8")
+    assert (code, err) == (0, "") and "Packed as int8" in (tmp_path / "a.html").read_text()
+    left = "KiB; left out: packing error, routing, training (the page says why)."
+    assert said.startswith(f"{tmp_path}/a.html: ") and said.endswith(f"{left}\n")
+    for arguments, message in (
+        (["gone", "-o", tmp_path / "b.html"], "gone"),
+        ([folders / "plain", "-o", folders], "no .html file that can be written"),
+    ):
+        code, said, err = cli("report", *arguments)
+        assert (code, said) == (2, "") and message in err and err.count("\n") == 1
+    assert not (tmp_path / "b.html").exists()

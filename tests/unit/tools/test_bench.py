@@ -51,20 +51,6 @@ def test_it_runs_at_all(tmp_path, monkeypatch, script):
     assert rows and not any("fails" in (row.get("note") or "") for row in rows)
 
 
-def test_many_gpus_are_extrapolated_by_arithmetic(tmp_path, monkeypatch):
-    """Two ranks of GLM-4.5-Air under FSDP2 take what they were measured to."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    import extrapolate
-
-    glm, qwen = extrapolate.Model("glm-4.5-air"), extrapolate.Model("qwen3-30b-a3b")
-    assert glm.seconds("fsdp", 2, 2) == pytest.approx(extrapolate.GLM_STEP)
-    assert qwen.step < qwen.seconds("ddp", 8, 8) < qwen.seconds("fsdp", 8, 8)
-    assert qwen.seconds("fsdp", 8, 64) < qwen.seconds("fsdp", 64, 64)
-    page = (BENCH / "many_gpus.md").read_text("utf-8")
-    assert all(row in page for row in qwen.rows([8])), "run tools/bench/extrapolate.py"
-    assert len(page.split()) <= 800
-
-
 def test_a_tiny_model_beside_its_peers(tmp_path, monkeypatch):
     out = tmp_path / "model.csv"
     called(monkeypatch, "model", "--steps", 3, "--warmup", 1, "--out", out)

@@ -11,7 +11,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 ROOT = Path(__file__).parents[3]
@@ -66,19 +65,6 @@ def test_model_that_is_not_there(tmp_path, demo, capsys):
     assert "holds no config.json" in capsys.readouterr().err
 
 
-def run_python(code: str, **environment: str) -> str:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
-
-
 def test_a_small_model_has_one_thread_unless_told_otherwise():
     code = (
         "import os, runpy, sys, torch; sys.argv = ['demo.py', '--quick']\n"
@@ -87,29 +73,22 @@ def test_a_small_model_has_one_thread_unless_told_otherwise():
         "try: runpy.run_path('tools/demo.py', run_name='__main__')\n"
         "except SystemExit: print(torch.get_num_threads(), os.environ['OMP_WAIT_POLICY'])"
     )
-    assert run_python(code).endswith("1 passive\n")
-    said = run_python(code, OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")
-    assert said.endswith("2 active\n")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    asked = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "active"}
+    for environment, ended in ((inherited, "1 passive\n"), (inherited | asked, "2 active\n")):
+        command = [sys.executable, "-c", code]
+        options = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
+        said = subprocess.run(command, env=environment, **options).stdout
+        assert said == f"Stopped.\n{ended}"
 
 
 def test_tables_and_lines_fit_80_columns(capsys):
     long = demo_script.State(
         "load_in_4bit, stock", 57_982_058_496, 3_123_456_789, 123_456_789, 12.345
     )
-    said = demo_script._table(demo_script.Run([long] * 3)) + "\n"
+    said = demo_script.table(demo_script.Run([long] * 3)) + "\n"
     assert "load_in_4bit, stock" in said and "54.0 GiB" in said and "12.345" in said
     demo_script.say("words " * 40 + "model.layers.0.mlp.experts.gate_up_proj[0]" * 4)
     said += capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= 80
     assert "\n   words" in said
-
-
-def test_interrupting_it_ends_it_with_one_line(tmp_path, demo, capsys, monkeypatch):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "manual_seed", interrupted)
-    assert demo("--quick", "--out", tmp_path) == 130
-    said, errors = capsys.readouterr()
-    assert said == "Stopped.\n"
-    assert not errors
