@@ -40,8 +40,8 @@ from ..kernels.limits import cdiv
 from ..kernels.weights import MX_BLOCK, TABLES
 from ..layout import dtype_name, human_bytes
 from ..models.files import read_json
+from .folder import Checkpoint, TensorInfo, inside
 from .manifest import CONFIG, open_checkpoint
-from .reader import Checkpoint, TensorInfo, inside
 
 FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
@@ -509,17 +509,6 @@ def open_plain(
     except CheckpointError as error:
         checkpoint.close()
         raise CheckpointError(f"{folder}: {error}") from error
-
-
-def unread_method(folder: str | Path) -> str:
-    """Return why a folder's `quantization_config` is not read; "" where it is, or there is none."""
-    try:
-        own = _configs(Path(folder))[1]
-        if own is not None and method_of(own) is not None:
-            MakerConfig(own)
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def codes_of_source(config: Any) -> tuple[int | None, str]:

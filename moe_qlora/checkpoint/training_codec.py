@@ -37,10 +37,9 @@ from ..packing.decoders import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
+from .folder import inside, parse_fields, replace_file
 from .manifest import canonical_name
-from .reader import inside, parse_fields
 from .rows import packed_linears
-from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
 
@@ -114,15 +113,16 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
     native = {name: settings for name, settings in how.items() if settings.codec.is_kept}
     layers: list[Any] = [one for one in model.modules() if parametrize.is_packed_linear(one)]
-    states = [getattr(layer.weight, "quant_state", None) for layer in layers]
+    states = [one.weight.quant_state for one in layers if hasattr(one.weight, "quant_state")]
+    states = [state for state in states if state is not None]
     settings = next((one for one in how.values() if not one.codec.is_kept), None)
-    if settings is None:  # that of the first packed Linear layer
+    if settings is None and states:  # that of the first packed Linear layer
+        first = states[0]
+        settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
+    if settings is None:
         settings = CodecSettings(linear_kind(layers[0]) if layers else NF4.kind)
-        if states and (first := states[0]) is not None:
-            settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
     linears = frozenset(map(unwrapped_name, packed_linears(model)))
-    dtypes = {weight.dtype for weight in weights.values()}
-    dtypes |= {state.dtype for state in states if state is not None}
+    dtypes = {one.dtype for one in (*weights.values(), *states)}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     return TrainingCodec(settings, frozenset(how), linears, fingerprint(model), native, dtype)
 
@@ -131,8 +131,8 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
 class _Note:
     format_version: Literal[1]
     codec: Annotated[dict[str, Any], AfterValidator(CodecSettings.from_dict)]
-    experts: list[str]
-    linears: list[str]
+    experts: frozenset[str]
+    linears: frozenset[str]
     base: Fingerprint | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
 
@@ -153,14 +153,12 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
 
 def from_note(folder: Path) -> TrainingCodec | None:
     """Read the note beside an adapter; None if there is none."""
-    file = folder / NOTE
-    if not file.exists():
+    if not (folder / NOTE).exists():
         return None
-    note = parse_fields(_Note, read_json(inside(folder, NOTE)), file)
+    note = parse_fields(_Note, read_json(inside(folder, NOTE)), folder / NOTE)
     settings: Any = note.codec
-    experts, linears = frozenset(note.experts), frozenset(note.linears)
     dtype = note.dtype and getattr(torch, note.dtype)
-    return TrainingCodec(settings, experts, linears, note.base, dtype=dtype)
+    return TrainingCodec(settings, note.experts, note.linears, note.base, dtype=dtype)
 
 
 def of_training(adapter: Path, model: nn.Module, config: Any) -> TrainingCodec:
@@ -174,11 +172,8 @@ def of_training(adapter: Path, model: nn.Module, config: Any) -> TrainingCodec:
         )
     if noted is None:
         return from_config(copy.deepcopy(model), config)
-    known = noted.settings
-    asked, trained = (
-        one.kind + " with double quantization" * one.double_quant
-        for one in (known if config is None else CodecSettings.from_config(config), known)
-    )
+    both = [noted.settings, noted.settings if config is None else CodecSettings.from_config(config)]
+    trained, asked = (f"{s.kind}{' with double quantization' * s.double_quant}" for s in both)
     if asked != trained:
         raise ConfigError(
             f"quantization_config asks for {asked}, and {adapter / NOTE} says that the adapter was "
@@ -212,9 +207,9 @@ def fingerprint(
                 rows: Any = () if any(value.device_mesh.get_coordinate()) else value.to_local()
                 if len(rows) >= min(SAMPLED_ROWS, len(value)) and rows.shape[1:] == value.shape[1:]:
                     value = nn.Parameter(rows, requires_grad=False)
+            skipped = re.search(r"\.(parametrizations|modules_to_save)\.|\.lora_", key)
             plain = type(value) is nn.Parameter and value.dim() == 2 and not value.is_meta
-            plain = plain and not re.search(r"\.(parametrizations|modules_to_save)\.|\.lora_", key)
-            if plain and key.rpartition(".")[0] not in linears:
+            if plain and not skipped and key.rpartition(".")[0] not in linears:
                 own[unwrapped_name(key).replace(".original_module", "")] = value
         weight, name = own.get, getattr(model, "name_or_path", "")
         if names is None:
@@ -223,7 +218,7 @@ def fingerprint(
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     # Read from the dict: some attributes raise if they differ between layers.
     stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
-    fields = {key: stored.get(key) for key in _FIELDS}
+    fields = {k: v for k in _FIELDS if isinstance(v := stored.get(k), (bool, int, str))}
     bits: dict[str, str] = {}
     for key in names or ():
         if (value := weight(key)) is None or not value.numel():
@@ -234,11 +229,7 @@ def fingerprint(
         if bool((values != values[0]).any()):  # equal ones tell nothing
             above = "".join(map(str, (values > values.mean()).int().tolist()))
             bits[key] = f"{int(above, 2):0{_BITS // 4}x}"
-    return Fingerprint(
-        name or f"an unnamed {fields['model_type']} model",
-        {key: value for key, value in fields.items() if isinstance(value, (bool, int, str))},
-        bits,
-    )
+    return Fingerprint(name or f"an unnamed {stored['model_type']} model", fields, bits)
 
 
 def check_noted_base(
@@ -294,18 +285,17 @@ Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`.
 def write_card(folder: Path, config: Mapping[str, Any], packed: TrainingCodec) -> None:
     """Write our part of an adapter's model card, given its config and note."""
     base = packed.base.name if packed.base else str(config.get("base_model_name_or_path") or "")
-    double = ", double quantization" * packed.settings.double_quant
     fields = packed.settings.bnb_fields().items()
-    options = [f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)]
     usage = _USAGE.format(
         model=_CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM"),
         base=json.dumps(visible(base or "BASE")),
-        how=", ".join(options),
+        how=", ".join(f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)),
         dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",
     )
     facts = {
         "base": base,
-        "base was packed as": packed.settings.kind + double,
+        "base was packed as": packed.settings.kind
+        + ", double quantization" * packed.settings.double_quant,
         "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}",
     }
     for key in ("target_modules", "target_parameters"):

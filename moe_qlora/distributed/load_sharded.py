@@ -30,11 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import GenerationConfig
 
 from ..checkpoint.conversion import DiskLayout
+from ..checkpoint.folder import absolute, file_facts
 from ..checkpoint.manifest import FolderCheck, canonical_name, is_packed, packed_names
-from ..checkpoint.reader import file_facts
 from ..checkpoint.rows import Slot, filled, reload_spec
 from ..checkpoint.save import build_model, copy_config, open_to_pack
-from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..errors import CheckpointError, ConfigError, MoeQloraError, QuantizationError, first_line
 from ..hf.fill import Fill

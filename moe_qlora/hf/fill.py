@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers.core_model_loading import WeightRenaming
 
 from ..checkpoint.conversion import DiskLayout
+from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import PackedWeights, canonical_name, packed_names
 from ..checkpoint.prequantized import CODES, MXFP4, SCALE, PrequantizedCheckpoint
-from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rows import PackingPlan, Slot, ahead, filled, indexed, packed_linears, slot_for
 from ..errors import CheckpointError, ConfigError, MoeQloraError
 from ..kernels.weights import MX_BLOCK, PackedWeight

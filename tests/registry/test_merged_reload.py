@@ -9,20 +9,12 @@ import pytest
 import torch
 from peft import LoraConfig
 from small_models import fill
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import testing
 
-FAMILIES = [
-    "qwen3_moe",
-    "mixtral",
-    "gpt_oss",
-    "deepseek_v3",
-    "granitemoe",
-    "nemotron_h",
-    "llama4_text",
-]
+FAMILIES = ["qwen3_moe", "gpt_oss", "granitemoe", "llama4_text"]
 BNB: dict[str, Any] = {
     "load_in_4bit": True,
     "bnb_4bit_quant_type": "nf4",
@@ -54,22 +46,4 @@ def test_merged_saved_and_loaded_by_stock_transformers(model_type: str, tmp_path
     assert not merged.is_loaded_in_4bit and not getattr(merged, "is_quantized", False)
     merged.save_pretrained(tmp_path)
     loaded = type(merged).from_pretrained(tmp_path).eval()
-    assert torch.allclose(logits(loaded, inputs), before, atol=1e-5)
-
-
-def test_what_stays_packed_stays_quantized(tmp_path: Path) -> None:
-    """Linear layers that bitsandbytes packed stay packed, and so does the model's word for it."""
-    testing.tiny_model("qwen3_moe").save_pretrained(tmp_path / "plain")
-    settings = BitsAndBytesConfig(**BNB, llm_int8_skip_modules=["lm_head"])
-    model = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "plain", quantization_config=settings, dtype=torch.float32
-    )
-    inputs = testing.tiny_inputs(model)
-    moe_qlora.quantize_experts(model)
-    peft_model = adapted(model).train()
-    before = logits(peft_model, inputs)
-    merged = peft_model.merge_and_unload()
-    assert merged.is_loaded_in_4bit and merged.config.quantization_config is not None
-    merged.save_pretrained(tmp_path / "merged")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).train()
     assert torch.allclose(logits(loaded, inputs), before, atol=1e-5)

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint import staging
+from moe_qlora.checkpoint import folder as staging
+from moe_qlora.checkpoint.folder import left_behind
 from moe_qlora.checkpoint.manifest import CONFIG
-from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
 

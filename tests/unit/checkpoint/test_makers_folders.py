@@ -23,14 +23,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 import moe_qlora
+from moe_qlora.checkpoint.folder import INDEX
 from moe_qlora.checkpoint.prequantized import parts_of
-from moe_qlora.checkpoint.reader import INDEX
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.cli.app import app
 from moe_qlora.detection.detect import detect
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_inputs
-from tests.helpers.plans import plan
 
 # One of each way to be stored, and of each way from the files to parameters.
 FEW = (
@@ -104,21 +103,6 @@ def assert_same_merges(left: Path, right: Path, adapter: Path, root: Path) -> di
     configs = [config_of(root / name) for name in ("merged", "expected")]
     assert configs[0] == configs[1]
     return found
-
-
-def test_what_modelopt_says_beside_the_configuration(twins: Get, tmp_path: Path) -> None:
-    """A hf_quant_config.json that came along would make a 16-bit folder an unreadable one."""
-    folder = twins("qwen3_moe modelopt nvfp4")
-    old = shutil.copytree(folder.makers, tmp_path / "makers")
-    set_config(old, config_of(folder.plain))
-    said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.gate"]}
-    (old / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
-    packed = pack(old, tmp_path / "packed")
-    assert packed["id"] == pack(folder.plain, tmp_path / "plain")["id"]
-    assert_same_merges(old, folder.plain, adapt(folder), tmp_path)
-    for name in ("packed", "merged"):
-        assert not (tmp_path / name / "hf_quant_config.json").exists()
-    assert verify(tmp_path / "merged").method == ""
 
 
 def test_a_model_of_images_whose_text_model_says_it(tmp_path: Path) -> None:
@@ -208,31 +192,6 @@ def test_what_a_folder_is(twins: Get) -> None:
     assert "is whole: quantized by its maker (fp8)" in line
 
 
-def test_dump_shows_the_plain_model(twins: Get) -> None:
-    folder = twins("gpt_oss mxfp4")
-    said = [
-        json.loads(CliRunner().invoke(app, ["dump", str(place), "--json"]).stdout)
-        for place in (folder.makers, folder.plain)
-    ]
-    (notes, none), _ = ([one.pop(key) for one in said] for key in ("notes", "model"))
-    assert said[0] == said[1] and none == []
-    report = verify(folder.makers)
-    assert f"{report.dequantized} weights of the folder are codes ({report.method})" in notes[-1]
-
-
-def test_plan_counts_the_packed_model(twins: Get) -> None:
-    folder = twins("gpt_oss mxfp4")
-    makers, plain = (plan(place, NF4, seq=64) for place in (folder.makers, folder.plain))
-    assert makers.on_disk == verify(folder.makers).nbytes < makers.unpacked
-    assert makers.as_dict()["on_disk"] == makers.on_disk
-    assert plain.on_disk is None
-    assert "on_disk" not in plain.as_dict()
-    assert any(n.startswith("4 weights of the folder are codes (mxfp4)") for n in makers.notes)
-    for field in ("kind", "resident", "unpacked", "peak", "trained_weights", "settings"):
-        assert getattr(makers, field) == getattr(plain, field), field
-    assert makers.load_peak > plain.load_peak  # codes and fp32 values beside an expert's matrix
-
-
 def test_methods_that_are_not_read(twins: Get, tmp_path: Path) -> None:
     folder, method = twins("qwen3_moe fp8"), "gptq"
     base = shutil.copytree(folder.plain, tmp_path / "base")
@@ -244,15 +203,11 @@ def test_methods_that_are_not_read(twins: Get, tmp_path: Path) -> None:
         lambda: pack(base, tmp_path / "out"),
         lambda: moe_qlora.merge_adapter(base, adapter, tmp_path / "out"),
         lambda: verify(tmp_path / "packed", base),
+        lambda: verify(base),
     ):
         with pytest.raises(CheckpointError, match=f"says {method}, which is not read") as seen:
             call()
         assert str(seen.value).count("\n") == 0
     assert not (tmp_path / "out").exists()
-    report = verify(base)
-    assert report.good  # it is whole, whoever reads it
-    assert (report.method, report.dequantized) == (method, 0)
-    [warning] = report.warnings
-    assert f"says {method}, which is not read here" in warning
     said = CliRunner().invoke(app, ["dump", str(base), "--json"])
     assert f"says {method}, which is not read here" in json.loads(said.stdout)["notes"][-1]

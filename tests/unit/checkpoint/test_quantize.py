@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,10 @@ from folders import check_folder, contents
 from safetensors.torch import load_file, save_file
 from training import NF4, loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
-from typer.testing import CliRunner
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
-from moe_qlora.cli.app import app
-from moe_qlora.errors import CheckpointError, MoeQloraError
+from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import tiny_model
 
 SHARD = "24KB"
@@ -53,16 +49,6 @@ def dense(path: Path) -> Path:
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
-
-
-def test_what_is_no_file_and_not_of_the_model_is_not_opened(source, whole, tmp_path):
-    own = tmp_path / "qwen3_moe"
-    shutil.copytree(source, own)
-    os.mkfifo(own / "pipe.safetensors")
-    (own / "folder.safetensors").mkdir()
-    (own / "dangling.safetensors").symlink_to(own / "nothing")
-    pack(own, tmp_path / "packed")
-    assert contents(tmp_path / "packed") == whole
 
 
 def test_the_folder_is_complete(source, whole, tmp_path):
@@ -137,14 +123,3 @@ def test_a_tied_weight_is_written_once(tmp_path: Path, tied: bool, stored: tuple
     assert torch.equal(packed.model.embed_tokens.weight, tensors[EMBEDDING])
     assert torch.equal(packed.lm_head.weight, tensors[EMBEDDING if tied else HEAD])
     assert verify(tmp_path / "packed", tmp_path / "plain").good
-
-
-def test_the_command_line(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    out = str(tmp_path / "packed")
-    arguments = ["quantize", str(source), out, "--max-shard-size", SHARD]
-    arguments += ["--compute-dtype", "float32", "--quiet"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "2 expert weights packed to nf4" in result.output
-    assert contents(tmp_path / "packed") == whole
-    assert isinstance(CliRunner().invoke(app, arguments).exception, CheckpointError)

@@ -10,7 +10,7 @@ import torch
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 from moe_qlora.checkpoint.conversion import Group, make_group
-from moe_qlora.checkpoint.rows import Slot, ahead, filled, indexed
+from moe_qlora.checkpoint.rows import Slot, filled
 from moe_qlora.errors import CheckpointError, MoeQloraError
 
 EXPERTS, IN = 5, 6
@@ -40,13 +40,6 @@ class Noting(Slot):
         self.error = error
 
 
-def test_no_more_is_read_ahead_than_there_are_workers() -> None:
-    started: list[int] = []
-    for item, result in ahead(lambda item: started.append(item) or -item, range(20), 3):
-        assert result.result() == -item and max(started) <= item + 3
-    assert sorted(started) == list(range(20))
-
-
 def test_an_error_reaches_the_slots_and_a_share_without_rows_reads_nothing() -> None:
     def fetch(*place: Any) -> Any:
         raise CheckpointError("damaged")
@@ -60,11 +53,3 @@ def test_an_error_reaches_the_slots_and_a_share_without_rows_reads_nothing() -> 
         dict(filled(*known, {"a": Slot("a", (5, 8), torch.float32, CPU)}))
     empty = Slot("a", (5, 8), torch.float32, CPU, rows=(5, 5))
     assert dict(filled(*known, {"a": empty}))["a"].shape == (0, 8)
-
-
-def test_a_device_without_a_number_is_the_callers_current_one(monkeypatch) -> None:
-    """Threads that read ahead have a current device of their own, the first."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    slot = Slot("a", (5, 8), torch.float32, torch.device("cuda"))
-    assert slot.device == indexed(torch.device("cuda")) == torch.device("cuda:3")
-    assert indexed(CPU) == CPU and indexed(torch.device("cuda:1")).index == 1

@@ -7,21 +7,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, call
 
 import pytest
 import torch
 from folders import bits, check_folder, contents
-from safetensors.torch import load_file
 from torch import nn
 from training import NF4, SETTINGS
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint.manifest import Manifest, is_save_file, open_checkpoint, read_manifest
-from moe_qlora.checkpoint.staging import left_behind, staging
-from moe_qlora.checkpoint.verify import verify
+from moe_qlora.checkpoint.folder import left_behind, staging
+from moe_qlora.checkpoint.manifest import Manifest, read_manifest
 from moe_qlora.errors import AdapterError, CheckpointError, ConfigError
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import tiny_inputs, tiny_model
@@ -242,30 +239,6 @@ def test_another_save_takes_the_place_of_the_first_and_leaves_what_is_not_ours(t
     assert bits(reload(folder)) == bits(second)
 
 
-def test_files_of_a_plain_model_stay_and_have_no_effect(tmp_path):
-    tiny_model("qwen3_moe").save_pretrained(tmp_path, max_shard_size="100KB")
-    before, model = contents(tmp_path), packed(seed=1)
-    model.save_pretrained(tmp_path)
-    assert before.items() - {("config.json", before["config.json"])} <= contents(tmp_path).items()
-    assert bits(reload(tmp_path)) == bits(model)
-    assert any("model.safetensors.index.json is no file of" in w for w in verify(tmp_path).warnings)
-
-
-def test_what_a_killed_save_has_left_in_a_plain_folder_is_without_effect(tmp_path):
-    plain = tiny_model("qwen3_moe", dtype=torch.bfloat16)
-    plain.save_pretrained(tmp_path / "plain")
-    packed(seed=1).save_pretrained(tmp_path / "packed")
-    for file in (tmp_path / "packed").iterdir():  # killed just before config.json is renamed
-        if is_save_file(file.name):
-            file.rename(tmp_path / "plain" / file.name)
-    assert bits(reload(tmp_path / "plain")) == bits(plain)
-    (tmp_path / "plain" / "config.json").unlink()
-    with open_checkpoint(tmp_path / "plain") as checkpoint:
-        assert set(checkpoint) == set(load_file(tmp_path / "plain" / "model.safetensors"))
-    report = verify(tmp_path / "plain")
-    assert (report.good, report.kind) == (True, "plain")
-
-
 def test_a_second_saver_is_refused_and_the_first_one_finishes(tmp_path):
     folder = tmp_path / "model"
     packed(seed=0).save_pretrained(folder)
@@ -318,6 +291,7 @@ def on_meta(model: Any) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], Any, type[Exception], str]] = [
     ("saved", {"variant": "fp16"}, None, ConfigError, "are not for packed"),
+    ("saved", {"push_to_hub": True}, None, ConfigError, "call model.push_to_hub"),
     ("saved", {"max_shard_size": "much"}, None, CheckpointError, "max_shard_size"),
     ("file", {}, None, CheckpointError, "is no empty folder"),
     ("file/under", {}, None, CheckpointError, "cannot be written"),
@@ -355,31 +329,3 @@ def test_damage_is_refused_whatever_is_asked(tmp_path, damage):
     said = {"bytes": "checksum", "config": "config.json is not the one", "stock": "does not say so"}
     with pytest.raises(CheckpointError, match=said[damage]):
         reload(tmp_path, ignore_mismatched_sizes=True)
-
-
-def test_the_hub_gets_what_was_written_and_loses_the_shards_of_before(tmp_path, monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
-
-    hub = MagicMock()
-    hub.return_value.create_repo.return_value.repo_id = "me/mine"
-    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "secrets.txt").write_text("not for the hub")
-    packed().save_pretrained(folder, push_to_hub=True)
-    before, settings = names(folder), {"commit_message": "second", "create_pr": True}
-    options = {"repo_id": "other", "private": True, "token": "t"}
-    packed(seed=1).save_pretrained(folder, push_to_hub=True, **options, **settings)
-    assert hub.call_args_list == [call(token=None), call(token="t")]
-    first, second = hub.return_value.create_repo.call_args_list
-    assert first == call("mine", exist_ok=True)
-    assert second == call("other", exist_ok=True, private=True)
-    first, second = (sent.kwargs for sent in hub.return_value.upload_folder.call_args_list)
-    assert (first["commit_message"], first["create_pr"]) == ("Upload model", False)
-    sent = set(filter_repo_objects(names(folder), allow_patterns=second.pop("allow_patterns")))
-    assert sent == names(folder) - {"secrets.txt"}
-    others = {"README.md", "model-00001-of-00002.safetensors"}
-    lost = filter_repo_objects(before | others, allow_patterns=second.pop("delete_patterns"))
-    assert set(lost) == {name for name in before if is_save_file(name)}
-    assert second == {"repo_id": "me/mine", "folder_path": folder} | settings

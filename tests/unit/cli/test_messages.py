@@ -133,7 +133,7 @@ def contents(folder):
 
 
 def test_an_interrupted_merge_leaves_nothing(cli, folder, monkeypatch):
-    from moe_qlora.checkpoint.staging import ShardWriter
+    from moe_qlora.checkpoint.folder import ShardWriter
 
     before, stock, calls = contents(folder), ShardWriter.write, []
 

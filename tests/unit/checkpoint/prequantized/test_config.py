@@ -12,14 +12,13 @@ from prequantized import (
     compressed,
     encode_fp8,
     encode_int,
-    encode_nvfp4,
     write_shards,
     write_tensors,
 )
 from safetensors.torch import load_file
 
+from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.checkpoint.prequantized import maker_method, open_plain
-from moe_qlora.checkpoint.reader import Checkpoint
 from moe_qlora.errors import CheckpointError
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -69,27 +68,11 @@ def test_groups_of_several_kinds(tmp_path):
     assert_decodes(tmp_path, config, encoded, lm_head=weight(4, 8, 8).bfloat16())
 
 
-def test_layers_of_modelopt_have_algorithms_of_their_own(tmp_path):
-    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
-    fp8 = encode_fp8(weight(0, 24, 32), (24, 32), "_scale")
-    nvfp4 = encode_nvfp4(weight(1, 24, 48), "_scale_2", "", divide=False)
-    assert_decodes(tmp_path, config, {Q: fp8, UP: nvfp4})
-
-
 def test_what_lies_on_disk_decides(tmp_path):
     """A list that names more than the maker left out does not turn codes into weights."""
     config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     config["modules_to_not_convert"] = ["proj"]
     assert_decodes(tmp_path, config, {Q: encode_fp8(weight(0, 24, 32), (8, 8), "_scale_inv")})
-
-
-def test_activations_and_the_cache_have_no_plain_tensors(tmp_path):
-    names = ("weight_scale", "input_scale", "weight_zero_point", "k_proj.k_scale", "v_scale")
-    tensors = {f"{Q}.{name}": torch.ones(()) for name in (*names, "gate_up_proj_input_scale")}
-    tensors[f"{Q}.weight"] = weight(0, 24, 32).to(FP8)
-    config = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": "FP8"}
-    with open_plain(write_tensors(tmp_path, config, tensors)) as checkpoint:
-        assert list(checkpoint) == [f"{Q}.weight"]
 
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
@@ -126,10 +109,8 @@ PARTS = {
         (INVERSE, lacks, rf"{ONE} is float8_e4m3fn.*{INVERSE}"),
         (ONE, lacks, f"{INVERSE} is .* a part"),
         (ONE, cast(torch.bfloat16), f"{INVERSE} .*{ALONE}"),
-        (ONE, cast(torch.float8_e4m3fnuz), f"{ONE} is float8_e4m3fnuz.*{ALONE}"),
         (ONE, lambda t: t[0], "wanted is codes of shape"),
         (INVERSE, lambda t: t[:2], r"wanted .* shape \(3, 3\)"),
-        (INVERSE, lambda t: t.flatten(), r"shape \(9,\)"),
         (INVERSE, cast(torch.int32), "is int32"),
     ],
     "glm4_moe fp8 channel": [
@@ -138,9 +119,7 @@ PARTS = {
     "glm4_moe fp8 tensor": [(SCALE, lambda t: t.repeat(40), r"shape \(40,\)")],
     "deepseek_v3 int4": [
         (SCALE, lacks, f"{SCALE} is missing"),
-        (PACKED, lacks, ALONE),
         (PACKED, lambda t: t[:, 1:], "int32 of codes"),
-        (PACKED, cast(U8), f"{SCALE} is bfloat16"),
         (SCALE, lambda t: t[:, :1], "int32 of codes"),
     ],
     "deepseek_v3 int4 channel": [
@@ -149,14 +128,11 @@ PARTS = {
     ],
     "gpt_oss mxfp4": [
         (f"{STACK}_scales", lacks, f"{STACK}_scales is missing"),
-        (f"{STACK}_blocks", lacks, ALONE),
         (f"{STACK}_scales", lambda t: t[:, 1:], r"fnu of shape \(4, 192, 2\)"),
         (f"{STACK}_blocks", lambda t: t[0], r"experts, rows, groups, 16"),
-        (f"{STACK}_scales", cast(torch.float32), "is float32"),
     ],
     "qwen3_moe nvfp4": [
         (GLOBAL, lacks, "weight_global_scale is missing"),
-        (SCALE, lacks, f"{SCALE} is missing"),
         (GLOBAL, lambda t: t.repeat(2), "one floating"),
     ],
     "qwen3_moe modelopt nvfp4": [
@@ -201,13 +177,10 @@ def with_group(**weights):
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         (with_group(symmetric=False), r"group_0\.weights\.symmetric False"),
         (with_group(num_bits=3), r"group_0\.weights\.num_bits 3"),
-        (with_group(strategy="token"), r"group_0\.weights\.strategy 'token'"),
         (with_group(strategy="block", block_structure="16xa"), r"block_structure\.1 'a'"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": 1}}, "config_groups.g 1"),
         ({**with_group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         ({**with_group(), "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size\.1 \[128\]"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size\.1 0"),
     ],
 )
 def test_a_format_that_is_not_read_is_named(tmp_path, monkeypatch, config, said):
@@ -222,13 +195,10 @@ STACK_OF_ONE = {"a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}
 STACK_OF_ONE["a_scales"] = torch.zeros(1, 2, 1, dtype=U8)
 
 
-def test_a_weight_that_is_stored_twice_or_in_parts_of_other_tools_is_named(tmp_path):
+def test_a_weight_that_is_stored_twice_is_named(tmp_path):
     tensors = {**STACK_OF_ONE, "a": torch.zeros(1, 32, 2)}
     with pytest.raises(CheckpointError, match="a is stored twice, once as a_blocks"):
         open_plain(write_tensors(tmp_path / "a", {"quant_method": "mxfp4"}, tensors))
-    tensors = {**CODES, "a.weight_g_idx": torch.ones(32, dtype=torch.int32)}
-    with pytest.raises(CheckpointError, match=r"a\.weight_g_idx is int32.*a part of a quantized"):
-        open_plain(write_tensors(tmp_path / "b", {"quant_method": "fp8"}, tensors))
 
 
 @pytest.mark.parametrize("tensors", [CODES, {"a.weight": CODES["a.weight"]}, STACK_OF_ONE])
