@@ -109,8 +109,6 @@ class LoraDelta:
         if self.experts:
             a = a.reshape(self.experts, -1, a.shape[-1])  # (E, r, in)
             b = b.reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)  # (E, out, r)
-        else:
-            a, b = a.flatten(1), b.flatten(1)
         return (a.mT, b.mT) if self.flip else (b, a)
 
     def add_rows(self, factors: tuple[Tensor, Tensor], total: Tensor, start: int) -> None:
@@ -121,7 +119,7 @@ class LoraDelta:
             here = [at for at, token in enumerate(self.tokens) if start <= token < stop]
             total[[self.tokens[at] - start for at in here]] = left[here]
         elif not self.experts:
-            total.flatten(1).addmm_(left[start:stop], right, alpha=self.scaling)
+            total.addmm_(left[start:stop], right, alpha=self.scaling)
         else:
             for expert in range(start, stop):
                 total[expert - start].addmm_(left[expert], right[expert], alpha=self.scaling)
@@ -381,24 +379,19 @@ class Updates:
             raise ValueError(f"{a or b or next(iter(pair.values()))} lacks its other half")
         rank, scaling = self._adapter.settings.rank_and_scaling(target)
         shape = self._shapes[name]
-        convolves = isinstance(module, nn.modules.conv._ConvNd)
-        if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
+        if len(shape) not in (2, 3) or isinstance(module, nn.modules.conv._ConvNd):
             raise ValueError(f"{a} adapts {name} of shape {shape}, which cannot be merged")
-        experts = shape[0] if len(shape) == 3 and not convolves else 0
+        experts = shape[0] if len(shape) == 3 else 0
         flip = bool(leaf) or type(module).__name__ == "Conv1D"
         if experts:
             flip = bool(getattr(module, "is_transposed", False))
-        rows, columns = shape[1:] if experts else _flat(shape)
+        rows, columns = shape[-2:]
         out, inner = (columns, rows) if flip else (rows, columns)
         wanted = ((max(experts, 1) * rank, inner), (out, rank * max(experts, 1)))
         stored = tuple(self._file.info(key).shape for key in (a, b))
-        if tuple(map(_flat, stored)) != wanted:
+        if stored != wanted:
             raise ValueError(
                 f"{a} {stored[0]} and its lora_B {stored[1]} do not fit {name} of shape "
                 f"{shape}, which needs {wanted[0]} and {wanted[1]} at rank {rank}"
             )
         self.deltas.setdefault(name, []).append(LoraDelta(a, b, scaling, experts, flip))
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape

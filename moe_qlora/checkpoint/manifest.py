@@ -333,16 +333,16 @@ class FolderCheck:
         linears = {name for name, module in layers.items() if is_packed_linear(module)}
         packed, known, problem = packed_names(manifest), set[str](), ""
         for name, entry in manifest.tensors.items():
-            own = canonical_name(model, name, state)
+            own, expert = canonical_name(model, name, state), manifest.experts.get(name)
             if own is None:  # a statistic, or of a larger model than this one
                 continue
             known.add(own)
-            shape = tuple(state[own].shape)
-            if name in packed:
-                if name not in manifest.experts and own not in (linears or layers):
+            shape, stored = tuple(state[own].shape), (expert or entry).shape
+            if expert is None and name in packed:
+                if own not in (linears or layers):
                     problem = f"{name} is packed, and neither config.json nor the manifest says so"
-            elif entry.shape != shape:
-                problem = f"{name} has the shape {entry.shape}, the model's config gives {shape}"
+            elif stored != shape:
+                problem = f"{name} has the shape {stored}, the model's config gives {shape}"
         if type(model).__name__ in (manifest.config.get("architectures") or ()):
             # A folder of this very class has all tensors but tied ones.
             known |= {alias for entry in manifest.experts.values() for alias in entry.aliases}

@@ -169,10 +169,10 @@ class _Merge:
         self.changed: set[str] = set()
         self.rounded: set[str] = set()
         noted = set[str]() if training is None else training.experts | training.linears
-        for name in (*updates.deltas, *updates.replacements, *sorted(noted - updates.tied)):
+        changed = [*updates.deltas, *updates.replacements]
+        for name in (*changed, *sorted(noted - updates.tied)):
             if name not in base.layout.by_name:
-                changed = name in updates.deltas or name in updates.replacements
-                raise (AdapterError if changed else CheckpointError)(
+                raise (AdapterError if name in changed else CheckpointError)(
                     f"{adapter.folder} is for a model with {name}, which the base's files do not "
                     "hold: name the base that it was trained on."
                 )
@@ -271,10 +271,11 @@ class _Merge:
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
         """Round the group's parameters that were packed in training; before anything is added."""
-        base, training, slots = self._base, self._training, dict[str, Slot]()
+        base, training = self._base, self._training
         if training is None:
             return {}
-        stored, dtypes = base.disk[group.keys[0]][1], dict[str, torch.dtype]()
+        slots, dtypes = dict[str, Slot](), dict[str, torch.dtype]()
+        stored = base.disk[group.keys[0]][1]
         dtype, settings = training.dtype or stored, training.settings
         for name in group.shapes.keys() - self._updates.replacements.keys():
             if name in training:

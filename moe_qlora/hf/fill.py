@@ -245,7 +245,7 @@ class Fill:
 
         def fetch(start: int) -> list[Callable[[], Tensor]]:
             rows = start, min(start + step, shape[0])
-            return [files.disk.fetch(parts[role], *rows, device) for role in (CODES, SCALE)]
+            return [files.stored.fetch(parts[role], *rows, device) for role in (CODES, SCALE)]
 
         packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
         for _, both in ahead(fetch, range(0, shape[0], step)):

@@ -172,11 +172,10 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
         assert said in card, said
     assert card.startswith("---\n") and "library_name: peft" in card  # PEFT's own part
     assert f"base_model: {folders['base']}\n" in card
-    model = moe_qlora.get_peft_model(base_model(folders["base"]), q_proj())
-    model.save_pretrained(tmp_path / "base")
-    file = tmp_path / "base" / "README.md"
+    model, file = on_base(folders), tmp_path / "README.md"
+    model.save_pretrained(tmp_path)
     file.write_text(file.read_text() + "# Model of mine\n")
-    model.save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path)
     text = file.read_text()
     assert text.count("# Model of mine\n") == 1
     assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from training import loaded
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -148,15 +147,6 @@ def test_a_reward_models_head(labels: int, tied: bool, tmp_path: Path) -> None:
     assert model.config.num_labels == labels
     assert "lm_head.weight" not in tensors(tmp_path / "merged")
     torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
-
-
-def test_an_embedding_model(tmp_path: Path) -> None:
-    source = base(tmp_path / "base", "qwen3_moe")
-    adapted = train(load(source, AutoModel), task_type="FEATURE_EXTRACTION")
-    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
-    model = merged(source, adapter, tmp_path / "merged", AutoModel)
-    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
-    assert tensors(tmp_path / "merged").keys() == tensors(source).keys()
 
 
 def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import CheckpointError
 from moe_qlora.packing import codec, parametrize
@@ -117,30 +116,29 @@ def text(content: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 LINEAR = "q_proj.weight.quant_state.bitsandbytes__nf4"
-# kind, the end of a key, how its tensor is changed, what is said
+# the end of a key, how its tensor is changed, what is said
 FORGED = {
-    "record": ("nf4", RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
+    "record": (RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
     # seen by a load: bitsandbytes believes what a record says of a Linear layer's shape and blocks
-    "codes": ("nf4", "q_proj.weight", lambda codes: codes[:3], ""),
-    "a large shape": ("nf4", LINEAR, saying(shape=[1 << 14, 1 << 14]), ""),
-    "small blocks": ("nf4", LINEAR, saying(blocksize=1), ""),
-    "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
-    "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], ""),
+    "codes": ("q_proj.weight", lambda codes: codes[:3], ""),
+    "a large shape": (LINEAR, saying(shape=[1 << 14, 1 << 14]), ""),
+    "small blocks": (LINEAR, saying(blocksize=1), ""),
+    "too deep, of experts": (RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
+    "shape": ("model.norm.weight", lambda w: w[:-1], ""),
 }
 
 
 @pytest.fixture(scope="module")
-def packed_models(tmp_path_factory):
-    """Models packed while they were loaded, with their folders."""
-    return {kind: folders(tmp_path_factory.mktemp(kind), kind) for kind in ("nf4", "fp4", "int8")}
+def packed_model(tmp_path_factory):
+    return folders(tmp_path_factory.mktemp("nf4"), "nf4")[0]
 
 
 @pytest.mark.parametrize("case", FORGED)
 def test_no_kernel_is_led_astray_by_statistics_of_whatever_checksum(
-    cli, tmp_path, packed_models, case
+    cli, tmp_path, packed_model, case
 ):
-    kind, end, change, part = FORGED[case]
-    name = forged(packed_models[kind][0], tmp_path, end, change)
+    end, change, part = FORGED[case]
+    name = forged(packed_model, tmp_path, end, change)
     if part:  # which is seen without the model
         check_damaged(cli(tmp_path), part, name)
     with moe_qlora.enabled(), pytest.raises(CheckpointError):
@@ -272,11 +270,6 @@ def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
         code, _, err = cli(folder, "--against", tmp_path / name)
         assert code == 2, err
         assert "of another model" in err
-    shard = folder / list(read_manifest(folder).shards)[1]
-    moved = shard.rename(tmp_path / "moved")
-    report = verify(folder, source)  # of what is damaged no errors are computed
-    assert not report.good and report.errors == ()
-    moved.rename(shard)
     for file in source.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     assert cli(folder, "--against", source)[0] == 2

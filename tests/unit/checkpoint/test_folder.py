@@ -1,7 +1,9 @@
-"""Checkpoint folders against safetensors' own reading and writing, and tricks with paths."""
+"""Files of a folder against safetensors' own reading and writing; tricks with paths; folders that
+appear whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from folders import TRICKS, index, noise, same, two_shards
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moe_qlora.checkpoint.folder import (
@@ -20,9 +23,11 @@ from moe_qlora.checkpoint.folder import (
     INDEX_SUFFIX,
     SINGLE,
     ShardWriter,
+    check_new,
     file_facts,
     new_folder,
     read_header,
+    replace_file,
 )
 from moe_qlora.checkpoint.manifest import open_checkpoint
 from moe_qlora.errors import CheckpointError
@@ -55,14 +60,6 @@ def test_a_single_file_reads_as_safetensors_does(tmp_path):
             assert raw[info.offset : info.offset + info.nbytes] == content
         for start, stop in ((0, 7), (0, 0), (1, 2), (2, None), (None, 2)):
             assert same(checkpoint.read("t.0", start, stop), tensors["t.0"][start:stop])
-
-
-def test_a_file_of_any_name_is_taken_where_it_is_the_only_one(tmp_path):
-    save_file({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
-    assert "w" in open_checkpoint(tmp_path)
-    save_file({"w": torch.ones(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(CheckpointError, match="2 safetensors files and no index"):
-        open_checkpoint(tmp_path)
 
 
 def test_a_single_file_beside_an_index_is_read_as_transformers_reads_it(tmp_path):
@@ -290,3 +287,102 @@ def test_tensors_follow_until_the_shard_or_its_header_is_full(tmp_path):
         assert all(torch.equal(read[key], tensors[key]) for key in taken)
     with pytest.raises(CheckpointError, match="safetensors cannot store"):
         ShardWriter(tmp_path / "i", {"w": (torch.complex128, (1,))})
+
+
+LOCK, PARTIAL = ".model.moe_qlora.lock", ".model.moe_qlora.partial"
+FULL = "No space left on device"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def build(goal: Path, error: Exception | None = None) -> None:
+    with new_folder(goal) as work:
+        assert work.parent == goal.parent and not (goal / "x").exists()
+        replace_file(work / "x", b"ours")
+        (work / "sub").mkdir()
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_new_folder_appears_when_it_is_whole(tmp_path, empty):
+    goal = tmp_path / "deep" / "er" / "model"
+    if empty:
+        goal.mkdir(parents=True)
+    build(goal)
+    assert (names(goal.parent), names(goal)) == (["model"], ["sub", "x"])
+    # and may be read by whom the system lets
+    (tmp_path / "x").write_bytes(b"1")
+    assert (goal / "x").stat().st_mode == (tmp_path / "x").stat().st_mode
+    assert goal.stat().st_mode == goal.parent.stat().st_mode
+
+
+WRAPPED = SafetensorError(f"Error while serializing: I/O error: {FULL} (os error 28)")
+FAILURES = [
+    (KeyError("x"), "x"),
+    ((errno.ENOSPC, ""), f"place/model cannot be written: {FULL}; make room there, or name"),
+    (WRAPPED, rf"place/model cannot be written: {FULL} \(os error 28\); make room there"),
+    ((errno.EACCES, "source/x"), r"place/model cannot be written: Perm.*\(.*source/x\)"),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), FAILURES)
+def test_a_failure_leaves_nothing_and_names_what_could_not_be_read_or_written(
+    tmp_path, error, said
+):
+    if isinstance(error, tuple):
+        code, path = error
+        error = OSError(code, os.strerror(code), *([str(tmp_path / path)] if path else []))
+    kind = KeyError if isinstance(error, KeyError) else CheckpointError
+    with pytest.raises(kind, match=said):
+        build(tmp_path / "place/model", error)
+    assert names(tmp_path / "place") == []
+
+
+@pytest.mark.parametrize("kind", ["full", "file", "link"])
+def test_nothing_is_overwritten(tmp_path, kind):
+    goal = tmp_path / "model"
+    if kind == "full":
+        goal.mkdir()
+        (goal / "x").write_text("1")
+    elif kind == "file":
+        goal.write_text("1")
+    else:
+        goal.symlink_to(tmp_path / "other")
+    before = names(tmp_path)
+    for call in (check_new, build):
+        with pytest.raises(CheckpointError, match="exists and is no empty folder, or is a mount"):
+            call(goal)
+    assert names(tmp_path) == before
+
+
+# --- what is not ours ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"), [(PARTIAL, "link"), (LOCK, "link"), (LOCK, "hard link"), (LOCK, "pipe")]
+)
+def test_staging_and_lock_are_no_way_to_other_files(tmp_path, place, kind):
+    folder, planted = tmp_path / "precious", tmp_path / place
+    folder.mkdir()
+    (folder / "x").write_text("precious")
+    if kind == "link":
+        planted.symlink_to(folder if place == PARTIAL else folder / "x")
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            build(tmp_path / "model")
+    else:
+        planted.hardlink_to(folder / "x") if kind == "hard link" else os.mkfifo(planted)
+        build(tmp_path / "model")
+    assert (folder / "x").read_text() == "precious"
+
+
+def test_a_file_is_replaced_and_no_link_is_followed(tmp_path):
+    (tmp_path / "other").write_bytes(b"theirs")
+    for link in ("link", ".f.partial"):
+        (tmp_path / link).symlink_to(tmp_path / "other")
+    for file, content in (("f", b"one"), ("f", b"two"), ("link", b"one")):
+        replace_file(tmp_path / file, content)
+        assert (tmp_path / file).read_bytes() == content
+    assert (tmp_path / "other").read_bytes() == b"theirs"
