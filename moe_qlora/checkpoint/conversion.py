@@ -313,9 +313,8 @@ class Base:
         if (known := canonical_name(self.model, name, self.layout.by_name)) is None:
             return None
         group = self.layout.by_name[known]
-        return self.rows(
-            known, 0, min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
-        )
+        last = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
+        return self.rows(known, 0, last)
 
     def holds(self, name: str, tensor: Tensor) -> bool:
         """Whether a parameter has the same bits as a tensor."""
@@ -357,13 +356,13 @@ class PackedBase(Base):
         self._weights = weights = PackedWeights(manifest, files, state)
         parts = {key for keys in weights.keys.values() for key in keys} - weights.keys.keys()
         params = dict[str, tuple[tuple[int, ...], torch.dtype]]()
-        for key in (key for key in files if key not in parts):
-            shape, dtype = files.info(key).shape, files.info(key).dtype
+        for key, info in files.items():
             if (entry := manifest.experts.get(key)) is not None:
-                shape, dtype = tuple(entry.shape), getattr(torch, entry.dtype)
+                params[key] = tuple(entry.shape), getattr(torch, entry.dtype)
             elif key in weights.keys:
-                shape, dtype = tuple(state[key].shape), weights.weight(key).dtype
-            params[key] = shape, dtype
+                params[key] = tuple(state[key].shape), weights.weight(key).dtype
+            elif key not in parts:
+                params[key] = info.shape, info.dtype
         on_disk = revert(model, blank(params), type(model).__name__)
         return files, {key: (tuple(one.shape), one.dtype) for key, one in on_disk.items()}
 

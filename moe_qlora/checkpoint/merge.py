@@ -435,16 +435,16 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
 
 def _agree(adapter: Adapter, updates: Updates, names: list[str]) -> bool:
     """Whether one tensor can hold all changes; LoRA on one of the names counts for all."""
-    replaced = [updates.replacements[name] for name in names if name in updates.replacements]
+    replaced = [[updates.replacements[name]] for name in names if name in updates.replacements]
     adapted = [updates.deltas[name] for name in names if name in updates.deltas]
     tokens = any(one.tokens for deltas in adapted for one in deltas)
     if len(replaced) not in (0, len(names)) or (tokens and len(adapted) < len(names)):
         return False
-
-    def same(keys: list[list[str]]) -> bool:
-        read = [[adapter.file.read(key) for key in some] for some in keys]
-        return all(all(map(same_bits, read[0], other)) for other in read[1:])
-
     how = {tuple((one.scaling, one.tokens) for one in deltas) for deltas in adapted}
     factors = [[key for one in deltas for key in (one.a, one.b)] for deltas in adapted]
-    return len(how) < 2 and same([[key] for key in replaced]) and same(factors)
+    return len(how) < 2 and all(
+        same_bits(*map(adapter.file.read, both))
+        for keys in (replaced, factors)
+        for other in keys[1:]
+        for both in zip(keys[0], other, strict=True)
+    )

@@ -18,7 +18,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +37,7 @@ from ..packing.decoders import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
+from .conversion import SAMPLED_ROWS
 from .folder import inside, parse_fields, replace_file
 from .manifest import canonical_name
 from .rows import packed_linears
@@ -53,7 +54,6 @@ _FIELDS = (
     *("intermediate_size", "moe_intermediate_size", "hidden_act", "hidden_activation"),
     *("scoring_func", "norm_topk_prob", *TOP_K_FIELDS),
 )
-SAMPLED_ROWS = 64  # first rows of each sampled weight
 _WEIGHTS, _BITS = 8, 256  # sampled weights, and bits of each
 _LEAST_AGREEMENT = 0.8
 
@@ -69,19 +69,20 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class TrainingCodec:
-    """Names of the expert weights and Linear layers that were packed in training, and the codec."""
+    """The codec of a training, and the expert weights and Linear layers that were packed by it.
+
+    Experts with the checkpoint's native codes, which are not quantized again, are not among them.
+    """
 
     settings: CodecSettings
     experts: frozenset[str]
     linears: frozenset[str]
-    base: Fingerprint | None = field(default=None, compare=False)  # the model; None in old notes
-    # experts with the checkpoint's native codes, which are not quantized again
-    native: Mapping[str, CodecSettings] = field(default_factory=dict, compare=False)
+    base: Fingerprint | None = None  # the model; None in old notes
     # dtype of the weights before packing, and of decoded ones; None: unknown or mixed
-    dtype: torch.dtype | None = field(default=None, compare=False)
+    dtype: torch.dtype | None = None
 
     def __contains__(self, name: object) -> bool:
-        return (name in self.experts and name not in self.native) or name in self.linears
+        return name in self.experts or name in self.linears
 
 
 def from_config(model: nn.Module, config: Any) -> TrainingCodec:
@@ -95,11 +96,10 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     params = weights_to_pack(model, detect(model), config, settings)
     experts = frozenset(name for param in params for name in param.names)
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
-    base = fingerprint(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     check_linears(model, settings)
     linears = frozenset(map(unwrapped_name, packed_linears(model)))
-    return TrainingCodec(settings, experts, linears, base)
+    return TrainingCodec(settings, experts, linears)
 
 
 def from_packed(model: nn.Module) -> TrainingCodec | None:
@@ -111,11 +111,11 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     if not weights:
         return None
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
-    native = {name: settings for name, settings in how.items() if settings.codec.is_kept}
+    experts = frozenset(name for name, one in how.items() if not one.codec.is_kept)
     layers: list[Any] = [one for one in model.modules() if parametrize.is_packed_linear(one)]
     states = [one.weight.quant_state for one in layers if hasattr(one.weight, "quant_state")]
     states = [state for state in states if state is not None]
-    settings = next((one for one in how.values() if not one.codec.is_kept), None)
+    settings = next((how[name] for name in how if name in experts), None)
     if settings is None and states:  # that of the first packed Linear layer
         first = states[0]
         settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
@@ -124,7 +124,7 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     linears = frozenset(map(unwrapped_name, packed_linears(model)))
     dtypes = {one.dtype for one in (*weights.values(), *states)}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return TrainingCodec(settings, frozenset(how), linears, fingerprint(model), native, dtype)
+    return TrainingCodec(settings, experts, linears, fingerprint(model), dtype)
 
 
 @checked
@@ -143,7 +143,7 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
     note = {
         "format_version": 1,
         "codec": {key: settings[key] for key in ("kind", "double_quant", "blocksize")},
-        "experts": sorted(packed.experts - packed.native.keys()),
+        "experts": sorted(packed.experts),
         "linears": sorted(packed.linears),
         **({"dtype": dtype_name(packed.dtype)} if packed.dtype else {}),
         **({"base": asdict(packed.base)} if packed.base else {}),
@@ -158,7 +158,7 @@ def from_note(folder: Path) -> TrainingCodec | None:
     note = parse_fields(_Note, read_json(inside(folder, NOTE)), folder / NOTE)
     settings: Any = note.codec
     dtype = note.dtype and getattr(torch, note.dtype)
-    return TrainingCodec(settings, note.experts, note.linears, note.base, dtype=dtype)
+    return TrainingCodec(settings, note.experts, note.linears, note.base, dtype)
 
 
 def of_training(adapter: Path, model: nn.Module, config: Any) -> TrainingCodec:
