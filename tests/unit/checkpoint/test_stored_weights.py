@@ -127,7 +127,6 @@ BAD: dict[str, tuple[str, Change, type[Exception], str]] = {
     "layer": (KEY, poisoned(NAN), ENDLESS, re.escape(KEY)),
     "int8 layer": (KEY, poisoned(-INF), ENDLESS, re.escape(KEY)),
     "fp8: code": (KEY, coded, ENDLESS, re.escape(KEY)),
-    "fp8: scale": (KEY, cast(FP8, INF), ENDLESS, re.escape(KEY)),
     "shape": (f"{EXPERT}down", made(lambda weight: weight[:, :-8]), NAMED, DOWN),
     "none": ("down_proj", lost, NAMED, DOWN),
     # of which the floating-point other half would make a weight
