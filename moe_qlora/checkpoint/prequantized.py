@@ -353,11 +353,11 @@ class PrequantizedCheckpoint(Checkpoint):
             return self.stored.fetch(key, start, stop, device)
         first, last, _ = slice(start, stop).indices(tensor.shape[0])
         last, high = max(first, last), 1 if len(tensor.shape) == 3 else tensor.block[0]
-        places = {CODES: (first, last)}
+        places: dict[str, tuple[int, int | None]] = {CODES: (first, last)}
         if not tensor.one_scale:  # scales of scales, and this one, are read whole
             places[SCALE] = first // high, cdiv(last, high)
         parts = {
-            role: self.stored.fetch(part, *places.get(role, ()), device=device)
+            role: self.stored.fetch(part, *places.get(role, (0, None)), device)
             for role, part in tensor.parts.items()
         }
         return lambda: dequantize(
