@@ -32,7 +32,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from moe_qlora.checkpoint import prequantized as makers
 from moe_qlora.checkpoint.folder import Checkpoint
-from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, maker_method, open_plain
+from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, open_plain
 from moe_qlora.errors import CheckpointError
 
 
@@ -227,24 +227,6 @@ def test_a_weight_that_is_stored_twice_is_named(tmp_path):
 def test_codes_without_a_configuration_are_named(tmp_path, tensors):
     with pytest.raises(CheckpointError, match=r"a\S* is .*no quantization_config that says how"):
         open_plain(write_tensors(tmp_path, None, tensors))
-
-
-@pytest.mark.parametrize(
-    ("said", "method"),
-    [
-        ({"quant_method": "bitsandbytes"}, None),
-        ({"load_in_8bit": True}, None),
-        ({"quant_method": "fp8"}, "fp8"),
-        ({"quant_algo": "NVFP4"}, "modelopt"),
-        ({"quant_method": "modelopt_fp4"}, "modelopt"),
-    ],
-)
-def test_the_method_of_a_configuration(said, method):
-    assert maker_method({"quantization_config": said}) == method
-    assert maker_method({"text_config": {"quantization_config": said}}) == method
-    assert maker_method({}) is None
-    with pytest.raises(CheckpointError, match="quantization_config says 'fp8'"):
-        maker_method({"quantization_config": "fp8"})
 
 
 BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
