@@ -139,6 +139,17 @@ class Checkpoint(dict[str, TensorInfo]):
         moved = tensor if device is None else tensor.to(device)
         return lambda: moved
 
+    def read_bytes(self, key: str, start: int, stop: int) -> Tensor:
+        """Read the bytes `[start, stop)` of a tensor, uint8, and no others."""
+        info, raw = self.info(key), bytearray(stop - start)
+        if not raw:
+            return torch.empty(0, dtype=torch.uint8)
+        with reading(info.file), info.file.open("rb") as handle:
+            handle.seek(info.offset + start)
+            if handle.readinto(raw) < len(raw):
+                raise CheckpointError(f"{info.file} was cut off meanwhile: copy the file again.")
+        return torch.frombuffer(raw, dtype=torch.uint8)
+
     def close(self) -> None:
         """Close the files."""
         self._open.clear()

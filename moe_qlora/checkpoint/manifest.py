@@ -171,11 +171,9 @@ def _digest(value: Mapping[str, Any]) -> str:
 
 
 def _checksum(files: Checkpoint, key: str) -> str:
-    info, digest = files[key], hashlib.sha256()
-    with reading(info.file), info.file.open("rb") as handle:
-        handle.seek(info.offset)
-        for start in range(0, info.nbytes, _PIECE):
-            digest.update(handle.read(min(_PIECE, info.nbytes - start)))
+    digest, nbytes = hashlib.sha256(), files[key].nbytes
+    for start in range(0, nbytes, _PIECE):
+        digest.update(files.read_bytes(key, start, min(start + _PIECE, nbytes)).numpy().data)
     return digest.hexdigest()
 
 
