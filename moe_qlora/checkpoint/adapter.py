@@ -1,7 +1,4 @@
-"""A LoRA adapter folder as PEFT writes it, read as deltas to a model's parameters.
-
-    open_adapter        adapter_config.json checked, adapter_model.safetensors opened
-    Updates             each tensor's parameter in the model
+"""A LoRA adapter folder as PEFT writes it (`open_adapter`), as deltas to parameters (`Updates`).
 
 Which modules have LoRA follows from the keys of the file, not from `target_modules`. PEFT wraps a
 module once for each parameter that `target_parameters` names, in registration order: of several
@@ -41,8 +38,8 @@ from torch import Tensor, nn
 from ..errors import AdapterError, CheckpointError
 from ..layout import unwrapped_name
 from ..models.files import read_json
+from .folder import Checkpoint, inside, parse_fields
 from .manifest import canonical_name
-from .reader import Checkpoint, inside, parse_fields
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -52,7 +49,7 @@ PREFIX = "base_model.model."
 SINGLE_EXPERT = re.compile(r"\.experts\.(\d+\.\w+|(gate|up|down)_proj|w[123])\.lora_[AB]\.weight$")
 PAIR = re.compile(
     r"(?P<path>.+?)(?P<wrapped>(\.base_layer)*)"
-    r"\.lora_((?P<half>[AB])\.(?P<leaf>weight|bias)|embedding_(?P<rows>[AB]))$"
+    r"\.lora_((?P<half>[AB])\.weight|embedding_(?P<rows>[AB]))$"
 )
 _WRAPPED = ".base_layer"
 _TOKENS = ".token_adapter.trainable_tokens_delta"
@@ -74,7 +71,11 @@ LORA_VARIANTS: tuple[Variant, ...] = (
 
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _CHANGED = "this initialization changed the base weights, which the adapter's folder does not hold"
-_UNMERGEABLE = (*LORA_VARIANTS, ("init_lora_weights", _INITS, _CHANGED))
+_UNMERGEABLE: tuple[Variant, ...] = (
+    *LORA_VARIANTS,
+    ("init_lora_weights", _INITS, _CHANGED),
+    ("lora_bias", (False, None), "the bias of lora_B has no place in many layers"),
+)
 
 
 def unsupported(
@@ -98,19 +99,16 @@ class LoraDelta:
     scaling: float  # s, alpha / r or alpha / sqrt(r)
     experts: int = 0  # E of a fused expert weight (E, ...), 0 for a weight that is one matrix
     flip: bool = False  # the weight is (in, out): an embedding, Conv1D, or transposed experts
-    bias: bool = False  # b is a bias; it is added directly
     tokens: tuple[int, ...] = ()  # b has these rows of the weight; they replace its own
 
     def factors(self, file: Checkpoint, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return L `(rows, r)` and R `(r, columns)`, with E before both; a bias or rows twice."""
+        """Return L `(rows, r)` and R `(r, columns)`, with E before both; trained rows twice."""
         a, b = file.read(self.a).to(dtype), file.read(self.b).to(dtype)
-        if self.bias or self.tokens:
+        if self.tokens:
             return b, b
         if self.experts:
             a = a.reshape(self.experts, -1, a.shape[-1])  # (E, r, in)
             b = b.reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)  # (E, out, r)
-        else:
-            a, b = a.flatten(1), b.flatten(1)
         return (a.mT, b.mT) if self.flip else (b, a)
 
     def add_rows(self, factors: tuple[Tensor, Tensor], total: Tensor, start: int) -> None:
@@ -120,10 +118,8 @@ class LoraDelta:
         if self.tokens:
             here = [at for at, token in enumerate(self.tokens) if start <= token < stop]
             total[[self.tokens[at] - start for at in here]] = left[here]
-        elif self.bias:
-            total.add_(left[start:stop], alpha=self.scaling)
         elif not self.experts:
-            total.flatten(1).addmm_(left[start:stop], right, alpha=self.scaling)
+            total.addmm_(left[start:stop], right, alpha=self.scaling)
         else:
             for expert in range(start, stop):
                 total[expert - start].addmm_(left[expert], right[expert], alpha=self.scaling)
@@ -132,16 +128,16 @@ class LoraDelta:
 _END_OF_NAME = r"(.*\.)?({})$"  # as PEFT matches patterns
 
 
-def _check_regex(value: Any, place: str = "{}") -> Any:
+def _check_regex(value: Any) -> Any:
     try:
         if isinstance(value, str):
-            re.compile(place.format(value))
+            re.compile(_END_OF_NAME.format(value))
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"no regular expression ({error})") from error
     return value
 
 
-_Pattern = Annotated[str, AfterValidator(partial(_check_regex, place=_END_OF_NAME))]
+_Pattern = Annotated[str, AfterValidator(_check_regex)]
 # Strict: PEFT takes a value as it is, so that "no" is true.
 _Flag = Annotated[bool, Field(strict=True)] | None
 _Integer = Annotated[int, Field(strict=True)]
@@ -177,13 +173,12 @@ class LoraSettings:
 
     def rank_and_scaling(self, name: str) -> tuple[int, float]:
         """Return rank and scaling of a target: as in PEFT, the first matching pattern counts."""
-
-        def first(patterns: Mapping[str, Any] | None, default: Any) -> Any:
-            found = (patterns or {}).items()
-            return next((v for p, v in found if re.match(_END_OF_NAME.format(p), name)), default)
-
-        rank = first(self.rank_pattern, self.r)
-        alpha = first(self.alpha_pattern, self.lora_alpha)
+        found: list[Any] = [self.r, self.lora_alpha]
+        for at, patterns in enumerate((self.rank_pattern, self.alpha_pattern)):
+            for pattern, value in reversed((patterns or {}).items()):
+                if re.match(_END_OF_NAME.format(pattern), name):
+                    found[at] = value
+        rank, alpha = found
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -242,19 +237,19 @@ def of_single_experts(adapter: Path | str, key: str) -> AdapterError:
 
 def vocabulary(model: Any, *, inputs: bool = True) -> list[str]:
     """Return the names of the parameters of the embeddings, if `inputs`, and of the head."""
-    resized = []
+    resized = set()
     for getter in ("get_input_embeddings", "get_output_embeddings")[not inputs :]:
         with suppress(NotImplementedError, AttributeError):
-            resized.append(getattr(model, getter)())
+            resized.add(getattr(model, getter)())
     return [
         f"{name}.{parameter}".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)
-        if any(module is one for one in resized)
+        if module in resized
         for parameter, _ in module.named_parameters(recurse=False)
     ]
 
 
-_Pair = dict[str, str]  # keys of one LoRA layer: "Aweight", "Bweight", "Bbias", "Aembedding", ...
+_Pair = dict[str, str]  # keys of one LoRA layer: "A", "B", or "Aembedding", "Bembedding"
 
 
 class Updates:
@@ -297,7 +292,7 @@ class Updates:
             name = key.removeprefix(PREFIX)
             plain = name.replace(_WRAPPED + ".", ".")
             if match := PAIR.match(name):
-                part = (match["half"] or match["rows"]) + (match["leaf"] or "embedding")
+                part = match["half"] or match["rows"] + "embedding"
                 by_depth = pairs.setdefault(match["path"].replace(_WRAPPED, ""), {})
                 by_depth.setdefault(len(match["wrapped"]), {})[part] = key
             elif plain.endswith(_TOKENS):
@@ -329,14 +324,13 @@ class Updates:
         self.replacements[target] = key
 
     def _place_tokens(self, path: str, key: str) -> None:
-        target = self._known(f"{path}.weight", self._shapes)
-        shape = self._file.info(key).shape
+        target = self._known(f"{path}.weight", self._shapes) or ""
         tokens = self._adapter.settings.trainable_token_indices or []
         if isinstance(tokens, dict):  # a tied head is in the file and need not be named
             named = [rows for name, rows in tokens.items() if f".{path}".endswith(f".{name}")]
             tokens = next(iter(named or tokens.values()), [])
-        rows, *columns = self._shapes.get(target or "", (0,))
-        if target is None or shape != (len(tokens), *columns) or max(tokens, default=-1) >= rows:
+        shape, (rows, *columns) = self._file.info(key).shape, self._shapes.get(target, (0,))
+        if not target or shape != (len(tokens), *columns) or max(tokens, default=-1) >= rows:
             raise ValueError(
                 f"{key} {shape} does not fit {len(tokens)} trainable_token_indices of a weight of "
                 f"shape {(rows, *columns)}"
@@ -353,19 +347,18 @@ class Updates:
                 raise of_single_experts(self._adapter.folder, first)
             shape = self._file.info(first).shape
             raise ValueError(f"{first} {shape} belongs to a module that it does not have")
-        module = self._modules[module_name]
+        module, named = self._modules[module_name], list[str]()  # named in registration order
         is_regex = isinstance(self._adapter.settings.target_parameters, str)
-        named = []  # in registration order
         for name, _ in module.named_parameters(recurse=False):
             full = f"{path}.{name}"
-            hits = [
+            hits = {
                 target
                 for target in self._targets
                 if (re.fullmatch(target, full) if is_regex else f".{full}".endswith(f".{target}"))
-            ]
+            }
             if hits and f"{module_name}.{name}" in self._shapes:
                 named.append(name)
-                self._matched.update(hits)
+                self._matched |= hits
         layers = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
         is_layer = isinstance(module, layers) or type(module).__name__ == "Conv1D"
         parameters = ["weight"] if is_layer and len(pairs) == 1 and len(named) != 1 else named
@@ -380,35 +373,25 @@ class Updates:
 
     def _add(self, pair: _Pair, target: str, module: nn.Module, name: str) -> None:
         # patterns of the config match `target`
-        leaf = "embedding" if "Aembedding" in pair else "weight"
+        leaf = "embedding" if "Aembedding" in pair else ""
         a, b = pair.get(f"A{leaf}"), pair.get(f"B{leaf}")
         if a is None or b is None:
             raise ValueError(f"{a or b or next(iter(pair.values()))} lacks its other half")
         rank, scaling = self._adapter.settings.rank_and_scaling(target)
         shape = self._shapes[name]
-        convolves = isinstance(module, nn.modules.conv._ConvNd)
-        if len(shape) < 2 or (convolves and getattr(module, "groups", 1) != 1):
+        if len(shape) not in (2, 3) or isinstance(module, nn.modules.conv._ConvNd):
             raise ValueError(f"{a} adapts {name} of shape {shape}, which cannot be merged")
-        experts = shape[0] if len(shape) == 3 and not convolves else 0
-        flip = leaf == "embedding" or type(module).__name__ == "Conv1D"
+        experts = shape[0] if len(shape) == 3 else 0
+        flip = bool(leaf) or type(module).__name__ == "Conv1D"
         if experts:
             flip = bool(getattr(module, "is_transposed", False))
-        rows, columns = shape[1:] if experts else _flat(shape)
+        rows, columns = shape[-2:]
         out, inner = (columns, rows) if flip else (rows, columns)
         wanted = ((max(experts, 1) * rank, inner), (out, rank * max(experts, 1)))
         stored = tuple(self._file.info(key).shape for key in (a, b))
-        if tuple(map(_flat, stored)) != wanted:
+        if stored != wanted:
             raise ValueError(
                 f"{a} {stored[0]} and its lora_B {stored[1]} do not fit {name} of shape "
                 f"{shape}, which needs {wanted[0]} and {wanted[1]} at rank {rank}"
             )
         self.deltas.setdefault(name, []).append(LoraDelta(a, b, scaling, experts, flip))
-        if (bias := pair.get("Bbias")) is not None:
-            other = f"{name.removesuffix('.weight')}.bias"
-            if self._shapes.get(other) != self._file.info(bias).shape:
-                raise ValueError(f"{bias} needs {other} of its own shape, which is not there")
-            self.deltas.setdefault(other, []).append(LoraDelta(bias, bias, scaling, bias=True))
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape

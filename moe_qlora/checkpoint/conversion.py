@@ -1,15 +1,17 @@
-"""Conversion of the tensors of a checkpoint on disk into a model's parameters, and back.
+"""Tensors on disk <-> a model's parameters, and the base folder that an adapter is merged into.
 
 transformers renames, stacks, concatenates and transposes what it reads, and undoes it when it
 saves. Here the same conversions serve one parameter at a time, of experts a few experts at a time.
 They are not all one to one: whoever writes what `restore` gives must have seen that it gives back
-the tensors that were read, bit for bit.
+the tensors that were read, bit for bit, as `Base.values` does.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,24 @@ from transformers import core_model_loading as loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ..errors import CheckpointError
+from ..models import named
+from ..packing import codec
+from .adapter import Adapter
+from .folder import INDEX_SUFFIX, Checkpoint, check_folder, check_link
+from .manifest import (
+    CONFIG,
+    CONFIG_KEY,
+    MANIFEST_NAME,
+    FolderCheck,
+    PackedWeights,
+    canonical_name,
+    is_packed,
+)
+from .prequantized import MODELOPT_CONFIG, describe_plain, maker_method, open_plain
 
+SAMPLED_ROWS = 64  # first rows of a weight, of which fingerprints are made
+# keys of config.json that a plain folder does not have
+PACKED_KEYS = ("quantization_config", "transformers_weights", CONFIG_KEY)
 SLICE_ELEMENTS = 2**21  # weights that are converted and summed at a time: 8 MiB in fp32
 Disk = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of tensors by key
 
@@ -162,28 +181,26 @@ def make_group(
         return Group(keys, shapes, target=target, swap=None if same else swap, unit=unit)
     counts = {len(keys) for keys in sources.values()}
     rows = {shape[0] if len(shape) > 2 else 0 for shape in shapes.values()}
-    unit, each = "row", {1}  # each: how many tensors of every pattern
+    unit, each, rest = "key", rows, others  # each: how many tensors of every pattern
     if isinstance(first, loading.ErnieFuseAndSplitTextVisionExperts):
-        unit, each = "key", {len(shapes) * row for row in rows}
+        each = {len(shapes) * row for row in rows}
         alone = not others and first.stack_dim == 0 and first.concat_dim > 0
     elif isinstance(first, loading.MergeModulelist):
-        unit, each = "key", rows
-        alone = first.dim == 0 and all(map(_leaves_first_alone, others))
+        alone = first.dim == 0
     else:
+        unit, each, rest = "row", {1}, operations
         alone = rows == {shape[0] for shape in disk.values() if shape}
-        alone = alone and all(map(_leaves_first_alone, operations))
+    alone = alone and all(map(_leaves_first_alone, rest))
     alone = alone and counts == each and len(rows) == 1 and 0 not in rows
     return Group(keys, shapes, sources, target, converter, unit=unit if alone else "")
 
 
 def _leaves_first_alone(operation: Any) -> bool:
     if isinstance(operation, loading.Transpose):
-        dims = (operation.dim0, operation.dim1)
+        dims = operation.dim0, operation.dim1
         return not getattr(operation, "check_dims", False) and min(dims) > 0
-    return (
-        isinstance(operation, (loading.Concatenate, loading.Chunk, loading.Interleave))
-        and operation.dim > 0
-    )
+    kinds = loading.Concatenate, loading.Chunk, loading.Interleave
+    return isinstance(operation, kinds) and operation.dim > 0
 
 
 def convert(group: Group, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
@@ -247,3 +264,196 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (left, right)))
+
+
+class Base:
+    """A 16-bit folder in its original layout, or one that its maker quantized, dequantized.
+
+    `disk` has shape and dtype of the plain folder's tensors; `layout` says how they make the
+    parameters of `model`, which is on meta, tied; `keeps_files`, whether a merged folder has the
+    base's files. A maker's codes are decoded on `device`, where all tensors of their group arrive.
+    """
+
+    def __init__(self, folder: Path, model: Any, *, device: torch.device | None = None) -> None:
+        self.folder, self.model, self._device = folder, model, device
+        self.checkpoint, disk = self._open()
+        self.keeps_files = type(self.checkpoint) is Checkpoint and type(self) is Base
+        order = disk if self.keeps_files else sorted(disk, key=loading.dot_natural_key)
+        self.disk = {key: disk[key] for key in order}
+        self.layout = DiskLayout(model, self.disk)
+
+    def _open(self) -> tuple[Checkpoint, Disk]:
+        checkpoint = open_plain(self.folder)
+        return checkpoint, {key: (info.shape, info.dtype) for key, info in checkpoint.items()}
+
+    def values(
+        self, group: Group, start: int, stop: int | None, exact: bool = True
+    ) -> dict[str, Tensor]:
+        """Return rows of the group's parameters; raise unless they can be written back exactly."""
+        # codes travel, not what they are decoded to
+        device = self._device if self.decodes(group) else None
+        read, first = {}, {}
+        for key, stand_in, top, bottom in group.places(start, stop):
+            read[key] = first[stand_in] = self.checkpoint.read(key, top, bottom, device)
+        values = convert(group, read, self.model)
+        if exact and group.converter is not None:
+            _check_same(group, first, restore(group, values, self.model))
+        return values
+
+    def decodes(self, group: Group) -> bool:
+        """Whether tensors of a group are a maker's codes on disk."""
+        return any(map(self.checkpoint.is_dequantized, group.keys))
+
+    def rows(self, name: str, start: int, stop: int | None) -> Tensor:
+        """Return rows of a parameter."""
+        return self.values(self.layout.by_name[name], start, stop)[name]
+
+    def first_rows(self, name: str) -> Tensor | None:
+        """Return the first rows of a parameter of this model, or of its inner or outer one."""
+        if (known := canonical_name(self.model, name, self.layout.by_name)) is None:
+            return None
+        group = self.layout.by_name[known]
+        last = min(SAMPLED_ROWS, group.shapes[known][0]) if group.unit else None
+        return self.rows(known, 0, last)
+
+    def holds(self, name: str, tensor: Tensor) -> bool:
+        """Whether a parameter has the same bits as a tensor."""
+        parts = self.layout.by_name[name].slices()
+        return all(same_bits(self.rows(name, *part), tensor[slice(*part)]) for part in parts)
+
+    def stored_apart(self, stored: list[str]) -> bool:
+        """Whether it stores several parameters that are not equal: transformers unties them."""
+        return not all(
+            same_bits(self.rows(stored[0], *part), self.rows(name, *part))
+            for name in stored[1:]
+            for part in self.layout.by_name[name].slices()
+        )
+
+    def put(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Give a parameter another shape in the merged folder; add a new one in this dtype."""
+        if (old := self.layout.by_name.get(name)) is not None:
+            key, dtype = old.keys[0], self.disk[old.keys[0]][1]
+            self.layout.groups.remove(old)
+        else:
+            (key,) = revert(self.model, blank({name: (shape, dtype)}), name)
+        self.disk[key] = shape, dtype
+        self.layout.by_name[name] = group = Group((key,), {name: shape}, target=name)
+        self.layout.groups.append(group)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.checkpoint.close()
+
+
+class PackedBase(Base):
+    """A folder that this package packed, decoded; in the layout that transformers would save."""
+
+    def _open(self) -> tuple[Checkpoint, Disk]:
+        opened, model = FolderCheck(self.folder), self.model
+        manifest = opened.finish()
+        opened.check_model(model)
+        state, files = model.state_dict(), opened.checkpoint
+        self._weights = weights = PackedWeights(manifest, files, state)
+        parts = {key for keys in weights.keys.values() for key in keys} - weights.keys.keys()
+        params = dict[str, tuple[tuple[int, ...], torch.dtype]]()
+        for key, info in files.items():
+            if (entry := manifest.experts.get(key)) is not None:
+                params[key] = tuple(entry.shape), getattr(torch, entry.dtype)
+            elif key in weights.keys:
+                params[key] = tuple(state[key].shape), weights.weight(key).dtype
+            elif key not in parts:
+                params[key] = info.shape, info.dtype
+        on_disk = revert(model, blank(params), type(model).__name__)
+        return files, {key: (tuple(one.shape), one.dtype) for key, one in on_disk.items()}
+
+    def values(
+        self, group: Group, start: int, stop: int | None, exact: bool = True
+    ) -> dict[str, Tensor]:
+        """Return decoded rows of the group's parameters, if they can be written exactly."""
+        values = {}
+        for name in group.shapes:
+            if name in self._weights.keys:
+                weight = self._weights.weight(name)
+                last = weight.shape[0] if stop is None else stop
+                values[name] = codec.unpack_range(weight, start, last)
+            else:
+                values[name] = self.checkpoint.read(name, start, stop)
+        if exact and group.converter is not None:
+            again = restore(group, values, self.model)
+            _check_same(group, values, convert(group, again, self.model))
+        return values
+
+
+def _check_same(group: Group, first: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+    if first.keys() != again.keys() or not all(
+        same_bits(again[key].to(tensor.dtype), tensor) for key, tensor in first.items()
+    ):
+        raise CheckpointError(
+            f"{group.target} cannot be written back as the base has it on disk "
+            f"({', '.join(group.keys[:2])}, ...): transformers' conversion of it is not one to one."
+        )
+
+
+def open_base(
+    folder: Path, adapter: Adapter | None = None, trust_remote_code: bool = False
+) -> Base:
+    """Open a checkpoint folder, or its text model alone if the adapter was trained on that."""
+    source = resolve_checkpoint(folder, trust_remote_code, packed=True)
+
+    def build(source: named.Source) -> Any:
+        for name in PACKED_KEYS:
+            vars(source.config).pop(name, None)
+        vars(source.config.get_text_config()).pop("transformers_weights", None)
+        model: Any = named.build(source, trust_remote_code=trust_remote_code)
+        model.tie_weights()
+        return model
+
+    model, text = build(source), named.text_model(source)
+    if adapter is not None and text is not None and not adapter.is_on(model):
+        model = build(text)
+    return (PackedBase if is_packed(folder) else Base)(folder, model)
+
+
+def resolve_checkpoint(
+    folder: Path, trust_remote_code: bool, *, packed: bool = False
+) -> named.Source:
+    """Return the source of a 16-bit folder, one that its maker quantized, or a `packed` one."""
+    check_folder(folder)
+    source = named.resolve(str(folder), trust_remote_code=trust_remote_code)
+    if packed and is_packed(folder):
+        return source
+    if maker_method(source.config) is not None:
+        describe_plain(source.config)
+    if getattr(source.config, "quantization_config", None) is not None:
+        wanted = "the 16-bit checkpoint" + ", or a folder that moe_qlora packed" * packed
+        raise CheckpointError(f"{folder} is quantized (bitsandbytes); name {wanted}.")
+    return source
+
+
+_NEVER = (
+    *(".safetensors", INDEX_SUFFIX, ".bin.index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl"),
+    *(".pickle", ".h5", ".msgpack", ".npz", ".npy", ".gguf", ".onnx", ".ot", ".tflite", ".partial"),
+)
+_FOLDERS = ("additional_chat_templates",)
+
+
+def auxiliary_files(source: Path) -> dict[Path, Path]:
+    """Return files by path: no configurations, weights, adapters, hidden files."""
+    files: list[Path] = []
+    for file in sorted(source.iterdir()):
+        name = file.name
+        own = name in (CONFIG, MODELOPT_CONFIG) or MANIFEST_NAME.fullmatch(name)
+        if file.is_dir():
+            files += [file, *sorted(file.rglob("*"))] if name in _FOLDERS else []
+        elif not (own or name.startswith((".", "adapter_")) or name.lower().endswith(_NEVER)):
+            files.append(file)
+    for file in files:
+        check_link(file, source)
+    return {file.relative_to(source): file for file in files if file.is_file()}
+
+
+def copy_files(files: Mapping[Path, Path], folder: Path) -> None:
+    """Copy files, given by their path in the folder."""
+    for name, file in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, folder / name)

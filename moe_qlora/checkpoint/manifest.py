@@ -34,14 +34,21 @@ from ..packing.codec import restore
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
 from ..world import world
-from . import reader
-from .reader import DTYPE_NAMES, SINGLE, Checkpoint, inside, parse_fields
-from .staging import ShardWriter, shard_limit
+from .folder import (
+    DTYPE_NAMES,
+    INDEX,
+    INDEX_SUFFIX,
+    SINGLE,
+    Checkpoint,
+    ShardWriter,
+    check_folder,
+    inside,
+    parse_fields,
+    shard_limit,
+)
 
 CONFIG = "config.json"
 CONFIG_KEY = "moe_qlora"
-FORMAT_VERSION, NATIVE_VERSION = 2, 3
-"""Of folders of one bitsandbytes codec, and of those that also have native (MXFP4) codes."""
 # Stock transformers quotes it when it is asked to load a packed folder.
 SENTENCE = (
     "The experts in this folder are packed by moe_qlora: install that package, and load the folder "
@@ -64,6 +71,7 @@ INT8_FORMAT = ".weight_format"  # tensor of bitsandbytes' int8 Linear layers
 
 _Positive = Annotated[int, Field(strict=True, ge=1, lt=2**63)]
 _Codec = Annotated[dict[str, Any], AfterValidator(lambda v: CodecSettings.from_dict(v).to_dict())]
+_WeightMap: Any = Annotated[dict[str, str], Field(min_length=1)]  # of an index: file by key
 _EXACT = ConfigDict(extra="forbid")
 
 
@@ -128,8 +136,8 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """The version of the format that the folder needs."""
-        return NATIVE_VERSION if self.native_codecs() else FORMAT_VERSION
+        """The version of the format: 3 with native (MXFP4) codes, else 2."""
+        return 3 if self.native_codecs() else 2
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
@@ -184,25 +192,26 @@ def write_packed(
         for key, tensor in tensors:
             while writer is None or not writer.append(key, tensor, limit):
                 files.append(work / f"shard-{len(files):05d}.safetensors")
-                writer = ShardWriter(files[-1], {}, {"format": "pt"}, _HEADER)
+                writer = ShardWriter(files[-1], {}, _HEADER)
                 stack.enter_context(writer)
             del tensor  # before the next is packed
-    headers = [hashlib.sha256(reader.header_bytes(file)).hexdigest() for file in files]
-    shards = [
-        {"nbytes": file.stat().st_size, "header_sha256": digest}
-        for file, digest in zip(files, headers, strict=True)
-    ]
     codec, written = settings.to_dict(), Checkpoint(files)
     with ThreadPoolExecutor(_THREADS) as pool:
-        sums = dict(zip(written, pool.map(partial(_checksum, written), written), strict=True))
-    table = {k: (DTYPE_NAMES[i.dtype], i.shape, sums[k]) for k, i in written.items()}
+        sums = pool.map(partial(_checksum, written), written)
+        table = {
+            key: (DTYPE_NAMES[info.dtype], info.shape, digest)
+            for (key, info), digest in zip(written.items(), sums, strict=True)
+        }
     own = {name: entry.codec for name, entry in experts.items() if entry.codec is not None}
     identity = _digest({"tensors": table, "codec": codec, **({"experts": own} if own else {})})
-    tag, count = _digest({"id": identity, "shards": shards})[:8], len(files)
-    names = [f"model-{tag}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    for file, name in zip(files, names, strict=True):
+    # which tensors lie in which file decides the names, as much as their content
+    tag = _digest({"id": identity, "files": [info.file.name for info in written.values()]})[:8]
+    names = {
+        file: f"model-{tag}-{number:05d}-of-{len(files):05d}.safetensors"
+        for number, file in enumerate(files, 1)
+    }
+    for file, name in names.items():
         file.rename(work / name)
-    new_name = dict(zip(files, names, strict=True))
     config = own_config(work)
     quantization = config["quantization_config"] = dict(config.get("quantization_config") or {})
     # Linear layers that stay unpacked
@@ -218,8 +227,8 @@ def write_packed(
         model_type=str(config.get("model_type", "")),
         codec=codec,
         experts=dict(experts),
-        shards=dict(zip(names, shards, strict=True)),
-        tensors={k: TensorEntry(new_name[i.file], *table[k]) for k, i in written.items()},
+        shards={name: {"nbytes": (work / name).stat().st_size} for name in names.values()},
+        tensors={k: TensorEntry(names[i.file], *table[k]) for k, i in written.items()},
         config=config,
     )
     (work / manifest.file_name).write_bytes(manifest.to_bytes())
@@ -250,18 +259,10 @@ def is_save_file(name: str) -> bool:
     return bool(SHARD_NAME.fullmatch(name) or MANIFEST_NAME.fullmatch(name))
 
 
-def _read_mark(folder: Path) -> Mark | None:
-    if not os.path.lexists(folder / CONFIG):
-        return None
-    file = inside(folder, CONFIG)
-    value = read_json(file)
-    return parse_mark(value[CONFIG_KEY], file) if CONFIG_KEY in value else None
-
-
 def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
     """Check the entry `moe_qlora` of a config."""
     version = value.get("format_version") if isinstance(value, dict) else value
-    if version not in (FORMAT_VERSION, NATIVE_VERSION):
+    if version not in (2, 3):
         raise CheckpointError(
             f"{file} has {CONFIG_KEY}.format_version {version!r:.80}; this version of moe_qlora "
             "reads 2 and 3: pack the model again, or install the version that wrote it."
@@ -269,10 +270,16 @@ def parse_mark(value: Any, file: Path = Path(CONFIG)) -> Mark:
     return parse_fields(Mark, value, file, f"{CONFIG_KEY}.")
 
 
+def _read_mark(folder: Path) -> Mark | None:
+    if not os.path.lexists(folder / CONFIG):
+        return None
+    value = read_json(file := inside(folder, CONFIG))
+    return parse_mark(value[CONFIG_KEY], file) if CONFIG_KEY in value else None
+
+
 def read_manifest(folder: str | Path) -> Manifest | None:
     """Return the manifest that config.json names; None without a mark."""
-    mark = _read_mark(folder := Path(folder))
-    if mark is None:
+    if (mark := _read_mark(folder := Path(folder))) is None:
         return None
     file = inside(folder, mark.manifest)
     raw = read_raw(file, MAX_JSON)
@@ -324,16 +331,16 @@ class FolderCheck:
         linears = {name for name, module in layers.items() if is_packed_linear(module)}
         packed, known, problem = packed_names(manifest), set[str](), ""
         for name, entry in manifest.tensors.items():
-            own = canonical_name(model, name, state)
+            own, expert = canonical_name(model, name, state), manifest.experts.get(name)
             if own is None:  # a statistic, or of a larger model than this one
                 continue
             known.add(own)
-            shape = tuple(state[own].shape)
-            if name in packed:
-                if name not in manifest.experts and own not in (linears or layers):
+            shape, stored = tuple(state[own].shape), (expert or entry).shape
+            if expert is None and name in packed:
+                if own not in (linears or layers):
                     problem = f"{name} is packed, and neither config.json nor the manifest says so"
-            elif entry.shape != shape:
-                problem = f"{name} has the shape {entry.shape}, the model's config gives {shape}"
+            elif stored != shape:
+                problem = f"{name} has the shape {stored}, the model's config gives {shape}"
         if type(model).__name__ in (manifest.config.get("architectures") or ()):
             # A folder of this very class has all tensors but tied ones.
             known |= {alias for entry in manifest.experts.values() for alias in entry.aliases}
@@ -366,27 +373,31 @@ class FolderCheck:
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Open the files that manifest or index name, or the only one; compare no large checksums."""
     folder = Path(folder)
-    reader.check_folder(folder)
+    check_folder(folder)
     if is_packed(folder):
         check = FolderCheck(folder, large=False)
         check.finish()
         return check.checkpoint
     # transformers reads model.safetensors, whatever an index beside it says
-    index = None if os.path.lexists(folder / SINGLE) else reader.index_of(folder)
-    if index is None:
+    found = [file.name for file in folder.glob(f"*{INDEX_SUFFIX}")]
+    if os.path.lexists(folder / SINGLE) or not found:
         with reading(folder):
             names = {file.name for file in folder.glob("*.safetensors") if file.is_file()}
         names = names & {SINGLE} or {name for name in names if not SHARD_NAME.fullmatch(name)}
         if len(names) != 1:
             ends = (".gguf", ".bin", ".pt", ".pth")
             others = [file.name for file in folder.glob("*") if file.suffix in ends]
-            found = f"{len(names)} safetensors files and no index of those that belong together"
+            seen = f"{len(names)} safetensors files and no index of those that belong together"
             if others and not names:
                 kind = "GGUF" if others[0].endswith("gguf") else "a pickle"
-                found = f"no safetensors file but {others[0]}, {kind}, which is never read"
-            raise CheckpointError(f"{folder} holds {found}: name the model in safetensors.")
+                seen = f"no safetensors file but {others[0]}, {kind}, which is never read"
+            raise CheckpointError(f"{folder} holds {seen}: name the model in safetensors.")
         return Checkpoint([inside(folder, names.pop())])
-    weight_map = reader.read_index(index)
+    if len(found) > 1 and INDEX not in found:
+        raise CheckpointError(f"{folder} holds {len(found)} index files: leave one.")
+    index = inside(folder, INDEX if INDEX in found else found[0])
+    said = read_json(index, MAX_JSON).get("weight_map")
+    weight_map: dict[str, str] = parse_fields(_WeightMap, said, index, "weight_map.")
     checkpoint = Checkpoint([inside(folder, name) for name in dict.fromkeys(weight_map.values())])
     for key, name in weight_map.items():
         if key not in checkpoint or checkpoint[key].file.name != name:
@@ -440,14 +451,6 @@ class PackedWeights:
         except ValueError as error:
             place = self._files.files[0].parent
             raise CheckpointError(f"{place}: {name} {error}.") from error
-
-
-def settings_problem(manifest: Manifest, settings: CodecSettings) -> str | None:
-    """Return where the manifest and config.json's settings contradict each other, if anywhere."""
-    saved, asked = manifest.settings.to_dict(), settings.to_dict()
-    differ = [k for k in saved if saved[k] != asked[k] and k != "compute_dtype"]
-    what = "; ".join(f"{k}={saved[k]!r}, config.json {asked[k]!r}" for k in differ)
-    return f"the manifest says {what}" if differ else None
 
 
 def missing_names(model: Any, known: Collection[str]) -> list[str]:

@@ -35,14 +35,13 @@ from ..models.files import read_json
 from ..models.named import quiet
 from ..packing import codec
 from ..progress import Progress, reporting
+from . import conversion
 from .adapter import PREFIX, Adapter, Updates, open_adapter, vocabulary
-from .base import PACKED_KEYS, Base, PackedBase, auxiliary_files, copy_files, open_base
-from .conversion import Group, restore, same_bits
+from .conversion import Base, Group, PackedBase, same_bits
+from .folder import INDEX, SINGLE, ShardWriter, absolute, check_new, new_folder, shard_limit
 from .manifest import CONFIG, is_packed
 from .prequantized import parts_of, strip
-from .reader import INDEX, SINGLE, Checkpoint
 from .rows import Slot, filled, kept_dtypes
-from .staging import ShardWriter, absolute, check_new, new_folder, plan_shards
 from .training_codec import TrainingCodec, check_noted_base, of_training
 
 _TIED = "tie_word_embeddings"
@@ -131,7 +130,7 @@ def merge_adapter(
     with ExitStack() as stack:
         lora = open_adapter(adapter_folder)
         stack.enter_context(lora.file)
-        opened = stack.enter_context(closing(open_base(source, lora, trust_remote_code)))
+        opened = stack.enter_context(closing(conversion.open_base(source, lora, trust_remote_code)))
         if not any_base:
             check_noted_base(adapter_folder, opened.model, str(base), opened.first_rows)
         training: TrainingCodec | None = None
@@ -170,10 +169,10 @@ class _Merge:
         self.changed: set[str] = set()
         self.rounded: set[str] = set()
         noted = set[str]() if training is None else training.experts | training.linears
-        for name in (*updates.deltas, *updates.replacements, *sorted(noted - updates.tied)):
+        changed = [*updates.deltas, *updates.replacements]
+        for name in (*changed, *sorted(noted - updates.tied)):
             if name not in base.layout.by_name:
-                changed = name in updates.deltas or name in updates.replacements
-                raise (AdapterError if changed else CheckpointError)(
+                raise (AdapterError if name in changed else CheckpointError)(
                     f"{adapter.folder} is for a model with {name}, which the base's files do not "
                     "hold: name the base that it was trained on."
                 )
@@ -184,25 +183,28 @@ class _Merge:
                 wanted = torch.float32 if any(map(fp32, group.shapes)) else dtype
                 floats = (key for key in group.keys if self._dtypes[key] in _FLOATS)
                 self._dtypes |= dict.fromkeys(floats, wanted)
-        sizes = {
-            key: math.prod(shape) * self._dtypes[key].itemsize
-            for key, (shape, _) in base.disk.items()
-        }
-        self.nbytes = sum(sizes.values())
+        self.nbytes, room = 0, 0
         self._files: dict[str, list[str]] = {}  # keys by file
-        if base.keeps_files:
-            name = base.checkpoint.files[0].name
-            for key in base.disk:
+        shards: list[list[str]] = []
+        name = base.checkpoint.files[0].name
+        for key, (shape, _) in base.disk.items():
+            size = math.prod(shape) * self._dtypes[key].itemsize
+            self.nbytes += size
+            if base.keeps_files:
                 if key in base.checkpoint:  # what is new follows the last one
                     name = base.checkpoint.info(key).file.name
                 self._files.setdefault(name, []).append(key)
-        else:  # as transformers names and cuts files
-            shards = plan_shards(sizes, max_shard_size)
-            for number, keys in enumerate(shards, 1):
-                name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-                # The format wants tensors aligned to their dtype: the widest first.
-                keys.sort(key=lambda key: -self._dtypes[key].itemsize)
-                self._files[SINGLE if len(shards) == 1 else name] = keys
+                continue
+            if not shards or size > room:
+                shards.append([])
+                room = shard_limit(max_shard_size)
+            shards[-1].append(key)
+            room -= size
+        for number, keys in enumerate(shards, 1):  # as transformers names and cuts files
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            # The format wants tensors aligned to their dtype: the widest first.
+            keys.sort(key=lambda key: -self._dtypes[key].itemsize)
+            self._files[SINGLE if len(shards) == 1 else name] = keys
 
     def write(self, folder: Path, tell: Progress) -> None:
         base, writers = self._base, dict[str, ShardWriter]()
@@ -211,7 +213,7 @@ class _Merge:
         with ExitStack() as stack:
             for name, keys in self._files.items():
                 specs = {key: (self._dtypes[key], base.disk[key][0]) for key in keys}
-                writer = stack.enter_context(ShardWriter(folder / name, specs, {"format": "pt"}))
+                writer = stack.enter_context(ShardWriter(folder / name, specs))
                 writers |= dict.fromkeys(keys, writer)
             for key in writers:
                 if key not in done:
@@ -228,11 +230,12 @@ class _Merge:
         packed = self._pack(group)
         if changes:
             self.changed.update(group.keys)
-            if codes := [key for key in group.keys if base.disk[key][1] not in _FLOATS]:
-                raise CheckpointError(
-                    f"{codes[0]} is {base.disk[codes[0]][1]}, which an adapter cannot be added to: "
-                    "name a base in 16 bit."
-                )
+            for key in group.keys:
+                if (stored := base.disk[key][1]) not in _FLOATS:
+                    raise CheckpointError(
+                        f"{key} is {stored}, which an adapter cannot be added to: name a base in "
+                        "16 bit."
+                    )
         elif not packed and group.target not in updates.untied and type(base) is Base:
             for key in group.keys:
                 for start, stop in Group((key,), {key: base.disk[key][0]}).slices():
@@ -256,7 +259,7 @@ class _Merge:
                 values[name] = values[name].to(wide, copy=True).contiguous()
                 for delta in added:
                     delta.add_rows(factors(delta, wide), values[name], start)
-            on_disk = restore(group, values, base.model)
+            on_disk = conversion.restore(group, values, base.model)
             for key, stand_in, _, _ in group.places(start, stop):
                 tensor = on_disk[stand_in].to(self._dtypes[key])
                 if (changes or packed) and not bool(tensor.isfinite().all()):
@@ -268,10 +271,11 @@ class _Merge:
 
     def _pack(self, group: Group) -> dict[str, PackedWeight]:
         """Round the group's parameters that were packed in training; before anything is added."""
-        base, training, slots = self._base, self._training, dict[str, Slot]()
+        base, training = self._base, self._training
         if training is None:
             return {}
-        stored, dtypes = base.disk[group.keys[0]][1], dict[str, torch.dtype]()
+        slots, dtypes = dict[str, Slot](), dict[str, torch.dtype]()
+        stored = base.disk[group.keys[0]][1]
         dtype, settings = training.dtype or stored, training.settings
         for name in group.shapes.keys() - self._updates.replacements.keys():
             if name in training:
@@ -289,7 +293,7 @@ class _Merge:
         for part in parts_of(config):
             if not base.keeps_files:
                 strip(part)
-            for name in PACKED_KEYS:
+            for name in conversion.PACKED_KEYS:
                 part.pop(name, None)
             for name in ("dtype", "torch_dtype"):
                 if self._dtype is not None and part.get(name):
@@ -320,13 +324,13 @@ _KINDS = {
 
 
 def _copy_side_files(source: Path, adapter: Path, folder: Path) -> tuple[str, ...]:
-    files, found = auxiliary_files(source), auxiliary_files(adapter)
+    files, found = map(conversion.auxiliary_files, (source, adapter))
     copied: dict[Path, Path] = {}
     for main, kind in _KINDS.items():
         if Path(main) in found:
             files = {name: f for name, f in files.items() if not re.fullmatch(kind, name.parts[0])}
         copied |= {name: f for name, f in found.items() if re.fullmatch(kind, name.parts[0])}
-    copy_files(files | copied, folder)
+    conversion.copy_files(files | copied, folder)
     return tuple(map(str, copied))
 
 
@@ -394,8 +398,8 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
     for names in (names for names in by_tensor.values() if len(names) > 1):
         stored = [name for name in names if name in base.layout.by_name]
         updates.tied.update(set(names) - set(stored))
-        for name in names:  # PEFT saves the base's own embeddings beside LoRA on them
-            if name in replaced and stored:
+        for name in names if stored else ():  # PEFT saves the base's own embeddings beside LoRA
+            if name in replaced:
                 shape, dtype = base.disk[base.layout.by_name[stored[0]].keys[0]]
                 own = file.read(replaced[name]).to(dtype)
                 if own.shape == shape and base.holds(stored[0], own):
@@ -412,7 +416,7 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
         changed = [n for n in names if n in deltas or n in replaced]
         if not changed or base.stored_apart(stored):
             continue
-        if not _agree(file, updates, names):
+        if not _agree(adapter, updates, names):
             config = model.config
             both = {config.tie_word_embeddings, config.get_text_config().tie_word_embeddings}
             if True not in both or not stored or not set(names) <= set(vocabulary(model)):
@@ -429,18 +433,18 @@ def _move_to_stored_names(updates: Updates, base: Base, adapter: Adapter) -> Non
             kind.update(dict.fromkeys(stored, moved[0]) if moved else {})  # all alike
 
 
-def _agree(file: Checkpoint, updates: Updates, names: list[str]) -> bool:
+def _agree(adapter: Adapter, updates: Updates, names: list[str]) -> bool:
     """Whether one tensor can hold all changes; LoRA on one of the names counts for all."""
-    replaced = [updates.replacements[name] for name in names if name in updates.replacements]
+    replaced = [[updates.replacements[name]] for name in names if name in updates.replacements]
     adapted = [updates.deltas[name] for name in names if name in updates.deltas]
     tokens = any(one.tokens for deltas in adapted for one in deltas)
     if len(replaced) not in (0, len(names)) or (tokens and len(adapted) < len(names)):
         return False
-
-    def same(keys: list[list[str]]) -> bool:
-        read = [[file.read(key) for key in some] for some in keys]
-        return all(all(map(same_bits, read[0], other)) for other in read[1:])
-
     how = {tuple((one.scaling, one.tokens) for one in deltas) for deltas in adapted}
     factors = [[key for one in deltas for key in (one.a, one.b)] for deltas in adapted]
-    return len(how) < 2 and same([[key] for key in replaced]) and same(factors)
+    return len(how) < 2 and all(
+        same_bits(*map(adapter.file.read, both))
+        for keys in (replaced, factors)
+        for other in keys[1:]
+        for both in zip(keys[0], other, strict=True)
+    )

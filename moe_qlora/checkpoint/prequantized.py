@@ -40,8 +40,8 @@ from ..kernels.limits import cdiv
 from ..kernels.weights import MX_BLOCK, TABLES
 from ..layout import dtype_name, human_bytes
 from ..models.files import read_json
+from .folder import Checkpoint, TensorInfo, inside
 from .manifest import CONFIG, open_checkpoint
-from .reader import Checkpoint, TensorInfo, inside
 
 FP8, MXFP8, MXFP4 = "fp8", "mxfp8", "mxfp4"
 COMPRESSED, MODELOPT = "compressed-tensors", "modelopt"
@@ -101,14 +101,13 @@ def _parse(kind: Any, value: Any) -> Any:
         raise _unread(f"{path} {first['input']!r:.80}".lstrip(), first["msg"]) from error
 
 
-def _sizes(text: Any) -> Any:
-    split = isinstance(text, str)
-    return [int(n) if n.isdigit() else n for n in text.split("x")] if split else text
-
-
 _Mapping = dict[str, Any]
 _Size = Annotated[int, Field(strict=True, ge=1)]
-_Pair = Annotated[tuple[_Size, _Size] | None, BeforeValidator(_sizes)]
+_Pair = Annotated[  # also as "16x32"
+    tuple[_Size, _Size] | None,
+    BeforeValidator(lambda v: [int(n) if n.isdigit() else n for n in v.split("x")]
+                    if isinstance(v, str) else v),
+]  # fmt: skip
 
 
 @checked(frozen=True)
@@ -187,13 +186,6 @@ class Quantized:
     unpack: Callable[[Tensor], Tensor]  # codes (r, any width) -> fp32 values (r, columns or more)
     one_scale: bool = False  # a single scale belongs to all of the tensor
     transposed: bool = False  # the plain tensor has the codes' rows as its last dimension
-
-    def rows(self, role: str, start: int, stop: int) -> tuple[int, int | None]:
-        """Return the rows of a part that rows [start, stop) need; (0, None): all."""
-        if role not in (CODES, SCALE) or (role == SCALE and self.one_scale):
-            return 0, None
-        high = 1 if role == CODES or len(self.shape) == 3 else self.block[0]
-        return start // high, cdiv(stop, high)
 
 
 def dequantize(
@@ -279,13 +271,6 @@ _PART = re.compile(
 )
 
 
-def _is_part(key: str, info: TensorInfo) -> bool:
-    """Whether a tensor can only be codes or scales of a quantized weight."""
-    is_code = info.dtype.itemsize == 1 and info.dtype != torch.bool
-    is_code = is_code and (info.dtype.is_floating_point or len(info.shape) > 1)
-    return is_code or _PART.fullmatch(key.rpartition(".")[2]) is not None
-
-
 def _described(info: TensorInfo) -> str:
     return f"{dtype_name(info.dtype)} of shape {info.shape}"
 
@@ -300,7 +285,7 @@ def _misfit(key: str, info: TensorInfo, wanted: str) -> CheckpointError:
 class PrequantizedCheckpoint(Checkpoint):
     """The 16-bit tensors that the quantized ones of a checkpoint stand for, decoded when read.
 
-    What lies on `disk` decides: codes with their scales are decoded, tensors of 16 bits or more
+    What is `stored` decides: codes with their scales are decoded, tensors of 16 bits or more
     are read as they are, whatever the configuration lists.
     """
 
@@ -308,7 +293,7 @@ class PrequantizedCheckpoint(Checkpoint):
         self, checkpoint: Checkpoint, config: Mapping[str, Any], dtype: torch.dtype
     ) -> None:
         super().__init__(())
-        self.disk = self.stored = checkpoint
+        self.stored = checkpoint
         self._maker = MakerConfig(config)
         self.files, self.dtype, self.method = checkpoint.files, dtype, self._maker.method
         self._tensors: dict[str, Quantized] = {}
@@ -323,7 +308,14 @@ class PrequantizedCheckpoint(Checkpoint):
         used |= {name + end for name in self._tensors for end in ("_zero_point", "_shape")}
         used |= {key for key in self.stored if _IDLE.fullmatch(key.rpartition(".")[2])}
         plain = [key for key in self.stored if key not in used]
-        if alone := [key for key in plain if _is_part(key, self.stored[key])]:
+        alone = []  # what can only be codes or scales of a quantized weight
+        for key in plain:
+            dtype_of, shape = self.stored[key].dtype, self.stored[key].shape
+            is_code = dtype_of.itemsize == 1 and dtype_of != torch.bool
+            is_code = is_code and (dtype_of.is_floating_point or len(shape) > 1)
+            if is_code or _PART.fullmatch(key.rpartition(".")[2]):
+                alone.append(key)
+        if alone:
             key = min(alone, key=lambda key: self.stored[key].dtype.itemsize)  # codes, not scales
             raise CheckpointError(
                 f"{key} is {_described(self.stored[key])}, a part of a quantized weight, and the "
@@ -358,11 +350,14 @@ class PrequantizedCheckpoint(Checkpoint):
         tensor = self._tensors.get(key)
         if tensor is None:
             self.info(key)
-            return self.disk.fetch(key, start, stop, device)
+            return self.stored.fetch(key, start, stop, device)
         first, last, _ = slice(start, stop).indices(tensor.shape[0])
-        last = max(first, last)
+        last, high = max(first, last), 1 if len(tensor.shape) == 3 else tensor.block[0]
+        places: dict[str, tuple[int, int | None]] = {CODES: (first, last)}
+        if not tensor.one_scale:  # scales of scales, and this one, are read whole
+            places[SCALE] = first // high, cdiv(last, high)
         parts = {
-            role: self.disk.fetch(part, *tensor.rows(role, first, last), device)
+            role: self.stored.fetch(part, *places.get(role, (0, None)), device)
             for role, part in tensor.parts.items()
         }
         return lambda: dequantize(
@@ -371,7 +366,7 @@ class PrequantizedCheckpoint(Checkpoint):
 
     def close(self) -> None:
         """Close the files."""
-        self.disk.close()
+        self.stored.close()
         super().close()
 
     def _name(self, key: str) -> str:
@@ -436,7 +431,7 @@ class PrequantizedCheckpoint(Checkpoint):
             shape = (*words.shape[:-1], count * group)
         else:
             self._part(said, key)
-            shape = tuple(map(int, self.disk.read(said).flatten().tolist()))
+            shape = tuple(map(int, self.stored.read(said).flatten().tolist()))
         fitting = [
             (bits, group)
             for bits, group in known
@@ -509,17 +504,6 @@ def open_plain(
     except CheckpointError as error:
         checkpoint.close()
         raise CheckpointError(f"{folder}: {error}") from error
-
-
-def unread_method(folder: str | Path) -> str:
-    """Return why a folder's `quantization_config` is not read; "" where it is, or there is none."""
-    try:
-        own = _configs(Path(folder))[1]
-        if own is not None and method_of(own) is not None:
-            MakerConfig(own)
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 def codes_of_source(config: Any) -> tuple[int | None, str]:

@@ -28,8 +28,8 @@ from ..packing.codec import LARGEST, Packer, are_below
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings, packed_nbytes, why_not_packed
 from .conversion import DiskLayout, Group, convert
-from .manifest import Manifest, canonical_name, settings_problem
-from .reader import Checkpoint, check_plain
+from .folder import Checkpoint, check_plain
+from .manifest import Manifest, canonical_name
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,12 @@ def reload_spec(
     params: dict[str, ExpertParam] = {}
     kept: dict[str, CodecSettings] = {}
     for name, entry in manifest.experts.items():
-        own = canonical_name(model, name, by_name)
-        if own is None:
+        if (own := canonical_name(model, name, by_name)) is None:
             raise CheckpointError(
                 f"{folder} holds the packed weight {name}, which a {type(model).__name__} does not "
                 "have: load it with the class that it was saved from."
             )
         param = by_name[own]
-        if tuple(param.shape) != tuple(entry.shape):
-            raise CheckpointError(
-                f"{folder}: {name} was packed with the shape {tuple(entry.shape)}, the model's "
-                f"config gives {tuple(param.shape)}: config.json is not the one it was saved with."
-            )
         # Nothing is tied on the meta device yet: a weight's aliases are parameters by themselves.
         for tied in (own, *(canonical_name(model, alias, by_name) for alias in entry.aliases)):
             if tied is not None:
@@ -112,9 +106,13 @@ def reload_spec(
             kept |= dict.fromkeys(param.names, how)
     # PEFT nests its layers in the order of parameters, which need not be that of the files.
     params = {name: params[name] for name in by_name if name in params}
-    problem = settings_problem(manifest, settings) if params else None
-    if problem is not None:
-        raise CheckpointError(f"{folder}: {problem}: one of them is not of this save.")
+    saved, asked = manifest.settings.to_dict(), settings.to_dict()
+    differ = [k for k in saved if saved[k] != asked[k] and k != "compute_dtype"]
+    if params and differ:
+        what = "; ".join(f"{k}={saved[k]!r}, config.json {asked[k]!r}" for k in differ)
+        raise CheckpointError(
+            f"{folder}: the manifest says {what}: one of them is not of this save."
+        )
     own = manifest.config.get("dtype")
     recasts = bool(dtype and own) and dtype != getattr(torch, str(own), None)
     return PackingPlan(params, settings, dtypes, layout, manifest, recasts, kept)

@@ -9,7 +9,6 @@ writes what a load under `enabled()` and `save_pretrained` write.
 from __future__ import annotations
 
 import copy
-import glob
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,8 @@ from ..packing.decoders import Params4bit
 from ..packing.settings import CodecSettings, packed_tensors
 from ..progress import Progress, reporting
 from ..world import NOT_GIVEN, WholeTensor, world
-from .base import Base, auxiliary_files, copy_files, resolve_checkpoint
+from .conversion import Base, auxiliary_files, copy_files, resolve_checkpoint
+from .folder import absolute, check_new, discard, move_files, new_folder, staging
 from .manifest import (
     CONFIG,
     INT8_FORMAT,
@@ -45,18 +45,7 @@ from .manifest import (
     write_packed,
 )
 from .rows import PackingPlan, filled, kept_dtypes, packed_linears, packing_spec, slot_for
-from .staging import (
-    absolute,
-    check_new,
-    discard,
-    move_files,
-    new_folder,
-    staging,
-)
 from .training_codec import from_config
-
-# Glob patterns for the hub's client; only files of a packed save have hashes of these lengths.
-_SHARDS, _MANIFESTS = "model-????????-?????-of-?????.safetensors", f"moe_qlora-{'?' * 16}.json"
 
 
 def save_pretrained(
@@ -89,6 +78,8 @@ def save_pretrained(
         return
     if variant or kwargs.get("distributed_checkpoint"):
         raise ConfigError("variant and distributed_checkpoint are not for packed experts.")
+    if push_to_hub:
+        raise ConfigError("push_to_hub=True is not for packed experts: call model.push_to_hub.")
     ranks = world()
     state_dict = ranks.state_dict_to_save(self, state_dict)
     writes = ranks.is_first() and is_main_process
@@ -105,24 +96,11 @@ def save_pretrained(
             _write_config(self, work)
             values = ((key, read(key)) for key in tensors)
             write_packed(work, values, max_shard_size, *_packed_entries(self, tensors), self)
-            written = [file.relative_to(work).as_posix() for file in work.rglob("*")]
             if place is not None:
-                old = [f for f in place.iterdir() if is_save_file(f.name) and f.name not in written]
+                new = {file.name for file in work.iterdir()}
+                old = [f for f in place.iterdir() if is_save_file(f.name) and f.name not in new]
                 move_files(work, place, CONFIG)  # which turns the old model into the new one
                 discard(*old)
-        if push_to_hub:
-            from huggingface_hub import HfApi
-
-            api, private = HfApi(token=token), {k: kwargs[k] for k in ("private",) if k in kwargs}
-            repo = api.create_repo(kwargs.get("repo_id") or folder.name, exist_ok=True, **private)
-            api.upload_folder(
-                repo_id=repo.repo_id,
-                folder_path=folder,
-                allow_patterns=[glob.escape(file) for file in sorted(written)],
-                delete_patterns=[_SHARDS, _MANIFESTS],
-                commit_message=kwargs.get("commit_message") or "Upload model",
-                create_pr=kwargs.get("create_pr", False),
-            )
 
     ranks.gather_to_first(tensors, write, f"Saving to {folder}")
 

@@ -18,7 +18,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,10 +37,10 @@ from ..packing.decoders import check_linears, linear_kind
 from ..packing.selection import weights_to_pack
 from ..packing.settings import CodecSettings
 from ..versions import installed_version
+from .conversion import SAMPLED_ROWS
+from .folder import inside, parse_fields, replace_file
 from .manifest import canonical_name
-from .reader import inside, parse_fields
 from .rows import packed_linears
-from .staging import replace_file
 
 NOTE = "moe_qlora_adapter.json"
 
@@ -54,7 +54,6 @@ _FIELDS = (
     *("intermediate_size", "moe_intermediate_size", "hidden_act", "hidden_activation"),
     *("scoring_func", "norm_topk_prob", *TOP_K_FIELDS),
 )
-SAMPLED_ROWS = 64  # first rows of each sampled weight
 _WEIGHTS, _BITS = 8, 256  # sampled weights, and bits of each
 _LEAST_AGREEMENT = 0.8
 
@@ -70,19 +69,20 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class TrainingCodec:
-    """Names of the expert weights and Linear layers that were packed in training, and the codec."""
+    """The codec of a training, and the expert weights and Linear layers that were packed by it.
+
+    Experts with the checkpoint's native codes, which are not quantized again, are not among them.
+    """
 
     settings: CodecSettings
     experts: frozenset[str]
     linears: frozenset[str]
-    base: Fingerprint | None = field(default=None, compare=False)  # the model; None in old notes
-    # experts with the checkpoint's native codes, which are not quantized again
-    native: Mapping[str, CodecSettings] = field(default_factory=dict, compare=False)
+    base: Fingerprint | None = None  # the model; None in old notes
     # dtype of the weights before packing, and of decoded ones; None: unknown or mixed
-    dtype: torch.dtype | None = field(default=None, compare=False)
+    dtype: torch.dtype | None = None
 
     def __contains__(self, name: object) -> bool:
-        return (name in self.experts and name not in self.native) or name in self.linears
+        return name in self.experts or name in self.linears
 
 
 def from_config(model: nn.Module, config: Any) -> TrainingCodec:
@@ -96,11 +96,10 @@ def from_config(model: nn.Module, config: Any) -> TrainingCodec:
     params = weights_to_pack(model, detect(model), config, settings)
     experts = frozenset(name for param in params for name in param.names)
     quantizer: Any = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=False)
-    base = fingerprint(model)
     quantizer.preprocess_model(model=model, device_map={"": "cpu"})
     check_linears(model, settings)
     linears = frozenset(map(unwrapped_name, packed_linears(model)))
-    return TrainingCodec(settings, experts, linears, base)
+    return TrainingCodec(settings, experts, linears)
 
 
 def from_packed(model: nn.Module) -> TrainingCodec | None:
@@ -112,27 +111,28 @@ def from_packed(model: nn.Module) -> TrainingCodec | None:
     if not weights:
         return None
     how = {name: CodecSettings.of(weight) for name, weight in weights.items()}
-    native = {name: settings for name, settings in how.items() if settings.codec.is_kept}
+    experts = frozenset(name for name, one in how.items() if not one.codec.is_kept)
     layers: list[Any] = [one for one in model.modules() if parametrize.is_packed_linear(one)]
-    states = [getattr(layer.weight, "quant_state", None) for layer in layers]
-    settings = next((one for one in how.values() if not one.codec.is_kept), None)
-    if settings is None:  # that of the first packed Linear layer
+    states = [one.weight.quant_state for one in layers if hasattr(one.weight, "quant_state")]
+    states = [state for state in states if state is not None]
+    settings = next((how[name] for name in how if name in experts), None)
+    if settings is None and states:  # that of the first packed Linear layer
+        first = states[0]
+        settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
+    if settings is None:
         settings = CodecSettings(linear_kind(layers[0]) if layers else NF4.kind)
-        if states and (first := states[0]) is not None:
-            settings = CodecSettings(first.quant_type, first.nested, blocksize=first.blocksize)
     linears = frozenset(map(unwrapped_name, packed_linears(model)))
-    dtypes = {weight.dtype for weight in weights.values()}
-    dtypes |= {state.dtype for state in states if state is not None}
+    dtypes = {one.dtype for one in (*weights.values(), *states)}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return TrainingCodec(settings, frozenset(how), linears, fingerprint(model), native, dtype)
+    return TrainingCodec(settings, experts, linears, fingerprint(model), dtype)
 
 
 @checked
 class _Note:
     format_version: Literal[1]
     codec: Annotated[dict[str, Any], AfterValidator(CodecSettings.from_dict)]
-    experts: list[str]
-    linears: list[str]
+    experts: frozenset[str]
+    linears: frozenset[str]
     base: Fingerprint | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
 
@@ -143,7 +143,7 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
     note = {
         "format_version": 1,
         "codec": {key: settings[key] for key in ("kind", "double_quant", "blocksize")},
-        "experts": sorted(packed.experts - packed.native.keys()),
+        "experts": sorted(packed.experts),
         "linears": sorted(packed.linears),
         **({"dtype": dtype_name(packed.dtype)} if packed.dtype else {}),
         **({"base": asdict(packed.base)} if packed.base else {}),
@@ -153,14 +153,12 @@ def write_note(folder: Path, packed: TrainingCodec) -> None:
 
 def from_note(folder: Path) -> TrainingCodec | None:
     """Read the note beside an adapter; None if there is none."""
-    file = folder / NOTE
-    if not file.exists():
+    if not (folder / NOTE).exists():
         return None
-    note = parse_fields(_Note, read_json(inside(folder, NOTE)), file)
+    note = parse_fields(_Note, read_json(inside(folder, NOTE)), folder / NOTE)
     settings: Any = note.codec
-    experts, linears = frozenset(note.experts), frozenset(note.linears)
     dtype = note.dtype and getattr(torch, note.dtype)
-    return TrainingCodec(settings, experts, linears, note.base, dtype=dtype)
+    return TrainingCodec(settings, note.experts, note.linears, note.base, dtype)
 
 
 def of_training(adapter: Path, model: nn.Module, config: Any) -> TrainingCodec:
@@ -174,11 +172,8 @@ def of_training(adapter: Path, model: nn.Module, config: Any) -> TrainingCodec:
         )
     if noted is None:
         return from_config(copy.deepcopy(model), config)
-    known = noted.settings
-    asked, trained = (
-        one.kind + " with double quantization" * one.double_quant
-        for one in (known if config is None else CodecSettings.from_config(config), known)
-    )
+    both = [noted.settings, noted.settings if config is None else CodecSettings.from_config(config)]
+    trained, asked = (f"{s.kind}{' with double quantization' * s.double_quant}" for s in both)
     if asked != trained:
         raise ConfigError(
             f"quantization_config asks for {asked}, and {adapter / NOTE} says that the adapter was "
@@ -212,9 +207,9 @@ def fingerprint(
                 rows: Any = () if any(value.device_mesh.get_coordinate()) else value.to_local()
                 if len(rows) >= min(SAMPLED_ROWS, len(value)) and rows.shape[1:] == value.shape[1:]:
                     value = nn.Parameter(rows, requires_grad=False)
+            skipped = re.search(r"\.(parametrizations|modules_to_save)\.|\.lora_", key)
             plain = type(value) is nn.Parameter and value.dim() == 2 and not value.is_meta
-            plain = plain and not re.search(r"\.(parametrizations|modules_to_save)\.|\.lora_", key)
-            if plain and key.rpartition(".")[0] not in linears:
+            if plain and not skipped and key.rpartition(".")[0] not in linears:
                 own[unwrapped_name(key).replace(".original_module", "")] = value
         weight, name = own.get, getattr(model, "name_or_path", "")
         if names is None:
@@ -223,7 +218,7 @@ def fingerprint(
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     # Read from the dict: some attributes raise if they differ between layers.
     stored = {"model_type": getattr(text, "model_type", None), **getattr(text, "__dict__", {})}
-    fields = {key: stored.get(key) for key in _FIELDS}
+    fields = {k: v for k in _FIELDS if isinstance(v := stored.get(k), (bool, int, str))}
     bits: dict[str, str] = {}
     for key in names or ():
         if (value := weight(key)) is None or not value.numel():
@@ -234,11 +229,7 @@ def fingerprint(
         if bool((values != values[0]).any()):  # equal ones tell nothing
             above = "".join(map(str, (values > values.mean()).int().tolist()))
             bits[key] = f"{int(above, 2):0{_BITS // 4}x}"
-    return Fingerprint(
-        name or f"an unnamed {fields['model_type']} model",
-        {key: value for key, value in fields.items() if isinstance(value, (bool, int, str))},
-        bits,
-    )
+    return Fingerprint(name or f"an unnamed {stored['model_type']} model", fields, bits)
 
 
 def check_noted_base(
@@ -294,18 +285,17 @@ Merged into the 16-bit model: `moe-qlora merge BASE ADAPTER OUT`.
 def write_card(folder: Path, config: Mapping[str, Any], packed: TrainingCodec) -> None:
     """Write our part of an adapter's model card, given its config and note."""
     base = packed.base.name if packed.base else str(config.get("base_model_name_or_path") or "")
-    double = ", double quantization" * packed.settings.double_quant
     fields = packed.settings.bnb_fields().items()
-    options = [f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)]
     usage = _USAGE.format(
         model=_CLASSES.get(str(config.get("task_type")), "AutoModelForCausalLM"),
         base=json.dumps(visible(base or "BASE")),
-        how=", ".join(options),
+        how=", ".join(f"{k}={v!r}" for k, v in fields if v is True or isinstance(v, str)),
         dtype=f', dtype="{dtype_name(packed.dtype)}"' if packed.dtype else "",
     )
     facts = {
         "base": base,
-        "base was packed as": packed.settings.kind + double,
+        "base was packed as": packed.settings.kind
+        + ", double quantization" * packed.settings.double_quant,
         "rank, alpha": f"{config.get('r')}, {config.get('lora_alpha')}",
     }
     for key in ("target_modules", "target_parameters"):

@@ -6,7 +6,7 @@ plain folder    index, headers, and that all weights, dequantized if they are co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,21 +23,10 @@ from ..models.files import read_json
 from ..packing import codec
 from ..packing.settings import FLOAT_DTYPES
 from ..progress import Progress
-from .base import Base, resolve_checkpoint
-from .conversion import Group
-from .manifest import (
-    CONFIG,
-    FolderCheck,
-    PackedWeights,
-    has_manifest,
-    is_packed,
-    is_save_file,
-    open_checkpoint,
-    own_config,
-)
-from .prequantized import PrequantizedCheckpoint, maker_method, open_plain, unread_method
-from .reader import INDEX_SUFFIX, Checkpoint, check_folder, inside
-from .staging import left_behind
+from .conversion import Base, Group, resolve_checkpoint
+from .folder import INDEX_SUFFIX, Checkpoint, check_folder, inside, left_behind
+from .manifest import CONFIG, FolderCheck, PackedWeights, has_manifest, is_packed, own_config
+from .prequantized import METHODS, PrequantizedCheckpoint, maker_method, open_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +97,10 @@ def verify(
         return VerifyReport(folder, "unknown", problems=(str(error),))
     with opened.checkpoint:
         report = _verify_packed(opened, tell)
-        if against is None or report.problems:
-            return report
-        errors = tuple(_errors(opened, Path(against), trust_remote_code, tell))
-        return replace(report, errors=errors)
+        if against is not None and report.good:
+            errors = _errors(opened, Path(against), trust_remote_code, tell)
+            report = replace(report, errors=tuple(errors))
+    return report
 
 
 def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
@@ -121,86 +110,83 @@ def _verify_packed(opened: FolderCheck, tell: Progress) -> VerifyReport:
         changed = f"is not the one that was written: it changed in {listed(names, 5)}."
         damage.append(f"{folder / CONFIG} {changed}")
     weights = PackedWeights(manifest, checkpoint)
-    owned = {*weights.keys, *(k for n in manifest.experts for k in weights.keys.get(n, ()))}
-    steps = [*manifest.experts, *(key for key in checkpoint if key not in owned)]
-    for number, name in enumerate(steps):
-        tell(number, len(steps), name)
-        try:
-            if name in manifest.experts:
-                weights.read(name)  # which looks at its statistics
-            else:
-                _check_values(checkpoint, name)
-        except CheckpointError as error:
-            damage.append(str(error))
-    tell(len(steps), len(steps), "")
-    own = {*manifest.shards, manifest.file_name}
-    strays = {file.name for file in folder.iterdir() if file.name not in own and _is_stray(file)}
-    warnings = [f"{folder / name} is no file of the packed model." for name in sorted(strays)]
-    warnings += [f"{path} is left of an interrupted save." for path in left_behind(folder)]
+    damage += _wrong_values(checkpoint, tell, weights, manifest.experts)
     kinds = {manifest.settings_of(name).kind for name in manifest.experts}
     return VerifyReport(
         folder, ", ".join(sorted(kinds)) or str(manifest.codec["kind"]), len(checkpoint.files),
         len(checkpoint), len(manifest.experts), len(weights.keys) - len(manifest.experts),
-        sum(info.nbytes for info in checkpoint.values()), tuple(damage), tuple(warnings),
+        sum(info.nbytes for info in checkpoint.values()), tuple(damage),
+        tuple(_strays(folder, checkpoint)),
     )  # fmt: skip
 
 
-def _is_stray(file: Path) -> bool:
-    if file.is_dir() or file.name.startswith(("adapter_", "training_args")):
-        return False
-    return file.name.endswith((".safetensors", INDEX_SUFFIX, ".bin")) or is_save_file(file.name)
-
-
 def _verify_plain(folder: Path, tell: Progress) -> VerifyReport:
-    names = sorted(file.name for file in folder.iterdir())
+    names = {file.name for file in folder.iterdir()}
     if CONFIG not in names and not any(n.endswith((".safetensors", INDEX_SUFFIX)) for n in names):
         raise CheckpointError(f"{folder} holds no checkpoint.")
-    method, problems, warnings = "", list[str](), list[str]()
+    method = ""
     try:
         config = read_json(inside(folder, CONFIG)) if CONFIG in names else {}
         method = maker_method(config) or ""
-        if unread := unread_method(folder):
-            warnings.append(f"{folder}: {unread} Its codes were not checked.")
-        elif not method and "quantization_config" in config and "auto_map" not in config:
-            with suppress(CheckpointError, ConfigError):  # but not single experts' codes
+        if not method and "quantization_config" in config and "auto_map" not in config:
+            with suppress(CheckpointError, ConfigError):  # but not codes of single experts
                 named.build(named.resolve(folder))
-        checkpoint = (open_checkpoint if unread else open_plain)(folder)
+        checkpoint = open_plain(folder)
     except (CheckpointError, UnsupportedWeightError) as error:
+        if method and method not in METHODS:  # it may be whole, for those who read it
+            raise
         return VerifyReport(folder, method=method, problems=(str(error),))
     with checkpoint:
-        for number, key in enumerate(checkpoint):
-            tell(number, len(checkpoint), key)
-            try:
-                _check_values(checkpoint, key)
-            except CheckpointError as error:
-                problems.append(str(error))
-        tell(len(checkpoint), len(checkpoint), "")
-        read = {file.name for file in checkpoint.files}
-        strays = [n for n in names if n.endswith(".safetensors") and n not in read]
-        warnings += [f"{folder / name} is in no index, and is not read." for name in strays]
         stored, dequantized = checkpoint, sum(map(checkpoint.is_dequantized, checkpoint))
         if isinstance(checkpoint, PrequantizedCheckpoint):
             stored, method = checkpoint.stored, checkpoint.method
         return VerifyReport(
-            folder, files=len(read), tensors=len(stored),
-            nbytes=sum(info.nbytes for info in stored.values()), problems=tuple(problems),
-            warnings=tuple(warnings), method=method, dequantized=dequantized,
+            folder, files=len(checkpoint.files), tensors=len(stored),
+            nbytes=sum(info.nbytes for info in stored.values()),
+            problems=tuple(_wrong_values(checkpoint, tell)),
+            warnings=tuple(_strays(folder, checkpoint)), method=method, dequantized=dequantized,
         )  # fmt: skip
 
 
-def _check_values(checkpoint: Checkpoint, key: str) -> None:
-    info = checkpoint.info(key)
-    if info.dtype not in FLOAT_DTYPES or not info.nbytes:
-        return
-    if len(info.shape) < 2:
-        # Bounds that bound nothing are infinite (gemma4's input_min), weights never are.
-        sane = not bool(checkpoint.read(key).isnan().any())
-    else:
-        slices = Group((key,), {key: info.shape}).slices()
-        read = (checkpoint.read(key, *rows).reshape(1, -1) for rows in slices)
-        sane = all(codec.first_nonfinite(rows) is None for rows in read)
-    if not sane:
-        raise CheckpointError(f"{info.file}: {key} holds NaN or inf.")
+def _strays(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    read = {file.name for file in checkpoint.files}
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name not in read and not file.name.startswith("adapter_"):
+            yield f"{file} is in no index or manifest, and is not read."
+    for path in left_behind(folder):
+        yield f"{path} is left of an interrupted save."
+
+
+def _wrong_values(
+    checkpoint: Checkpoint,
+    tell: Progress,
+    packed: PackedWeights | None = None,
+    experts: Container[str] = (),
+) -> Iterator[str]:
+    """Yield a sentence for each tensor or packed expert weight that cannot be right."""
+    names = {} if packed is None else packed.keys
+    owned = {key for name, keys in names.items() if name in experts for key in keys}
+    steps = [key for key in checkpoint if key in names or key not in owned]
+    for number, key in enumerate(steps):
+        tell(number, len(steps), key)
+        info = checkpoint.info(key)
+        try:
+            if packed is not None and key in experts:
+                packed.read(key)  # which looks at its statistics
+            elif info.dtype in FLOAT_DTYPES and info.nbytes and key not in names:
+                for part in Group((key,), {key: info.shape}).slices():
+                    rows = checkpoint.read(key, *part).reshape(1, -1)
+                    # Bounds that bound nothing are infinite (gemma4's input_min), weights never.
+                    wrong = (
+                        bool(rows.isnan().any())
+                        if len(info.shape) < 2
+                        else (codec.first_nonfinite(rows) is not None)
+                    )
+                    if wrong:
+                        raise CheckpointError(f"{info.file}: {key} holds NaN or inf.")
+        except CheckpointError as error:
+            yield str(error)
+    tell(len(steps), len(steps), "")
 
 
 def _errors(

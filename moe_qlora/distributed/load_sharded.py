@@ -22,11 +22,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import GenerationConfig
 
+from ..checkpoint.folder import absolute, file_facts
 from ..checkpoint.manifest import FolderCheck, is_packed
-from ..checkpoint.reader import file_facts
 from ..checkpoint.rows import indexed, reload_spec
 from ..checkpoint.save import build_model, copy_config, open_to_pack
-from ..checkpoint.staging import absolute
 from ..checkpoint.training_codec import from_config
 from ..errors import CheckpointError, ConfigError
 from ..hf.fill import Fill, put_local

@@ -29,10 +29,10 @@ from torch import Tensor, distributed, nn
 from transformers.core_model_loading import WeightRenaming
 
 from ..checkpoint.conversion import DiskLayout
+from ..checkpoint.folder import Checkpoint
 from ..checkpoint.manifest import PackedWeights, canonical_name, packed_names
 from ..checkpoint.prequantized import CODES as STORED_CODES
 from ..checkpoint.prequantized import MXFP4, SCALE, PrequantizedCheckpoint
-from ..checkpoint.reader import Checkpoint
 from ..checkpoint.rows import PackingPlan, Slot, ahead, filled, indexed, packed_linears, slot_for
 from ..errors import (
     CheckpointError,
@@ -328,7 +328,7 @@ class Fill:
         def fetch(start: int) -> list[Callable[[], Tensor]]:
             rows = start, min(start + step, shape[0])
             roles = STORED_CODES, SCALE
-            return [files.disk.fetch(parts[role], *rows, device) for role in roles]
+            return [files.stored.fetch(parts[role], *rows, device) for role in roles]
 
         packer = KeptPacker(shape, self.dtypes[name], device, self.spec.settings_of(name))
         for _, both in ahead(fetch, range(0, shape[0], step)):

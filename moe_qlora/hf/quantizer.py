@@ -16,6 +16,7 @@ from typing import Any
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from ..checkpoint.folder import Checkpoint, check_plain, file_facts
 from ..checkpoint.manifest import (
     CONFIG_KEY,
     FolderCheck,
@@ -25,7 +26,6 @@ from ..checkpoint.manifest import (
     parse_mark,
 )
 from ..checkpoint.prequantized import describe_plain, maker_method, open_plain
-from ..checkpoint.reader import Checkpoint, check_plain, file_facts
 from ..checkpoint.rows import PackingPlan, kept_dtypes, packing_spec, reload_spec
 from ..errors import CheckpointError, ConfigError
 from ..models.files import check_no_codes_of_single_experts

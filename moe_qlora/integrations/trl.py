@@ -36,7 +36,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..checkpoint.staging import absolute
+from ..checkpoint.folder import absolute
 from ..errors import ConfigError, first_line
 from ..serving.export import export_adapter
 

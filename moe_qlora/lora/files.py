@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from ..checkpoint import training_codec
 from ..checkpoint.adapter import CONFIG, PICKLE, WEIGHTS, LoraSettings
-from ..checkpoint.reader import parse_fields, read_header
-from ..checkpoint.staging import absolute, move_files, staging
+from ..checkpoint.folder import absolute, move_files, parse_fields, read_header, staging
 from ..checkpoint.training_codec import CARD
 from ..errors import AdapterError, CheckpointError, MoeQloraError, first_line
 from ..layout import listed, unwrapped_name

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..checkpoint import training_codec
 from ..checkpoint.adapter import WEIGHTS, of_single_experts, single_expert
-from ..checkpoint.reader import read_header
+from ..checkpoint.folder import read_header
 from ..checkpoint.rows import kept_dtypes
 from ..errors import AdapterError, ConfigError
 from ..experts import checks, forward

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.adapter import CONFIG, LoraSettings
-from ..checkpoint.reader import parse_fields
+from ..checkpoint.folder import parse_fields
 from ..world import world
 from .config import AdaptedLoraConfig, adapt, adapt_lora_config
 from .files import check_adapter, check_fits, use_own_files

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
+from ..checkpoint.folder import replace_file
 from ..checkpoint.manifest import is_packed
-from ..checkpoint.staging import replace_file
 from ..checkpoint.verify import verify
 from ..detection.detect import detect
 from ..errors import CheckpointError, ConfigError, MoeQloraError, check_numbers, first_line

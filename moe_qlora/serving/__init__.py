@@ -1,5 +1,1 @@
-"""Serving: an adapter folder and its base go in.
-
-Out comes a folder in the layout that vLLM, SGLang or llama.cpp loads. Open `export.py`, which reads
-the table of servers' layouts (`servers.json`).
-"""
+"""Serving: `export.py` writes an adapter in the layout that vLLM, SGLang or llama.cpp loads."""

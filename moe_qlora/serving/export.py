@@ -1,13 +1,7 @@
-"""Write an adapter in a server's layout.
+"""Write an adapter in a server's layout, by the table `servers.json`.
 
-open the base      names on disk, the model on meta, its fingerprint
-resolve            every pair of factors, and its target weight
-lay out            single experts or fused; one rank and one scaling if the server needs that
-write              safetensors, adapter_config.json; the note and the card are copied
-
-The table `servers.json` contains the layouts of servers, tested with the version given there.
-"fused" is PEFT's layout, LoRA on fused
-expert weights; "single" has a pair for each projection of each expert.
+"fused" is PEFT's layout, LoRA on fused expert weights; "single" has a pair for each projection of
+each expert. Each server's layouts were tested with the version that the table gives.
 """
 
 from __future__ import annotations
@@ -27,17 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..checkpoint import training_codec
-from ..checkpoint.adapter import (
-    CONFIG,
-    PREFIX,
-    WEIGHTS,
-    Adapter,
-    Updates,
-    open_adapter,
-)
-from ..checkpoint.base import Base, open_base
-from ..checkpoint.reader import inside
-from ..checkpoint.staging import absolute, check_new, new_folder
+from ..checkpoint.adapter import CONFIG, PREFIX, WEIGHTS, Adapter, Updates, open_adapter
+from ..checkpoint.conversion import Base, open_base
+from ..checkpoint.folder import absolute, check_new, inside, new_folder
 from ..detection.detect import detect
 from ..errors import AdapterError, ConfigError
 from ..kernels.factors import Factors
@@ -64,10 +50,9 @@ class ExportReport:
     def __str__(self) -> str:
         layout = "PEFT's layout of fused experts" if self.fused else "one pair for each expert"
         notes = "".join(f"\n  {note}" for note in self.notes)
-        server = f"{self.server} {self.tested}"
-        seen = f"as {server} takes it"
+        seen = f"as {self.server} {self.tested} takes it"
         if self.loader_only:
-            seen = f"as the loader of {server} stacks it; its engine was not run"
+            seen = f"as the loader of {self.server} {self.tested} stacks it; its engine was not run"
         return f"{self.folder}: {self.tensors} tensors, rank {self.rank}, {layout}, {seen}.{notes}"
 
 
@@ -101,8 +86,7 @@ def export_adapter(
         AdapterError: The adapter does not fit the base, or the server cannot serve it.
         ConfigError: The server is unknown, or was not tested with this architecture.
     """
-    if target not in servers():
-        raise ConfigError(f"target is {target!r}; give one of {', '.join(servers())}.")
+    _check_server(target)
     source, folder, place = absolute(base), absolute(adapter), absolute(out)
     check_new(place)
     with ExitStack() as stack:
@@ -118,14 +102,17 @@ def export_adapter(
         updates = Updates(model, lora)
         work = stack.enter_context(new_folder(place))
         if target == "peft":
-            shutil.copyfile(lora.folder / CONFIG, work / CONFIG)
-            shutil.copyfile(lora.folder / WEIGHTS, work / WEIGHTS)
-            report = ExportReport(
-                place, target, layout.tested, True, len(lora.file), lora.settings.r
-            )
+            for name in (CONFIG, WEIGHTS):
+                shutil.copyfile(lora.folder / name, work / name)
+            count, rank = len(lora.file), lora.settings.r
+            report = ExportReport(place, target, layout.tested, True, count, rank)
         else:
             export = _Export(folder, model, opened, lora, layout, updates)
-            report = export.write(work, place)
+            rank = export.write(work)
+            report = ExportReport(
+                place, target, layout.tested, layout.fused, len(export.tensors), rank,
+                tuple(export.notes), layout.loader_only,
+            )  # fmt: skip
         for name in (training_codec.NOTE, training_codec.CARD):
             if (folder / name).is_file():
                 shutil.copyfile(inside(folder, name), work / name)
@@ -143,46 +130,42 @@ class _Export:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def write(self, work: Path, place: Path) -> ExportReport:
+    def write(self, work: Path) -> int:
+        """Write the adapter's files; return its rank."""
+        layout = self.layout
         for name, why in self._unserved():
-            server = f"{self.layout.server} {self.layout.tested}"
             raise AdapterError(
-                f"{self.source} changes {name}, which {why}, so that {server} cannot take it from "
-                f"an adapter: {MERGE}."
+                f"{self.source} changes {name}, which {why}, so that {layout.server} "
+                f"{layout.tested} cannot take it from an adapter: {MERGE}."
             )
         experts, layers = self._factors()
         pairs = [(one.rank, one.scaling) for one in (*experts.values(), *layers.values())]
         _, scaling = max(sorted(set(pairs)), key=pairs.count)  # of most weights
         rank = max(rank for rank, _ in pairs)
-        if len(set(pairs)) > 1:
-            unified = self._unify({**experts, **layers}, rank, scaling)
-            experts, layers = ({name: unified[name] for name in some} for some in (experts, layers))
-        self._note_untried(layers)
+        self._unify((experts, layers), rank, scaling)
+        names = {name.removesuffix(".weight") for name in layers}
+        untried = {name_pattern(one) for one in names if not layout.layers & set(one.split("."))}
+        if untried:
+            self.notes.append(f"not tried: LoRA on {listed(sorted(untried))}")
         for name, factors in layers.items():
             self._put(self._served(name), factors.a[0], factors.b[0])
         modules = self._put_experts(experts, rank, scaling)
         self._complete()
         config = read_json(self.adapter.folder / CONFIG)
-        names = sorted(map(self._served, layers))
         config.update(
             r=rank, lora_alpha=_alpha(scaling, rank), use_rslora=False, inference_mode=True,
-            rank_pattern={}, alpha_pattern={}, target_modules=names, target_parameters=None,
+            rank_pattern={}, alpha_pattern={}, target_parameters=sorted(modules) or None,
+            target_modules=sorted(map(self._served, layers)),
         )  # fmt: skip
-        if self.layout.fused:
-            config["target_parameters"] = sorted(modules)
-        else:
-            leaves = {key.removeprefix(PREFIX).split(".lora_")[0] for key in self.tensors}
-            config["target_modules"] = sorted({one.rpartition(".")[2] for one in leaves})
+        if not layout.fused:
+            leaves = {key.split(".lora_")[0].rpartition(".")[2] for key in self.tensors}
+            config["target_modules"] = sorted(leaves)
         if config.get("exclude_modules"):
             config["exclude_modules"] = self._excluded(config["target_modules"])
         save_file(self.tensors, work / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (work / CONFIG).write_text(text, encoding="utf-8")
-        layout = self.layout
-        return ExportReport(
-            place, layout.server, layout.tested, layout.fused, len(self.tensors), rank,
-            tuple(self.notes), layout.loader_only,
-        )  # fmt: skip
+        return rank
 
     def _unserved(self) -> Iterator[tuple[str, str]]:
         """Yield weights that the adapter changes as no server loads it, and why."""
@@ -190,19 +173,12 @@ class _Export:
             yield name, "is trained in full (modules_to_save)"
         for name, deltas in self.updates.deltas.items():
             module = self.model.get_submodule(name.rpartition(".")[0])
-            if any(delta.bias or delta.tokens for delta in deltas) or len(deltas) > 1:
-                yield name, "is a bias, or has trained rows of tokens or two changes"
-            elif isinstance(module, nn.modules.conv._ConvNd | nn.Embedding):
-                yield name, f"is of a {type(module).__name__}, and was not seen to be served"
+            if any(delta.tokens for delta in deltas) or len(deltas) > 1:
+                yield name, "has trained rows of tokens, or two changes"
+            elif isinstance(module, nn.Embedding):
+                yield name, "is an embedding, and was not seen to be served"
             elif self.layout.unserved & set(name.split(".")):
                 yield name, "is not served from an adapter of this architecture"
-
-    def _note_untried(self, layers: Iterable[str]) -> None:
-        names = {name.removesuffix(".weight") for name in layers}
-        tried = self.layout.layers
-        untried = sorted({name_pattern(name) for name in names if not tried & set(name.split("."))})
-        if untried:
-            self.notes.append(f"not tried: LoRA on {listed(untried)}")
 
     def _factors(self) -> tuple[dict[str, Factors], dict[str, Factors]]:
         """Return factors by name, of expert weights and of other layers (with E = 1)."""
@@ -219,24 +195,20 @@ class _Export:
                 layers[name] = Factors(a.unsqueeze(0), b.unsqueeze(0), delta.scaling)
         return experts, layers
 
-    def _unify(
-        self, factors: Mapping[str, Factors], rank: int, scaling: float
-    ) -> dict[str, Factors]:
-        """Return the same products with one rank and one scaling."""
-        ranks = {one.rank for one in factors.values()}
-        if len(ranks) > 1:
-            least = min(ranks)
+    def _unify(self, kinds: Iterable[dict[str, Factors]], rank: int, scaling: float) -> None:
+        """Give all products one rank and one scaling."""
+        all_of = [one for factors in kinds for one in factors.values()]
+        if (least := min(one.rank for one in all_of)) < rank:
             self.notes.append(f"ranks from {least} to {rank} are padded to {rank} with zeros")
-        unified = {}
-        for name, one in factors.items():
-            extra = rank - one.rank
-            a, b = nn.functional.pad(one.a, (0, 0, 0, extra)), nn.functional.pad(one.b, (0, extra))
-            if one.scaling != scaling:
-                b = b.float() * (one.scaling / scaling)
-            unified[name] = Factors(a, b, scaling)
-        if folded := sum(one.scaling != scaling for one in factors.values()):
+        if folded := sum(one.scaling != scaling for one in all_of):
             self.notes.append(f"the scaling of {folded} weights is folded into B, in float32")
-        return unified
+        for factors in kinds:
+            for name, one in factors.items():
+                a = nn.functional.pad(one.a, (0, 0, 0, rank - one.rank))
+                b = nn.functional.pad(one.b, (0, rank - one.rank))
+                if one.scaling != scaling:
+                    b = b.float() * (one.scaling / scaling)
+                factors[name] = Factors(a, b, scaling)
 
     def _served(self, name: str) -> str:
         """Return the path of a layer in the checkpoint, which servers use."""
@@ -245,9 +217,7 @@ class _Export:
         return key.removesuffix(".weight")
 
     def _put(self, path: str, a: Tensor, b: Tensor) -> None:
-        self.tensors[f"{PREFIX}{path}.lora_A.weight"] = a.clone(
-            memory_format=torch.contiguous_format
-        )
+        self.tensors[f"{PREFIX}{path}.lora_A.weight"] = a.clone().contiguous()
         self.tensors[f"{PREFIX}{path}.lora_B.weight"] = b.contiguous()
 
     def _put_experts(self, experts: Mapping[str, Factors], rank: int, scaling: float) -> set[str]:
@@ -255,22 +225,20 @@ class _Export:
         modules: dict[str, dict[str, ExpertParam]] = {}
         for param in detect(self.model):
             modules.setdefault(param.module_name, {})[param.role] = param
-        adapted = {name.rpartition(".")[0] for name in experts}
         names: set[str] = set()
-        for module in sorted(adapted):
-            params = modules[module]
+        for module in sorted({name.rpartition(".")[0] for name in experts}):
             dtype = next(one.a.dtype for name, one in experts.items() if name.startswith(module))
             pairs = {
                 role: experts.get(param.name) or _zeros(param, rank, scaling, dtype)
-                for role, param in params.items()
+                for role, param in modules[module].items()
             }
-            if self.layout.fused:
-                for depth, one in enumerate(reversed(pairs.values())):
-                    a, b = one.a.flatten(0, 1), one.b.permute(1, 2, 0).flatten(1)
-                    self._put(module + ".base_layer" * depth, a, b)  # (E r, in), (out, r E)
-                names |= {param.name for param in params.values()}
-            else:
+            if not self.layout.fused:
                 self._put_single(module, pairs)
+                continue
+            for depth, one in enumerate(reversed(pairs.values())):
+                a, b = one.a.flatten(0, 1), one.b.permute(1, 2, 0).flatten(1)
+                self._put(module + ".base_layer" * depth, a, b)  # (E r, in), (out, r E)
+            names |= {param.name for param in modules[module].values()}
         return names
 
     def _put_single(self, module: str, pairs: dict[str, Factors]) -> None:
@@ -288,46 +256,38 @@ class _Export:
                 f"{module} has expert weights of the role {unknown[0]!r}, which "
                 f"{self.layout.server} {self.layout.tested} has no name for: {MERGE}."
             )
-        path = self._experts_path(module)
+        path = module  # of the experts on disk
+        for name, group in self.base.layout.by_name.items():
+            if name.startswith(f"{module}.") and ".experts." in group.keys[0]:
+                path = f"{group.keys[0].partition('.experts.')[0]}.experts"
+                break
         for role, factors in pairs.items():
             for expert in range(factors.a.shape[0]):
                 leaf = f"{path}.{expert}.{self.layout.leaves[role]}"
                 self._put(leaf, factors.a[expert], factors.b[expert])
 
-    def _experts_path(self, module: str) -> str:
-        for name, group in self.base.layout.by_name.items():
-            if name.startswith(f"{module}.") and ".experts." in group.keys[0]:
-                return f"{group.keys[0].partition('.experts.')[0]}.experts"
-        return module
-
     def _complete(self) -> None:
+        """Add zeros for layers that the server stacks with adapted ones."""
         paths = {key.rpartition(".lora_")[0] for key in self.tensors}
         for names in self.layout.together:
-            for path in sorted(paths):
+            for path in sorted(path for path in paths if ".experts." not in path):
                 parent, _, leaf = path.rpartition(".")
-                if leaf not in names or ".experts." in path:
-                    continue
-                a = self.tensors[f"{path}.lora_A.weight"]
-                for other in names:
-                    missing = f"{parent}.{other}"
-                    if missing in paths:
+                for other in names if leaf in names else ():
+                    missing = f"{parent}.{other}".removeprefix(PREFIX)
+                    known = self.base.disk.get(f"{missing}.weight")
+                    if known is None or f"{parent}.{other}" in paths:
                         continue
-                    shape = self.base.disk.get(f"{missing.removeprefix(PREFIX)}.weight")
-                    if shape is None:
-                        continue
-                    self.tensors[f"{missing}.lora_A.weight"] = torch.zeros_like(a)
-                    rows = shape[0][0]
-                    self.tensors[f"{missing}.lora_B.weight"] = a.new_zeros(rows, a.shape[0])
-                    paths.add(missing)
+                    a = self.tensors[f"{path}.lora_A.weight"]
+                    self._put(missing, torch.zeros_like(a), a.new_zeros(known[0][0], a.shape[0]))
+                    paths.add(f"{parent}.{other}")
 
     def _excluded(self, leaves: Iterable[str]) -> list[str] | None:
         """List layers without a pair in the file that these leaf names would match."""
         written = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in self.tensors}
         ends = {leaf.rpartition(".")[2] for leaf in leaves}
-        names = (name for name, _ in self.model.named_modules())
         return [
             name
-            for name in names
+            for name, _ in self.model.named_modules()
             if name.rpartition(".")[2] in ends and self._served(f"{name}.weight") not in written
         ] or None
 
@@ -380,8 +340,7 @@ class ServerLayout:
 
 @cache
 def _table() -> dict[str, Any]:
-    file = Path(__file__).with_name("servers.json")
-    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    table: dict[str, Any] = json.loads(Path(__file__).with_name("servers.json").read_text("utf-8"))
     return table
 
 
@@ -390,15 +349,14 @@ def servers() -> tuple[str, ...]:
     return tuple(_table())
 
 
-def layout_for(server: str, architecture: str) -> ServerLayout:
-    """Return a server's layout for an architecture.
-
-    Raises:
-        ConfigError: The table has no such server, or no row for LoRA on the experts of this
-            architecture.
-    """
-    if server not in _table():
+def _check_server(server: str) -> None:
+    if server not in servers():
         raise ConfigError(f"target is {server!r}; give one of {', '.join(servers())}.")
+
+
+def layout_for(server: str, architecture: str) -> ServerLayout:
+    """Return a server's layout for an architecture; raise a ConfigError where there is none."""
+    _check_server(server)
     entry = _table()[server]
     rows = entry["architectures"]
     row = rows.get(architecture) or rows.get("*")

@@ -21,7 +21,7 @@ from torch.distributed import checkpoint
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.staging import left_behind
+from moe_qlora.checkpoint.folder import left_behind
 from moe_qlora.distributed import gather
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.testing import run_distributed
 from tests.helpers.prequantized import write_both
 from tests.helpers.ranks import CountedReads, said, sharded, tensors_of

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.distributed import DistributedConfig
 
 import moe_qlora
-from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.packing import parametrize
 from moe_qlora.testing import run_distributed, tiny_model
 from tests.helpers.ranks import CountedReads, are_same, said, tensors_of

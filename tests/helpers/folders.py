@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from moe_qlora.checkpoint.folder import INDEX_SUFFIX
 from moe_qlora.checkpoint.manifest import FolderCheck, Manifest, open_checkpoint
-from moe_qlora.checkpoint.reader import INDEX_SUFFIX
 
 TRICKS = (
     *("../model.safetensors", "/etc/passwd", "..", ".", "", "sub/model.safetensors"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_qlora.checkpoint.reader import INDEX
+from moe_qlora.checkpoint.folder import INDEX
 from moe_qlora.kernels.weights import MX_BLOCK, PackedWeight
 from moe_qlora.packing.mxfp4 import KeptPacker
 from moe_qlora.packing.settings import CodecSettings

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moe_qlora.checkpoint.reader import INDEX
+from moe_qlora.checkpoint.folder import INDEX
 from moe_qlora.testing import tiny_model
 
 Stored = dict[str, Tensor]

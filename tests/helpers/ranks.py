@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from moe_qlora.checkpoint import manifest
-from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.distributed.sharding import shards_integers
 from moe_qlora.errors import MoeQloraError
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from folders import bits
 from representatives import REPRESENTATIVES
 from safetensors import safe_open
 from transformers import BitsAndBytesConfig
@@ -68,21 +69,9 @@ def check_keys(family: str, folder: Path) -> None:
     }
 
 
-def bytes_of(model: torch.nn.Module) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """The state dict, by value; codes that are stored as floats may hold NaN."""
-    return {
-        key: (value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8))
-        for key, value in model.state_dict().items()
-    }
-
-
 def assert_equal(left: torch.nn.Module, right: torch.nn.Module) -> None:
     """Both hold the same tensors under the same names, packed alike."""
-    ours, theirs = bytes_of(left), bytes_of(right)
-    assert list(ours) == list(theirs)
-    for key, (dtype, shape, raw) in ours.items():
-        assert (dtype, shape) == theirs[key][:2], key
-        assert torch.equal(raw, theirs[key][2]), key
+    assert [*bits(left).items()] == [*bits(right).items()]
     assert_equal_experts(left, right)
     assert left.get_memory_footprint() == right.get_memory_footprint()  # type: ignore[operator]
 

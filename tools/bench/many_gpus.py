@@ -36,7 +36,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 import moe_qlora
 from moe_qlora.checkpoint.conversion import DiskLayout
-from moe_qlora.checkpoint.reader import Checkpoint, TensorInfo
+from moe_qlora.checkpoint.folder import Checkpoint, TensorInfo
 
 ENGINES = ("single", "ddp", "fsdp2", "whole")
 COLUMNS = (

@@ -18,14 +18,13 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora import quantize_experts
-from moe_qlora.checkpoint import staging
+from moe_qlora.checkpoint import folder as staging
+from moe_qlora.checkpoint.folder import left_behind
 from moe_qlora.checkpoint.manifest import CONFIG
-from moe_qlora.checkpoint.staging import left_behind
 from moe_qlora.errors import CheckpointError
 from moe_qlora.testing import tiny_model
 
 KILLED, REFUSED = 9, 10
-PACKED = 2  # in the place of a model's number: a folder that is packed from disk to disk
 FOREIGN = {"tokenizer.json": b"{}", "notes/log": b"kept"}
 _EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copytree"}
 
@@ -34,23 +33,18 @@ class Saves:
     """Two models of one shape, undisturbed saves of them, and a folder that is saved into."""
 
     def __init__(self, root: Path) -> None:
-        self.folder, self.source = root / "model", root.with_name("plain")
+        self.folder = root / "model"
         config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
         sizes: dict[str, Any] = {"dtype": torch.bfloat16, "num_hidden_layers": 1}
         self.models = [tiny_model("qwen3_moe", seed=seed, **sizes) for seed in (0, 1)]
         for model in self.models:
             quantize_experts(model, config)
-        tiny_model("qwen3_moe", **sizes).save_pretrained(self.source)
-        self.fresh = [root.with_name(f"{root.name}-{number}") for number in (0, 1, PACKED)]
+        self.fresh = [root.with_name(f"{root.name}-{number}") for number in (0, 1)]
         for number, fresh in enumerate(self.fresh):
             self.save(number, fresh)
         self.whole = [contents(fresh) for fresh in self.fresh]
 
     def save(self, number: int, folder: Path) -> None:
-        if number == PACKED:
-            nf4 = {"load_in_4bit": True}
-            moe_qlora.quantize_checkpoint(self.source, folder, nf4, max_shard_size="25KB")
-            return
         self.models[number].save_pretrained(folder, max_shard_size=("20KB", "25KB")[number])
 
     def start(self, existing: bool) -> None:
@@ -72,13 +66,11 @@ class Saves:
         assert set(manifest.shards) == {file for file in whole if file.endswith(".safetensors")}
         assert all(found[file] == whole[file] for file in (*manifest.shards, manifest.file_name))
         assert FOREIGN.items() <= found.items() if existing else found == whole
-        return ("old", "new", "new")[number]
+        return ("old", "new")[number]
 
-    def again(self, existing: bool, number: int = 1) -> None:
-        if number == PACKED:  # which asks for a new folder
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.save(number, self.folder)
-        assert contents(self.folder) == self.whole[number] | (FOREIGN if existing else {})
+    def again(self, existing: bool) -> None:
+        self.save(1, self.folder)
+        assert contents(self.folder) == self.whole[1] | (FOREIGN if existing else {})
         assert not self.staged()
 
     def staged(self) -> list[Path]:
@@ -135,13 +127,7 @@ def counting(root: Path, stop: int, report: int, act: Callable[[], None]) -> Non
 
 
 def stopped(
-    saves: Saves,
-    copied: Any,
-    tmp_path: Path,
-    existing: bool,
-    act: Callable[[], None],
-    step: int,
-    number: int = 1,
+    saves: Saves, copied: Any, tmp_path: Path, existing: bool, act: Callable[[], None], step: int
 ) -> Iterator[tuple[int, int, str]]:
     """Save the second model once for each change, or some: `stop`, exit code, what is held."""
     report = os.open(tmp_path / "count", os.O_RDWR | os.O_CREAT)
@@ -149,7 +135,7 @@ def stopped(
     def work() -> None:
         counting(saves.folder.parent, stop, report, act)
         try:
-            saves.save(number, saves.folder)
+            saves.save(1, saves.folder)
         except CheckpointError as error:
             if "No space left" in str(error) and str(saves.folder) in str(error):
                 os._exit(REFUSED)
@@ -166,22 +152,20 @@ def stopped(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("existing", "number", "step"),
-    [(False, 1, 4), (True, 1, 1), (False, PACKED, 4)],
-    ids=["new folder", "existing folder", "from disk to disk"],
+    ("existing", "step"), [(False, 4), (True, 1)], ids=["new folder", "existing folder"]
 )
-def test_killed_before_changes_of_the_disk(saves, copied, tmp_path, existing, number, step):
+def test_killed_before_changes_of_the_disk(saves, copied, tmp_path, existing, step):
     seen = []
-    for stop, status, holds in stopped(saves, copied, tmp_path, existing, die, step, number):
+    for stop, status, holds in stopped(saves, copied, tmp_path, existing, die, step):
         assert status in (0, KILLED)
         seen.append(holds)
-        if holds == "new" and seen.count("new") == 1 and number == 1:
+        if holds == "new" and seen.count("new") == 1:
             with moe_qlora.enabled():
                 again = AutoModelForCausalLM.from_pretrained(saves.folder)
             state = saves.models[1].state_dict()
             assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
         if stop % 8 == 0 or holds == "new":
-            saves.again(existing, number)
+            saves.again(existing)
     # Everything in its order, and nothing twice: old (or none), then new.
     order = ["old", "new"] if existing else ["none", "new"]
     assert list(dict.fromkeys(seen)) == order

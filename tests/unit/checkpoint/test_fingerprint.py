@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +51,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "trained further": {"amount": 0.2},
         "another": {"seed": 1},
         "hidden_act": {"hidden_act": "gelu"},
-        "norm_topk_prob": {"norm_topk_prob": True},
         "num_experts_per_tok": {"num_experts_per_tok": 1},
         "longer": {"max_position_embeddings": 99},
     }
@@ -91,26 +88,6 @@ def second(folders: dict[str, Path], out: Path) -> Path:
     return out / "ref"
 
 
-def resumed(folders: dict[str, Path], out: Path) -> Path:
-    """The new run's adapter, after the checkpoint of one that has no fingerprint."""
-    checkpoint = by_stock_peft(folders, out.with_name("killed"))
-    note = json.loads((checkpoint / NOTE).read_text())
-    note["base"] = {"name": "unknown", "fields": {}, "bits": {}}
-    (checkpoint / NOTE).write_text(json.dumps(note))
-    model = on_base(folders)
-    model.load_adapter(str(checkpoint), "default", is_trainable=True)
-    model.save_pretrained(str(out))
-    return out
-
-
-def continued(folders: dict[str, Path], out: Path) -> Path:
-    checkpoint = by_stock_peft(folders, out.with_name("earlier"))
-    (checkpoint / NOTE).unlink()
-    model = base_model(folders["base"])
-    PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True).save_pretrained(str(out))
-    return out
-
-
 def by_transformers(folders: dict[str, Path], out: Path) -> Path:
     model = base_model(folders["base"])
     model.add_adapter(adapted(model))
@@ -118,10 +95,9 @@ def by_transformers(folders: dict[str, Path], out: Path) -> Path:
     return out
 
 
-MAKERS = [by_stock_peft, second, resumed, continued]
-
-
-@pytest.mark.parametrize("make", [*MAKERS, pytest.param(by_transformers, marks=ADAPTER_METHODS)])
+@pytest.mark.parametrize(
+    "make", [by_stock_peft, second, pytest.param(by_transformers, marks=ADAPTER_METHODS)]
+)
 def test_an_adapter_names_the_model_that_it_was_on(folders, tmp_path, make):
     adapter = make(folders, tmp_path / "adapter")
     whole = json.loads((folders["adapter"] / NOTE).read_text())
@@ -135,10 +111,6 @@ def load(folder: Path, adapter: Path) -> None:
     moe_qlora.load_adapter(base_model(folder), str(adapter))
 
 
-def load_by_transformers(folder: Path, adapter: Path) -> None:
-    base_model(folder).load_adapter(str(adapter))
-
-
 def merge(folder: Path, adapter: Path) -> None:
     moe_qlora.merge_adapter(folder, adapter, adapter.parent / f"merged {folder.name}")
 
@@ -147,35 +119,22 @@ def load_by_peft(folder: Path, adapter: Path) -> None:
     PeftModel.from_pretrained(base_model(folder), str(adapter))
 
 
-def load_beside(folder: Path, adapter: Path) -> None:
-    model = moe_qlora.get_peft_model(base_model(folder), q_proj())
-    model.load_adapter(str(adapter), "second")
+USES = [load, load_by_peft, merge]
 
 
-USES = [load, load_by_transformers, load_by_peft, load_beside, merge]
-
-
-@contextmanager
-def no_alarm() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*was trained on")
-        yield
-
-
+@pytest.mark.filterwarnings("error:.*was trained on")
 @pytest.mark.parametrize(
     ("base", "use"),
-    [*zip(["base", "trained further", "longer", "packed", "base"], USES, strict=True)]
+    [("base", load), ("longer", load_by_peft), ("packed", load)]
     + [(base, merge) for base in ("trained further", "packed")],
 )
 def test_the_same_base_is_no_alarm(folders: dict[str, Path], base: str, use: Any) -> None:
-    with no_alarm():
-        use(folders[base], folders["adapter"])
+    use(folders[base], folders["adapter"])
 
 
 @pytest.mark.parametrize(
     ("base", "use"),
-    [("another", use) for use in USES]
-    + [*zip(["hidden_act", "norm_topk_prob", "num_experts_per_tok"], USES[::2], strict=True)],
+    [("another", use) for use in USES] + [("hidden_act", load), ("num_experts_per_tok", merge)],
 )
 def test_another_base_is_an_error_that_names_both(folders, base, use):
     seen = "other weights" if base == "another" else f"{base}="
@@ -191,31 +150,6 @@ def test_a_merge_compares_weights_of_an_inner_models_adapter(folders, tmp_path):
     merge(folders["another"], adapter)
     with pytest.raises(AdapterError, match="has other weights"):
         merge(folders["packed"], adapter)
-
-
-@pytest.mark.parametrize(("kind", "noted"), [("mixtral", True), ("qwen3_moe", False)])
-def test_a_merge_into_a_model_of_other_shapes_says_first_what_was_trained_on(
-    kind: str, noted: bool, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    adapter = shutil.copytree(folders["adapter"], tmp_path / "adapter")
-    if not noted:
-        (adapter / NOTE).unlink()
-    tiny_model(kind, hidden_size=32).save_pretrained(tmp_path / "other")
-    with pytest.raises(AdapterError) as caught:
-        merge(tmp_path / "other", adapter)
-    said = str(caught.value)
-    assert said.startswith(f"{adapter} was trained on {folders['base']}")
-    assert len(said.replace(str(tmp_path), "").replace(str(folders["base"]), "")) < 400
-
-
-@pytest.mark.parametrize("use", [load, merge])
-def test_a_note_without_a_fingerprint_is_taken(folders, tmp_path, use):
-    adapter = shutil.copytree(folders["adapter"], tmp_path / "old")
-    note = json.loads((adapter / NOTE).read_text())
-    assert set(note.pop("base")["bits"])
-    (adapter / NOTE).write_text(json.dumps(note))
-    with no_alarm():
-        use(folders["another"], adapter)
 
 
 def test_any_base_is_taken_where_asked(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -238,27 +172,21 @@ def test_the_card_says_what_was_trained_on(folders: dict[str, Path], tmp_path: P
         assert said in card, said
     assert card.startswith("---\n") and "library_name: peft" in card  # PEFT's own part
     assert f"base_model: {folders['base']}\n" in card
-    model = moe_qlora.get_peft_model(base_model(folders["base"]), q_proj())
-    model.save_pretrained(tmp_path / "base")
-    file = tmp_path / "base" / "README.md"
+    model, file = on_base(folders), tmp_path / "README.md"
+    model.save_pretrained(tmp_path)
     file.write_text(file.read_text() + "# Model of mine\n")
-    model.save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path)
     text = file.read_text()
     assert text.count("# Model of mine\n") == 1
     assert text.count("moe_qlora: start") == text.count("moe_qlora: end") == 1
 
 
-def test_the_program_of_any_adapters_card_runs(folders: dict[str, Path], tmp_path: Path) -> None:
-    for make, names in ((second, ("", "ref")), (continued, ("",))):
-        make(folders, tmp_path / make.__name__)
-        for name in names:
-            card = (tmp_path / make.__name__ / name / "README.md").read_text()
-            assert f"base_model: {folders['base']}\n" in card.replace('"', "")
-            ours = card.partition("moe_qlora: start")[2]
-            (program,) = re.findall("```python\n(.*?)```", ours, re.DOTALL)
-            found: dict[str, Any] = {}
-            exec(program.replace('"ADAPTER"', repr(str(folders["adapter"]))), found)  # noqa: S102
-            assert isinstance(found["model"], PeftModel)
+def test_the_program_of_an_adapters_card_runs(folders: dict[str, Path]) -> None:
+    ours = (folders["adapter"] / "README.md").read_text().partition("moe_qlora: start")[2]
+    (program,) = re.findall("```python\n(.*?)```", ours, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(program.replace('"ADAPTER"', repr(str(folders["adapter"]))), found)  # noqa: S102
+    assert isinstance(found["model"], PeftModel)
 
 
 @pytest.mark.filterwarnings("ignore:You have passed exclude_modules", "ignore:.*target_parameters")
@@ -281,46 +209,32 @@ def with_fields(adapter: Path, out: Path, **fields: Any) -> Path:
     return out
 
 
-VALUES = [
+VALUES: list[dict[str, Any]] = [
     *({"use_rslora": value} for value in ("no", 0)),
-    *({field: "no"} for field in ("use_dora", "lora_bias", "fan_in_fan_out", "inference_mode")),
-    *({"r": value} for value in (0, True, 2.0, None, 300_000)),
-    *({"lora_alpha": value} for value in (1e308, float("nan"), -1, "8")),
-    *({"rank_pattern": {"q_proj": value}} for value in (0, True)),
-    *({"alpha_pattern": {"q_proj": value}} for value in (float("nan"), 1e39)),
-    *({"layers_to_transform": value} for value in ([True], 1.5)),
-    *({"lora_dropout": value} for value in (2, float("nan"), "0")),
-    {"bias": "some"},
+    *({"r": value} for value in (0, True, 2.0, 300_000)),
+    *({"lora_alpha": value} for value in (1e308, float("nan"), "8")),
+    {"rank_pattern": {"q_proj": True}},
+    {"alpha_pattern": {"q_proj": 1e39}},
+    *({"layers_to_transform": [True]}, {"lora_dropout": 2}, {"bias": "some"}),
 ]
 
 
 def test_every_reader_refuses_a_wrong_value_in_one_sentence(folders, tmp_path):
     base, adapter = folders["base"], folders["adapter"]
     model = moe_qlora.get_peft_model(base_model(base), q_proj())
-    readers: dict[str, Callable[[Path], Any]] = {
-        "merge": lambda bad: moe_qlora.merge_adapter(base, bad, tmp_path / "out"),
-        "load": lambda bad: moe_qlora.load_adapter(model, bad, "other"),
-        "export": lambda bad: moe_qlora.export_adapter(
-            bad, tmp_path / "out", base=base, target="sglang"
-        ),
-    }
+    readers: list[Callable[[Path], Any]] = [
+        lambda bad: moe_qlora.merge_adapter(base, bad, tmp_path / "out"),
+        lambda bad: moe_qlora.load_adapter(model, bad, "other"),
+        lambda bad: PeftModel.from_pretrained(base_model(base), str(bad)),
+    ]
     for number, fields in enumerate(VALUES):
         bad = with_fields(adapter, tmp_path / str(number), **fields)
         ((field, value),) = fields.items()
-        for name, read in readers.items():
+        # stock PEFT's reader has a model to itself, which takes longer
+        for read in readers[: 3 if number < 2 else 2]:
             with pytest.raises(moe_qlora.MoeQloraError) as caught:
                 read(bad)
-            seen = str(caught.value)
             shown = next(iter(value.values())) if isinstance(value, dict) else value
             shown = shown[0] if isinstance(shown, list) and shown else shown
-            said = f"{bad}/adapter_config.json is damaged: {field}"
-            assert seen.startswith(said), (name, fields, seen)
-            assert f" is {shown!r}: " in seen and "\n" not in seen, (name, fields, seen)
-
-
-@pytest.mark.parametrize("fields", [{"use_rslora": "no"}, {"lora_alpha": 1e308}], ids=str)
-def test_stock_peft_refuses_it_on_a_packed_model(fields, folders, tmp_path):
-    bad = with_fields(folders["adapter"], tmp_path / "bad", **fields)
-    model, said = base_model(folders["base"]), rf"bad/adapter_config.*{next(iter(fields))} is"
-    with pytest.raises(moe_qlora.CheckpointError, match=said):
-        PeftModel.from_pretrained(model, str(bad))
+            seen, said = str(caught.value), f"{bad}/adapter_config.json is damaged: {field}"
+            assert seen.startswith(said) and f" is {shown!r}: " in seen and "\n" not in seen

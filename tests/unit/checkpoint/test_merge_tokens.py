@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from training import loaded
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -27,7 +26,7 @@ from upstream import skip_llama4
 
 import moe_qlora
 from moe_qlora.checkpoint.verify import verify
-from moe_qlora.errors import AdapterError, ConfigError, UnsupportedWeightError
+from moe_qlora.errors import AdapterError, UnsupportedWeightError
 from moe_qlora.testing import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*ensure_weight_tying")  # PEFT's advice
@@ -130,40 +129,6 @@ def test_added_tokens(tied: bool, trained: str, added: int, tmp_path: Path) -> N
 UNTIED = {"embeddings", "head", "both", "rows of both", "rows of the head"}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "settings"),
-    [
-        ("phimoe", {"lm_head_bias": True}),
-        ("gemma4_text", {"intermediate_size": 64}),
-    ],
-)
-def test_families(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    source = base(tmp_path / "base", model_type, **settings)
-    rows = AutoModelForCausalLM.from_pretrained(source).get_input_embeddings().weight.shape[0]
-    model = load(source)
-    model.resize_token_embeddings(rows + ADDED, mean_resizing=False)
-    adapted = train(model, modules_to_save=["embed_tokens", "lm_head"])
-    adapter = save(adapted, tmp_path / "adapter")
-    expected = out(adapted)
-    torch.testing.assert_close(
-        out(merged(source, adapter, tmp_path / "merged")), expected, atol=2e-5, rtol=0
-    )
-
-
-def test_packed_and_sharded_bases(tmp_path: Path) -> None:
-    source = base(tmp_path / "base", "qwen3_moe", tie_word_embeddings=True)
-    load(source).save_pretrained(tmp_path / "packed")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
-    adapted = train(load(source, added=ADDED), ADDED, **TRAINED["both"])
-    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted, ADDED)
-    for name in ("packed", "shards"):
-        model = merged(tmp_path / name, adapter, tmp_path / f"merged-{name}")
-        torch.testing.assert_close(out(model, ADDED), expected, atol=1e-5, rtol=0)
-    index = json.loads((tmp_path / "merged-shards/model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == tensors(tmp_path / "merged-shards").keys()
-
-
 def test_a_vocabulary_that_is_not_all_in_the_adapter(tmp_path: Path) -> None:
     source = base(tmp_path / "base", "qwen3_moe")
     adapted = train(load(source, added=ADDED), target_modules=["q_proj", "embed_tokens"])
@@ -182,22 +147,6 @@ def test_a_reward_models_head(labels: int, tied: bool, tmp_path: Path) -> None:
     assert model.config.num_labels == labels
     assert "lm_head.weight" not in tensors(tmp_path / "merged")
     torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
-
-
-def test_an_embedding_model(tmp_path: Path) -> None:
-    source = base(tmp_path / "base", "qwen3_moe")
-    adapted = train(load(source, AutoModel), task_type="FEATURE_EXTRACTION")
-    adapter, expected = save(adapted, tmp_path / "adapter"), out(adapted)
-    model = merged(source, adapter, tmp_path / "merged", AutoModel)
-    torch.testing.assert_close(out(model), expected, atol=1e-5, rtol=0)
-    assert tensors(tmp_path / "merged").keys() == tensors(source).keys()
-
-
-def test_a_packed_linear_layer_is_not_trained_in_full(tmp_path: Path) -> None:
-    model = load(base(tmp_path / "base", "qwen3_moe"))
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
-    with pytest.raises(ConfigError, match=r"train model\.layers\.0\.self_attn\.o_proj in full"):
-        moe_qlora.get_peft_model(model, config)
 
 
 def test_experts_that_bitsandbytes_packed_one_by_one(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,12 @@ from folders import check_folder, contents
 from safetensors.torch import load_file, save_file
 from training import NF4, loaded
 from transformers import AutoModelForCausalLM, LlamaConfig
-from typer.testing import CliRunner
+from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 import moe_qlora
+from moe_qlora.checkpoint.conversion import make_group
 from moe_qlora.checkpoint.verify import verify
-from moe_qlora.cli.app import app
-from moe_qlora.errors import CheckpointError, MoeQloraError
+from moe_qlora.errors import MoeQloraError
 from moe_qlora.testing import tiny_model
 
 SHARD = "24KB"
@@ -36,14 +34,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The folder of an undisturbed run."""
-    out = tmp_path_factory.mktemp("whole") / "packed"
-    pack(source, out)
-    return contents(out)
-
-
 def pack(source: Path, out: Path) -> Any:
     return moe_qlora.quantize_checkpoint(source, out, NF4, max_shard_size=SHARD)
 
@@ -55,23 +45,12 @@ def dense(path: Path) -> Path:
     return path
 
 
-def test_what_is_no_file_and_not_of_the_model_is_not_opened(source, whole, tmp_path):
-    own = tmp_path / "qwen3_moe"
-    shutil.copytree(source, own)
-    os.mkfifo(own / "pipe.safetensors")
-    (own / "folder.safetensors").mkdir()
-    (own / "dangling.safetensors").symlink_to(own / "nothing")
-    pack(own, tmp_path / "packed")
-    assert contents(tmp_path / "packed") == whole
-
-
-def test_the_folder_is_complete(source, whole, tmp_path):
-    pack(source, tmp_path / "packed")
-    assert verify(tmp_path / "packed").good and contents(tmp_path / "packed") == whole
+def test_the_folder_is_complete(source, tmp_path):
+    manifest = pack(source, tmp_path / "packed")
+    whole = contents(tmp_path / "packed")
+    assert verify(tmp_path / "packed").good
     assert {"config.json", "generation_config.json", "tokenizer.json"} < set(whole)
-    assert "model.bin" not in whole
-    manifest = check_folder(tmp_path / "packed")
-    assert len(manifest.shards) > 1
+    assert "model.bin" not in whole and len(manifest.shards) > 1
     assert set(manifest.shards) == {name for name in whole if name.endswith(".safetensors")}
 
 
@@ -139,12 +118,16 @@ def test_a_tied_weight_is_written_once(tmp_path: Path, tied: bool, stored: tuple
     assert verify(tmp_path / "packed", tmp_path / "plain").good
 
 
-def test_the_command_line(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    out = str(tmp_path / "packed")
-    arguments = ["quantize", str(source), out, "--max-shard-size", SHARD]
-    arguments += ["--compute-dtype", "float32", "--quiet"]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "2 expert weights packed to nf4" in result.output
-    assert contents(tmp_path / "packed") == whole
-    assert isinstance(CliRunner().invoke(app, arguments).exception, CheckpointError)
+def test_what_is_not_known_to_keep_experts_apart_is_converted_as_a_whole() -> None:
+    experts, inner = 5, 6
+    shapes = {"w": (experts, 2, inner)}
+    halves = {"w.a": (experts, 1, inner), "w.b": (experts, 1, inner)}
+    sources = {"a": ("w.a",), "b": ("w.b",)}
+    within = WeightConverter(["a", "b"], ["w"], [Concatenate(dim=1)])
+    across = WeightConverter(["a", "b"], ["w"], [Concatenate(dim=0)])
+    assert make_group("w", within, sources, shapes, halves).unit == "row"
+    assert make_group("w", across, sources, shapes, halves).unit == ""
+    turned = WeightConverter(["a"], ["w"], [Transpose(0, 1)])
+    square: dict[str, Any] = {"w": (experts, experts, inner)}
+    stored = {"w.a": (experts, experts, inner)}
+    assert make_group("w", turned, {"a": ("w.a",)}, square, stored).unit == ""

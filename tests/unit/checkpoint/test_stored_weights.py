@@ -123,18 +123,15 @@ UNSAID = r"\S* is (float8_e4m3fn|uint8)\b.*config\.json has no quantization_conf
 NAMED, ODD, ENDLESS = CheckpointError, UnsupportedWeightError, NonFiniteWeightError
 BAD: dict[str, tuple[str, Change, type[Exception], str]] = {
     "nan": (f"{EXPERT}up", filled(NAN), ENDLESS, f"gate_up{NONE}"),
-    "sum is inf": (f"{EXPERT}down", filled(1e38), ENDLESS, f"down{NONE}"),
     # bitsandbytes would spread one NaN over the whole weight, through the mean of its absmax
     "layer": (KEY, poisoned(NAN), ENDLESS, re.escape(KEY)),
     "int8 layer": (KEY, poisoned(-INF), ENDLESS, re.escape(KEY)),
     "fp8: code": (KEY, coded, ENDLESS, re.escape(KEY)),
-    "fp8: scale": (KEY, cast(FP8, INF), ENDLESS, re.escape(KEY)),
     "shape": (f"{EXPERT}down", made(lambda weight: weight[:, :-8]), NAMED, DOWN),
     "none": ("down_proj", lost, NAMED, DOWN),
     # of which the floating-point other half would make a weight
     "int8 half": (f"{EXPERT}up", made(Tensor.char), ODD, "gate_up_proj is int8 in the checkpoint"),
     "int8": ("q_proj", cast(torch.int8), ODD, r"q_proj\S* is int8.*another tool"),
-    "fp8 expert": (f"{EXPERT}up", cast(FP8), NAMED, r"experts\.1\.up_proj" + UNSAID),
     "fp8 router": ("mlp.gate.", cast(FP8), NAMED, r"mlp\.gate" + UNSAID),
     "fused: mxfp4": ("experts.down_proj ", blocks, NAMED, "down_proj_blocks" + UNSAID),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 import moe_qlora
 from moe_qlora import quantize_experts
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.manifest import read_manifest
 from moe_qlora.checkpoint.verify import verify
 from moe_qlora.errors import CheckpointError
 from moe_qlora.packing import codec, parametrize
@@ -88,19 +86,6 @@ def test_a_sound_folder_is_good_and_stays_as_it_is(cli, tmp_path, kind):
     assert contents(folder) == before
 
 
-def test_a_stack_with_a_block_of_zeros_and_another_versions_sentence_are_good(tmp_path):
-    for kind in ("fp4", "int8", "nf4"):
-        model = tiny_model("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1)
-        with torch.no_grad():
-            model.model.layers[0].mlp.experts.down_proj[1].zero_()
-        quantize_experts(model, BitsAndBytesConfig(**KINDS[kind]))
-        model.save_pretrained(tmp_path / kind)
-        file = tmp_path / kind / "config.json"
-        config = json.loads(file.read_text())
-        file.write_text(json.dumps(config | {"transformers_weights": "packed"}))
-        assert verify(tmp_path / kind).problems == ()
-
-
 def test_what_changed_in_config_json_is_named(cli, tmp_path):
     small().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -108,10 +93,6 @@ def test_what_changed_in_config_json_is_named(cli, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
     changed = "it changed in num_experts_per_tok, quantization_config"
     check_damaged(cli(tmp_path), "config.json", changed)
-
-
-def put(at: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.index_fill(0, torch.tensor([at]), value)
 
 
 RECORD = "gate_up_proj.quant_state.bitsandbytes__nf4"
@@ -135,31 +116,29 @@ def text(content: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 LINEAR = "q_proj.weight.quant_state.bitsandbytes__nf4"
-# kind, the end of a key, how its tensor is changed, what is said
+# the end of a key, how its tensor is changed, what is said
 FORGED = {
-    "record": ("nf4", RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
+    "record": (RECORD, torch.zeros_like, "a record of its settings that cannot be read"),
     # seen by a load: bitsandbytes believes what a record says of a Linear layer's shape and blocks
-    "codes": ("nf4", "q_proj.weight", lambda codes: codes[:3], ""),
-    "a large shape": ("nf4", LINEAR, saying(shape=[1 << 14, 1 << 14]), ""),
-    "small blocks": ("nf4", LINEAR, saying(blocksize=1), ""),
-    "too deep": ("nf4", LINEAR, text("[" * 9000 + "]" * 9000), ""),
-    "too deep, of experts": ("nf4", RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
-    "shape": ("nf4", "model.norm.weight", lambda w: w[:-1], ""),
+    "codes": ("q_proj.weight", lambda codes: codes[:3], ""),
+    "a large shape": (LINEAR, saying(shape=[1 << 14, 1 << 14]), ""),
+    "small blocks": (LINEAR, saying(blocksize=1), ""),
+    "too deep, of experts": (RECORD, text('{"a":' * 9000 + "1" + "}" * 9000), ""),
+    "shape": ("model.norm.weight", lambda w: w[:-1], ""),
 }
 
 
 @pytest.fixture(scope="module")
-def packed_models(tmp_path_factory):
-    """Models packed while they were loaded, with their folders."""
-    return {kind: folders(tmp_path_factory.mktemp(kind), kind) for kind in ("nf4", "fp4", "int8")}
+def packed_model(tmp_path_factory):
+    return folders(tmp_path_factory.mktemp("nf4"), "nf4")[0]
 
 
 @pytest.mark.parametrize("case", FORGED)
 def test_no_kernel_is_led_astray_by_statistics_of_whatever_checksum(
-    cli, tmp_path, packed_models, case
+    cli, tmp_path, packed_model, case
 ):
-    kind, end, change, part = FORGED[case]
-    name = forged(packed_models[kind][0], tmp_path, end, change)
+    end, change, part = FORGED[case]
+    name = forged(packed_model, tmp_path, end, change)
     if part:  # which is seen without the model
         check_damaged(cli(tmp_path), part, name)
     with moe_qlora.enabled(), pytest.raises(CheckpointError):
@@ -169,9 +148,8 @@ def test_no_kernel_is_led_astray_by_statistics_of_whatever_checksum(
 def test_leftovers_are_warnings(cli, tmp_path):
     folder = tmp_path / "packed"
     small().save_pretrained(folder)
-    names = ["model-0123abcd-00001-of-00001.safetensors", "moe_qlora-0123456789abcdef.json"]
-    names += ["model.safetensors", "pytorch_model.bin"]
-    for name in (*names, "training_args.bin"):
+    names = ["model-0123abcd-00001-of-00001.safetensors", "model.safetensors"]
+    for name in (*names, "training_args.bin", "adapter_model.safetensors"):
         (folder / name).write_bytes(b"")
     (folder / ".moe_qlora.partial").mkdir()
     code, out, err = cli(folder)
@@ -250,10 +228,7 @@ def reference(weight: torch.Tensor, decoded: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [
-        *(("qwen3_moe", "bf16 storage"), ("gpt_oss", "fp4")),
-        *(("dbrx", "int8"), ("diffusion_gemma", "nf4")),
-    ],
+    [("qwen3_moe", "bf16 storage"), ("dbrx", "int8"), ("diffusion_gemma", "nf4")],
 )
 def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind):
     model, folder, source = folders(tmp_path, kind, family)
@@ -276,34 +251,15 @@ def test_errors_are_those_of_the_weights(tmp_path, monkeypatch, family, kind):
         assert error.experts == pytest.approx(each, rel=1e-5)
         seen.add(name)
     layers = found.keys() - seen
-    for name in layers:
-        layer, error = model.get_submodule(name.removesuffix(".weight")), found[name]
-        assert type(layer).__name__ in ("Linear4bit", "Linear8bitLt")
-        assert not error.expert and len(error.experts) == 1
-        if kind != "int8":
-            # straight from bitsandbytes' statistics, by this package's decoder
+    assert not any(found[name].expert for name in layers)
+    if kind == "bf16 storage":  # straight from bitsandbytes' statistics, by this package's decoder
+        for name in layers:
+            layer = model.get_submodule(name.removesuffix(".weight"))
             packed = from_quant_state(layer.weight.data, layer.weight.quant_state)
             want = reference(plain.get_parameter(name), codec.unpack(packed))
-            assert error.relative == pytest.approx(want, rel=1e-5)
-        else:
-            assert 0.001 < error.relative < 0.02
+            assert found[name].relative == pytest.approx(want, rel=1e-5)
     names = [type(module).__name__ for module in model.modules()]
     assert seen and len(layers) == names.count("Linear4bit") + names.count("Linear8bitLt")
-
-
-def test_the_table_and_the_json_say_the_same(cli, packed_models):
-    _, folder, source = packed_models["nf4"]
-    code, out, err = cli(folder, "--against", source)
-    assert (code, err) == (0, "")
-    found = json.loads(cli(folder, "--against", source, "--json")[1])
-    stacks = [error for error in found["errors"] if error["expert"]]
-    assert len(stacks) == found["experts"] == 4
-    for role in ("gate_up_proj", "down_proj"):
-        alike = [error for error in stacks if error["name"].endswith(role)]
-        mean = sum(error["relative"] for error in alike) / len(alike)
-        worst = max(alike, key=lambda error: max(error["experts"]))["experts"]
-        row = rf"experts\.{role} .*{mean:.2%}.*{max(worst):.2%} .*"
-        assert re.search(rf"{row}expert {worst.index(max(worst))}", out)
 
 
 def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
@@ -314,11 +270,6 @@ def test_a_source_of_another_model_is_bad_input(cli, tmp_path):
         code, _, err = cli(folder, "--against", tmp_path / name)
         assert code == 2, err
         assert "of another model" in err
-    shard = folder / list(read_manifest(folder).shards)[1]
-    moved = shard.rename(tmp_path / "moved")
-    report = verify(folder, source)  # of what is damaged no errors are computed
-    assert not report.good and report.errors == ()
-    moved.rename(shard)
     for file in source.glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-1])
     assert cli(folder, "--against", source)[0] == 2

@@ -95,7 +95,7 @@ def test_streams_that_are_closed(closed, arguments, code):
 
 
 def test_an_interrupted_command_says_what_stays(cli, tmp_path, monkeypatch):
-    from moe_qlora.checkpoint.staging import ShardWriter
+    from moe_qlora.checkpoint.folder import ShardWriter
 
     tiny_model("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     before, stock, calls = sorted(tmp_path.rglob("*")), ShardWriter.write, []

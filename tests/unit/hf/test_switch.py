@@ -27,7 +27,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
 import moe_qlora
 from moe_qlora.checkpoint import conversion
-from moe_qlora.checkpoint.reader import Checkpoint
+from moe_qlora.checkpoint.folder import Checkpoint
 from moe_qlora.hf import switch
 from moe_qlora.hf.quantizer import packing_quantizer
 from moe_qlora.packing import parametrize

@@ -1,0 +1,559 @@
+"""Folders that their makers quantized: tensors, rows, parts that do not fit, formats not read.
+
+Values are compared with the formats' definitions, and with compressed-tensors, which decodes whole
+tensors, where it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from folders import same
+from prequantized import (
+    CASES,
+    Stored,
+    compressed,
+    encode_fp8,
+    encode_int,
+    expand,
+    write_case,
+    write_shards,
+    write_tensors,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import local_torch_dtype
+
+from moe_qlora.checkpoint import prequantized as makers
+from moe_qlora.checkpoint.folder import Checkpoint
+from moe_qlora.checkpoint.prequantized import PrequantizedCheckpoint, open_plain
+from moe_qlora.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Stored]]:
+    """By the name in `CASES`: the folder, and the plain tensors that it stands for."""
+    root = tmp_path_factory.mktemp("makers")
+    return {name: write_case(root / name.replace(" ", "_"), name) for name in CASES}
+
+
+Q = "model.layers.0.self_attn.q_proj"
+UP = "model.layers.0.mlp.experts.3.up_proj"
+HEAD = "lm_head"
+FP8, U8 = torch.float8_e4m3fn, torch.uint8
+
+
+def weight(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def group(target: str, **weights):
+    made = compressed("pack-quantized", weights, [])["config_groups"]["group_0"]
+    return {**made, "targets": [target]}
+
+
+def assert_decodes(folder, config, encoded, **plain):
+    """Store what is encoded, by module, and read its values."""
+    tensors = {f"{module}.weight": tensor for module, tensor in plain.items()}
+    for module, (parts, _) in encoded.items():
+        tensors |= {f"{module}.weight{end}": tensor for end, tensor in parts.items()}
+    with open_plain(write_tensors(folder, config, tensors)) as checkpoint:
+        for module, (_, values) in encoded.items():
+            assert same(checkpoint.read(f"{module}.weight"), values.to(torch.bfloat16)), module
+        for module, tensor in plain.items():
+            assert not checkpoint.is_dequantized(f"{module}.weight")
+            assert same(checkpoint.read(f"{module}.weight"), tensor)
+
+
+def test_groups_of_several_kinds(tmp_path):
+    """FP8 attention, INT4 experts and INT8 for one module by name, as mixed folders have it."""
+    config, four = compressed("mixed-precision", {}, [HEAD]), UP.replace("3", "4")
+    channel = {"num_bits": 8, "strategy": "channel"}
+    config["config_groups"] = {
+        "all": group("Linear", type="int", **channel),
+        "attention": group("re:.*self_attn.*", type="float", **channel),
+        "experts": group("re:.*experts.*", num_bits=4, type="int", strategy="group", group_size=32),
+        "one": group(four, num_bits=8, type="int", strategy="group", group_size=16),
+    }
+    encoded = {
+        Q: encode_fp8(weight(0, 24, 32), (1, 32), "_scale"),
+        UP: encode_int(weight(1, 24, 64), 4, 32),
+        four: encode_int(weight(2, 24, 64), 8, 16),
+        "model.other": encode_int(weight(3, 24, 60), 8, None),
+    }
+    assert_decodes(tmp_path, config, encoded, lm_head=weight(4, 8, 8).bfloat16())
+
+
+def test_what_lies_on_disk_decides(tmp_path):
+    """A list that names more than the maker left out does not turn codes into weights."""
+    config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    config["modules_to_not_convert"] = ["proj"]
+    assert_decodes(tmp_path, config, {Q: encode_fp8(weight(0, 24, 32), (8, 8), "_scale_inv")})
+
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj"
+V4 = "model.layers.1.ffn.experts.2.w1"
+STACK = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+def change(folder: Path, to: Path, key: str, make) -> Path:
+    """A copy of a folder in which one tensor is another, or is not (None)."""
+    shutil.copytree(folder, to)
+    tensors = {k: t for file in to.glob("*.safetensors") for k, t in load_file(file).items()}
+    tensor = make(tensors.pop(key))
+    for file in to.glob("*.safetensors"):
+        file.unlink()
+    write_shards(to, tensors if tensor is None else tensors | {key: tensor.contiguous()}, 3)
+    return to
+
+
+def lacks(tensor):
+    return None
+
+
+def cast(dtype):
+    return lambda tensor: tensor.to(dtype)
+
+
+ONE, PACKED = f"{EXPERT}.weight", f"{EXPERT}.weight_packed"
+SCALE, INVERSE, GLOBAL = f"{ONE}_scale", f"{ONE}_scale_inv", f"{ONE}_global_scale"
+
+# by folder: key, what becomes of it, what the message says
+ALONE = "is missing, or does not go"
+PARTS = {
+    "qwen3_moe fp8": [
+        (INVERSE, lacks, rf"{ONE} is float8_e4m3fn.*{INVERSE}"),
+        (ONE, lacks, f"{INVERSE} is .* a part"),
+        (ONE, cast(torch.bfloat16), f"{INVERSE} .*{ALONE}"),
+        (ONE, lambda t: t[0], "wanted is codes of shape"),
+        (INVERSE, lambda t: t[:2], r"wanted .* shape \(3, 3\)"),
+        (INVERSE, cast(torch.int32), "is int32"),
+    ],
+    "glm4_moe fp8 channel": [
+        (SCALE, lambda t: t[:1], r"wanted .* \(40, 1\)"),
+    ],
+    "glm4_moe fp8 tensor": [(SCALE, lambda t: t.repeat(40), r"shape \(40,\)")],
+    "deepseek_v3 int4": [
+        (SCALE, lacks, f"{SCALE} is missing"),
+        (PACKED, lambda t: t[:, 1:], "int32 of codes"),
+        (SCALE, lambda t: t[:, :1], "int32 of codes"),
+    ],
+    "deepseek_v3 int4 channel": [
+        (f"{ONE}_shape", lacks, f"{ONE}_shape is missing"),
+        (f"{ONE}_shape", lambda t: t + 8, f"{ONE}_shape go with"),
+    ],
+    "gpt_oss mxfp4": [
+        (f"{STACK}_scales", lacks, f"{STACK}_scales is missing"),
+        (f"{STACK}_scales", lambda t: t[:, 1:], r"fnu of shape \(4, 192, 2\)"),
+        (f"{STACK}_blocks", lambda t: t[0], r"experts, rows, groups, 16"),
+    ],
+    "qwen3_moe nvfp4": [
+        (GLOBAL, lacks, "weight_global_scale is missing"),
+        (GLOBAL, lambda t: t.repeat(2), "one floating"),
+    ],
+    "qwen3_moe modelopt nvfp4": [
+        (f"{SCALE}_2", lacks, "weight_scale_2 is missing"),
+    ],
+    "deepseek_v4 fp4": [
+        (f"{V4}.scale", lacks, f"{V4}.weight is int8.*scale"),
+        (f"{V4}.weight", lambda t: t.view(U8), r"does not go with it in fp8"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "make", "said"),
+    [(name, *part) for name, parts in PARTS.items() for part in parts],
+    ids=lambda value: value.rpartition(".")[2] if isinstance(value, str) else "",
+)
+def test_a_part_that_is_missing_or_foreign_is_named(folders, tmp_path, name, key, make, said):
+    folder = change(folders[name][0], tmp_path / "damaged", key, make)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        open_plain(folder)
+    message = str(caught.value)
+    assert message.startswith(f"{folder}: {key.rpartition('.')[0]}")
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+CODES = {"a.weight": torch.zeros(4, 32).to(FP8), "a.weight_scale": torch.ones(())}
+GPTQ = {"a.qweight": torch.zeros(4, 4, dtype=torch.int32), "a.scales": torch.ones(1, 4)}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def with_group(**weights):
+    return compressed("pack-quantized", {**INT4, **weights}, [])
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "says gptq"),
+        ({"bits": 4}, "says no quant_method"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+        (with_group(symmetric=False), r"group_0\.weights\.symmetric False"),
+        (with_group(num_bits=3), r"group_0\.weights\.num_bits 3"),
+        (with_group(strategy="block", block_structure="16xa"), r"block_structure\.1 'a'"),
+        ({**with_group(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
+        ({**with_group(), "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size\.1 \[128\]"),
+    ],
+)
+def test_a_format_that_is_not_read_is_named(tmp_path, monkeypatch, config, said):
+    closed = []
+    monkeypatch.setattr(Checkpoint, "close", lambda self: closed.append(type(self)))
+    with pytest.raises(CheckpointError, match=said) as caught:
+        open_plain(write_tensors(tmp_path / "base", config, GPTQ))
+    assert str(caught.value).count("\n") == 0 and closed == [Checkpoint]
+
+
+STACK_OF_ONE = {"a_blocks": torch.zeros(1, 2, 1, 16, dtype=U8)}
+STACK_OF_ONE["a_scales"] = torch.zeros(1, 2, 1, dtype=U8)
+
+
+def test_a_weight_that_is_stored_twice_is_named(tmp_path):
+    tensors = {**STACK_OF_ONE, "a": torch.zeros(1, 32, 2)}
+    with pytest.raises(CheckpointError, match="a is stored twice, once as a_blocks"):
+        open_plain(write_tensors(tmp_path / "a", {"quant_method": "mxfp4"}, tensors))
+
+
+@pytest.mark.parametrize("tensors", [CODES, {"a.weight": CODES["a.weight"]}, STACK_OF_ONE])
+def test_codes_without_a_configuration_are_named(tmp_path, tensors):
+    with pytest.raises(CheckpointError, match=r"a\S* is .*no quantization_config that says how"):
+        open_plain(write_tensors(tmp_path, None, tensors))
+
+
+BF16, E8M0 = torch.bfloat16, torch.float8_e8m0fnu
+
+
+def e4m3(code: int) -> float:
+    """The value of a byte, by the definition: 1 bit of sign, 4 of exponent (bias 7), 3."""
+    sign, exponent, mantissa = code >> 7, (code >> 3) & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    size = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -size if sign else size
+
+
+E4M3 = torch.tensor([e4m3(code) for code in range(256)])
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=generator(), dtype=torch.uint8)
+
+
+def fp8_codes(*shape: int) -> Tensor:
+    """Bytes of every value but NaN."""
+    codes = drawn(0, 256, *shape)
+    return codes.where((codes & 127) != 127, 5)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    return torch.pow(2.0, exponents.double() - 127).float()
+
+
+def read(folder: Path, key: str = "a.weight") -> Tensor:
+    with open_plain(folder) as checkpoint:
+        assert list(checkpoint) == [key]
+        value = checkpoint.read(key)
+        middle = value.shape[0] // 3
+        assert same(checkpoint.read(key, middle, middle + 2), value[middle : middle + 2].clone())
+        assert value.is_contiguous()
+        return value
+
+
+def fp8(block) -> dict:
+    return {"quant_method": "fp8", "weight_block_size": block}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("a.weight_scale_inv", dtype) for dtype in (torch.float32, BF16, torch.uint8)),
+        *(("a.scale", E8M0), ("a.qscale_weight", torch.float16)),
+    ],
+)
+def test_blocks_are_cut_off_at_the_edges(tmp_path, name, dtype):
+    """Rows and columns of DeepSeek-V3's kv_a, 576 x 7168 in blocks of 128, but eight times less."""
+    codes, exponents = fp8_codes(72, 50), drawn(110, 135, 5, 4)
+    stored = (torch.rand(5, 4, generator=generator()) + 0.01).to(dtype)
+    values = stored.float()
+    if dtype in (torch.uint8, E8M0):
+        stored, values = exponents.view(dtype), powers(exponents)
+    tensors = {"a.weight": codes.view(FP8), name: stored}
+    value = read(write_tensors(tmp_path, fp8([16, 16]), tensors))
+    assert same(value, (E4M3[codes.long()] * expand(values, (16, 16), 72, 50)).to(BF16))
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [
+        *((None, shape) for shape in ((), (3,), (3, 1, 1), (3, 7))),
+        *(([4, 3], (3, 2, 4)), ([16, 16], (3, 1, 1))),
+    ],
+)
+def test_stacks_of_experts(tmp_path, block, shape):
+    codes, scale = fp8_codes(3, 7, 10), torch.rand(shape, generator=generator()) + 0.1
+    tensors = {"x.gate_up_proj": codes.view(FP8), "x.gate_up_proj_scale_inv": scale}
+    value = read(write_tensors(tmp_path, fp8(block), tensors), "x.gate_up_proj")
+    own = scale.reshape(*shape, *(1,) * (3 - len(shape)))
+    high, wide = block or (7 if own.shape[1] == 1 else 1, 10)
+    grid = own.repeat_interleave(high, 1)[:, :7].repeat_interleave(wide, 2)[..., :10]
+    assert same(value, (E4M3[codes.long()] * grid).to(BF16))
+
+
+@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
+def test_every_byte_is_the_value_that_torch_has_for_it(tmp_path, dtype):
+    """-0, subnormals, infinities and NaN among them."""
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.ones(())}
+    with open_plain(write_tensors(tmp_path, fp8(None), tensors)) as checkpoint:
+        value = checkpoint.read("a.weight")
+    for wanted in (codes.float(), *([E4M3.view(16, 16)] if dtype == FP8 else [])):
+        assert torch.equal(value.isnan(), wanted.isnan())
+        assert same(*(t.nan_to_num(7.0, math.inf, -math.inf) for t in (value, wanted.to(BF16))))
+
+
+def test_exponents_at_their_ends(tmp_path):
+    """2^-127 is subnormal in fp32, 2^127 the largest; 255 is no number, and makes no numbers."""
+    tensors = {"e_blocks": torch.full((1, 4, 1, 16), 0x22, dtype=torch.uint8)}
+    tensors["e_scales"] = torch.tensor([[[127], [0], [254], [255]]], dtype=torch.uint8)
+    with open_plain(write_tensors(tmp_path, {"quant_method": "mxfp4"}, tensors)) as checkpoint:
+        value = checkpoint.read("e")
+    assert torch.equal(value[0, 0, :3].double(), torch.tensor([1.0, 2.0**-127, 2.0**127]).double())
+    assert bool(value[0, :, 3].isnan().all())
+
+
+BLOCKS = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+
+
+@pytest.mark.parametrize(
+    ("config", "end", "shape"),
+    [
+        (BLOCKS, "", (2, 1, 2, 1)),  # modelopt keeps dimensions of one between
+        *(({"quant_method": "fp8"}, "_inv", shape) for shape in ((2, 2), (), (200, 1))),
+        ({"quant_method": "mxfp8"}, "_inv", (200, 5)),
+    ],
+)
+def test_blocks_without_a_size_are_their_makers(tmp_path, config, end, shape):
+    """Those of transformers and of vLLM, where no block size is given."""
+    codes, scale = fp8_codes(200, 130).view(FP8), torch.rand(shape, generator=generator())
+    tensors = {"a.weight": codes, f"a.weight_scale{end}": scale}
+    value = read(write_tensors(tmp_path, config, tensors))
+    if scale.numel() == 4:
+        scale = expand(scale.view(2, 2), (128, 128), 200, 130)
+    if scale.numel() == 1000:
+        scale = expand(scale, (1, 32), 200, 130)
+    assert same(value, (codes.float() * scale).to(BF16))
+
+
+SMALL = fp8_codes(4, 6).view(FP8)
+TENSORS = {"a.weight": SMALL, "a.weight_scale": torch.tensor(0.5)}
+HALF = (SMALL.float() / 2).to(BF16)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", None])
+def test_modelopt_says_it_in_a_file_of_its_own(tmp_path, algorithm):
+    """It may have quantized the cache only."""
+    plain = {"a.weight": HALF, "a.k_scale": torch.ones(1)}
+    folder = write_tensors(tmp_path, None, TENSORS if algorithm else plain)
+    said = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    with open_plain(folder) as checkpoint:
+        assert same(checkpoint.read("a.weight"), HALF)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"text_config": {"dtype": "float16"}}, torch.float16),
+        *(({"dtype": name}, BF16) for name in ("auto", "float8_e4m3fn")),
+    ],
+)
+def test_the_dtype_is_that_of_the_configuration(tmp_path, config, dtype):
+    folder = write_tensors(tmp_path, fp8(None), TENSORS, **config)
+    assert same(read(folder), (SMALL.float() / 2).to(dtype))
+
+
+def scheme(form: str, kind: str, strategy: str, **more) -> tuple[str, dict]:
+    """A format, and how its weights are stored: `kind` as in "4 int"."""
+    bits, kind = kind.split()
+    return form, {"num_bits": int(bits), "type": kind, "strategy": strategy, **more}
+
+
+EXPONENTS = {"group_size": 32, "scale_dtype": "torch.uint8"}
+SCHEMES = {
+    "int4 group": scheme("pack-quantized", "4 int", "group", group_size=32),
+    "int4 channel": scheme("pack-quantized", "4 int", "channel"),
+    "int8 group": scheme("pack-quantized", "8 int", "group", group_size=16),
+    "int8 plain": scheme("int-quantized", "8 int", "channel"),
+    "fp8 channel": scheme("float-quantized", "8 float", "channel"),
+    "fp8 tensor": scheme("float-quantized", "8 float", "tensor"),
+    "fp8 group": scheme("float-quantized", "8 float", "group", group_size=32),
+    "fp8 block": scheme("float-quantized", "8 float", "block", block_structure=[16, 32]),
+    "mxfp8": scheme("mxfp8-quantized", "8 float", "group", **EXPONENTS),
+    "nvfp4": scheme("nvfp4-pack-quantized", "4 float", "tensor_group", group_size=16),
+    "mxfp4": scheme("mxfp4-pack-quantized", "4 float", "group", **EXPONENTS),
+}
+
+
+def compressed_parts(form, weights, weight):
+    """What compressed-tensors stores for a weight, and what it decodes that to."""
+    library = pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+    rows, columns = weight.shape
+    high, wide = args.block_structure or (1, args.group_size or columns)
+    if args.strategy == "tensor":
+        high, wide = rows, columns
+    tiles = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+    tiles = tiles.view(tiles.shape[0] // high, high, tiles.shape[1] // wide, wide)
+    state = {"weight": weight}
+    if args.strategy == "tensor_group":
+        state["weight_global_scale"] = (448 * 6 / weight.abs().max().float()).reshape(1)
+    scale, _ = calculate_qparams(
+        tiles.amin((1, 3)), tiles.amax((1, 3)), args, global_scale=state.get("weight_global_scale")
+    )
+    state["weight_scale"] = scale.reshape(1) if args.strategy == "tensor" else scale
+    compressor = BaseCompressor.get_value_from_registry(form)
+    stored = compressor.compress(state, scheme)
+    assert library.__version__
+    return stored, compressor.decompress(dict(stored), scheme)["weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_weight_is_the_one_that_compressed_tensors_decodes(name, dtype, tmp_path):
+    form, weights = SCHEMES[name]
+    generator = torch.Generator().manual_seed(7)
+    rows = 48 if "block" not in name else 56
+    weight = torch.randn(rows, 96, generator=generator).to(dtype)
+    stored, decoded = compressed_parts(form, weights, weight)
+    tensors = {f"model.layers.0.mlp.up_proj.{key}": t.contiguous() for key, t in stored.items()}
+    folder = write_tensors(tmp_path, compressed(form, weights, []), tensors, dtype="float32")
+    with open_plain(folder) as checkpoint, local_torch_dtype(torch.bfloat16):  # loads set it
+        assert list(checkpoint) == ["model.layers.0.mlp.up_proj.weight"]
+        assert checkpoint.method == "compressed-tensors"
+        value = checkpoint.read("model.layers.0.mlp.up_proj.weight")
+    torch.testing.assert_close(value, weight.float(), rtol=0.2, atol=0.5)
+    assert torch.equal(value.to(decoded.dtype), decoded)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_is_that_of_the_plain_folder(folders, name):
+    folder, plain = folders[name]
+    with open_plain(folder) as checkpoint:
+        assert isinstance(checkpoint, PrequantizedCheckpoint)
+        assert set(checkpoint) == set(plain)
+        for key, tensor in plain.items():
+            info = checkpoint.info(key)
+            assert (info.dtype, info.shape) == (tensor.dtype, tuple(tensor.shape)), key
+            assert info.nbytes == tensor.nbytes
+            assert same(checkpoint.read(key), tensor), key
+        assert len(checkpoint) == len(plain)
+        with pytest.raises(CheckpointError, match=r"no tensor model\.nothing"):
+            checkpoint.read("model.nothing")
+        count = sum(checkpoint.is_dequantized(key) for key in checkpoint)
+        assert 4 <= count < len(plain)
+
+
+def ranges(rows: int) -> list[tuple[int, int | None]]:
+    """Rows that begin and end within blocks, at their edges, one row, none, and too many."""
+    return [(3, rows - 1), (rows - 1, None), (0, 1), (15, 17), (17, rows + 9), (2, 2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_the_whole(folders, name, monkeypatch):
+    with open_plain(folders[name][0]) as checkpoint:
+        shapes = {checkpoint.info(key).shape: key for key in checkpoint}
+        wholes = {key: checkpoint.read(key) for key in shapes.values()}
+        for number, (key, whole) in enumerate(wholes.items()):
+            # 50 values: less than a row, or one
+            small = number % 2 and whole.numel() <= 1 << 16
+            monkeypatch.setattr(makers, "PIECE", 50 if small else 1 << 22)
+            for start, stop in ranges(whole.shape[0]):
+                rows = checkpoint.read(key, start, stop)
+                assert same(rows, whole[start:stop].contiguous()), (key, start, stop)
+
+
+def test_only_the_rows_that_are_needed_are_read(folders, monkeypatch):
+    """Bytes of codes and scales, not counting the last block, of which all rows share a scale."""
+    read, counted = Checkpoint.read, {}
+
+    def count(self, key, *args, **kwargs):
+        tensor = counted[key] = read(self, key, *args, **kwargs)
+        return tensor
+
+    with open_plain(folders["deepseek_v3 fp8"][0]) as checkpoint:
+        monkeypatch.setattr(Checkpoint, "read", count)
+        for key in [key for key in checkpoint if checkpoint.is_dequantized(key)][:40]:
+            checkpoint.read(key, 1, 2)
+            codes, scale = (checkpoint.parts(key)[role] for role in ("codes", "scale"))
+            rows = checkpoint.info(key).shape[0]
+            assert counted[codes].nbytes * rows == checkpoint.stored[codes].nbytes
+            assert len(counted[scale]) == 1
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest fp32 tensor that operations made."""
+
+    float32 = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                self.float32 = max(self.float32, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3 fp8", "gpt_oss mxfp4", "deepseek_v3 int4"])
+def test_a_piece_is_in_fp32_at_a_time(folders, name, monkeypatch):
+    monkeypatch.setattr(makers, "PIECE", 1024)
+    with open_plain(folders[name][0]) as checkpoint:
+        for key in filter(checkpoint.is_dequantized, checkpoint):
+            info = checkpoint.info(key)
+            with Largest() as largest:
+                checkpoint.read(key)
+            # words and bytes are unpacked whole, which may be a little more than the columns
+            assert 0 < largest.float32 <= max(1024, 2 * max(info.shape[-2:])) + 256, key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_a_gpu_decodes_the_same_bits(folders, name):
+    with open_plain(folders[name][0]) as checkpoint:
+        for key in checkpoint:
+            on_gpu = checkpoint.read(key, 1, device="cuda")
+            assert on_gpu.is_cuda
+            assert same(on_gpu.cpu(), checkpoint.read(key, 1)), key
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_little_more_than_the_plain_tensor(tmp_path):
+    """An expert of gpt-oss-20b's width: codes, scales, the result, and a piece in fp32."""
+    codes = torch.randint(0, 256, (2, 5760, 90, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 130, (2, 5760, 90), dtype=torch.uint8)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "mxfp4"}}')
+    write_shards(tmp_path, {"e_blocks": codes, "e_scales": scales})
+    with open_plain(tmp_path) as checkpoint:
+        checkpoint.read("e", 0, 1, device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        value = checkpoint.read("e", device="cuda")
+        peak = torch.cuda.max_memory_allocated() - before
+    assert peak < value.nbytes + codes.nbytes + scales.nbytes + (96 << 20)
