@@ -243,7 +243,7 @@ def test_engines_that_make_no_sense(asked, message):
 def cli(cli, tmp_path, monkeypatch):
     """Run `moe-qlora plan FOLDER ARGUMENTS` without a search: exit code, stdout, stderr."""
     small(num_hidden_layers=1).save_pretrained(tmp_path)
-    monkeypatch.setattr("moe_qlora.planning.plan._largest", lambda *args: 64)
+    monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
     return partial(cli, "plan", tmp_path, "--seq", 64)
 
 

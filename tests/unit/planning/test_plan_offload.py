@@ -131,7 +131,7 @@ def command(*words):
 
 
 def test_the_command_says_what_lies_where(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("moe_qlora.planning.plan._largest", lambda *args: 64)
+    monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
     LARGE.save_pretrained(tmp_path)
     folder = str(tmp_path / "config.json")
     size = plan_of(offload=True).devices[0].needed

@@ -33,7 +33,7 @@ def plan(gpus, config=LARGE, **given):
 
 @pytest.fixture(autouse=True)
 def _no_longest_sequence_and_no_levels(monkeypatch):
-    monkeypatch.setattr("moe_qlora.planning.plan._largest", lambda *args: 64)
+    monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
     monkeypatch.setattr("moe_qlora.planning.plan.fit_of", lambda *args: None)
 
 
