@@ -133,7 +133,7 @@ class MemoryPlan:
     # What decoder layers can keep of their activations, where `fit_memory` decides in place of
     # gradient checkpointing; all are "recompute" where not even that fits.
     fit: PlannedFit | None = None
-    best: Best | None = None  # The best settings of docs/what-fits.md that fit, None for none
+    best: Best | None = None  # The best settings of docs/memory.md that fit, None for none
     notes: tuple[str, ...] = ()  # What to know about the figures, a sentence each
     whole: int | None = None  # With an engine, the whole packed model
     on_disk: int | None = None  # The tensors of a folder that its maker quantized
