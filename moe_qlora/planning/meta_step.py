@@ -203,16 +203,14 @@ def _short_sequences(model: nn.Module, batch: int, seq: int) -> tuple[int, int]:
     return batch * parts, cdiv(seq, parts)
 
 
-@contextmanager
-def _on_level(level: str, layer: nn.Module) -> Iterator[None]:
-    """In this block, a decoder layer keeps what a level says."""
+def _on_level(level: str, layer: nn.Module) -> Any:
+    """Return a context in which a decoder layer keeps what a level says."""
     own = layer.forward
 
-    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         return levels.compute(level, own, args, kwargs)
 
-    with _forward_of(layer, run):
-        yield
+    return _forward_of(layer, forward)
 
 
 @contextmanager

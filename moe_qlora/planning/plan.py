@@ -23,6 +23,14 @@ _LARGEST_BATCH = 1 << 12
 _SEQ_STEP = 64  # tokens
 _MOST = {"batch": 1 << 20, "seq": _LONGEST, "rank": 1 << 16, "accumulation": 1 << 30}
 _SMALLEST_DEVICE = 1 << 12  # bytes; a smaller number was meant as GiB
+_KINDS: dict[str, tuple[Any, str]] = {
+    "targets": (
+        str,
+        'a string with names by comma, as in "attention,experts", or a LoraConfig as lora',
+    ),
+    "attention": (str | None, "a name, as attn_implementation has it"),
+    **dict.fromkeys(("checkpointing", "offload", "prepared"), (bool, "True or False")),
+}
 _LORA = {"rank": "rank", "targets": "targets", "dtype": "adapter_dtype"}
 """Keys of `plan`'s `lora`, and the fields of `Settings` that they set."""
 
@@ -122,7 +130,18 @@ def plan_settings(
     settings = replace(settings_of(asked, lora_config), engine=_engine(engine, len(capacities)))
     source = meta_model.source_of(model, quantization_config, trust_remote_code)
     planner = Planner(source, settings, lora_config, card, _slowest(gpus))
-    _check_offload(planner, len(capacities))
+    if settings.offload:
+        engine = settings.engine
+        if len(capacities) > 1 if engine is None else engine.name != "ddp":
+            raise ConfigError(
+                "offload is True, and experts in host memory are copied to one GPU, or to each of "
+                "its own under DDP: give one GPU, or ddp, or leave offload out."
+            )
+        if not planner.expert_layers:
+            raise ConfigError(
+                f"offload is True, and {source.label} has no packed experts that could lie in host "
+                "memory: leave it out."
+            )
     report = planner.report(capacities)
     if capacities and search:
         report = replace(
@@ -138,22 +157,6 @@ def plan_settings(
     return replace(report, notes=tuple(dict.fromkeys(notes)))
 
 
-def _check_offload(planner: Planner, devices: int) -> None:
-    engine = planner.settings.engine
-    if not planner.settings.offload:
-        return
-    if (engine is None and devices > 1) or (engine is not None and engine.name != "ddp"):
-        raise ConfigError(
-            "offload is True, and experts in host memory are copied to one GPU, or to each of its "
-            "own under DDP: give one GPU, or ddp, or leave offload out."
-        )
-    if not planner.expert_layers:
-        raise ConfigError(
-            f"offload is True, and {planner.source.label} has no packed experts that could lie in "
-            "host memory: leave it out."
-        )
-
-
 def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
     """Return the settings of a step; those that make no sense are a `ConfigError`."""
     settings = Settings(**asked)
@@ -164,25 +167,18 @@ def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
         rank = getattr(lora_config, "r", settings.rank)
         settings = replace(settings, rank=rank, targets="lora_config")
     check_numbers(**{name: getattr(settings, name) for name in _MOST})
-    if not isinstance(settings.targets, str):
-        raise ConfigError(
-            f"targets is {settings.targets!r}; give a string with names by comma, as in "
-            '"attention,experts", or a LoraConfig as lora.'
-        )
-    if not (settings.attention is None or isinstance(settings.attention, str)):
-        raise ConfigError(
-            f"attention is {settings.attention!r}; give a name, as attn_implementation has it."
-        )
+    for name, (kind, what) in _KINDS.items():
+        if not isinstance(value := getattr(settings, name), kind):
+            raise ConfigError(f"{name} is {value!r}; give {what}.")
     for name, most in _MOST.items():
         if getattr(settings, name) > most:
             raise ConfigError(f"{name} is {getattr(settings, name)}; plans go up to {most}.")
-    known = {"adapter_dtype": tuple(meta_model.DTYPES), "optimizer": OPTIMIZERS}
-    for name, values in known.items():
+    for name, values in {
+        "adapter_dtype": tuple(meta_model.DTYPES),
+        "optimizer": OPTIMIZERS,
+    }.items():
         if (value := getattr(settings, name)) not in values:
             raise ConfigError(f"{name} is {value!r}; give one of {', '.join(values)}.")
-    for name in ("checkpointing", "offload", "prepared"):
-        if not isinstance(value := getattr(settings, name), bool):
-            raise ConfigError(f"{name} is {value!r}; give True or False.")
     return settings
 
 
