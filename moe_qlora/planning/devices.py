@@ -152,7 +152,7 @@ def partition(
     count: int, capacities: Sequence[int], load: Callable[[int, int], int]
 ) -> list[tuple[int, int]]:
     """Spread blocks over devices as `fill` does, so that the fullest is least full."""
-    low, high = 0.0, load(0, count) / max(capacities)
+    low, high = 0.0, 1.000001 * load(0, count) / max(capacities)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         fits = fill(count, [size * middle for size in capacities], load)[-1][1] == count
