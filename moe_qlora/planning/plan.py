@@ -131,8 +131,8 @@ def plan_settings(
     source = meta_model.source_of(model, quantization_config, trust_remote_code)
     planner = Planner(source, settings, lora_config, card, _slowest(gpus))
     if settings.offload:
-        engine = settings.engine
-        if len(capacities) > 1 if engine is None else engine.name != "ddp":
+        ranks = settings.engine
+        if len(capacities) > 1 if ranks is None else ranks.name != "ddp":
             raise ConfigError(
                 "offload is True, and experts in host memory are copied to one GPU, or to each of "
                 "its own under DDP: give one GPU, or ddp, or leave offload out."
