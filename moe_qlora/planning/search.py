@@ -78,8 +78,10 @@ def largest(planner: Planner, capacities: Sequence[int], name: str, grain: int, 
     settings = planner.settings
 
     def step(size: int) -> Step:
-        sizes = {"batch": settings.batch, "seq": settings.seq} | {name: size * grain}
-        return planner.activities(**sizes, capacities=capacities)
+        batch, seq = settings.batch, size * grain
+        if name == "batch":
+            batch, seq = size * grain, settings.seq
+        return planner.activities(batch, seq, capacities)
 
     def line(first: int, second: int, size: int) -> Step:
         (some, one), (others, two) = steps[first], steps[second]
@@ -109,9 +111,10 @@ def largest(planner: Planner, capacities: Sequence[int], name: str, grain: int, 
     while high - low > max(1, low // 128) and guess not in steps:
         steps[guess] = step(guess)
         low, high = (guess, high) if fits(steps[guess]) else (low, guess)
-        near = partial(line, *sorted(steps, key=lambda size: abs(size - guess))[:2])
+        first, second, *_ = sorted(steps, key=lambda size: abs(size - guess))
+        on_line = partial(line, first, second)
         ends = range(low + 1, high)
-        guess = low + bisect_left(ends, True, key=lambda size: not fits(near(size)))
+        guess = low + bisect_left(ends, True, key=lambda size: not fits(on_line(size)))
     return low * grain
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import BitsAndBytesConfig, Qwen3MoeConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.planning.budget import (
@@ -25,24 +25,20 @@ from moe_qlora.planning.budget import (
 from moe_qlora.planning.meta_model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import tiny_model
-from tests.helpers.plans import plan
+from tests.helpers import plans
+from tests.helpers.plans import DOUBLE, MEASURED, plan
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
 PACKINGS = {
-    "nf4 double": {**NF4, "bnb_4bit_use_double_quant": True},
-    "fp4 in bfloat16": {**NF4, "bnb_4bit_quant_type": "fp4",
-                        "bnb_4bit_quant_storage": torch.bfloat16},
+    "nf4 double": DOUBLE,
+    "fp4 in bfloat16": DOUBLE | {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False,
+                                 "bnb_4bit_quant_storage": "bfloat16"},
     "int8": {"load_in_8bit": True},
 }  # fmt: skip
 ODD = {"hidden_size": 72, "moe_intermediate_size": 40, "num_experts": 6, "num_hidden_layers": 2}
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def small(**changes) -> Qwen3MoeConfig:
-    sizes = {"num_hidden_layers": 3, "vocab_size": 512, "hidden_size": 64, "head_dim": 16}
-    sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
-    return Qwen3MoeConfig(**(sizes | {"dtype": "bfloat16"} | changes))
+small = partial(plans.small, num_hidden_layers=3)
 
 
 def packed_model(packing: str, **sizes) -> nn.Module:
@@ -153,11 +149,7 @@ def test_fsdp_gathers_the_root_and_two_layers():
 
 def test_measured_on_two_h200s():
     """Qwen3-30B-A3B under FSDP2, float32 adapters: 10.3 GB of shares, 22.9 GB at the peak."""
-    sizes = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128}
-    sizes |= {"moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32}
-    config = small(**sizes, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)
-    skips = [r"model.layers.\d+.self_attn", "lm_head"]
-    quantization = BitsAndBytesConfig(**PACKINGS["nf4 double"], llm_int8_skip_modules=skips)
+    config, quantization = plans.qwen3_30b(), BitsAndBytesConfig(**MEASURED)
     made = plan(config, quantization, engine="fsdp:2", targets="attention,experts")
     assert made.resident + made.peak.parts["adapters"] == pytest.approx(10.3e9, rel=0.01)
     assert made.peak.nbytes == pytest.approx(22.9e9, rel=0.01)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import BitsAndBytesConfig, Qwen3MoeConfig
+from transformers import BitsAndBytesConfig
 
 import moe_qlora
 from moe_qlora.kernels import limits
@@ -25,7 +25,7 @@ from moe_qlora.planning.budget import Activity, Block, Settings, StepBudget, opt
 from moe_qlora.planning.meta_model import source_of
 from moe_qlora.planning.planner import Planner
 from moe_qlora.testing import model_class, tiny_config, tiny_inputs, tiny_model
-from tests.helpers.plans import plan
+from tests.helpers.plans import DOUBLE, MEASURED, plan, qwen3_30b, small
 from tests.helpers.representatives import cases
 
 # transformers leaves the file of a checkpoint open, and says what it will drop in v6.
@@ -37,33 +37,12 @@ pytestmark = pytest.mark.filterwarnings(
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text", "dbrx", "nemotron_h")
 PACKINGS = {
-    "nf4 double": {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": torch.bfloat16,
-    },
+    "nf4 double": DOUBLE,
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
     "skips": {"load_in_4bit": True, "llm_int8_skip_modules": ["q_proj", "lm_head"]},
 }
 GIB = 1 << 30
-
-
-def qwen3_30b(**changes) -> Qwen3MoeConfig:
-    sizes = {
-        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-        "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-        "dtype": "bfloat16",
-    }  # fmt: skip
-    return Qwen3MoeConfig(**(sizes | changes))
-
-
-def small(**changes) -> Qwen3MoeConfig:
-    sizes = {"num_hidden_layers": 6, "vocab_size": 512, "hidden_size": 64, "head_dim": 16}
-    sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}
-    return qwen3_30b(**(sizes | {"num_experts": 8, "num_experts_per_tok": 2} | changes))
 
 
 def planner(model, settings: Settings, quantization=None) -> Planner:
@@ -138,8 +117,7 @@ DEQUANTIZED = 128 * 2048 * (1536 + 768) * 2
 def test_peaks_of_fused_layers_measured_on_an_h200(layers, seq, targets, adapters, peak, workspace):
     vocabulary = {"vocab_size": 4096} if layers == 8 else {}
     config = qwen3_30b(num_hidden_layers=layers, **vocabulary)
-    skips = [r"model.layers.\d+.self_attn", "lm_head"]
-    quantization = BitsAndBytesConfig(**PACKINGS["nf4 double"], llm_int8_skip_modules=skips)
+    quantization = BitsAndBytesConfig(**MEASURED)
     made = plan(
         config, quantization, seq=seq, targets=targets, adapter_dtype=adapters, search=False
     )
@@ -202,8 +180,7 @@ LIGER = (  # layers=48 or 32, lora=experts,attention, with=liger,graphs,adamw_fu
 def test_peaks_under_liger_that_were_measured_on_an_h200(name, sizes, peak, tolerance):
     """What Liger's other kernels save is not counted, so that short sequences are over by some."""
     config = named.resolve(name).config
-    skips = [r"model.layers.\d+.self_attn", "lm_head"]
-    quantization = BitsAndBytesConfig(**PACKINGS["nf4 double"], llm_int8_skip_modules=skips)
+    quantization = BitsAndBytesConfig(**MEASURED)
     settings = {"targets": "attention,experts", "adapter_dtype": "bfloat16", **sizes}
     made = plan(config, quantization, prepared=True, **settings)
     assert made.peak.nbytes == pytest.approx(peak, rel=tolerance)
