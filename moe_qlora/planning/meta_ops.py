@@ -26,12 +26,11 @@ def _planned_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 
 
 @cache
-def _operator() -> Any:
-    """Return the attention of plans as an operator, so that checkpoints can keep its output."""
+def _define_operator() -> None:
+    """Define the attention of plans as an operator, so that checkpoints can keep its output."""
     define: Any = torch.library.custom_op
     operator = define("moe_qlora::planned_attention", _planned_attention, mutates_args=())
     operator.register_fake(_planned_attention)
-    return operator
 
 
 class FusedAttentionCall(torch.autograd.Function):
@@ -41,7 +40,8 @@ class FusedAttentionCall(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.new_empty(mask.shape, dtype=query.dtype)
-        out, sums = _operator()(query, key, value)
+        _define_operator()
+        out, sums = torch.ops.moe_qlora.planned_attention(query, key, value)
         ctx.save_for_backward(query, key, value, mask, sums, out)
         return out
 
