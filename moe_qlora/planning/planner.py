@@ -321,7 +321,9 @@ class Planner:
 
 
 def _checkpoints(model: Any) -> bool:
-    return bool(getattr(model, "supports_gradient_checkpointing", False))
+    """True if transformers would enable gradient checkpointing on a model."""
+    layers = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
+    return layers and bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 _LIGER = (
