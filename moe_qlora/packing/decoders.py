@@ -322,7 +322,7 @@ def fetched(chain: Any) -> PackedWeight:
         return cast(PackedWeight, host.fetch(chain))
     packed = read(chain.original, chain[0])
     if hasattr(chain.original, "ds_id"):
-        packed.again = partial(fetched, chain)
+        packed.refetch = partial(fetched, chain)
     return packed
 
 

@@ -271,8 +271,7 @@ class Planner:
         meta.groups = alike(block_modules(meta.base))
         if skeleton is not None:
             skeleton.complete(meta)
-        by_name = self.lora_config is None
-        self.notes += map(targets.for_target_names, notes) if by_name else notes
+        self.notes += notes
         meta.model.train()
         base: Any = meta.base
         if self.settings.checkpointing and not _checkpoints(base):

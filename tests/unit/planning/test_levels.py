@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from transformers import BitsAndBytesConfig
 
 import moe_qlora
-from moe_qlora.experts.kept import in_experts, keep, take
+from moe_qlora.experts.kept import in_experts, pop_saved, save
 from moe_qlora.planning import levels
 from moe_qlora.planning.levels import EVERY, compute
 from moe_qlora.testing import tiny_model
@@ -105,10 +105,10 @@ def test_what_experts_compute_is_not_kept_as_an_output_of_a_linear_layer():
     def layer(x):
         x = torch.tanh(x).view(5, 256)
         with in_experts():
-            saved = take()
+            saved = pop_saved()
             again.append(saved is not None)
             if saved is None:
-                keep(saved := [x.detach() @ weight])
+                save(saved := [x.detach() @ weight])
         return torch.sin(torch.sin(x + saved[0]) @ weight.t()).flatten()
 
     x = torch.randn(5 * 256)
@@ -162,10 +162,10 @@ def test_what_experts_kept_is_not_taken_once_it_was_changed_in_place():
     again = []
 
     def layer(x):
-        saved = take()
+        saved = pop_saved()
         again.append(saved is not None)
         if saved is None:
-            keep(saved := [x.detach() * 3])
+            save(saved := [x.detach() * 3])
         return saved[0].mul_(2) * x
 
     x = torch.randn(120)
