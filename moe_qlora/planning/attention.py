@@ -1,17 +1,14 @@
-"""How a model computes attention: what is to be said of it, and how a plan counts it.
+"""Attention of a model on meta: which is eager and need not be, and how other kinds are counted.
 
-transformers chooses an implementation by attributes of a model's class. A class that supports no
-sdpa gets eager attention by default, which holds the scores of every head; many of these support
-flex attention or name flash kernels, which hold none. Neither runs on the meta device, so a plan
-replaces them by an attention that allocates and saves tensors of the same sizes.
+A class of transformers that supports no sdpa gets eager attention by default, which holds the
+scores of every head; many of these support flex attention or name flash kernels, which hold none.
+Neither runs on meta, where an attention that allocates as much takes their place.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,51 +17,26 @@ from ..errors import ConfigError
 from .meta_ops import FusedAttentionCall
 
 EAGER, SDPA, FLEX = "eager", "sdpa", "flex_attention"
+_COUNTED = "moe_qlora_counted"
 
 MEASURED = (
-    "gpt-oss-20b trained 5.6 times as fast with flex_attention as with eager attention (14,100 "
-    "beside 2,532 tokens/s), at a peak of 17.1 GB beside 25.2 (one sequence of 4,096 tokens, one "
-    "H200: commit 5f0f82d in tools/bench/results/model.csv)."
+    "gpt-oss-20b trained 5.6 times as fast with it, at two thirds of the memory (one sequence of "
+    "4,096 tokens, one H200: commit 5f0f82d in tools/bench/results/model.csv)."
 )
 """The gain of flex attention, and its measurement."""
 
-_COUNTED = "moe_qlora_counted"
 
+class EagerAttention(NamedTuple):
+    """Eager attention that a class computes by default, and need not."""
 
-@dataclass(frozen=True, slots=True)
-class EagerAttention:
-    """Eager attention of a class that supports no sdpa, and what the class has in its place."""
-
-    class_name: str
+    note: str  # The problem and its remedy
     flex: bool  # Whether the class supports flex attention
-    kernels: tuple[str, ...]  # Flash kernels that the class names
-
-    @property
-    def what(self) -> str:
-        """The problem in one sentence."""
-        return (
-            f"{self.class_name} supports no sdpa, so that attention is computed eagerly: for each "
-            "head it holds scores of the sequence's length squared."
-        )
-
-    @property
-    def cure(self) -> str:
-        """The remedy, and its gain where it was measured."""
-        named = ", ".join(self.kernels)
-        if not self.flex:
-            return (
-                "Pass a flash kernel that the class names as attn_implementation to "
-                f"from_pretrained ({named}); what that gives was not measured."
-            )
-        kernels = f" (or a flash kernel that the class names: {named})" if named else ""
-        return f'Pass attn_implementation="{FLEX}" to from_pretrained{kernels}; {MEASURED}'
 
 
 def eager_attention(model: nn.Module) -> EagerAttention | None:
-    """Return what is seen where a model's attention is eager and need not be, else None.
+    """Return whether a model's attention is eager and need not be, by attributes of its classes.
 
-    Attributes of the class decide, as they do in transformers: the model's own, and those of the
-    language model inside it, if any.
+    These decide in transformers too: the model's own, and those of the language model inside it.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -77,8 +49,23 @@ def eager_attention(model: nn.Module) -> EagerAttention | None:
     if inner is None or inner._supports_sdpa:
         return None
     flex = all(getattr(each, "_supports_flex_attn", False) for each in (model, inner))
-    kernels = tuple(getattr(inner, "_compatible_flash_implementations", None) or ())
-    return EagerAttention(type(inner).__name__, flex, kernels) if flex or kernels else None
+    kernels = ", ".join(getattr(inner, "_compatible_flash_implementations", None) or ())
+    if not flex and not kernels:
+        return None
+    what = (
+        f"{type(inner).__name__} supports no sdpa, so that attention is computed eagerly: for each "
+        "head it holds scores of the sequence's length squared. Pass "
+    )
+    if flex:
+        others = f" (or a flash kernel that the class names: {kernels})" if kernels else ""
+        return EagerAttention(
+            f'{what}attn_implementation="{FLEX}" to from_pretrained{others}; {MEASURED}', True
+        )
+    return EagerAttention(
+        f"{what}a flash kernel that the class names as attn_implementation to from_pretrained "
+        f"({kernels}); what that gives was not measured.",
+        False,
+    )
 
 
 def attended(config: Any, seq_len: int) -> float:
@@ -88,9 +75,8 @@ def attended(config: Any, seq_len: int) -> float:
     chunks; without `layer_types`, a configuration's window is that of all layers.
     """
     text = config.get_text_config()
-    window = getattr(text, "sliding_window", None) or seq_len
-    chunk = getattr(text, "attention_chunk_size", None) or seq_len
-    window, chunk = min(window, seq_len), min(chunk, seq_len)
+    window = min(getattr(text, "sliding_window", None) or seq_len, seq_len)
+    chunk = min(getattr(text, "attention_chunk_size", None) or seq_len, seq_len)
     spans = {
         "full_attention": seq_len / 2,
         "sliding_attention": window - window**2 / (2 * seq_len),
@@ -100,52 +86,25 @@ def attended(config: Any, seq_len: int) -> float:
     return sum(spans[kind] for kind in types or ["sliding_attention"]) / max(len(types), 1)
 
 
-def hold_back(config: Any) -> str | None:
-    """Take flash kernels' names off a configuration and its parts in place.
-
-    A model would load the kernel while it is built, and nothing here computes.
-
-    Returns:
-        The kernel of the language model, None without one.
-    """
-    asked = config.get_text_config()._attn_implementation
-    for each in _with_parts(config):
-        if _is_kernel(each._attn_implementation):
-            each._attn_implementation_internal = None
-    return asked if _is_kernel(asked) else None
-
-
-def _with_parts(config: Any) -> Iterator[Any]:
-    yield config
-    for key in config.sub_configs:
-        if getattr(config, key, None) is not None:
-            yield from _with_parts(getattr(config, key))
-
-
-def _is_kernel(name: str | None) -> bool:
-    """True for a flash kernel: one of transformers' own, or a repository of the hub."""
-    return name is not None and ("/" in name or bool(re.fullmatch(r"flash_attention_\d+", name)))
-
-
 def set_attention(model: nn.Module, name: str) -> None:
     """Let a model on meta compute attention as `from_pretrained(attn_implementation=name)` would.
 
     Raises:
         ConfigError: The model's class does not support it.
     """
-    supports = {
-        EAGER: True,
-        SDPA: getattr(model, "_supports_sdpa", False),
-        FLEX: getattr(model, "_supports_flex_attn", False),
-    }
-    kernels = getattr(model, "_compatible_flash_implementations", None) or ()
-    flash = getattr(model, "_supports_flash_attn", False)
-    if not supports.get(name, (flash and _is_kernel(name)) or name in kernels):
-        kernels = kernels or (["a flash kernel, as flash_attention_2"] if flash else ())
-        known = ", ".join([*(key for key, held in supports.items() if held), *kernels])
+    known = [EAGER]
+    for kind, attribute in ((SDPA, "_supports_sdpa"), (FLEX, "_supports_flex_attn")):
+        known += [kind] * bool(getattr(model, attribute, False))
+    known += getattr(model, "_compatible_flash_implementations", None) or ()
+    # transformers' own kernels, or a repository of the hub
+    flash = re.fullmatch(r"flash_attention_\d+|.*/.*", name)
+    if name not in known and not (flash and getattr(model, "_supports_flash_attn", False)):
+        known += ["a flash kernel, as flash_attention_2"] * getattr(
+            model, "_supports_flash_attn", False
+        )
         raise ConfigError(
             f"attention is {name!r}, which {type(model).__name__} does not support; give one of "
-            f"{known}."
+            f"{', '.join(known)}."
         )
     for config in _configs(model):
         config._attn_implementation_internal = name
@@ -163,10 +122,8 @@ def make_countable(model: nn.Module) -> str | None:
     ALL_ATTENTION_FUNCTIONS.register(_COUNTED, _counted)
     asked = None
     for config in _configs(model):
-        name = config._attn_implementation_internal
-        if name not in (None, EAGER, SDPA, _COUNTED):
-            asked = name
-            config._attn_implementation_internal = _COUNTED
+        if (name := config._attn_implementation_internal) not in (None, EAGER, SDPA, _COUNTED):
+            asked, config._attn_implementation_internal = name, _COUNTED
     return asked and (
         f"Attention by {asked} does not run on the meta device: it is counted as a fused kernel, "
         "which holds no scores."

@@ -69,18 +69,15 @@ def _linear_weight(layer: Any) -> PackedWeight:
 def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
     """Return what each block holds without adapters; a tied tensor counts where it is first."""
     packed = {id(part.weight.owner): part for part in parts}
-    layers = _layers(model)
+    classes = _layer_classes(model)
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     top_k = top_k_in(model)
     seen: set[int] = set()
     blocks = []
-    for name, unit in _units(model):
+    for name, unit in units_of(model):
         tensors = {id(t): t for t in tensors_in(unit) if id(t) not in seen}
         seen |= tensors.keys()
         held = [packed[key] for key in tensors if key in packed]
-        codes = {
-            linear: sum(part.weight.codes.nbytes for part in held if part.linear is linear)
-            for linear in (True, False)
-        }
         # Statistics may be buffers or parameters of the block as well.
         statistics = {
             tensor.untyped_storage()._cdata for part in held for tensor in part.weight.statistics
@@ -93,12 +90,14 @@ def blocks_of(model: Any, parts: Sequence[PackedPart]) -> tuple[Block, ...]:
         experts = [part for part in held if not part.linear]
         block = Block(
             name,
-            experts=codes[False],
-            linear=codes[True],
+            experts=sum(part.weight.codes.nbytes for part in experts),
+            linear=sum(part.weight.codes.nbytes for part in held if part.linear),
             other=sum(tensor.nbytes for tensor in others),
             statistics=sum(part.statistics for part in held),
             dequantized=max((part.dequantized for part in held), default=0),
-            layer=name in layers,
+            # A layer is of a class not to be split; without these, an item of a ModuleList.
+            layer=type(unit).__name__ in classes
+            or (not classes and name.rpartition(".")[0] in lists),
             tensors=(
                 *(tensor for part in held for tensor in _packed_tensors(part)),
                 *(block_tensor("other", tensor) for tensor in others),
@@ -153,36 +152,9 @@ def _packed_tensors(part: PackedPart) -> Iterator[BlockTensor]:
         yield BlockTensor("statistics", len(bits), 1, bits.itemsize, parameter=name != "tables")
 
 
-def tied_blocks(model: Any) -> list[tuple[str, str]]:
-    """Return pairs of blocks that hold the very same tensor, and so must share a device."""
-    owner: dict[int, str] = {}
-    pairs = (
-        (owner.setdefault(id(tensor), name), name)
-        for name, unit in _units(model)
-        for tensor in (unit.parameters() if isinstance(unit, nn.Module) else [unit])
-    )
-    return list(dict.fromkeys(pair for pair in pairs if pair[0] != pair[1]))
-
-
 def block_modules(model: Any) -> dict[str, nn.Module]:
     """Return the blocks that are modules, by name, in registration order."""
-    return {name: unit for name, unit in _units(model) if isinstance(unit, nn.Module)}
-
-
-def block_names(model: Any) -> tuple[str, ...]:
-    """Return the names of all blocks, single tensors included, in registration order."""
-    return tuple(name for name, _ in _units(model))
-
-
-def _layers(model: Any) -> set[str]:
-    """Return the blocks that are layers: of a class not to be split, or items of a ModuleList."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    return {
-        name
-        for name, unit in _units(model)
-        if type(unit).__name__ in classes or (not classes and name.rpartition(".")[0] in lists)
-    }
+    return {name: unit for name, unit in units_of(model) if isinstance(unit, nn.Module)}
 
 
 def tensors_in(unit: nn.Module | Tensor) -> list[Tensor]:
@@ -190,8 +162,13 @@ def tensors_in(unit: nn.Module | Tensor) -> list[Tensor]:
     return [unit] if isinstance(unit, Tensor) else [*unit.parameters(), *unit.buffers()]
 
 
-def _units(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    classes = set(getattr(model, "_no_split_modules", None) or ())
+def _layer_classes(model: Any) -> set[str]:
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def units_of(model: Any) -> Iterator[tuple[str, nn.Module | Tensor]]:
+    """Yield each block by its full name, single tensors included, in registration order."""
+    classes = _layer_classes(model)
     split_paths: set[str] = set()
     for name, module in model.named_modules():
         listed = isinstance(module, nn.ModuleList) and not classes

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import did_you_mean
@@ -13,6 +14,8 @@ from .hosting import Pace
 
 CONTEXT_BYTES = 600 << 20
 """Bytes of a CUDA process before its first tensor: context, kernels, libraries."""
+
+_HALVINGS = 32  # Of the interval in which the fullest device's fullness is looked for
 
 FRAGMENTATION = 0.04
 """Part of the peak that the caching allocator reserves beyond it, in gaps between blocks."""
@@ -127,29 +130,31 @@ def reserve_nbytes(peak: int) -> int:
     return CONTEXT_BYTES + int(peak * FRAGMENTATION)
 
 
+def fill(
+    count: int, limits: Sequence[float], load: Callable[[int, int], int]
+) -> list[tuple[int, int]]:
+    """Put as many of the blocks 0 .. count - 1 on each device as its limit holds, in order.
+
+    `load` gives the bytes of the blocks [first, last) on one device, and must not fall when a block
+    is added. Returns (first, last) for each device; the last one ends before `count` where they do
+    not fit.
+    """
+    spans, first = [], 0
+    for limit in limits:
+        ends = range(first + 1, count + 1)
+        last = first + bisect_right(ends, limit, key=partial(load, first))
+        spans.append((first, last))
+        first = last
+    return spans
+
+
 def partition(
     count: int, capacities: Sequence[int], load: Callable[[int, int], int]
 ) -> list[tuple[int, int]]:
-    """Spread blocks 0 .. count - 1 over devices, in order, so that the fullest is least full.
-
-    `load` gives the bytes of the blocks [first, last) on one device, and must not fall when a block
-    is added. Returns (first, last) for each device that got a block; the last ones may get none.
-    """
-    devices = min(len(capacities), count)
-    # best[d][n]: how full the fullest of the first d devices is that hold the first n blocks
-    best = [[float("inf")] * (count + 1) for _ in range(devices + 1)]
-    cut = [[0] * (count + 1) for _ in range(devices + 1)]
-    best[0][0] = 0.0
-    for device in range(1, devices + 1):
-        for last in range(device, count + 1):
-            for first in range(last - 1, device - 2, -1):
-                full = load(first, last) / capacities[device - 1]
-                if full >= best[device][last]:
-                    break  # more blocks on this device only fill it more
-                value = max(best[device - 1][first], full)
-                if value < best[device][last]:
-                    best[device][last], cut[device][last] = value, first
-    ends = [count]
-    for device in range(devices, 0, -1):
-        ends.append(cut[device][ends[-1]])
-    return list(pairwise(reversed(ends)))
+    """Spread blocks over devices as `fill` does, so that the fullest is least full."""
+    low, high = 0.0, 1.000001 * load(0, count) / max(capacities)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        fits = fill(count, [size * middle for size in capacities], load)[-1][1] == count
+        low, high = (low, middle) if fits else (middle, high)
+    return fill(count, [size * high for size in capacities], load)

@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,41 +31,39 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
 
 from ..checkpoint.manifest import read_manifest
-from ..checkpoint.prequantized import (
-    codes_of_source,
-    describe_plain,
-    maker_method,
-)
+from ..checkpoint.prequantized import codes_of_source, describe_plain, maker_method
 from ..detection.detect import detect
 from ..errors import ConfigError, did_you_mean
 from ..experts import forward
-from ..layout import ModelLayout, dtype_name, unwrapped
-from ..lora import targets
+from ..layout import ModelLayout, dtype_name
 from ..lora.model import get_peft_model
-from ..lora.targets import unfit_linears
+from ..lora.targets import names_expert, unfit_linears
 from ..models import named
 from ..packing import parametrize
 from ..packing.bnb4bit import NF4
 from ..packing.codecs import codec_of
 from ..packing.decoders import check_linears, params4bit, to_quant_state
-from ..packing.parametrize import pack_blank, pack_blank_linear
 from ..packing.selection import weights_to_pack
 from ..packing.settings import FLOAT_DTYPES, CodecSettings
 from . import attention
 from .blocks import (
     PackedPart,
-    block_modules,
-    block_names,
     block_tensor,
     blocks_of,
     packed_parts,
     tensors_in,
-    tied_blocks,
+    units_of,
 )
 from .budget import Block, BlockTensor, Settings
-from .meta_ops import fake_dequantize, fake_linear
 
 _DEFAULT = CodecSettings(NF4.kind, True, compute_dtype=torch.bfloat16)
+
+DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
+ATTENTION, EXPERTS, ALL_LINEAR = "attention", "experts", "all-linear"
+
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_LISTED = 12  # names of Linear layers in an error, at most
+_PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", "training"}
 
 
 @dataclass(frozen=True)
@@ -82,18 +80,25 @@ class ModelSource:
     on_disk: int | None = None  # Bytes of the folder that these lie in, where there is one
     # Settings of expert weights in native codes of the checkpoint, by name
     native: Mapping[str, CodecSettings] = field(default_factory=dict)
-    skeleton: Callable[[], Skeleton] | None = None  # Where layers may be packed and run for others
+    repeats: bool = False  # Whether layers may be packed and run for others
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the model before it is packed."""
-        return nbytes_of(self.build()) if self.skeleton is None else self.skeleton().nbytes
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """The model with its repeated layers empty."""
+        return skeleton_of(self.build())
 
 
 def source_of(model: Any, quantization: Any, trust_remote_code: bool = False) -> ModelSource:
     """Return the source of what `plan` is given, with its arguments of these names."""
     if isinstance(model, nn.Module):
-        return _source_of_module(model, quantization)
+        config: Any = getattr(model, "config", None)
+        if quantization is None:
+            quantization = getattr(config, "quantization_config", None)
+        on_meta = all(parameter.is_meta for parameter in model.parameters())
+        packed = next(packed_parts(model), None) is not None
+        asked = None if packed else bnb_config(quantization)
+        label = getattr(config, "name_or_path", "") or type(model).__name__
+        return ModelSource(label, config, partial(copy_to_meta, model), asked, on_meta)
     if not isinstance(model, (str, Path, PretrainedConfig, named.Source)):
         raise ConfigError(
             f"model is a {type(model).__name__}; give a model, a transformers configuration, or "
@@ -107,11 +112,13 @@ def source_of(model: Any, quantization: Any, trust_remote_code: bool = False) ->
         config = copy.deepcopy(resolved.config)
         if method is not None:
             describe_plain(config)
-        kernel = attention.hold_back(config)
+        # A flash kernel would be loaded while the model is built, and nothing here computes.
+        asked = config.get_text_config()._attn_implementation
+        config._attn_implementation = None
         source = replace(resolved, config=config)
         model: Any = named.build(source, trust_remote_code=trust_remote_code)
-        if kernel is not None:
-            attention.set_attention(model, kernel)
+        if asked is not None:
+            attention.set_attention(model, asked)
         cast_as_loaded(model, next(model.parameters()).dtype)
         return model
 
@@ -127,20 +134,8 @@ def source_of(model: Any, quantization: Any, trust_remote_code: bool = False) ->
         dequantizes=method is not None or codes is not None,
         on_disk=codes,
         native=native,
-        skeleton=None if native else cache(lambda: skeleton_of(build_model())),
+        repeats=not native,
     )
-
-
-def _source_of_module(model: nn.Module, quantization: Any) -> ModelSource:
-    config: Any = getattr(model, "config", None)
-    if quantization is None:
-        quantization = getattr(config, "quantization_config", None)
-    on_meta = all(parameter.is_meta for parameter in model.parameters())
-    packed = next(packed_parts(model), None) is not None
-    asked = None if packed else bnb_config(quantization)
-    label = getattr(config, "name_or_path", "") or type(model).__name__
-    build = partial(copy_to_meta, model)
-    return ModelSource(label, config, build, asked, on_meta)
 
 
 def bnb_config(asked: Any) -> Any:
@@ -154,14 +149,6 @@ def bnb_config(asked: Any) -> Any:
     return asked
 
 
-DTYPES = {dtype_name(dtype): dtype for dtype in FLOAT_DTYPES}
-ATTENTION, EXPERTS, ALL_LINEAR = "attention", "experts", "all-linear"
-
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-_LISTED = 12  # names of Linear layers in an error, at most
-_PLACES = {"layer_idx", "layer_number", "layer_id", "block_idx", "layer_index", "training"}
-
-
 @dataclass
 class MetaModel:
     """A packed model on meta, with adapters once `adapt` has been called."""
@@ -170,14 +157,10 @@ class MetaModel:
     base: Any  # The model itself
     layout: ModelLayout  # Its expert weights, as they are before packing
     parts: tuple[PackedPart, ...]
-    blocks: tuple[Block, ...]
-    skeleton: Skeleton | None = None  # What it was made of, where that is not the whole model
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The blocks that are modules, by name, with those that are empty."""
-        empty = () if self.skeleton is None else self.skeleton.emptied
-        return block_modules(self.base) | {name: self.base.get_submodule(name) for name in empty}
+    blocks: tuple[Block, ...]  # Of the whole model, in order
+    unpacked: int  # Bytes of the whole model before it is packed
+    groups: Sequence[Sequence[str]] = ()  # Blocks that are alike, of which two run
+    emptied: Mapping[str, str] = field(default_factory=dict)  # As of the `Skeleton`
 
     @property
     def kind(self) -> str | None:
@@ -186,8 +169,14 @@ class MetaModel:
 
     @cached_property
     def tied(self) -> list[tuple[str, str]]:
-        """Pairs of blocks that share a tensor."""
-        return tied_blocks(self.base)
+        """Pairs of blocks that hold the very same tensor, and so must share a device."""
+        owner: dict[int, str] = {}
+        pairs = (
+            (owner.setdefault(id(tensor), name), name)
+            for name, unit in units_of(self.base)
+            for tensor in (unit.parameters() if isinstance(unit, nn.Module) else [unit])
+        )
+        return list(dict.fromkeys(pair for pair in pairs if pair[0] != pair[1]))
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -240,25 +229,26 @@ def pack(
     config: Any,
     *,
     linears: bool,
-    experts: bool = True,
     native: Mapping[str, CodecSettings] | None = None,
 ) -> MetaModel:
-    """Pack a model on meta by a `BitsAndBytesConfig`, if any: Linear layers and experts if asked.
+    """Pack a model on meta by a `BitsAndBytesConfig`, if any: experts, and Linear layers if asked.
 
     `native` maps names of expert weights in native codes of the checkpoint to their settings.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    layout = detect(model)
-    settings = None if config is None else CodecSettings.from_config(config)
-    if settings is not None:
-        for param in weights_to_pack(model, layout, config, settings) if experts else ():
+    layout, unpacked = detect(model), _nbytes(model)
+    if config is not None:
+        settings = CodecSettings.from_config(config)
+        for param in weights_to_pack(model, layout, config, settings):
             own = (native[name] for name in param.names if native and name in native)
-            pack_blank(model, param, next(own, settings))
+            parametrize.pack_blank(model, param, next(own, settings))
         if linears and hasattr(model, "all_tied_weights_keys"):
             _pack_linears(model, config, settings)
+    model.requires_grad_(False)
+    for module in model.modules():
+        if hasattr(module, "state") and hasattr(module.state, "threshold"):
+            module.state.threshold = 0.0  # bitsandbytes' outliers have no number on meta
     parts = tuple(packed_parts(model))
-    meta = MetaModel(model, model, layout, parts, blocks_of(model, parts))
+    meta = MetaModel(model, model, layout, parts, blocks_of(model, parts), unpacked)
     codec = None if meta.kind is None else codec_of(meta.kind)
     model.is_loaded_in_8bit = codec is not None and codec.loads_in_8bit
     model.is_loaded_in_4bit = codec is not None and not codec.loads_in_8bit
@@ -276,26 +266,24 @@ def _pack_linears(model: Any, config: Any, settings: CodecSettings) -> None:
     skips = HfQuantizer.get_modules_to_not_convert(
         model, config.llm_int8_skip_modules, model._keep_in_fp32_modules
     )
-    before = {
-        name: (module.weight, module.bias)
+    dtypes = {
+        name: module.weight.dtype
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "weight", None), Tensor) and hasattr(module, "bias")
+        if isinstance(module, (nn.Linear, Conv1D)) and should_convert_module(name, skips)
     }
-    linears = (name for name, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)))
-    if not any(should_convert_module(name, skips) for name in linears):
+    if not dtypes:
         return  # where transformers would warn that a model "using eetq" has none
     replace_with_bnb_linear(model, modules_to_not_convert=skips, quantization_config=config)
     check_linears(model, settings)
     for part in model.modules():
         if isinstance(part, PreTrainedModel):  # Jamba asks, before it reads a layer's weight
             part.config._is_quantized = True
-    for name, module in model.named_modules():
-        if not parametrize.is_packed_linear(module):
-            continue
-        weight, bias = before[name]
-        if bias is not None:
-            module.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        pack_blank_linear(module, weight.dtype, settings)
+    for name, dtype in dtypes.items():
+        module = model.get_submodule(name)
+        if parametrize.is_packed_linear(module):
+            if module.bias is not None:
+                module.bias.data = module.bias.data.to(dtype)
+            parametrize.pack_blank_linear(module, dtype, settings)
 
 
 def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
@@ -316,31 +304,20 @@ def adapt(meta: MetaModel, settings: Settings, lora_config: Any = None) -> None:
     except ValueError as error:
         raise ConfigError(f"PEFT cannot put LoRA on {settings.targets!r}: {error}") from error
     dtype = DTYPES[settings.adapter_dtype]
-    trained: dict[str, list[BlockTensor]] = {}
-    names = [block.name for block in meta.blocks]
+    trained: dict[str, list[BlockTensor]] = {block.name: [] for block in meta.blocks}
     for name, parameter in meta.base.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(device="meta", dtype=dtype)
-            block = next((block for block in names if name.startswith(f"{block}.")), name)
-            trained.setdefault(block, []).append(block_tensor("trained", parameter))
+            block = next(block for block in trained if name.startswith(f"{block}."))
+            trained[block].append(block_tensor("trained", parameter))
     meta.blocks = tuple(
         replace(
             block,
-            trained=tuple(tensor.numel for tensor in trained.get(block.name, ())),
-            tensors=(*block.tensors, *trained.get(block.name, ())),
+            trained=tuple(tensor.numel for tensor in trained[block.name]),
+            tensors=(*block.tensors, *trained[block.name]),
         )
         for block in meta.blocks
     )
-
-
-def fake_packed(meta: MetaModel) -> None:
-    """Replace everything packed by fake operations, so that the model runs on meta."""
-    for part in meta.parts:
-        module = unwrapped(meta.base.get_submodule(part.module))
-        if part.linear:
-            fake_linear(module, part.weight, getattr(module, "compute_dtype", None))
-            continue
-        fake_dequantize(module.parametrizations[part.leaf][0], part.weight)
 
 
 def lora_config_of(
@@ -352,50 +329,38 @@ def lora_config_of(
         ConfigError: A target names nothing in this model, or there are none.
     """
     experts = [f"{part.module}.{part.leaf}".lstrip(".") for part in parts if not part.linear]
-    words = [word for each in targets.split(",") if (word := each.strip())]
-    modules: str | list[str] = []
-    for word in words:
-        if word == ALL_LINEAR:
-            modules = word
-        elif word == ATTENTION and isinstance(modules, list):
-            modules += _attention_linears(model)
-        elif word not in (ATTENTION, EXPERTS):
-            _check_name(word, model, experts)
-            if isinstance(modules, list):
-                modules.append(word)
-    parameters = experts if EXPERTS in words else None
-    if not modules and not parameters:
-        raise ConfigError(f"targets={targets!r} names nothing in this model; {_allowed(model)}.")
-    return peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=modules, target_parameters=parameters
-    )
-
-
-def _check_name(word: str, model: nn.Module, experts: Sequence[str]) -> None:
-    """Raise a `ConfigError` where a target names no module of a model.
-
-    What names experts by a matrix of one of them is told apart: `left_out` says how to reach them.
-    """
     names = [name for name, _ in model.named_modules() if name]
-    if any(name == word or name.endswith(f".{word}") for name in names):
-        return
-    probe = peft.LoraConfig(target_modules=[word])
-    if any(targets.names_expert(probe, name) for name in experts):
-        return
-    leaves = {name.rpartition(".")[2] for name in names}
-    near = did_you_mean(word, [ATTENTION, EXPERTS, ALL_LINEAR, *sorted(leaves)])
-    raise ConfigError(
-        f"targets names {word!r}, which is no target and no module of this model{near}; "
-        f"{_allowed(model)}."
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    leaves = dict.fromkeys(name.rpartition(".")[2] for name in linears)
+    listed = ", ".join([leaf for leaf in leaves if leaf and not leaf.isdigit()][:_LISTED])
+    allowed = f"give {ATTENTION}, {EXPERTS}, {ALL_LINEAR}, or names of modules"
+    allowed += f", such as {listed}" if listed else ""
+    words = [word for each in targets.split(",") if (word := each.strip())]
+    modules: list[str] = []
+    for word in words:
+        if word == ATTENTION:
+            modules += _attention_linears(model)
+        elif word not in (EXPERTS, ALL_LINEAR):
+            modules.append(word)
+            if any(name == word or name.endswith(f".{word}") for name in names):
+                continue
+            # Experts that are named by a matrix of one: `get_peft_model` says how to reach them.
+            probe = peft.LoraConfig(target_modules=[word])
+            if not any(names_expert(probe, name) for name in experts):
+                known = [ATTENTION, EXPERTS, ALL_LINEAR, *{n.rpartition(".")[2] for n in names}]
+                raise ConfigError(
+                    f"targets names {word!r}, which is no target and no module of this model"
+                    f"{did_you_mean(word, sorted(known))}; {allowed}."
+                )
+    parameters = experts if EXPERTS in words else None
+    if not (modules or parameters or ALL_LINEAR in words):
+        raise ConfigError(f"targets={targets!r} names nothing in this model; {allowed}.")
+    return peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=ALL_LINEAR if ALL_LINEAR in words else modules,
+        target_parameters=parameters,
     )
-
-
-def _allowed(model: nn.Module) -> str:
-    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
-    named = [leaf for leaf in leaves if leaf and not leaf.isdigit()][:_LISTED]
-    listed = f", such as {', '.join(named)}" if named else ""
-    return f"give {ATTENTION}, {EXPERTS}, {ALL_LINEAR}, or names of modules{listed}"
 
 
 def _attention_linears(model: nn.Module) -> list[str]:
@@ -421,31 +386,33 @@ class Skeleton:
     model: nn.Module
     names: tuple[str, ...]  # All blocks of the whole model, in order
     groups: tuple[tuple[str, ...], ...]  # Layers that are alike
-    nbytes: int  # Bytes of the whole model
+    nbytes: int  # Of the whole model
+    emptied: Mapping[str, str]  # The layers that are empty -> the layer that each is counted as
 
-    @property
-    def emptied(self) -> dict[str, str]:
-        """The layers that are empty, with the layer that each is counted as."""
-        return {name: group[-1] for group in self.groups for name in group[1:-1]}
+    def complete(self, meta: MetaModel) -> None:
+        """Give a copy of the model, once it is packed and adapted, the blocks of the whole."""
+        found = {block.name: block for block in meta.blocks}
+        found |= {name: replace(found[as_], name=name) for name, as_ in self.emptied.items()}
+        meta.blocks = tuple(found[name] for name in dict.fromkeys((*self.names, *found)))
+        meta.unpacked, meta.groups, meta.emptied = self.nbytes, self.groups, self.emptied
 
 
 def skeleton_of(model: nn.Module) -> Skeleton:
     """Empty the repeated layers of a model on meta that nothing else holds."""
-    nbytes = nbytes_of(model)
-    blocks = block_modules(model)
+    nbytes, units = _nbytes(model), dict(units_of(model))
+    blocks = {name: unit for name, unit in units.items() if isinstance(unit, nn.Module)}
     held = {name: [id(t) for t in tensors_in(block)] for name, block in blocks.items()}
     owners = Counter(key for keys in held.values() for key in keys)
     free = {name for name, keys in held.items() if all(owners[key] == 1 for key in keys)}
-    names = block_names(model)
     groups = tuple(tuple(group) for group in alike(blocks) if free.issuperset(group))
-    for layer in (blocks[name] for group in groups for name in group[1:-1]):
-        for content in (layer._modules, layer._parameters, layer._buffers):
+    emptied = {name: group[-1] for group in groups for name in group[1:-1]}
+    for name in emptied:
+        for content in (blocks[name]._modules, blocks[name]._parameters, blocks[name]._buffers):
             content.clear()
-    return Skeleton(model, names, groups, nbytes)
+    return Skeleton(model, tuple(units), groups, nbytes, emptied)
 
 
-def nbytes_of(model: nn.Module) -> int:
-    """Return the bytes of a model's parameters and buffers."""
+def _nbytes(model: nn.Module) -> int:
     return sum({id(tensor): tensor.nbytes for tensor in tensors_in(model)}.values())
 
 
@@ -472,10 +439,3 @@ def tells_layers_apart(targets: str, lora_config: Any, quantization: Any) -> boo
     """True if settings may name a layer by number, so that layers may be packed differently."""
     said = getattr(quantization, "llm_int8_skip_modules", None), targets
     return lora_config is not None or re.search(r"\d", repr(said)) is not None
-
-
-def filled(skeleton: Skeleton, found: Sequence[Block]) -> tuple[Block, ...]:
-    """Return the blocks of the whole model in order, given those of its skeleton."""
-    by_name = {block.name: block for block in found}
-    by_name |= {name: replace(by_name[as_], name=name) for name, as_ in skeleton.emptied.items()}
-    return tuple(by_name[name] for name in dict.fromkeys((*skeleton.names, *by_name)))

@@ -1,95 +1,19 @@
-"""Fake operations that replace packed Linear layers and fused attention in a step on meta.
+"""Fused attention of a step on meta: it allocates, and saves for backward, as CUDA's kernels do.
 
-A fake operation computes nothing. It allocates what the real one allocates, and saves as much for
-backward, so that allocations can be counted as on a GPU. It replaces the forward of instances in a
-model that exists for planning only.
+bitsandbytes' Linear layers and this package's experts run by their own operators, whose rules on
+meta allocate what their kernels allocate. torch's rule for attention would count all scores.
 """
 
 from __future__ import annotations
 
-from types import MethodType
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-from ..kernels.weights import PackedWeight
-from ..packing.codecs import codec_of
-
-
-def set_forward(module: nn.Module, forward: Any) -> None:
-    """Replace the forward of one instance by a function of (self, ...)."""
-    module.__dict__["forward"] = MethodType(forward, module)
-
-
-def first_floating(args: Any, kwargs: Any) -> Tensor:
-    """Return the first floating tensor of a call: a layer's hidden states."""
-    items = (*args, *kwargs.values())
-    return next(x for x in items if isinstance(x, Tensor) and x.is_floating_point())
-
-
-class _Linear4bit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        ctx.shape, ctx.dtype = shape, dtype
-        weight = x.new_empty(shape, dtype=dtype).to(x.dtype)
-        return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        weight = grad.new_empty(ctx.shape, dtype=ctx.dtype).to(grad.dtype)
-        return grad.new_empty((*grad.shape[:-1], weight.shape[1])), None, None
-
-
-class _Linear8bit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.shape = shape
-        ctx.save_for_backward(x)
-        half = x.to(torch.float16)
-        codes = half.new_empty(half.shape, dtype=torch.int8)
-        del half
-        wide = codes.new_empty((*x.shape[:-1], shape[0]), dtype=torch.int32)
-        out = wide.new_empty(wide.shape, dtype=torch.float16)
-        del wide, codes
-        return out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        weight = grad.new_empty(ctx.shape)
-        return grad.new_empty((*grad.shape[:-1], weight.shape[1])), None
-
-
-def fake_linear(module: nn.Module, weight: PackedWeight, compute: Any) -> None:
-    """Replace a packed Linear layer's forward; `compute` is `bnb_4bit_compute_dtype`, or None."""
-    shape = tuple(weight.shape)
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if codec_of(weight.kind).loads_in_8bit:
-            return _Linear8bit.apply(x, shape)
-        return _Linear4bit.apply(x.to(compute or x.dtype), shape, weight.dtype).to(x.dtype)
-
-    set_forward(module, forward)
-
-
-def fake_dequantize(parametrization: nn.Module, weight: PackedWeight) -> None:
-    """Let a packed parameter's parametrization return a tensor of the right size."""
-    shape, dtype = weight.shape, weight.dtype
-    set_forward(parametrization, lambda self, codes: codes.new_empty(shape, dtype=dtype))
-
-
-class Passthrough(torch.autograd.Function):
-    """Returns a tensor like `hidden`, with a gradient as the anchor has; saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, grad_anchor: Tensor) -> Tensor:
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, None
+from torch import Tensor
 
 
 def _planned_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,12 +25,12 @@ def _planned_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-def _register_attention() -> None:
-    """Define the attention of plans as an operator, once, so that checkpoints can keep it."""
-    if not hasattr(torch.ops.moe_qlora, "planned_attention"):
-        define: Any = torch.library.custom_op
-        operator = define("moe_qlora::planned_attention", _planned_attention, mutates_args=())
-        operator.register_fake(_planned_attention)
+@cache
+def _define_operator() -> None:
+    """Define the attention of plans as an operator, so that checkpoints can keep its output."""
+    define: Any = torch.library.custom_op
+    operator = define("moe_qlora::planned_attention", _planned_attention, mutates_args=())
+    operator.register_fake(_planned_attention)
 
 
 class FusedAttentionCall(torch.autograd.Function):
@@ -116,7 +40,7 @@ class FusedAttentionCall(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         if mask is not None and mask.dtype == torch.bool:
             mask = mask.new_empty(mask.shape, dtype=query.dtype)
-        _register_attention()
+        _define_operator()
         out, sums = torch.ops.moe_qlora.planned_attention(query, key, value)
         ctx.save_for_backward(query, key, value, mask, sums, out)
         return out
@@ -136,17 +60,16 @@ class FusedAttentionCall(torch.autograd.Function):
         return (*grads, None)
 
 
-class FusedAttention(TorchFunctionMode):
-    """A mode in which `scaled_dot_product_attention` allocates as CUDA's fused kernels do."""
+def fused_attention() -> AbstractContextManager[Any]:
+    """In this block, `scaled_dot_product_attention` on meta is `FusedAttentionCall`."""
+    stock = F.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask")
-        inputs = dict(zip(names, args, strict=False))
-        inputs |= {name: value for name, value in kwargs.items() if name in names}
-        query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if query.dim() != 4 or not query.is_meta:
-            return func(*args, **kwargs)
-        return FusedAttentionCall.apply(query, key, value, inputs.get("attn_mask"))
+            return stock(query, key, value, attn_mask, *args, **kwargs)
+        out: Tensor = FusedAttentionCall.apply(query, key, value, attn_mask)
+        return out
+
+    return patch.object(F, "scaled_dot_product_attention", attention)

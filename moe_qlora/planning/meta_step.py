@@ -1,10 +1,10 @@
 """One training step on the meta device, with a count of what would be allocated.
 
-The step runs for real (forward, the model's own loss, backward, under checkpointing where the model
-has it), on tensors that have sizes and no contents. A `MemoryTracker` counts each tensor that an
-operation makes until its storage dies; on a GPU, memory follows the same reference counts. So any
-attention, norm or router is counted right; only packed layers and fused kernels are replaced by
-fake operations (`planning/meta_ops.py`).
+The step runs for real (forward, the model's own loss, backward, with what layers keep by a level of
+`levels.py`), on tensors that have sizes and no contents. A `MemoryTracker` counts each tensor that
+an operation makes until its storage dies; on a GPU, memory follows the same reference counts. So
+any norm, router, expert or packed Linear layer is counted right; fused attention alone has a
+stand-in (`meta_ops.py`).
 
 A `BlockRecorder` reads the tracker at the borders of blocks (the modules that a device map places
 whole), so that any split of the blocks over devices can be added up afterwards. Of blocks that
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MethodType
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -34,8 +35,7 @@ from ..models.named import quiet
 from . import levels
 from .blocks import packed_parts, top_k_in
 from .budget import Activity
-from .meta_model import alike
-from .meta_ops import FusedAttention, Passthrough, first_floating, set_forward
+from .meta_ops import fused_attention
 from .tracker import MemoryTracker, tensors_of
 
 NO_CAP = 1 << 62
@@ -124,28 +124,27 @@ class BlockRecorder:
 def run_meta_step(
     model: nn.Module,
     blocks: dict[str, nn.Module],
+    groups: Sequence[Sequence[str]],
+    layers: Sequence[str],
     trained: dict[str, int],
     *,
     batch: int,
     seq: int,
+    level: str,
     experts: int = 1,
-    groups: Sequence[Sequence[str]] | None = None,
     card: Card = PORTABLE,
     workspace_cap: int = NO_CAP,
-    level: str | None = None,
-    layers: Sequence[str] = (),
 ) -> tuple[tuple[Activity, ...], int]:
     """Run one training step on meta, by the kernels that are chosen for a card.
 
-    `trained` are the bytes of the blocks' trained parameters; the model chooses among `experts`.
-    `groups` are the blocks that are alike; None looks for them. With a `level` of `levels.py`,
-    these decoder `layers` keep what it says, whatever checkpointing the model has.
+    `groups` are the blocks that are alike, and `layers` the decoder layers, which keep what a
+    `level` of `levels.py` says. `trained` are the bytes of the blocks' trained parameters; the
+    model chooses among `experts`.
 
     Returns:
         What each block does, in running order, and the bytes of the workspace, which all blocks of
         a device share.
     """
-    groups = alike(blocks) if groups is None else groups
     batch, seq = _short_sequences(model, batch, seq)
     ids = torch.zeros(batch, seq, dtype=torch.long, device="meta")
     grad_anchor = torch.zeros((), device="meta", requires_grad=True)
@@ -154,17 +153,18 @@ def run_meta_step(
     known = [*model.parameters(), *model.buffers(), *statistics, ids, grad_anchor]
     tracker = MemoryTracker(known, experts)
     workspace = PlannedWorkspace(workspace_cap, tracker.empty_uncounted)
-    passed = passthroughs(blocks, groups, grad_anchor)
-    kernels = [planned_for(card), planned(workspace)]
-    # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
-    kernels.append(cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True))
-    kernels.append(_even_counts(batch * seq * top_k_in(base_model(model))))
-    if level is not None:
-        middle = {name for group in groups for name in group[1:-1]}
-        run = [blocks[name] for name in layers if name not in middle]
-        kernels.append(_on_level(level, model, run))
-    with quiet(), ExitStack() as stack, passed, tracker, FusedAttention():
-        for each in kernels:
+    middle = {name for group in groups for name in group[1:-1]}
+    with quiet(), ExitStack() as stack, tracker:
+        for each in (
+            passthroughs(blocks, groups, grad_anchor),
+            fused_attention(),
+            planned_for(card),
+            planned(workspace),
+            # A mask as an index (GLM-5's blocks of keys that are no padding) takes all.
+            cast("Any", fx_config).patch(meta_nonzero_assume_all_nonzero=True),
+            _even_counts(batch * seq * top_k_in(base_model(model))),
+            *(_on_level(level, blocks[name]) for name in layers if name not in middle),
+        ):
             stack.enter_context(each)
         recorder = BlockRecorder(tracker, blocks)
         try:
@@ -203,43 +203,21 @@ def _short_sequences(model: nn.Module, batch: int, seq: int) -> tuple[int, int]:
     return batch * parts, cdiv(seq, parts)
 
 
-def enable_checkpointing(model: Any) -> bool:
-    """Enable non-reentrant gradient checkpointing, and return whether the model supports it."""
-    # Function modes do not reach into backward; what checkpointing computes again has this way in.
-    how = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), FusedAttention())}
-    try:
-        # Its name from transformers 5.24 on, and before.
-        enable = getattr(model, "activation_checkpointing_enable", None)
-        (enable or model.gradient_checkpointing_enable)(how)
-    except (ValueError, AttributeError):
-        return False
-    return True
+def _on_level(level: str, layer: nn.Module) -> Any:
+    """Return a context in which a decoder layer keeps what a level says."""
+    own = layer.forward
 
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return levels.compute(level, own, args, kwargs)
 
-@contextmanager
-def _on_level(level: str, model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
-    """In this block, layers run on a level, and not under the model's own checkpointing."""
-    flag = "gradient_checkpointing"
-    with ExitStack() as undo:
-        for module in model.modules():
-            if vars(module).get(flag):
-                undo.callback(setattr, module, flag, True)
-                setattr(module, flag, False)
-        for layer in layers:
-            own = layer.forward
-
-            def run(module: Any, *args: Any, own: Any = own, **kwargs: Any) -> Any:
-                return levels.compute(level, own, args, kwargs, recomputing=FusedAttention)
-
-            undo.enter_context(_forward_of(layer, run))
-        yield
+    return _forward_of(layer, forward)
 
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
     """In this block, a module's forward is a function of (self, ...)."""
     own = {key: value for key, value in vars(module).items() if key == "forward"}
-    set_forward(module, forward)
+    module.__dict__["forward"] = MethodType(forward, module)
     try:
         yield
     finally:
@@ -302,7 +280,7 @@ class _Like:
         self.makers: Any = None  # Its output, with a function of the hidden states for each tensor
 
     def remember(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        hidden = first_floating(args, kwargs)
+        hidden = _hidden_states(args, kwargs)
         kind = (hidden.shape, hidden.dtype)
 
         def maker(item: Any) -> Any:
@@ -310,12 +288,29 @@ class _Like:
                 return lambda hidden: item
             shape, dtype = item.shape, item.dtype
             if (shape, dtype) == kind:
-                return lambda hidden: Passthrough.apply(hidden, self.grad_anchor)
+                return lambda hidden: _Passthrough.apply(hidden, self.grad_anchor)
             return lambda hidden: hidden.new_empty(shape, dtype=dtype)
 
         if self.makers is None:
             self.makers = tree_map(maker, out)
 
     def forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hidden = first_floating(args, kwargs)
+        hidden = _hidden_states(args, kwargs)
         return tree_map(lambda make: make(hidden), self.makers)
+
+
+def _hidden_states(args: Any, kwargs: Any) -> Tensor:
+    items = (*args, *kwargs.values())
+    return next(x for x in items if isinstance(x, Tensor) and x.is_floating_point())
+
+
+class _Passthrough(torch.autograd.Function):
+    """Returns a tensor like `hidden`, with a gradient as the anchor has; saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, grad_anchor: Tensor) -> Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None

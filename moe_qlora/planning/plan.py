@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, check_numbers
@@ -17,13 +16,21 @@ from .devices import Gpu, pace_of, parse_gpus
 from .hosting import Pace
 from .planner import Planner
 from .report import MemoryPlan
-from .search import best_of, fit_of
+from .search import best_of, fit_of, largest
 
 _LONGEST = 1 << 20  # tokens
 _LARGEST_BATCH = 1 << 12
 _SEQ_STEP = 64  # tokens
 _MOST = {"batch": 1 << 20, "seq": _LONGEST, "rank": 1 << 16, "accumulation": 1 << 30}
 _SMALLEST_DEVICE = 1 << 12  # bytes; a smaller number was meant as GiB
+_KINDS: dict[str, tuple[Any, str]] = {
+    "targets": (
+        str,
+        'a string with names by comma, as in "attention,experts", or a LoraConfig as lora',
+    ),
+    "attention": (str | None, "a name, as attn_implementation has it"),
+    **dict.fromkeys(("checkpointing", "offload", "prepared"), (bool, "True or False")),
+}
 _LORA = {"rank": "rank", "targets": "targets", "dtype": "adapter_dtype"}
 """Keys of `plan`'s `lora`, and the fields of `Settings` that they set."""
 
@@ -123,15 +130,24 @@ def plan_settings(
     settings = replace(settings_of(asked, lora_config), engine=_engine(engine, len(capacities)))
     source = meta_model.source_of(model, quantization_config, trust_remote_code)
     planner = Planner(source, settings, lora_config, card, _slowest(gpus))
-    _check_offload(planner, len(capacities))
+    if settings.offload:
+        ranks = settings.engine
+        if len(capacities) > 1 if ranks is None else ranks.name != "ddp":
+            raise ConfigError(
+                "offload is True, and experts in host memory are copied to one GPU, or to each of "
+                "its own under DDP: give one GPU, or ddp, or leave offload out."
+            )
+        if not planner.expert_layers:
+            raise ConfigError(
+                f"offload is True, and {source.label} has no packed experts that could lie in host "
+                "memory: leave it out."
+            )
     report = planner.report(capacities)
     if capacities and search:
-        by_seq = partial(planner.fullness, settings.batch, capacities=capacities)
-        by_batch = partial(planner.fullness, seq=settings.seq, capacities=capacities)
         report = replace(
             report,
-            largest_seq=_largest(by_seq, settings.seq, _LONGEST, _SEQ_STEP),
-            largest_batch=_largest(by_batch, settings.batch, _LARGEST_BATCH, 1),
+            largest_seq=largest(planner, capacities, "seq", _SEQ_STEP, _LONGEST),
+            largest_batch=largest(planner, capacities, "batch", 1, _LARGEST_BATCH),
             best=best_of(planner, capacities, asked),
         )
     if capacities:
@@ -139,22 +155,6 @@ def plan_settings(
     # The planner has notes once a step has run.
     notes = (*source.notes, *planner.notes, *_engine_notes(planner, len(capacities)))
     return replace(report, notes=tuple(dict.fromkeys(notes)))
-
-
-def _check_offload(planner: Planner, devices: int) -> None:
-    engine = planner.settings.engine
-    if not planner.settings.offload:
-        return
-    if (engine is None and devices > 1) or (engine is not None and engine.name != "ddp"):
-        raise ConfigError(
-            "offload is True, and experts in host memory are copied to one GPU, or to each of its "
-            "own under DDP: give one GPU, or ddp, or leave offload out."
-        )
-    if not planner.expert_layers:
-        raise ConfigError(
-            f"offload is True, and {planner.source.label} has no packed experts that could lie in "
-            "host memory: leave it out."
-        )
 
 
 def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
@@ -167,25 +167,18 @@ def settings_of(asked: Mapping[str, Any], lora_config: Any = None) -> Settings:
         rank = getattr(lora_config, "r", settings.rank)
         settings = replace(settings, rank=rank, targets="lora_config")
     check_numbers(**{name: getattr(settings, name) for name in _MOST})
-    if not isinstance(settings.targets, str):
-        raise ConfigError(
-            f"targets is {settings.targets!r}; give a string with names by comma, as in "
-            '"attention,experts", or a LoraConfig as lora.'
-        )
-    if not (settings.attention is None or isinstance(settings.attention, str)):
-        raise ConfigError(
-            f"attention is {settings.attention!r}; give a name, as attn_implementation has it."
-        )
+    for name, (kind, what) in _KINDS.items():
+        if not isinstance(value := getattr(settings, name), kind):
+            raise ConfigError(f"{name} is {value!r}; give {what}.")
     for name, most in _MOST.items():
         if getattr(settings, name) > most:
             raise ConfigError(f"{name} is {getattr(settings, name)}; plans go up to {most}.")
-    known = {"adapter_dtype": tuple(meta_model.DTYPES), "optimizer": OPTIMIZERS}
-    for name, values in known.items():
+    for name, values in {
+        "adapter_dtype": tuple(meta_model.DTYPES),
+        "optimizer": OPTIMIZERS,
+    }.items():
         if (value := getattr(settings, name)) not in values:
             raise ConfigError(f"{name} is {value!r}; give one of {', '.join(values)}.")
-    for name in ("checkpointing", "offload", "prepared"):
-        if not isinstance(value := getattr(settings, name), bool):
-            raise ConfigError(f"{name} is {value!r}; give True or False.")
     return settings
 
 
@@ -194,35 +187,33 @@ def devices_of(gpus: Any, name: str = "gpus") -> tuple[tuple[int, ...], Card]:
 
     Where they differ, or one has no name, that is `PORTABLE`.
     """
-    if gpus is None:
-        return (), PORTABLE
-    try:
-        if isinstance(gpus, int) and gpus <= 0:
-            raise ValueError(f"{gpus} is no size of a device; it must be over 0")
-        found = _parsed(gpus)
-        least = min(size for size, _ in found)
-        if least < _SMALLEST_DEVICE:
-            meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
-            raise ValueError(f"{least} is a number of bytes; write {meant}")
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}.") from error
+    found = _parsed(gpus, name)
     capabilities = {gpu and gpu.capability for _, gpu in found}
     known = capabilities.pop() if len(capabilities) == 1 else None
     return tuple(size for size, _ in found), of_capability(known) if known else PORTABLE
 
 
-def _parsed(gpus: Any) -> list[tuple[int, Gpu | None]]:
-    entries = [gpus] if isinstance(gpus, (str, int)) else gpus or ()
-    texts = (f"{entry}B" if isinstance(entry, int) else str(entry) for entry in entries)
-    return [found for text in texts for found in parse_gpus(text)]
+def _parsed(gpus: Any, name: str = "gpus") -> list[tuple[int, Gpu | None]]:
+    if gpus is None:
+        return []
+    try:
+        if isinstance(gpus, int) and gpus <= 0:
+            raise ValueError(f"{gpus} is no size of a device; it must be over 0")
+        entries = [gpus] if isinstance(gpus, (str, int)) else gpus
+        texts = (f"{entry}B" if isinstance(entry, int) else str(entry) for entry in entries)
+        found = [each for text in texts for each in parse_gpus(text)]
+        if (least := min(size for size, _ in found)) < _SMALLEST_DEVICE:
+            meant = f"{least}GiB" if least < 1000 else "the memory, as in 24GiB"
+            raise ValueError(f"{least} is a number of bytes; write {meant}")
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}.") from error
+    return found
 
 
 def _slowest(gpus: Any) -> Pace:
     """Return how quick the slowest of the devices are that `gpus` names, in each respect."""
-    paces = [pace_of(gpu) for _, gpu in _parsed(gpus)]
-    if not paces:
-        return Pace()
-    return Pace(*(min(getattr(pace, each.name) for pace in paces) for each in fields(Pace)))
+    paces = [pace_of(gpu) for _, gpu in _parsed(gpus)] or [Pace()]
+    return Pace(min(pace.link for pace in paces), min(pace.rate for pace in paces))
 
 
 def _engine(asked: str | None, devices: int) -> Engine | None:
@@ -230,23 +221,23 @@ def _engine(asked: str | None, devices: int) -> Engine | None:
     if asked is None:
         return None
     name, _, number = str(asked).partition(":")
+    ranks = int(number) if number.isdecimal() else 0 if number else devices
     if name not in ENGINES:
         raise ConfigError(f"engine is {asked!r}; give ddp or fsdp, or with ranks, as in fsdp:4.")
     if not number and not devices:
         raise ConfigError(f"{name} takes the number of ranks from gpus: give gpus, or {name}:2.")
-    ranks = int(number) if number.isdecimal() else 0 if number else devices
     if ranks < 2:
         raise ConfigError(f"{name} is {number or ranks}; give the number of ranks, 2 or more.")
-    if devices and ranks > devices:
+    if not devices:
+        return Engine(name, ranks)
+    said = f"{name} is {ranks}, and gpus names {devices}: a rank has"
+    if ranks > devices:
+        less = f"{name} of at most {devices}" if devices > 1 else f"leave {name} out"
+        raise ConfigError(f"{said} a GPU to itself, so give at least {ranks} GPUs, or {less}.")
+    if name == "ddp" and ranks < devices:
         raise ConfigError(
-            f"{name} is {ranks}, and gpus names {devices}: a rank has a GPU to itself, so give at "
-            f"least {ranks} GPUs, or "
-            + (f"{name} of at most {devices}." if devices > 1 else f"leave {name} out.")
-        )
-    if devices and name == "ddp" and ranks < devices:
-        raise ConfigError(
-            f"{name} is {ranks}, and gpus names {devices}: a rank has one GPU, and its layers are "
-            f"not spread over several; give {devices} ranks, or {ranks} GPUs."
+            f"{said} one GPU, and its layers are not spread over several; give {devices} ranks, or "
+            f"{ranks} GPUs."
         )
     if devices % ranks:
         raise ConfigError(
@@ -275,24 +266,3 @@ def _engine_notes(planner: Planner, devices: int) -> Iterator[str]:
             "a model is loaded first and sharded then, as under accelerate's FSDP plugin, each "
             f"rank loads the whole packed model, {human_bytes(whole)}."
         )
-
-
-def _largest(fullness: Callable[[int], float], start: int, limit: int, step: int) -> int:
-    """Return the largest multiple of `step` that fits (within 1/128), 0 where none does.
-
-    Memory grows nearly in proportion to tokens, so that the line through the two sizes nearest to
-    the end leads there.
-    """
-    sizes: dict[int, float] = {}  # Fullness by the multiple of `step`
-    low, high, guess = 0, limit // step + 1, max(start // step, 1)
-    while high - low > max(1, low // 128):
-        guess = min(max(guess, low + max(1, low // 256)), high - 1)
-        sizes[guess] = fullness(guess * step)
-        low, high = (guess, high) if sizes[guess] <= 1 else (low, guess)
-        near, *others = sorted(sizes, key=lambda size: abs(sizes[size] - 1))
-        slope = (sizes[near] - sizes[others[0]]) / (near - others[0]) if others else 0.0
-        if slope > 0 and len(sizes) % 4:
-            guess = near + int((1 - sizes[near]) / slope)
-        else:  # Every fourth time the half, where memory grows faster (eager attention)
-            guess = 2 * guess if high > limit // step else (low + high) // 2
-    return low * step

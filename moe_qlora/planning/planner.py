@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import ConfigError, MoeQloraError, first_line
 from ..experts.forward_override import is_ligers
@@ -22,11 +21,12 @@ from ..kernels.weights import PackedWeight
 from ..lora import targets
 from ..models import named
 from ..packing.settings import CodecSettings, packed_tensors
-from . import attention, meta_model, meta_step
+from . import attention, levels, meta_model, meta_step
+from .blocks import block_modules
 from .budget import Activity, Block, DeviceUse, Engine, Peak, Settings, Sharding, StepBudget
 from .devices import reserve_nbytes
 from .hosting import ExpertLayer, Hosting, Pace, operations, slots_nbytes
-from .meta_model import MetaModel, ModelSource, filled, tells_layers_apart
+from .meta_model import MetaModel, ModelSource, Skeleton, alike, tells_layers_apart
 from .report import MemoryPlan
 
 LIGER_LOSS = frozenset(
@@ -39,8 +39,8 @@ LIGER_LOSS = frozenset(
 """Model types with fused experts whose loss Liger 0.8.5 computes in chunks."""
 
 
-class LevelError(Exception):
-    """A step ran, but not with its layers on a level."""
+Step = tuple[tuple[Activity, ...], int]
+"""What each block does in a step, in running order, and the bytes of the workspace."""
 
 
 class Planner:
@@ -68,24 +68,18 @@ class Planner:
     @cached_property
     def meta(self) -> MetaModel:
         """The model packed, adapted, and ready to run."""
-        apart = tells_layers_apart(
-            self.settings.targets, self.lora_config, self.source.quantization
-        )
-        if self.source.skeleton is not None and not apart:
+        source = self.source
+        if source.repeats and not tells_layers_apart(
+            self.settings.targets, self.lora_config, source.quantization
+        ):
             try:
-                if (meta := self._ready(self.source.skeleton())) is not None:
+                if (meta := self._ready(source.skeleton)) is not None:
                     return meta
             except MoeQloraError:  # which names what the whole model has
                 pass
         meta = self._ready(None)
         assert meta is not None
         return meta
-
-    @property
-    def text_config(self) -> Any:
-        """The configuration of the model, or of its language model."""
-        config: Any = getattr(self.meta.base, "config", None)
-        return config.get_text_config() if hasattr(config, "get_text_config") else config
 
     @property
     def sharding(self) -> Sharding | None:
@@ -100,11 +94,6 @@ class Planner:
         if self.sharding is not None:
             blocks = list(map(self.sharding.on_rank, blocks))
         return [block.without_experts() for block in blocks] if self.settings.offload else blocks
-
-    @property
-    def layers(self) -> set[str]:
-        """Names of the decoder layers."""
-        return {block.name for block in self.meta.blocks if block.layer}
 
     @property
     def expert_layers(self) -> tuple[ExpertLayer, ...]:
@@ -151,7 +140,7 @@ class Planner:
             double_quant=any(part.weight.nested is not None for part in self.meta.parts),
             settings=self.settings,
             trained_weights=sum(sum(block.trained) for block in self.meta.blocks),
-            unpacked=self.source.nbytes,
+            unpacked=self.meta.unpacked,
             resident=self.resident,
             load_peak=self.load_peak,
             peak=peak,
@@ -168,29 +157,29 @@ class Planner:
 
         The workspace keeps to the cap that it has on devices of these bytes.
         """
-        return self._budget(batch, seq, capacities).peak()
+        return self.budget(batch, seq, self.activities(batch, seq, capacities)).peak()
 
     def uses(self, batch: int, seq: int, capacities: Sequence[int]) -> tuple[DeviceUse, ...]:
         """Return the blocks over devices of these bytes; the rest is as in `peak`."""
-        budget = self._budget(batch, seq, capacities)
+        budget = self.budget(batch, seq, self.activities(batch, seq, capacities))
         return budget.on_each(capacities) if self.settings.engine else budget.spread(capacities)
 
-    def fullness(self, batch: int, seq: int, capacities: Sequence[int]) -> float:
-        """Return the part of its bytes that the fullest device needs; it fits up to 1."""
-        return max(use.needed / use.capacity for use in self.uses(batch, seq, capacities))
-
-    def _budget(self, batch: int, seq: int, capacities: Sequence[int]) -> StepBudget:
-        activities, workspace = self.activities(batch, seq, capacities)
+    def budget(self, batch: int, seq: int, step: Step) -> StepBudget:
+        """Return the budget of what `activities` has returned."""
+        activities, workspace = step
         settings = replace(self.settings, batch=batch, seq=seq, workspace=workspace)
         return self.budget_of(activities, settings)
 
     def activities(
         self, batch: int, seq: int, capacities: Sequence[int] = (), *, level: str | None = None
-    ) -> tuple[tuple[Activity, ...], int]:
+    ) -> Step:
         """Return what each block does in a step, in running order, and the workspace's bytes.
 
         `level` is that of all decoder layers, None for what the settings say.
         """
+        if level is None:
+            again = self.settings.checkpointing and _checkpoints(self.meta.base)
+            level = levels.RECOMPUTE if again else levels.KEEP
         cap = min(capacities) // WORKSPACE_PART if capacities else meta_step.NO_CAP
         activities, workspace = self._step(batch, seq, cap, level)
         if activities and self.settings.prepared and self.model_type in LIGER_LOSS:
@@ -230,30 +219,26 @@ class Planner:
         itemsize = next(self.meta.base.parameters()).dtype.itemsize
         return min(chunk / tokens, 1.0), tokens * hidden * itemsize
 
-    def _run_step(
-        self, batch: int, seq: int, cap: int, level: str | None = None
-    ) -> tuple[tuple[Activity, ...], int]:
-        """Return what each block does in a step, and the bytes of the workspace of this cap."""
+    def _run_step(self, batch: int, seq: int, cap: int, level: str) -> Step:
         meta = self.meta
         try:
             return meta_step.run_meta_step(
                 meta.model,
-                meta.modules,
+                block_modules(meta.base)
+                | {name: meta.base.get_submodule(name) for name in meta.emptied},
+                meta.groups,
+                [block.name for block in meta.blocks if block.layer],
                 {block.name: self.itemsize * sum(block.trained) for block in meta.blocks},
                 batch=batch,
                 seq=seq,
+                level=level,
                 experts=max((param.num_experts for param in meta.layout.experts), default=1),
-                groups=None if meta.skeleton is None else meta.skeleton.groups,
                 card=self.card,
                 workspace_cap=cap,
-                level=level,
-                layers=[block.name for block in meta.blocks if block.layer],
             )
         except MoeQloraError:
             raise
         except Exception as error:
-            if level is not None:  # The step itself has run
-                raise LevelError(f"{type(error).__name__}: {first_line(error)}") from error
             why = f"{type(error).__name__}: {first_line(error)[:120]}"
             classes = map(type, meta.base.modules())
             liger = any(is_ligers(getattr(each, "forward", None)) for each in classes)
@@ -262,49 +247,45 @@ class Planner:
                 f"({why}), so that its memory cannot be planned.{_LIGER if liger else ''}"
             ) from error
 
-    def _ready(self, skeleton: meta_model.Skeleton | None) -> MetaModel | None:
-        """Return the model, or its skeleton, packed; None where notes count what it names."""
+    def _ready(self, skeleton: Skeleton | None) -> MetaModel | None:
+        """Return a model packed; None where notes would count the weights of empty layers."""
         source = self.source
         with named.quiet():
             model = source.build() if skeleton is None else copy.deepcopy(skeleton.model)
+            if self.settings.attention is not None:
+                attention.set_attention(model, self.settings.attention)
+            self.eager = attention.eager_attention(model)
+            if self.eager is not None and self.settings.attention is None:
+                self.notes.append(self.eager.note)
+            if (counted := attention.make_countable(model)) is not None:
+                self.notes.append(counted)
             meta = meta_model.pack(
-                self._with_attention(model),
-                source.quantization,
-                linears=source.linears,
-                native=source.native,
+                model, source.quantization, linears=source.linears, native=source.native
             )
             with warnings.catch_warnings(record=True) as said:
                 warnings.filterwarnings("always", targets.WARNING, UserWarning)
                 meta_model.adapt(meta, self.settings, self.lora_config)
-            notes = [f"{warning.message}" for warning in said]
-            if skeleton is not None:
-                if notes:
-                    return None
-                meta.skeleton, meta.blocks = skeleton, filled(skeleton, meta.blocks)
-            self.notes += notes
-            meta_model.fake_packed(meta)
-            meta.model.train()
-            if self.settings.checkpointing and not meta_step.enable_checkpointing(meta.base):
-                self.notes.append(
-                    f"{type(meta.base).__name__} supports no gradient checkpointing; the plan is "
-                    "without."
-                )
-        config = getattr(meta.base, "config", None)
+        notes = [f"{warning.message}" for warning in said]
+        if notes and skeleton is not None:
+            return None
+        meta.groups = alike(block_modules(meta.base))
+        if skeleton is not None:
+            skeleton.complete(meta)
+        self.notes += notes
+        meta.model.train()
+        base: Any = meta.base
+        if self.settings.checkpointing and not _checkpoints(base):
+            self.notes.append(
+                f"{type(base).__name__} supports no gradient checkpointing; the plan is without."
+            )
+        for module in base.modules():  # levels are in its place
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+        config = getattr(base, "config", None)
         if config is not None:
             config.use_cache = False
             config.get_text_config().use_cache = False
         return meta
-
-    def _with_attention(self, model: nn.Module) -> nn.Module:
-        if self.settings.attention is not None:
-            attention.set_attention(model, self.settings.attention)
-        self.eager = attention.eager_attention(model)
-        if self.eager is not None and self.settings.attention is None:
-            self.notes.append(f"{self.eager.what} {self.eager.cure}")
-        counted = attention.make_countable(model)
-        if counted is not None:
-            self.notes.append(counted)
-        return model
 
     @property
     def resident(self) -> int:
@@ -319,36 +300,29 @@ class Planner:
             held += max((p.weight.nbytes for p in self.meta.parts if not p.linear), default=0)
         for part in self.meta.parts:
             modules[part.module].append(part.weight)
-        extras = (
-            load_extra_nbytes(
-                [weight.shape for weight in weights],
-                max(weight.dtype.itemsize for weight in weights),
-                CodecSettings.of(weights[0]),
-                dequantizes=self.source.dequantizes,
-            )
-            for weights in modules.values()
-        )
-        return held + max(extras, default=0)
+        return held + max(map(self._packing_nbytes, modules.values()), default=0)
+
+    def _packing_nbytes(self, weights: Sequence[PackedWeight]) -> int:
+        """Return the temporary bytes of packing one module's weights while loading."""
+        # The largest expert's matrix in the checkpoint's dtype, and with double quantization the
+        # float32 absmax of all weights, which are packed themselves only once a weight is complete.
+        # A matrix that is dequantized first has its codes and fp32 values beside it, which the
+        # loads of tools/bench/results/loading.csv show to be at most as much as two more of it.
+        shapes, settings = [weight.shape for weight in weights], CodecSettings.of(weights[0])
+        extra = max(prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
+        extra *= max(weight.dtype.itemsize for weight in weights)
+        extra *= 3 if self.source.dequantizes else 1
+        if settings.double_quant:
+            name = settings.codec.scales
+            blocks = sum(packed_tensors(shape, settings)[name].numel for shape in shapes)
+            extra += torch.float32.itemsize * blocks
+        return extra
 
 
-def load_extra_nbytes(
-    shapes: Sequence[Sequence[int]],
-    itemsize: int,
-    settings: CodecSettings,
-    *,
-    dequantizes: bool = False,
-) -> int:
-    """Return the temporary bytes of packing one module's weights while loading."""
-    # The largest expert's matrix in the checkpoint's dtype, and with double quantization the
-    # float32 absmax of all weights, which are packed themselves only once a weight is complete.
-    # A matrix that is dequantized first has its codes and fp32 values beside it, which the loads of
-    # tools/bench/results/loading.csv show to be at most as much as two more of it.
-    extra = itemsize * max(prod(shape[1:] if len(shape) > 2 else shape) for shape in shapes)
-    extra *= 3 if dequantizes else 1
-    if settings.double_quant:
-        blocks = (packed_tensors(shape, settings)[settings.codec.scales].numel for shape in shapes)
-        extra += torch.float32.itemsize * sum(blocks)
-    return extra
+def _checkpoints(model: Any) -> bool:
+    """True if transformers would enable gradient checkpointing on a model."""
+    layers = any(hasattr(module, "gradient_checkpointing") for module in model.modules())
+    return layers and bool(getattr(model, "supports_gradient_checkpointing", False))
 
 
 _LIGER = (

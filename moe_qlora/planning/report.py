@@ -36,9 +36,7 @@ class Best:
         """The same as options of `moe-qlora plan`."""
         words = []
         for name, value in self.values().items():
-            word = f"--{name.replace('_', '-')}"
-            if value is False:
-                word = f"--no-{name}"
+            word = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
             words.append(word if isinstance(value, bool) else f"{word} {quote(str(value))}")
         return " ".join(words)
 
@@ -108,62 +106,38 @@ class PlannedFit:
 class MemoryPlan:
     """The memory of a model, loading and training; all figures in bytes.
 
-    Attributes:
-        label: The model's name.
-        model_type: `config.model_type`, "" where there is no configuration.
-        kind: The packed type, None where nothing is packed.
-        double_quant: Whether the 4-bit statistics are quantized as well.
-        settings: How it is trained.
-        trained_weights: Number of trained weights.
-        unpacked: The model in the dtype that it is loaded in, nothing packed.
-        resident: The packed model.
-        load_peak: The most while it is loaded and packed.
-        peak: The most in a training step on one device that holds everything. `peak.nbytes` is
-            comparable with `torch.cuda.max_memory_allocated`.
-        reserve: The rest of the process on that device: CUDA context, gaps between blocks.
-        devices: What each of `gpus` holds; empty without `gpus`.
-        device_map: Module or parameter name -> device, for `from_pretrained` and
-            `accelerate.dispatch_model`; None without `gpus`.
-        largest_seq: The longest sequence that fits the devices, 0 where none does, None where it
-            was not looked for.
-        largest_batch: The most sequences of `seq` tokens, likewise.
-        fit: What decoder layers can keep of their activations on `gpus`, where `fit_memory` decides
-            in place of gradient checkpointing; that `settings` have it or not does not matter. All
-            layers are "recompute" where not even that fits; None without `gpus`, and where the
-            model has no decoder layers.
-        best: The best combination of settings that fits `gpus`; None without `gpus`, and where none
-            of docs/memory.md fits.
-        notes: What to know about the figures, a sentence each.
-        whole: With an engine (`settings.engine`), the whole packed model. `resident`, `load_peak`,
-            `peak`, `reserve` and each of `devices` are then of one rank, and there is no device
-            map.
-        on_disk: The tensors of a folder that its maker quantized, None for any other.
-        hosting: With `offload`, what all packed experts take in host memory and cost; `resident`,
-            `load_peak`, `peak` and `devices` are then without them, and with two slots in training.
-            `fit` is of as many on the device as `fit_memory` brings there. None without.
+    With an engine (`settings.engine`), `resident`, `load_peak`, `peak`, `reserve` and each of
+    `devices` are of one rank, and there is no device map. With `offload` they are without packed
+    experts, and in training with two slots for these. What was not asked for is None: `devices`,
+    `device_map`, `fit` and `best` without `gpus`, the largest sizes without a search.
     """
 
-    label: str
-    model_type: str
-    kind: str | None
-    double_quant: bool
-    settings: Settings
-    trained_weights: int
-    unpacked: int
-    resident: int
-    load_peak: int
+    label: str  # The model's name
+    model_type: str  # `config.model_type`, "" where there is no configuration
+    kind: str | None  # The packed type, None where nothing is packed
+    double_quant: bool  # Whether the 4-bit statistics are quantized as well
+    settings: Settings  # How it is trained
+    trained_weights: int  # Number of trained weights
+    unpacked: int  # The model in the dtype that it is loaded in, nothing packed
+    resident: int  # The packed model
+    load_peak: int  # The most while it is loaded and packed
+    # The most in a training step on one device that holds everything; `peak.nbytes` is comparable
+    # with `torch.cuda.max_memory_allocated`.
     peak: Peak
-    reserve: int
-    devices: tuple[DeviceUse, ...] = ()
+    reserve: int  # The rest of the process there: CUDA context, gaps between blocks
+    devices: tuple[DeviceUse, ...] = ()  # What each of `gpus` holds
+    # Module or parameter name -> device, for `from_pretrained` and `accelerate.dispatch_model`
     device_map: dict[str, int] | None = None
-    largest_seq: int | None = None
-    largest_batch: int | None = None
+    largest_seq: int | None = None  # The longest sequence that fits the devices, 0 for none
+    largest_batch: int | None = None  # The most sequences of `seq` tokens, likewise
+    # What decoder layers can keep of their activations, where `fit_memory` decides in place of
+    # gradient checkpointing; all are "recompute" where not even that fits.
     fit: PlannedFit | None = None
-    best: Best | None = None
-    notes: tuple[str, ...] = ()
-    whole: int | None = None
-    on_disk: int | None = None
-    hosting: Hosting | None = None
+    best: Best | None = None  # The best settings of docs/memory.md that fit, None for none
+    notes: tuple[str, ...] = ()  # What to know about the figures, a sentence each
+    whole: int | None = None  # With an engine, the whole packed model
+    on_disk: int | None = None  # The tensors of a folder that its maker quantized
+    hosting: Hosting | None = None  # With `offload`, what all experts in host memory take and cost
 
     @property
     def fits(self) -> bool | None:
@@ -194,19 +168,6 @@ class MemoryPlan:
             return f"{said} This fits: {self.best}."
         return f"{said} Nothing that was tried fits: take larger GPUs, or more of them."
 
-    def _offload(self, hosting: Hosting) -> dict[str, Any]:
-        host, saved = hosting.most, dict[str, float]()
-        if self.fit is not None:
-            host, saved = self.fit.counts["host"], dict(self.fit.saved)
-        return {
-            "host": hosting.host_nbytes(hosting.most),
-            "slots": hosting.slots(hosting.most),
-            "fitted_host": hosting.host_nbytes(host),
-            "fitted_copies_s": hosting.copies(host),
-            "fitted_waiting_s": hosting.waiting(host, saved),
-            "fitted_computing_s": hosting.computing(saved),
-        }
-
     def rows(self) -> list[tuple[str, int, int]]:
         """Return (component, the most it ever takes, what it takes at the peak) where not empty."""
         return [
@@ -218,24 +179,28 @@ class MemoryPlan:
     def as_dict(self) -> dict[str, Any]:
         """Return everything, for `json.dumps`; sizes in bytes."""
         plain = asdict(self)
-        training = plain.pop("settings")
+        training, whole, _ = (plain.pop(name) for name in ("settings", "whole", "hosting"))
         training["scratch"] = training.pop("workspace")
-        engine = training.pop("engine")
-        if engine is not None:
-            plain["engine"] = {**engine, "whole": plain["whole"]}
-        del plain["whole"]
+        if (engine := training.pop("engine")) is not None:
+            plain["engine"] = {**engine, "whole": whole}
         if plain["on_disk"] is None:
             del plain["on_disk"]
-        del plain["hosting"]
-        if self.hosting is not None:
-            plain["offload"] = self._offload(self.hosting)
+        if (hosting := self.hosting) is not None:
+            fit = self.fit
+            host, saved = (hosting.most, {}) if fit is None else (fit.counts["host"], fit.saved)
+            plain["offload"] = {
+                "host": hosting.host_nbytes(hosting.most),
+                "slots": hosting.slots(hosting.most),
+                "fitted_host": hosting.host_nbytes(host),
+                "fitted_copies_s": hosting.copies(host),
+                "fitted_waiting_s": hosting.waiting(host, saved),
+                "fitted_computing_s": hosting.computing(saved),
+            }
         plain["fit"] = self.fit and self.fit.counts
         plain["best"] = self.best and self.best.as_dict()
-        devices = [
-            {**device, "fits": use.fits, "blocks": list(use.blocks)}
-            for device, use in zip(plain["devices"], self.devices, strict=True)
-        ]
-        for part in (plain, *devices):
+        for device, use in zip(plain["devices"], self.devices, strict=True):
+            device |= {"fits": use.fits, "blocks": list(use.blocks)}
+        for part in (plain, *plain["devices"]):
             if peak := part["peak"]:
                 peak["at_peak"] = peak.pop("parts")
         return {
@@ -244,6 +209,5 @@ class MemoryPlan:
             "quantization": {name: plain.pop(name) for name in ("kind", "double_quant")},
             "training": training,
             **plain,
-            "devices": devices,
             "fits": self.fits,
         }

@@ -1,39 +1,38 @@
-"""What layers can keep on some devices, and the best combination of settings that fits these."""
+"""What fits some devices: what layers keep, the largest sizes, the best combination of settings."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
-from ..errors import MoeQloraError
+from ..errors import ConfigError, MoeQloraError
 from .attention import FLEX, attended
-from .budget import DeviceUse, Engine, Settings
+from .budget import Activity, DeviceUse, Engine, Settings
 from .choice import RECOMPUTE, Choice, Choices, Ladder
-from .devices import reserve_nbytes
-from .planner import LIGER_LOSS, LevelError, Planner
+from .devices import fill, reserve_nbytes
+from .planner import LIGER_LOSS, Planner, Step
 from .report import Best, PlannedFit
 
 
 def fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
     """Return what layers can keep on devices with these blocks, which stay on their devices.
 
-    None where the model has no decoder layers, and, with a note of the planner's, where these do
-    not run on a level.
+    None where the model has no decoder layers, or, with a note of the planner's, these cannot be
+    computed again.
     """
-    try:
-        return _fit_of(planner, uses)
-    except LevelError as error:
-        planner.notes.append(f"What layers can keep of their activations is not known ({error}).")
-        return None
-
-
-def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
     batch, seq = planner.settings.batch, planner.settings.seq
     capacities = [use.capacity for use in uses]
-    blocks, workspace = planner.activities(batch, seq, capacities, level=RECOMPUTE)
+    try:
+        blocks, workspace = planner.activities(batch, seq, capacities, level=RECOMPUTE)
+    except ConfigError as error:
+        planner.notes.append(f"What layers can keep of their activations is not known: {error}")
+        return None
     activities = {RECOMPUTE: blocks}
-    layers = tuple(block.name for block in blocks if block.name in planner.layers)
+    decoder = {block.name for block in planner.meta.blocks if block.layer}
+    layers = tuple(block.name for block in blocks if block.name in decoder)
     if not layers:
         return None
     # Whether the settings have gradient checkpointing does not matter: this is in its place.
@@ -51,7 +50,7 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
         peak, use = fullest(choice)
         return _needed(peak) <= use.capacity
 
-    ladder = Ladder.of(attended(planner.text_config, seq))
+    ladder = Ladder.of(attended(planner.meta.base.config, seq))
     choices = Choices(layers, ladder, hosting)
     choice = none = choices.at(choices.path[0], activities)
     if fits(none):
@@ -68,6 +67,55 @@ def _fit_of(planner: Planner, uses: Sequence[DeviceUse]) -> PlannedFit | None:
 
 def _needed(peak: int) -> int:
     return peak + reserve_nbytes(peak) if peak else 0
+
+
+def largest(planner: Planner, capacities: Sequence[int], name: str, grain: int, limit: int) -> int:
+    """Return the largest multiple of `grain` that fits as "seq" or "batch", 0 where none does.
+
+    A step is nearly affine in its tokens: each size that is tried is where the line through the two
+    steps that are nearest to the last one ends, at first through no tokens. It is within 1/128.
+    """
+    settings = planner.settings
+
+    def step(size: int) -> Step:
+        batch, seq = settings.batch, size * grain
+        if name == "batch":
+            batch, seq = size * grain, settings.seq
+        return planner.activities(batch, seq, capacities)
+
+    def line(first: int, second: int, size: int) -> Step:
+        (some, one), (others, two) = steps[first], steps[second]
+
+        def at(a: int, b: int) -> int:
+            return max(a + round((b - a) * (size - first) / (second - first)), 0)
+
+        activities = (
+            Activity(
+                a.name, at(a.saved, b.saved), at(a.forward, b.forward), at(a.backward, b.backward)
+            )
+            for a, b in zip(some, others, strict=True)
+        )
+        return tuple(activities), at(one, two)
+
+    def fits(step: Step) -> bool:
+        budget = planner.budget(settings.batch, settings.seq, step)
+        needed = cache(lambda first, last: _needed(budget.nbytes(first, last)))
+        count = len(budget.groups)
+        if settings.engine:
+            return needed(0, count) <= min(capacities)
+        return fill(count, capacities, needed)[-1][1] == count
+
+    low, high = 0, limit // grain + 1
+    guess = min(max(getattr(settings, name) // grain, 1), high - 1)
+    steps = {0: (tuple(Activity(a.name, 0, 0, 0) for a in step(guess)[0]), 0)}
+    while high - low > max(1, low // 128) and guess not in steps:
+        steps[guess] = step(guess)
+        low, high = (guess, high) if fits(steps[guess]) else (low, guess)
+        first, second, *_ = sorted(steps, key=lambda size: abs(size - guess))
+        on_line = partial(line, first, second)
+        ends = range(low + 1, high)
+        guess = low + bisect_left(ends, True, key=lambda size: not fits(on_line(size)))
+    return low * grain
 
 
 _BOTH: dict[str, Any] = {"targets": "attention,experts"}

@@ -17,9 +17,18 @@ from ..kernels.limits import cdiv
 GRAIN = 512
 """The caching allocator's smallest step, in bytes."""
 
-_SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data.default
 _NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)
-_MOST_KNOWN = 1 << 14
+
+_INSIDE: dict[str, torch.dtype | None] = {
+    # CUDA's first multiplies the gradient by the output.
+    "aten::_softmax_backward_data": None,
+    # The sums of products, before they are scaled.
+    "bitsandbytes::int8_scaled_mm": torch.int32,
+}
+"""Operators that allocate a tensor of their output's shape inside, and its dtype if another."""
+
+
+_MOST_KNOWN = 1 << 16
 _made = dict[Any, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]()
 
 
@@ -60,32 +69,28 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             # Places in a mask: which experts have tokens (all), or which tokens are of one.
             count = args[0].numel() // (1 if args[0].numel() <= self.experts else self.experts)
-            out = torch.empty((count, args[0].dim()), dtype=torch.long, device="meta")
+            out: Any = torch.empty((count, args[0].dim()), dtype=torch.long, device="meta")
         else:
-            if func is _SOFTMAX_BACKWARD:
-                # CUDA's first multiplies the gradient by the output, into a tensor of that size.
-                product = torch.empty_like(args[0])
-                self._count(product)
             out = self._run(func, args, kwargs or {})
-        return self.counted(out)
+        self.counted(out)
+        if func._schema.name in _INSIDE:
+            self._count(torch.empty_like(out, dtype=_INSIDE[func._schema.name]))
+        return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, whose rule on meta is slow Python, once for arguments that are alike."""
-        if not _makes_one(func):
-            return func(*args, **kwargs)
         try:
-            key = func, torch.get_default_dtype(), _described((*args, *kwargs.items()))
+            key = (func, _described((*args, *kwargs.items()))) if _makes_one(func) else None
             known = _made.get(key)
         except TypeError:  # of another device, or an argument that cannot be a key
-            return func(*args, **kwargs)
+            key = known = None
         if known is not None:
             shape, stride, dtype = known
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         out = func(*args, **kwargs)
-        if type(out) is Tensor and out.is_meta and out.untyped_storage()._cdata not in self._seen:
-            if len(_made) == _MOST_KNOWN:
-                _made.clear()
-            if out.untyped_storage().nbytes() == out.nbytes:
+        if key is not None and out.is_meta and len(_made) < _MOST_KNOWN:
+            storage = out.untyped_storage()
+            if storage._cdata not in self._seen and storage.nbytes() == out.nbytes:
                 _made[key] = tuple(out.shape), out.stride(), out.dtype
         return out
 
@@ -130,10 +135,10 @@ class MemoryTracker(TorchDispatchMode):
 
 @cache
 def _makes_one(func: Any) -> bool:
-    """Whether an operator of torch's makes one new tensor, and changes none."""
-    schema = func._schema
-    alone = len(schema.returns) == 1 and schema.returns[0].alias_info is None
-    return func.namespace == "aten" and alone and not schema.is_mutable
+    """Whether an operator makes one new tensor, of a dtype that its arguments say."""
+    returns, named = func._schema.returns, func.namespace in ("aten", "bitsandbytes")
+    alone = len(returns) == 1 and returns[0].alias_info is None and not func._schema.is_mutable
+    return named and alone and str(returns[0].type) == "Tensor"
 
 
 def _described(value: Any) -> Any:

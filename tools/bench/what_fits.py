@@ -167,7 +167,8 @@ class Planned:
         planner = self.with_engine(letter, engine, len(devices), card)
         # The report takes what the model needs while it loads as well, and a second more.
         of_seq = planner.with_settings(replace(planner.settings, seq=seq))
-        return planner.fullness(1, seq, devices) <= 1 and bool(of_seq.report(devices).fits)
+        fits = all(use.fits for use in planner.uses(1, seq, devices))
+        return fits and bool(of_seq.report(devices).fits)
 
     def least(self, letter: str, engine: str, seq: int, devices: Sequence[int]) -> int:
         """The whole GiB that each of as many devices must have."""

@@ -37,15 +37,12 @@ def plan_of(gpus="1TiB", **changes):
     return plan(LARGE, gpus=gpus, **ASKED | changes)
 
 
-@pytest.mark.parametrize(
-    "family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.nightly)]
-)
-def test_a_plan_has_what_offload_experts_moves(family):
+def test_a_plan_has_what_offload_experts_moves():
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-    config = config_of(family, 4)
+    config = config_of("deepseek_v3", 4)
     made = plan(config, quantization, gpus="1TiB", offload=True, **ASKED)
     plain = plan(config, quantization, gpus="1TiB", **ASKED)
-    model = tiny_model(family, num_hidden_layers=4, layer_types=None)
+    model = tiny_model("deepseek_v3", num_hidden_layers=4, layer_types=None)
     moe_qlora.quantize_experts(model, quantization)
     with moe_qlora.offload_experts(model) as off:
         moved = sum(part.weight.nbytes for part in packed_parts(model))
@@ -58,6 +55,7 @@ def test_a_plan_has_what_offload_experts_moves(family):
     assert made.peak.parts["packed experts"] == 2 * layer
     assert made.peak.moment == plain.peak.moment and made.load_peak < plain.load_peak
     (use,) = made.devices
+    assert "offload" not in plain.as_dict() and "hosting" not in plain.as_dict()
     assert use.peak == made.peak and use.weights == made.resident + 2 * layer
 
 
@@ -81,20 +79,6 @@ def test_what_fits_is_nested_and_without_memory_to_spare_lies_on_the_host():
     assert all(seen[0][0]) and not any(seen[-1][0])
 
 
-def test_each_rank_of_ddp_has_experts_of_its_own_in_host_memory():
-    made, plain = (plan_of("2x1TiB", engine="ddp:2", offload=on) for on in (True, False))
-    alone, whole = plan_of(offload=True), plan_of()
-    assert plain.peak.nbytes - made.peak.nbytes == whole.peak.nbytes - alone.peak.nbytes
-    assert plain.resident - made.resident == whole.resident - alone.resident
-
-
-def test_without_offload_a_plan_says_only_that_nothing_is_on_the_host():
-    made = plan_of().as_dict()
-    assert made["fit"]["host"] == 0 and "offload" not in made and "hosting" not in made
-    made = json.loads(json.dumps(plan_of(offload=True).as_dict()))
-    assert made["offload"]["host"] and made["training"]["offload"] is True
-
-
 @pytest.mark.parametrize("where", [{"gpus": "2x1TiB"}, {"gpus": "2x1TiB", "fsdp": 2}])
 def test_what_offload_experts_refuses_is_not_planned(where):
     with pytest.raises(moe_qlora.ConfigError, match=r"^offload is True, and .* one GPU"):
@@ -107,19 +91,11 @@ def test_a_model_without_packed_experts_has_none_to_offload():
         plan(LARGE, skipping, offload=True)
 
 
-REAL = {
-    "qwen3-30b-a3b": ("8GiB", {"prepared": True}),
-    "gpt-oss-120b": ("16GiB", {"prepared": True, "attention": "flex_attention"}),
-}
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_models_that_are_larger_than_the_card_fit_with_experts_in_host_memory(name):
-    gpus, settings = REAL[name]
-    made = plan(name, gpus=gpus, offload=True, search=False, **settings)
+def test_a_model_that_is_larger_than_the_card_fits_with_experts_in_host_memory():
+    made = plan("qwen3-30b-a3b", gpus="8GiB", offload=True, prepared=True, search=False)
     assert made.fits and made.fit.fits and made.fit.needed <= made.fit.memory
     assert 0 < made.fit.counts["host"] < made.hosting.most
-    said = made.as_dict()["offload"]
+    said = json.loads(json.dumps(made.as_dict()))["offload"]
     assert said["fitted_host"] < said["host"] and said["fitted_copies_s"] > 0
     assert f"experts of {made.fit.counts['host']} lie in" in str(made.fit)
 
@@ -131,7 +107,7 @@ def command(*words):
 
 
 def test_the_command_says_what_lies_where(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("moe_qlora.planning.plan._largest", lambda *args: 64)
+    monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
     LARGE.save_pretrained(tmp_path)
     folder = str(tmp_path / "config.json")
     size = plan_of(offload=True).devices[0].needed

@@ -33,7 +33,7 @@ def plan(gpus, config=LARGE, **given):
 
 @pytest.fixture(autouse=True)
 def _no_longest_sequence_and_no_levels(monkeypatch):
-    monkeypatch.setattr("moe_qlora.planning.plan._largest", lambda *args: 64)
+    monkeypatch.setattr("moe_qlora.planning.plan.largest", lambda *args: 64)
     monkeypatch.setattr("moe_qlora.planning.plan.fit_of", lambda *args: None)
 
 
@@ -62,9 +62,7 @@ def test_readmes_models_on_24_gb_are_found_from_plans_defaults():
     )
 
 
-@pytest.mark.parametrize(
-    "rung", [0, 4, *(pytest.param(one, marks=pytest.mark.nightly) for one in (2, 6))]
-)
+@pytest.mark.parametrize("rung", [0, 4, pytest.param(6, marks=pytest.mark.nightly)])
 def test_the_first_rung_that_fits_is_taken(rung):
     """A device with what a rung needs is given that rung, or one before it that needs no more."""
     size = needed(**RUNGS[rung])
@@ -119,11 +117,6 @@ def test_several_gpus_hold_it_whole_or_share_it():
     assert best.settings.engine.name == "fsdp" and best.values()["targets"] == BOTH
     made = plan(f"2x{whole}B", engine="fsdp:2")
     assert made.best.values()["fsdp"] == 2
-
-
-def test_without_gpus_or_a_search_there_is_no_best():
-    assert plan_of(LARGE, seq=64).best is None
-    assert plan("1TiB", search=False).as_dict()["best"] is None
 
 
 def test_a_model_without_experts_is_searched_too():
