@@ -37,7 +37,6 @@ from ..packing import parametrize
 from ..packing.codec import unpack
 from . import checks, forward_override, fused, projection
 from .backend import FUSED, UNPACKED, choose_backend, find_gate, kernels_run, read_call
-from .kept import in_experts
 
 IMPLEMENTATION = "moe_qlora"
 
@@ -156,10 +155,7 @@ def experts_forward(
     if backend.name == UNPACKED.name:
         return _previous_forward(self)(self, hidden_states, top_k_index, top_k_weights)
     compute = fused.run if backend.name == FUSED.name else projection.run
-    if torch.compiler.is_compiling():
-        return compute(self, call, top_k_index, top_k_weights)
-    with in_experts():
-        return compute(self, call, top_k_index, top_k_weights)
+    return compute(self, call, top_k_index, top_k_weights)
 
 
 @cache

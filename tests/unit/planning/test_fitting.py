@@ -67,7 +67,7 @@ def test_the_outer_levels_are_a_step_with_checkpointing_and_without(family, step
 )
 def test_the_inner_levels_keep_what_experts_and_attention_save(family, attention):
     planner = planner_of(family, attention=attention)
-    saved = {level: step(planner, level)["model.layers.3"].saved for level in levels.EVERY}
+    saved = {level: step(planner, level)["model.layers.3"].saved for level in LEVELS}
     config, gate_up = planner.meta.base.config, planner.meta.layout.modules[-1].parameters[0]
     rows = SEQ * config.num_experts_per_tok
     of_experts = allocated(
@@ -75,15 +75,14 @@ def test_the_inner_levels_keep_what_experts_and_attention_save(family, attention
         2 * rows * gate_up.out_features,  # what the gate takes
         2 * rows * 2 * 16,  # x a^T of the adapters of both projections, of rank 16
     )
-    assert saved["experts"] - saved["recompute"] == of_experts
     heads = config.num_attention_heads
     own = config.hidden_size // heads
     size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", own)
     of_attention = allocated(2 * SEQ * heads * size, 4 * SEQ * heads)  # output, log-sum-exp
     # Eager attention has no operator to keep.
-    assert saved["attention"] - saved["experts"] == (attention != "eager") * of_attention
-    assert saved["attention"] - saved["attention alone"] == of_experts
-    assert saved["keep"] > saved["attention"]
+    assert saved["attention"] - saved["recompute"] == (attention != "eager") * of_attention
+    assert saved["part"] - saved["attention"] == of_experts
+    assert saved["keep"] > saved["part"]
 
 
 @cache
@@ -110,12 +109,12 @@ def test_a_plan_keeps_all_that_its_device_holds_and_never_more():
     for part in range(3):
         size = reserve + (most - reserve) * part // 2
         made = fit_at(f"{size}B")
-        levels = [LEVELS.index(layer.level) for layer in made.fit.layers]
+        levels = [LEVELS.index(layer.activations) for layer in made.fit.layers]
         assert made.fits and needs(made) == made.fit.needed <= made.fit.memory == size
         assert before is None or all(now >= old for now, old in zip(levels, before, strict=True))
         before = levels
         assert levels == sorted(levels)  # from the last layer on
-    assert min(before) == 3 or made.fit.counts["keep"] >= 3
+    assert made.fit.counts["keep"] >= 3
     assert 1.0 <= made.fit.gain <= 1.36
 
 

@@ -398,7 +398,7 @@ def test_the_first_steps_are_compared_with_what_was_planned(
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(None))
         for _ in range(4):
             fit._check_first_steps()
-        levels = {layer.level for layer in fit.layers}
+        levels = {layer.activations for layer in fit.layers}
     assert (levels != {"keep"}) is less
     assert bool(given) is less  # Else graphs of before stay reserved beside the next ones
     said = [text for text in caplog.messages if "the first steps took" in text]

@@ -39,7 +39,7 @@ def tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def places(fit: Any) -> list[tuple[int, bool]]:
-    return [(LEVELS.index(layer.level), layer.experts == "device") for layer in fit.layers]
+    return [(LEVELS.index(layer.activations), layer.experts == "device") for layer in fit.layers]
 
 
 TYPES: dict[str, dict[str, Any]] = {

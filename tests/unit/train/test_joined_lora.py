@@ -283,7 +283,7 @@ def packed(**sizes: Any) -> tuple[Any, Callable[[], tuple[Tensor, dict[str, Tens
     return model, step
 
 
-@pytest.mark.parametrize("level", levels.EVERY)
+@pytest.mark.parametrize("level", levels.LEVELS)
 def test_layers_that_keep_a_part(level: str, products: list[int]) -> None:
     model, step = packed(hidden_size=256)  # whose products are kept
     wanted = step()
