@@ -47,8 +47,6 @@ _GAPS_OF_EXPANDABLE = 0.02  # `FRAGMENTATION` where torch's allocator has expand
 _EXPANDABLE = " PYTORCH_ALLOC_CONF=expandable_segments:True in its environment leaves fewer gaps."
 _TOLERANCE = 1.03  # of the peak of the first steps over the planned one
 _STEPS_CHECKED = 3
-_PAIRS_ON_CPU = 1 << 29  # Of tokens in a measured step; one of 2^33 takes nine minutes
-_SHORT = 4096  # Tokens of a sequence, up to which attention takes less time than the rest
 
 
 def fit_memory(
@@ -192,12 +190,6 @@ class Fit:
 
         def keeps_all() -> int:
             self.memory = self._limit = _limit_of(memory, self._device)
-            if self._device.type == "cpu" and batch * seq * max(seq, _SHORT) > _PAIRS_ON_CPU:
-                raise ConfigError(
-                    f"fit_memory runs steps of batch_size={batch} x seq_len={seq} tokens to "
-                    "measure them, which takes many minutes on a CPU: take a smaller batch_size "
-                    "or seq_len, or ask moe-qlora plan, which runs nothing."
-                )
             slots = tuple if self._offload is None else self._offload.slot_memory
             measured = self._measured = MeasuredModel(self._model, slots)
             self._measure_once(levels.RECOMPUTE)
@@ -238,8 +230,8 @@ class Fit:
             meant = f'memory={memory} is a number of bytes; write "{memory}GiB". '
             raise ConfigError(
                 f"memory is {memory} bytes ({human_bytes(memory)}), and a step that computes "
-                f"layers again{where} takes {human_bytes(least)}: {least - memory} bytes are missing. "
-                f"{meant if memory < 1024 else ''}{self._advice(memory)}"
+                f"layers again{where} takes {human_bytes(least)}: {least - memory} bytes are "
+                f"missing. {meant if memory < 1024 else ''}{self._advice(memory)}"
             )
         self._measure_once(self._choices.ladder.levels[1])
         return next(at for at in reversed(range(len(path))) if self._needed_at(at) <= memory)

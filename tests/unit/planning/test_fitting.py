@@ -126,15 +126,6 @@ def test_where_nothing_fits_all_is_recomputed_and_without_devices_nothing_is_sai
     assert json.loads(json.dumps(fit_at("1TiB").as_dict()))["fit"]["keep"] == 4
 
 
-def test_a_plan_without_checkpointing_that_does_not_fit_says_what_would():
-    plain = fit_at("1TiB", checkpointing=False)
-    size = plain.devices[0].needed - (2 << 20)
-    made = fit_at(f"{size}B", checkpointing=False)
-    assert made.fits is False and made.fit.fits
-    assert made.fit.layers == fit_at(f"{size}B").fit.layers
-    assert 0 < made.fit.counts["keep"] < 4
-
-
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_ranks_of_an_engine_fit_as_one_device_of_each(engine):
     every = fit_at("2x1TiB", **{engine: 2})

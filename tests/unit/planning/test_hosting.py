@@ -74,10 +74,7 @@ def test_only_numbers_that_free_more_than_less_of_them_are_chosen(sizes):
         if all(hosting.freed(count) > hosting.freed(less) for less in range(count))
     ]
     assert list(hosting.counts) == [*reversed(better), 0]
-
-
-def test_one_or_two_layers_free_nothing():
-    assert hosting_of([5] * 5).counts == (5, 4, 3, 0)
+    assert hosting_of([5] * 5).counts == (5, 4, 3, 0)  # One or two layers free nothing
     assert hosting_of([5] * 5, most=2).counts == (0,)
 
 
