@@ -132,7 +132,7 @@ class MemoryPlan:
             layers are "recompute" where not even that fits; None without `gpus`, and where the
             model has no decoder layers.
         best: The best combination of settings that fits `gpus`; None without `gpus`, and where none
-            of docs/what-fits.md fits.
+            of docs/memory.md fits.
         notes: What to know about the figures, a sentence each.
         whole: With an engine (`settings.engine`), the whole packed model. `resident`, `load_peak`,
             `peak`, `reserve` and each of `devices` are then of one rank, and there is no device

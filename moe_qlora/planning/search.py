@@ -83,7 +83,7 @@ RUNGS: tuple[dict[str, Any], ...] = (
     {**_BOTH, **_LOW_RANK, "offload": True},
     {"targets": "attention", **_LOW_RANK, "offload": True},
 )
-"""Settings of docs/what-fits.md, the best first: more trained weights come before less memory, and
+"""Settings of docs/memory.md, the best first: more trained weights come before less memory, and
 experts in host memory, whose copies take time, last."""
 
 # Settings under which a planner's model and its steps are the same.

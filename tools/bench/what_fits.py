@@ -1,4 +1,4 @@
-"""Plans eight models on six sets of GPUs; planned/what_fits.csv and moe_qlora/docs/what-fits.md.
+"""Plans eight models on six sets of GPUs; planned/what_fits.csv and the tables of memory.md.
 
     python tools/bench/what_fits.py                     every cell, minutes on a CPU, then the pages
     python tools/bench/what_fits.py --models mixtral-8x7b    these models' cells anew

@@ -1,4 +1,4 @@
-"""The tables of moe_qlora/docs/what-fits.md and README.md, from planned/what_fits.csv.
+"""The tables of memory.md, README.md and the benches' README.md, from planned/what_fits.csv.
 
 The prose is in the pages; each table stands between `<!-- NAME: begin -->` and its end.
 """
@@ -6,14 +6,14 @@ The prose is in the pages; each table stands between `<!-- NAME: begin -->` and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from what_fits import (
     DEFAULTS,
     GPUS,
     MODELS,
-    SEQS,
     SETTINGS,
     Cell,
     described,
@@ -24,8 +24,8 @@ from what_fits import (
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGE = ROOT / "moe_qlora/docs/what-fits.md"
-RESULTS = "../../tools/bench/results"
+PAGE = ROOT / "moe_qlora/docs/memory.md"
+BENCHES = ROOT / "tools/bench/README.md"
 NAMES = {
     "gpt-oss-20b": "gpt-oss-20b",
     "gpt-oss-120b": "gpt-oss-120b",
@@ -38,15 +38,16 @@ NAMES = {
 }
 IN_README = ("gpt-oss-20b", "qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b", "deepseek-v3")
 README_SEQ = 4096
+PAGE_SEQS = (4096, 32768)
 GIB = 1 << 30
 
 
 def blocks() -> dict[Path, dict[str, str]]:
     """Return what stands between the marks of each page, by their names."""
     cells = {(cell.model, cell.gpus, cell.seq): cell for cell in read()}
-    of_models = (piece for model in MODELS for piece in of_model(model, cells))
-    of_page = {"settings": settings(), "cells": "\n\n".join(of_models), "measured": measured()}
-    return {PAGE: of_page, README: {"what-fits": brief_table(cells)}}
+    of_page = {"settings": settings(), "cells": whole_table(cells)}
+    in_readme = {"what-fits": brief_table(cells)}
+    return {PAGE: of_page, BENCHES: {"measured": measured()}, README: in_readme}
 
 
 def settings() -> str:
@@ -64,18 +65,15 @@ def settings() -> str:
     return f"{planned}\n\n{table((*header, 'options of `moe-qlora plan`'), rows)}"
 
 
-def of_model(model: str, cells: Mapping[tuple[str, str, int], Cell]) -> Iterator[str]:
-    """Yield the table of one model, and the command of one of its cells."""
-    yield f"## {NAMES[model]}"
+def whole_table(cells: Mapping[tuple[str, str, int], Cell]) -> str:
+    """Return the table of all models for two lengths, with the command of one of its cells."""
     rows = [
-        (f"{seq:,}", *(shown(cells[model, gpus, seq]) for gpus in GPUS.values())) for seq in SEQS
+        (NAMES[model], f"{seq:,}", *(shown(cells[model, gpus, seq]) for gpus in GPUS.values()))
+        for model, seq in product(MODELS, PAGE_SEQS)
     ]
-    yield table(("tokens", *GPUS), rows)
-    fits = [cell for cell in cells.values() if cell.model == model and cell.fits]
-    example = next(cell for cell in fits if cell.seq == README_SEQ)
-    (size,) = (size for size, gpus in GPUS.items() if gpus == example.gpus)
-    yield f"The command for {README_SEQ:,} tokens on {size}:"
-    yield f"    {example.command()}"
+    example = cells["qwen3-30b-a3b", GPUS["24 GB"], README_SEQ]
+    command = f"The command of Qwen3-30B-A3B on 24 GB:\n\n    {example.command()}"
+    return f"{table(('model', 'tokens', *GPUS), rows)}\n\n{command}"
 
 
 def shown(cell: Cell) -> str:
@@ -93,7 +91,7 @@ def measured() -> str:
     for check in read_checks():
         error = 100 * (check.planned / check.measured - 1)
         worst = max(worst, abs(error))
-        run = f"[{check.file}]({RESULTS}/{check.file}), {check.commit}"
+        run = f"[{check.file}](results/{check.file}), {check.commit}"
         peaks = (f"{peak / 1e9:.1f} GB" for peak in (check.planned, check.measured))
         rows.append((NAMES[check.what], f"`{check.setting}`", run, *peaks, f"{error:+.1f} %"))
     header = ("model", "setting", "rows, commit", "planned", "measured", "error")
@@ -142,7 +140,7 @@ def filled(page: Path) -> str:
 
 
 def main() -> None:
-    """Write the tables of both pages."""
-    for page in (PAGE, README):
+    """Write the tables of all pages."""
+    for page in (PAGE, BENCHES, README):
         page.write_text(filled(page), encoding="utf-8")
         print(f"wrote {page.relative_to(ROOT)}")

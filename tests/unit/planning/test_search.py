@@ -49,7 +49,7 @@ def values(made):
 
 
 def test_readmes_models_on_24_gb_are_found_from_plans_defaults():
-    """Rows of docs/what-fits.md: gpt-oss-20b in 18.1 GiB, Qwen3-30B-A3B in 21.2."""
+    """Rows of docs/memory.md: gpt-oss-20b in 18.1 GiB, Qwen3-30B-A3B in 21.2."""
     made = plan_of("gpt-oss-20b", gpus="4090")
     assert made.best.needed / 2**30 == pytest.approx(18.1, abs=0.05)
     assert made.best.values() == {"targets": BOTH, "attention": "flex_attention", "prepared": True}

@@ -37,7 +37,7 @@ def fits(script):
     return script("what_fits")
 
 
-@pytest.mark.parametrize("name", ["PAGE", "README"])
+@pytest.mark.parametrize("name", ["PAGE", "BENCHES", "README"])
 def test_tables_of_memory_are_what_the_script_writes(script, name):
     page = script("what_fits_page")
     file = getattr(page, name)
