@@ -98,10 +98,6 @@ class Choice:
         )
 
 
-Place = tuple[int, int]
-"""A place on the path: layers with experts in host memory, and steps that layers were raised."""
-
-
 @dataclass(frozen=True)
 class Choices:
     """All choices that there are for a model, from the one that takes the least memory on."""
@@ -111,8 +107,11 @@ class Choices:
     hosting: Hosting | None = None  # Where packed experts may lie in host memory
 
     @cached_property
-    def path(self) -> tuple[Place, ...]:
-        """The places that a choice may be at, from the least memory to the most."""
+    def path(self) -> tuple[tuple[int, int], ...]:
+        """The places that a choice may be at, from the least memory to the most.
+
+        Each is a number of layers with experts in host memory, and of steps that layers were raised.
+        """
         counts = [0] if self.hosting is None else [*self.hosting.counts]
         places, most = [(counts.pop(0), 0)], 2 * len(self.layers)
         while counts or places[-1][1] < most:
@@ -126,7 +125,7 @@ class Choices:
     def _saves(self, host: int, fewer: int, steps: int) -> bool:
         """Whether a byte saves more time with experts of `host - fewer` layers than by a step."""
         assert self.hosting is not None
-        saved = self._saved(self.levels_at(steps))
+        saved = {name: self.ladder.saved[level] for name, level in self.levels_at(steps).items()}
         seconds = self.hosting.waiting(host, saved) - self.hosting.waiting(fewer, saved)
         level = self.ladder.levels[1 if steps < len(self.layers) else 2]
         each = self.ladder.values[level] * 1e-12 / self.hosting.pace.against_measured
@@ -140,7 +139,7 @@ class Choices:
             for place, name in enumerate(self.layers)
         }
 
-    def at(self, place: Place, activities: ActivitiesByLevel) -> Choice:
+    def at(self, place: tuple[int, int], activities: ActivitiesByLevel) -> Choice:
         """Return the choice of a place; only levels that layers are on there need be known."""
         host, steps = place
         levels = self.levels_at(steps)
@@ -171,10 +170,7 @@ class Choices:
 
     def saved_by(self, choice: Choice) -> dict[str, float]:
         """Return the part of each layer's recomputation that its level saves."""
-        return self._saved(choice.levels)
-
-    def _saved(self, levels: Mapping[str, str]) -> dict[str, float]:
-        return {name: self.ladder.saved[level] for name, level in levels.items()}
+        return {name: self.ladder.saved[level] for name, level in choice.levels.items()}
 
 
 def counted(layers: Iterable[LayerChoice]) -> dict[str, int]:
