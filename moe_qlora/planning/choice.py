@@ -110,7 +110,7 @@ class Choices:
     def path(self) -> tuple[tuple[int, int], ...]:
         """The places that a choice may be at, from the least memory to the most.
 
-        Each is a number of layers with experts in host memory, and of steps that layers were raised.
+        Each is a number of layers with experts in host memory, and of steps up.
         """
         counts = [0] if self.hosting is None else [*self.hosting.counts]
         places, most = [(counts.pop(0), 0)], 2 * len(self.layers)
