@@ -1,7 +1,17 @@
 """4-bit LoRA fine-tuning (QLoRA) of Mixture-of-Experts models on transformers v5.
 
-The public names stand in `__init__.pyi`, and each is imported on its first use: importing the
-package starts no accelerator and imports neither torch nor transformers.
+    with moe_qlora.enabled():                     experts are packed while they load
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=bnb_config)
+    model = moe_qlora.get_peft_model(model, LoraConfig(...), experts=True)
+    moe_qlora.prepare_training(model, batch_size=1, seq_len=4096)     as fast as fits
+    ...                                           train by Trainer, TRL or a loop of your own
+    model.save_pretrained("adapter")              in PEFT's layout; load_adapter() reads it
+    moe_qlora.merge_adapter(folder, "adapter", "merged")              a plain 16-bit checkpoint
+
+Before a load: `plan` says whether training fits a GPU, `detect` finds expert parameters, `doctor`
+names the kernels. Of a model that is built: `quantize_experts`, `offload_experts`, `fit_memory`. Of
+folders: `quantize_checkpoint`, `export_adapter`, `write_report`. Several GPUs: `load_sharded`.
+Errors are `MoeQloraError`s. Importing this package imports neither torch nor transformers.
 """
 
 from __future__ import annotations

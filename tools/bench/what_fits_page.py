@@ -36,7 +36,7 @@ NAMES = {
     "glm-4.5-air": "GLM-4.5-Air",
     "deepseek-v3": "DeepSeek-V3",
 }
-IN_README = ("gpt-oss-20b", "qwen3-30b-a3b", "glm-4.5-air", "qwen3-235b-a22b", "deepseek-v3")
+CARDS = {"24 GB": "RTX 4090", "48 GB": "A6000", "80 GB": "H100", "141 GB": "H200"}
 README_SEQ = 4096
 PAGE_SEQS = (4096, 32768)
 GIB = 1 << 30
@@ -99,18 +99,18 @@ def measured() -> str:
 
 
 def brief_table(cells: Mapping[tuple[str, str, int], Cell]) -> str:
-    """Return the table of README.md, without settings."""
+    """Return the table of README.md: GiB on one card, without settings."""
     rows = [
-        (NAMES[model], *(brief(cells[model, gpus, README_SEQ]) for gpus in GPUS.values()))
-        for model in IN_README
+        (NAMES[model], *(brief(cells[model, GPUS[size], README_SEQ]) for size in CARDS))
+        for model in MODELS
     ]
-    return table(("model", *GPUS), rows, space="")
+    return table(("model", *(f"{card}, {size}" for size, card in CARDS.items())), rows, space="")
 
 
 def brief(cell: Cell) -> str:
     """Return a cell without its setting."""
     if not cell.fits:
-        return f"needs {cell.least}"
+        return "no"
     alone = "" if "experts" in SETTINGS[cell.setting]["targets"] else "*"
     host = f" +{cell.host / GIB:.0f}" if cell.host else ""
     return f"{cell.needed / GIB:.1f}{alone}{host}"
