@@ -407,13 +407,15 @@ class Fit:
         In gaps between these would be memory that graphs cannot use.
         """
 
+        waiting = [True]  # torch runs over its hooks: none may be removed meanwhile
+
         def give_back(*_: Any) -> None:
-            handle.remove()
-            torch.cuda.empty_cache()
+            if waiting:
+                waiting.clear()
+                torch.cuda.empty_cache()
 
         if self._is_recorded:
-            handle = register_optimizer_step_pre_hook(give_back)
-            self._undo.callback(handle.remove)
+            self._undo.callback(register_optimizer_step_pre_hook(give_back).remove)
 
     def remove(self) -> None:
         """Let the layers run as before."""
