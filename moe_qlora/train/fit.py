@@ -406,7 +406,6 @@ class Fit:
 
         In gaps between these would be memory that graphs cannot use.
         """
-
         waiting = [True]  # torch runs over its hooks: none may be removed meanwhile
 
         def give_back(*_: Any) -> None:
